@@ -1,0 +1,1 @@
+"""Pure cost functions of modules and batches; no torch.distributed."""

@@ -1,0 +1,224 @@
+"""The types that data, models and planners share: samples, microbatches, module descriptions.
+
+`torchmm.data` produces these and `torchmm.models` consumes them; neither imports the other.
+A microbatch is *packed*: the samples of one or more sequences stand behind each other in one
+row of T tokens, and `cu_seqlens` says where each sample starts, so attention never crosses
+from one sample into the next. Padding, if any, is the last segment of a sequence and has no
+targets. Rejected: a (B, S) layout with a dense mask, which costs S x S memory and hides leaks
+(see `torchmm.models.attention`).
+
+Shape legend: T tokens of a microbatch, N images, P patches of all images of an encoder,
+K encoder output tokens of all images, D features, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+IGNORE_TARGET = -100
+"""Target value of a position that does not count in the loss."""
+
+
+@dataclass(frozen=True)
+class ImageMeta:
+    """What planning needs to know of one image, known from its header without decoding it."""
+
+    width_px: int
+    height_px: int
+    patches: int
+    """Patches the encoder processes, after resizing."""
+    tokens: int
+    """Tokens the image takes in the LLM's sequence (placeholders only, no marker tokens)."""
+
+
+@dataclass(frozen=True)
+class SampleMeta:
+    """One sample: where it comes from and how large it is.
+
+    `index` is the position inside its source, so that (source, index) names it for ever.
+    """
+
+    source: str
+    index: int
+    tokens: int
+    """Length in the LLM's sequence: text, markers and image placeholders."""
+    images: tuple[ImageMeta, ...] = ()
+    encoder: str | None = None
+    """Name of the encoder that reads the images; None for a text-only sample."""
+
+
+@dataclass(frozen=True)
+class MicrobatchMeta:
+    """The samples of one microbatch, in packing order: the planner's only input."""
+
+    samples: tuple[SampleMeta, ...]
+    tokens: int
+    """T, padding included."""
+
+    def patches(self, encoder: str) -> list[int]:
+        """Patches per image that `encoder` has to process, in order."""
+        return [i.patches for s in self.samples if s.encoder == encoder for i in s.images]
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(s.tokens for s in self.samples)
+
+    @property
+    def image_count(self) -> int:
+        """Images in the microbatch."""
+        return sum(len(s.images) for s in self.samples)
+
+
+@dataclass
+class EncoderInputs:
+    """One encoder's share of a microbatch: its images and where their outputs go.
+
+    Exactly one pixel layout is used by an encoder, see `ImageSpec.layout`:
+    "fixed" has pixels of shape (N, C, height, width), "patches" has (P, D) with the patches of
+    all images behind each other. Sizes are plain Python numbers, so that no kernel launch waits
+    for the device.
+    """
+
+    pixels: Tensor
+    """float32, (N, C, height, width) or (P, D)."""
+    grids_thw: list[tuple[int, int, int]]
+    """Patches per image as (frames, rows, columns), one entry per image."""
+    positions_K: Tensor
+    """int64: position in the microbatch's T tokens of each output token, image after image."""
+
+
+@dataclass
+class Microbatch:
+    """One packed microbatch of one data-parallel rank."""
+
+    input_ids_T: Tensor
+    """int64; image positions hold the placeholder id and are overwritten by encoder outputs."""
+    targets_T: Tensor
+    """int64: the token each position has to predict (already shifted); IGNORE_TARGET elsewhere."""
+    position_ids: Tensor
+    """int64, (T,), restarting at 0 in every sample; (3, T) for models with M-RoPE."""
+    cu_seqlens: list[int]
+    """Start of every packed segment, then T: [0, ..., T]. Padding is a segment of its own."""
+    encoders: dict[str, EncoderInputs]
+    """By encoder name. An encoder without images in this microbatch has no entry."""
+    meta: MicrobatchMeta
+
+    @property
+    def target_count(self) -> int:
+        """Positions that count in the loss."""
+        return int((self.targets_T != IGNORE_TARGET).sum())
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Microbatch:
+        """Copy with every tensor on `device`; metadata stays in Python."""
+
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=non_blocking)
+
+        encoders = {
+            name: replace(e, pixels=move(e.pixels), positions_K=move(e.positions_K))
+            for name, e in self.encoders.items()
+        }
+        return replace(self, encoders=encoders, **_map_tensors(self, move))
+
+    def pin_memory(self) -> Microbatch:
+        """Copy in page-locked memory (called by the loader on CUDA machines)."""
+        encoders = {
+            name: replace(e, pixels=e.pixels.pin_memory(), positions_K=e.positions_K.pin_memory())
+            for name, e in self.encoders.items()
+        }
+        return replace(self, encoders=encoders, **_map_tensors(self, lambda x: x.pin_memory()))
+
+
+def _map_tensors(item: Any, function: Any) -> dict[str, Tensor]:
+    values = {f.name: getattr(item, f.name) for f in fields(item)}
+    return {name: function(v) for name, v in values.items() if isinstance(v, Tensor)}
+
+
+@dataclass
+class StepBatch:
+    """Everything one data-parallel rank needs for one optimizer step.
+
+    `state` is the loader's state *after* this batch: saving it with the checkpoint of this step
+    makes resume exact whatever the number of workers or the depth of prefetching.
+    """
+
+    microbatches: list[Microbatch]
+    state: dict[str, Any]
+    skipped: list[str] = field(default_factory=list)
+    """One "source[index]: reason" per sample that could not be decoded on this rank."""
+
+    def pin_memory(self) -> StepBatch:
+        """Copy with every microbatch in page-locked memory."""
+        return replace(self, microbatches=[m.pin_memory() for m in self.microbatches])
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """How an encoder wants its images; made by `torchmm.models`, obeyed by `torchmm.data`."""
+
+    encoder: str
+    layout: Literal["fixed", "patches"]
+    processor_class: str
+    """Name of the Hugging Face image processor class, e.g. "CLIPImageProcessor"."""
+    processor: dict[str, Any]
+    """Its settings (the content of preprocessor_config.json)."""
+    patch_size_px: int
+    merge: int = 1
+    """Rows and columns of patches that become one output token: tokens = patches / merge**2."""
+    drop_class_token: bool = True
+    """Fixed layout: whether the class token, where there is one, is not handed to the LLM."""
+    extra_tokens: int = 0
+    """Fixed layout: output tokens beyond one per merged patch (a kept class token)."""
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """How the LLM wants its text; made by `torchmm.models`, obeyed by `torchmm.data`."""
+
+    vocab_size: int
+    image_token_id: int | None
+    """Placeholder id written at image positions (its embedding is never used)."""
+    image_prefix_ids: tuple[int, ...] = ()
+    """Marker tokens before each image, e.g. <|vision_start|>."""
+    image_suffix_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int = 0
+    positions: Literal["1d", "mrope"] = "1d"
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """Sizes of one kind of transformer layer, from which FLOPs and bytes follow."""
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_size: int
+    gated_ffn: bool
+    causal: bool
+    window: int | None = None
+    """Attention reach in tokens (LLM) or patches per window (encoder); None for full attention."""
+
+
+@dataclass(frozen=True)
+class ModuleDescription:
+    """A modality module as the planners see it: layers and what stands around them."""
+
+    name: str
+    kind: Literal["llm", "encoder"]
+    layers: tuple[LayerDescription, ...]
+    pre_flops_per_unit: int
+    """Forward FLOPs per unit (token or patch) before the layers, e.g. the patch embedding."""
+    post_flops_per_unit: int
+    """Forward FLOPs per output unit behind the layers: connector, or LM head per target."""
+    parameters: int
+    trainable: bool = True
+    merge: int = 1
+    """Patches per row and column that become one output token (encoders)."""

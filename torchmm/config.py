@@ -1,0 +1,284 @@
+"""The recipe schema: every section and key of a recipe, with its type, default and meaning.
+
+A recipe is data: this module knows no torch and no mesh. It is strict (an unknown key or a value
+of the wrong type is an error) and frozen. `torchmm.recipe` reads TOML files into it and collects
+all problems; `scripts/recipe_reference.py` writes `docs/recipes.md` from the docstrings below.
+Only the trainer and `train.py` see a whole `Recipe`; everything else takes its own section.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of all recipe sections: strict types, no unknown keys, no mutation."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class LlmConfig(Section):
+    """The LLM backbone: either `source` (with weights) or `config` (random weights)."""
+
+    source: str | None = None
+    """Hugging Face id or local directory of a causal LM; its weights are loaded."""
+    config: dict[str, Any] | None = None
+    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides."""
+
+
+class EncoderConfig(Section):
+    """One modality encoder and the connector from its outputs into the LLM's embeddings."""
+
+    source: str | None = None
+    """Hugging Face id or local directory of an encoder (or of a CLIP-like dual model)."""
+    config: dict[str, Any] | None = None
+    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides."""
+    processor: dict[str, Any] | None = None
+    """Settings of the image processor; default: the source's, or those of the model type."""
+    modality: Literal["image"] = "image"
+    """What the encoder reads."""
+    connector: Literal["mlp", "pixel_shuffle_mlp"] = "mlp"
+    """"mlp" maps each encoder output to one LLM token through two linear layers;
+    "pixel_shuffle_mlp" first folds `shuffle` x `shuffle` neighbouring patches into one token."""
+    shuffle: int = Field(default=2, ge=2)
+    """Rows and columns of patches folded into one token by "pixel_shuffle_mlp"."""
+    feature_layer: int = Field(default=-1, le=-1)
+    """Which hidden state feeds the connector: -1 the last layer's output, -2 the one before.
+    Layers behind it are not built."""
+
+
+class ModelConfig(Section):
+    """What is trained: a composite Hugging Face model, or an LLM with encoders put before it."""
+
+    source: str | None = None
+    """Hugging Face id or local directory of a composite model (LLaVA, Qwen2.5-VL); excludes
+    `llm` and `encoders`. Its vision tower is the encoder named "vision"."""
+    config: dict[str, Any] | None = None
+    """Inline Hugging Face config of a composite model with `model_type`; weights are random."""
+    llm: LlmConfig | None = None
+    """The LLM backbone."""
+    encoders: dict[str, EncoderConfig] = {}
+    """The encoders by name; the name is used in [freeze], [parallel] and metrics."""
+    tokenizer: str | None = None
+    """Hugging Face id or local directory of the tokenizer; default: the LLM's or composite's source."""
+    image_token: str = "<image>"
+    """Token whose id marks image positions. It must exist in the tokenizer; any token that never
+    occurs in text will do."""
+    attention: Literal["packed", "eager"] = "packed"
+    """"packed": variable-length attention over packed samples; "eager": Hugging Face's own slow
+    attention, for comparisons with unpacked microbatches only."""
+
+
+class FreezeConfig(Section):
+    """Which parts are not trained."""
+
+    modules: list[str] = []
+    """Module names: "llm", an encoder's name (its tower without the connector), or
+    "NAME.connector". Frozen modules get no gradients and no optimizer state."""
+
+
+class SourceConfig(Section):
+    """One data source of a mixture."""
+
+    path: str
+    """Local file, directory or glob, or a Hugging Face data set id."""
+    format: Literal["auto", "parquet", "arrow", "json", "webdataset", "imagefolder", "hub"] = "auto"
+    """How to read it; "auto" decides by file names (".parquet", ".arrow", ".jsonl", ".tar", ...)."""
+    name: str | None = None
+    """Name in logs and errors; default: derived from the path."""
+    split: str = "train"
+    """Split, for hub data sets and directories with one."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of samples drawn from this source, relative to the other sources' weights."""
+    streaming: bool = False
+    """Read in order without random access (for sources too large to index)."""
+    prompt: str = ""
+    """Text put between the image and the caption of caption samples; not part of the loss."""
+
+
+class DataConfig(Section):
+    """Samples, their order and how they are read."""
+
+    sources: list[SourceConfig] = []
+    """Training mixture: one [[data.sources]] table per source."""
+    validation: list[SourceConfig] = []
+    """Held-out sources: one [[data.validation]] table per source."""
+    workers: int = Field(default=2, ge=0)
+    """Worker processes per rank that decode images; 0 decodes in the training process."""
+    prefetch: int = Field(default=2, ge=1)
+    """Steps each worker prepares ahead."""
+    shuffle: bool = True
+    """Shuffle samples in every epoch (a pure function of seed, epoch and index)."""
+    shuffle_window: int = Field(default=1024, ge=1)
+    """Samples shuffled together when streaming."""
+    open_packs: int = Field(default=16, ge=1)
+    """Partly filled sequences kept open for best-fit packing."""
+    max_images_per_sample: int = Field(default=64, ge=1)
+    """Further images of a sample are dropped together with their placeholders."""
+    max_image_pixels: int = Field(default=64_000_000, ge=1)
+    """Images with more pixels in their header count as corrupt and are never decoded."""
+    max_corrupt_samples: int = Field(default=100, ge=0)
+    """Corrupt samples skipped (and logged) over all ranks before the run stops with exit code 3."""
+    max_corrupt_fraction: float = Field(default=0.1, ge=0, le=1)
+    """The run also stops when more than this share of the samples seen (at least 100) is corrupt."""
+    index_cache: str = "data/index"
+    """Directory for the sample-length index of map-style sources."""
+
+
+class ParallelConfig(Section):
+    """How ranks share the work. replicate x shard x tensor = number of ranks."""
+
+    replicate: int = Field(default=1, ge=-1)
+    """Data-parallel replicas, each holding all parameters of its shards (HSDP); -1: what is left."""
+    shard: int = Field(default=-1, ge=-1)
+    """Ranks over which FSDP2 shards parameters, gradients and optimizer state; -1: what is left."""
+    tensor: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks that split every layer."""
+    sequence_parallel: bool = False
+    """Also split activations between the tensor-parallel regions along the sequence."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Collective backend; "auto": NCCL on CUDA, gloo on CPU."""
+    timeout_s: int = Field(default=300, ge=1)
+    """Seconds a rank waits for a peer before the run stops with exit code 6."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and the learning rate schedule."""
+
+    lr: float = Field(default=3e-4, ge=0)
+    """Peak learning rate."""
+    module_lr: dict[str, float] = {}
+    """Peak learning rate by module name ("llm", "NAME", "NAME.connector"), instead of `lr`."""
+    betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    """AdamW decay rates of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW epsilon."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay; not applied to vectors (norms, biases) and embeddings."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape after warmup: cosine, warmup-stable-decay (linear decay at the end), constant."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warmup."""
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Share of all steps spent decaying ("wsd")."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end, relative to the peak ("cosine", "wsd")."""
+
+
+class TrainingConfig(Section):
+    """Length of the run, batch sizes, numerics."""
+
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+    global_batch_size: int = Field(default=8, ge=1)
+    """Packed sequences per optimizer step over all ranks."""
+    microbatch_size: int = Field(default=1, ge=1)
+    """Packed sequences per forward and backward on one rank; the rest is gradient accumulation."""
+    sequence_length: int = Field(default=1024, ge=8)
+    """Tokens per packed sequence; longer samples are truncated."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of initial weights, sample order and dropout."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype. With bfloat16, parameters, reductions and optimizer state stay float32."""
+    deterministic: bool = False
+    """Deterministic kernels only (slower); two runs then give the same bits."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; "auto": CUDA where there is a device."""
+
+
+class ValidationConfig(Section):
+    """Loss and captions on held-out samples during the run."""
+
+    interval: int = Field(default=0, ge=0)
+    """Steps between validations; also done after the last step; 0: never."""
+    batches: int = Field(default=4, ge=1)
+    """Global batches of held-out samples per validation (always the same ones)."""
+    samples: int = Field(default=0, ge=0)
+    """Held-out images for which the model generates text, saved in samples.json."""
+    max_new_tokens: int = Field(default=32, ge=1)
+    """Longest generated text, in tokens."""
+
+
+class CheckpointConfig(Section):
+    """Saving, keeping and resuming."""
+
+    interval: int = Field(default=0, ge=0)
+    """Steps between checkpoints; also saved after the last step; 0: never."""
+    keep: int = Field(default=2, ge=1)
+    """Newest valid checkpoints kept; older ones are removed."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+    resume: str = "auto"
+    """"auto": newest valid checkpoint of the run directory, if any; "none": start afresh;
+    otherwise the directory of a checkpoint."""
+    export_hf: bool = True
+    """Write a Hugging Face directory (`hf/`) after the last step."""
+
+
+class MetricsConfig(Section):
+    """What is recorded and where it is shown. metrics.jsonl is always written."""
+
+    log_interval: int = Field(default=1, ge=1)
+    """Steps between progress lines and tracker records."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases mode. If the service cannot be reached, training goes on without it."""
+    wandb_project: str = "torchmm"
+    """Weights & Biases project."""
+    tensorboard: bool = False
+    """Write TensorBoard events to `tensorboard/` in the run directory."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak of one device in TFLOP/s for MFU; default: the data sheet value of a known GPU,
+    a short matrix-product measurement on CPU."""
+    profile_step: int = Field(default=0, ge=0)
+    """Step recorded by the PyTorch profiler as a trace in `profile/`; 0: none."""
+    memory_snapshot_step: int = Field(default=0, ge=0)
+    """Step after which a CUDA memory snapshot is written to `profile/`; 0: none."""
+
+
+class ActivationCheckpointConfig(Section):
+    """What backward recomputes instead of keeping."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+    """"none" keeps all activations; "full" keeps only layer inputs; "selective" keeps the results
+    of matrix products and attention and recomputes the rest."""
+    modules: dict[str, Literal["none", "selective", "full"]] = {}
+    """Mode by module name, instead of `mode`."""
+
+
+class CompileConfig(Section):
+    """torch.compile."""
+
+    enabled: bool = False
+    """Compile every layer."""
+    modules: list[str] = []
+    """Module names to compile; empty: all."""
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    name: str = "run"
+    """Name of the run; its files lie in `output_dir`/`name`."""
+    output_dir: str = "outputs"
+    """Parent of the run directory."""
+    model: ModelConfig = ModelConfig()
+    freeze: FreezeConfig = FreezeConfig()
+    data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
+    compile: CompileConfig = CompileConfig()

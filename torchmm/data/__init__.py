@@ -1,0 +1,1 @@
+"""Data: sources, image and text transforms, packing, sampling and loading."""

@@ -1,0 +1,60 @@
+"""Errors a user can act on, and the exit code each of them ends a run with.
+
+Every error names what was read (file, key, sample, rank), the offending value and a remedy.
+`train.py` maps these classes to exit codes; under torchrun, whose own exit code is always 1
+when a worker fails, `STATUS.json` in the run directory holds the code instead.
+"""
+
+EXIT_DONE = 0
+
+
+class TorchmmError(Exception):
+    """Base of all errors that end a run with a message instead of a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(TorchmmError):
+    """The recipe, an override or the layout is wrong; nothing was started.
+
+    Args:
+        problems: every problem found, one per line in the message.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: list[str] | str) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__(f"{head} in the recipe:\n" + "\n".join(f"  - {p}" for p in self.problems))
+
+
+class DataError(TorchmmError):
+    """A source cannot be read, or more samples are corrupt than the recipe allows."""
+
+    exit_code = 3
+
+
+class CheckpointError(TorchmmError):
+    """A checkpoint or weight file is missing, torn, altered or does not fit the model."""
+
+    exit_code = 4
+
+
+class NonFiniteError(TorchmmError):
+    """Loss or gradient became NaN or infinite; no rank has updated its parameters."""
+
+    exit_code = 5
+
+
+class PeerError(TorchmmError):
+    """Another rank was lost or did not answer in time."""
+
+    exit_code = 6
+
+
+class Preempted(TorchmmError):  # noqa: N818 - an outcome, not a failure
+    """The run was asked to stop, saved a checkpoint and left."""
+
+    exit_code = 75

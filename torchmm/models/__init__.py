@@ -1,0 +1,1 @@
+"""Models: layered modality modules cut out of Hugging Face classes, and their checkpoint files."""

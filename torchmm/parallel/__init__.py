@@ -1,0 +1,1 @@
+"""Parallelism: device meshes, FSDP2, tensor parallelism, activation checkpointing, health."""
