@@ -72,9 +72,6 @@ class ModelConfig(Section):
     image_token: str = "<image>"
     """Token whose id marks image positions. It must exist in the tokenizer; any token that never
     occurs in text will do."""
-    attention: Literal["packed", "eager"] = "packed"
-    """"packed": variable-length attention over packed samples; "eager": Hugging Face's own slow
-    attention, for comparisons with unpacked microbatches only."""
 
 
 class FreezeConfig(Section):
