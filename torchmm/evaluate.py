@@ -1,0 +1,173 @@
+"""Held-out loss, and text the model generates for held-out images.
+
+Every rank runs the same number of forward passes. For generation all ranks work on the same
+sample in lockstep (FSDP gathers every layer's weights for all of them anyway) and rank 0's choice
+of each token is broadcast, so ranks can never disagree on when to stop. Rejected: a key-value
+cache; captions are short and recomputing keeps one code path for training and generation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch, SampleMeta, StepBatch
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """What the model wrote for one held-out sample, beside what it should have written."""
+
+    source: str
+    index: int
+    prompt: str
+    truth: str
+    generated: str
+
+
+@torch.no_grad()
+def validation_loss(
+    model: MultimodalModel, batches: Iterable[StepBatch], mesh: ParallelMesh
+) -> float:
+    """Mean loss per target over all held-out batches and ranks."""
+    loss = torch.zeros((), device=mesh.device)
+    targets = 0
+    for batch in batches:
+        for microbatch in batch.microbatches:
+            loss += model(microbatch.to(mesh.device))
+            targets += microbatch.target_count
+    total_loss, total_targets = mesh.sum_over_data([loss.item(), targets])
+    return total_loss / max(1.0, total_targets)
+
+
+@torch.no_grad()
+def generate_samples(
+    model: MultimodalModel,
+    prompts: Iterable[tuple[Microbatch, Tensor, SampleMeta]],
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: ParallelMesh,
+    max_new_tokens: int,
+) -> list[GeneratedText]:
+    """Greedy text for each prompt; all ranks must pass the same prompts.
+
+    Args:
+        prompts: from `held_out_prompts`.
+        max_new_tokens: longest text, in tokens; generation stops at the end-of-text token.
+    """
+    texts = []
+    for prompt, truth_ids, sample in prompts:
+        new_ids = _generate(model, prompt.to(mesh.device), tokenizer, max_new_tokens)
+        image_positions = torch.cat([e.positions_K for e in prompt.encoders.values()])
+        shown = prompt.input_ids_T.clone()
+        shown[image_positions] = -1
+        texts.append(
+            GeneratedText(
+                sample.source,
+                sample.index,
+                tokenizer.decode(shown[shown >= 0], skip_special_tokens=True),
+                tokenizer.decode(truth_ids, skip_special_tokens=True),
+                tokenizer.decode(new_ids, skip_special_tokens=True),
+            )
+        )
+    return texts
+
+
+def held_out_prompts(
+    batches: Iterable[StepBatch], count: int
+) -> Iterator[tuple[Microbatch, Tensor, SampleMeta]]:
+    """The first `count` samples with images, cut before the text to be generated.
+
+    Batches must come from a loader with one pack per microbatch, whose samples are its first
+    segments.
+    """
+    found = 0
+    for microbatch in (m for batch in batches for m in batch.microbatches):
+        for prompt in _prompts_of(microbatch):
+            if found == count:
+                return
+            found += 1
+            yield prompt
+
+
+def _prompts_of(microbatch: Microbatch) -> Iterator[tuple[Microbatch, Tensor, SampleMeta]]:
+    images_before = dict.fromkeys(microbatch.encoders, 0)
+    segments = zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False)
+    for sample, (start, stop) in zip(microbatch.meta.samples, segments, strict=False):
+        if sample.encoder is None or not sample.images:
+            continue
+        first_image = images_before[sample.encoder]
+        images_before[sample.encoder] += len(sample.images)
+        targets = microbatch.targets_T[start:stop]
+        counted = (targets != IGNORE_TARGET).nonzero()
+        if not len(counted):
+            continue
+        cut = start + int(counted[0]) + 1
+        images = range(first_image, first_image + len(sample.images))
+        inputs = _select_images(microbatch.encoders[sample.encoder], images, (start, stop))
+        if inputs.positions_K.numel() and int(inputs.positions_K.max()) >= cut - start:
+            continue  # text before the last image: not a caption to be generated
+        prompt = Microbatch(
+            input_ids_T=microbatch.input_ids_T[start:cut],
+            targets_T=torch.full((cut - start,), IGNORE_TARGET),
+            position_ids=microbatch.position_ids[..., start:cut],
+            cu_seqlens=[0, cut - start],
+            encoders={sample.encoder: inputs},
+            meta=replace(microbatch.meta, samples=(sample,), tokens=cut - start),
+        )
+        yield prompt, targets[counted[:, 0]], sample
+
+
+def _select_images(inputs: EncoderInputs, images: range, segment: tuple[int, int]) -> EncoderInputs:
+    grids = inputs.grids_thw[images.start : images.stop]
+    if inputs.pixels.ndim == 4:
+        pixels = inputs.pixels[images.start : images.stop]
+    else:
+        patches = [math.prod(g) for g in inputs.grids_thw]
+        first = sum(patches[: images.start])
+        pixels = inputs.pixels[first : first + sum(patches[images.start : images.stop])]
+    inside = (inputs.positions_K >= segment[0]) & (inputs.positions_K < segment[1])
+    positions = inputs.positions_K[inside] - segment[0]
+    return EncoderInputs(pixels, grids, positions)
+
+
+def _generate(
+    model: MultimodalModel,
+    prompt: Microbatch,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+) -> list[int]:
+    features = model.encode(prompt)
+    new_ids: list[int] = []
+    state = prompt
+    for _ in range(max_new_tokens):
+        length = state.input_ids_T.numel()
+        last = torch.tensor([length - 1], device=state.input_ids_T.device)
+        token = model.llm.logits(state, features, last)[-1].argmax()
+        dist.broadcast(token, src=0)
+        if int(token) == tokenizer.eos_token_id:
+            break
+        new_ids.append(int(token))
+        state = _append(state, token)
+    return new_ids
+
+
+def _append(state: Microbatch, token: Tensor) -> Microbatch:
+    positions = state.position_ids
+    following = positions.amax() + 1
+    ignored = torch.full_like(state.targets_T[:1], IGNORE_TARGET)
+    length = state.input_ids_T.numel() + 1
+    return replace(
+        state,
+        input_ids_T=torch.cat([state.input_ids_T, token[None]]),
+        targets_T=torch.cat([state.targets_T, ignored]),
+        position_ids=torch.cat([positions, following.expand_as(positions[..., :1])], dim=-1),
+        cu_seqlens=[0, length],
+    )

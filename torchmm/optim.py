@@ -1,0 +1,108 @@
+"""AdamW, its parameter groups, the learning rate and the global gradient norm.
+
+The learning rate is a pure function of the step, so there is no scheduler state to save.
+Parameters are grouped by module (each may have a learning rate of its own), by whether weight
+decay applies, and by device mesh: fused kernels and norms take lists of DTensors of one mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchmm.config import OptimizerConfig
+
+
+def build_optimizer(
+    model: nn.Module, module_of: Callable[[str], str], config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable parameters of `model`.
+
+    Args:
+        module_of: maps a parameter's name to its module name ("llm", "NAME", "NAME.connector").
+    """
+    groups: dict[tuple, dict[str, Any]] = {}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        module = module_of(name)
+        decays = parameter.ndim > 1 and id(parameter) not in embeddings
+        key = (module, decays, _mesh_of(parameter))
+        peak_lr = config.module_lr.get(module, config.lr)
+        group = groups.setdefault(
+            key,
+            {
+                "params": [],
+                "module": module,
+                "lr": peak_lr,
+                "peak_lr": peak_lr,
+                "weight_decay": config.weight_decay if decays else 0.0,
+            },
+        )
+        group["params"].append(parameter)
+    beta1, beta2 = config.betas
+    return torch.optim.AdamW(
+        list(groups.values()), lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True
+    )
+
+
+def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Learning rate of optimizer step `step` (1-based) of `steps`, relative to the peak."""
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    floor = config.min_lr_ratio
+    if config.schedule == "wsd":
+        decay_steps = max(1, round(config.decay_fraction * steps))
+        return max(floor, min(1.0, floor + (1 - floor) * (steps - step) / decay_steps))
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Sets every group to `factor` times its peak."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+
+
+def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Euclidean norm of all gradients of all ranks, a float32 scalar equal on every rank.
+
+    Plain tensors count as replicated: they are the same on all ranks.
+    """
+    norms = [
+        torch.nn.utils.get_total_norm(grads, foreach=True)
+        for grads in _gradients_by_mesh(parameters).values()
+    ]
+    whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    return torch.linalg.vector_norm(torch.stack(whole))
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiplies all gradients by `factor`, in place."""
+    for grads in _gradients_by_mesh(parameters).values():
+        torch._foreach_mul_(grads, factor)
+
+
+def clip_factor(grad_norm: float, max_norm: float) -> float:
+    """What gradients are multiplied by to bring their norm down to `max_norm`."""
+    return min(1.0, max_norm / (grad_norm + 1e-6))
+
+
+def _mesh_of(tensor: Tensor) -> Any:
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def _gradients_by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[Tensor]]:
+    groups: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups.setdefault(_mesh_of(parameter.grad), []).append(parameter.grad)
+    return groups

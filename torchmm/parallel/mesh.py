@@ -1,0 +1,122 @@
+"""The device mesh of a run: which ranks hold which part of the model and of the batch.
+
+One mesh with the dimensions (replicate, shard, tensor) covers all ranks. Ranks that differ only
+in `tensor` work on the same samples; `replicate` x `shard` together are the data-parallel ranks.
+FSDP2 shards over `shard` and, where `replicate` > 1, keeps copies over `replicate` (HSDP).
+Scalars are summed over the whole world and divided by the size of `tensor`, which avoids a
+flattened mesh and its extra process group.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchmm.config import ParallelConfig
+from torchmm.recipe import resolve_layout
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """The mesh and this rank's place in it."""
+
+    device: torch.device
+    mesh: DeviceMesh
+    """Dimensions ("replicate", "shard", "tensor")."""
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return dist.get_world_size()
+
+    @property
+    def replicate_size(self) -> int:
+        """Copies of the sharded model."""
+        return self.mesh["replicate"].size()
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which FSDP2 shards."""
+        return self.mesh["shard"].size()
+
+    @property
+    def tensor_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.mesh["tensor"].size()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that work on different samples."""
+        return self.replicate_size * self.shard_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the data-parallel shares of the batch this rank works on."""
+        replicate = self.mesh.get_local_rank("replicate")
+        return replicate * self.shard_size + self.mesh.get_local_rank("shard")
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """Mesh for `fully_shard`: 1-D, or 2-D (replicate, shard) for HSDP."""
+        return self.mesh["replicate", "shard"] if self.replicate_size > 1 else self.mesh["shard"]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """1-D mesh of the tensor-parallel ranks."""
+        return self.mesh["tensor"]
+
+    def sum_over_data(self, values: list[float]) -> list[float]:
+        """Sums over the data-parallel ranks, in float64; every rank must call it."""
+        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(totals)
+        return (totals / self.tensor_size).tolist()
+
+
+def select_device(device: str) -> torch.device:
+    """The device of this process: "auto" takes CUDA where there is a device, one per local rank."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
+    return torch.device("cuda", index)
+
+
+def start_process_group(config: ParallelConfig, device: torch.device) -> None:
+    """Joins the process group of torchrun's environment; a lone process forms a group of one."""
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(key, value)
+    backend = config.backend
+    if backend == "auto":
+        # gloo beside NCCL carries the CPU collectives of checkpoints and health checks.
+        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    alone = os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=config.timeout_s),
+        store=dist.HashStore() if alone else None,
+        rank=int(os.environ["RANK"]) if alone else -1,
+        world_size=1 if alone else -1,
+    )
+
+
+def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
+    """The mesh of `config` over all ranks of the started process group.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of ranks.
+    """
+    sizes = resolve_layout(config, dist.get_world_size())
+    names = ("replicate", "shard", "tensor")
+    shape = (sizes.replicate, sizes.shard, sizes.tensor)
+    return ParallelMesh(device, init_device_mesh(device.type, shape, mesh_dim_names=names))
