@@ -14,6 +14,7 @@ K encoder output tokens of all images, D features, C channels.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -108,10 +109,15 @@ class Microbatch:
     """By encoder name. An encoder without images in this microbatch has no entry."""
     meta: MicrobatchMeta
 
+    @cached_property
+    def target_positions_L(self) -> Tensor:
+        """int64: positions that count in the loss; found on the CPU before `to` moves them."""
+        return (self.targets_T != IGNORE_TARGET).nonzero()[:, 0]
+
     @property
     def target_count(self) -> int:
         """Positions that count in the loss."""
-        return int((self.targets_T != IGNORE_TARGET).sum())
+        return self.target_positions_L.numel()
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Microbatch:
         """Copy with every tensor on `device`; metadata stays in Python."""
@@ -123,7 +129,9 @@ class Microbatch:
             name: replace(e, pixels=move(e.pixels), positions_K=move(e.positions_K))
             for name, e in self.encoders.items()
         }
-        return replace(self, encoders=encoders, **_map_tensors(self, move))
+        moved = replace(self, encoders=encoders, **_map_tensors(self, move))
+        moved.target_positions_L = move(self.target_positions_L)
+        return moved
 
     def pin_memory(self) -> Microbatch:
         """Copy in page-locked memory (called by the loader on CUDA machines)."""
@@ -131,10 +139,12 @@ class Microbatch:
             name: replace(e, pixels=e.pixels.pin_memory(), positions_K=e.positions_K.pin_memory())
             for name, e in self.encoders.items()
         }
-        return replace(self, encoders=encoders, **_map_tensors(self, lambda x: x.pin_memory()))
+        pinned = replace(self, encoders=encoders, **_map_tensors(self, lambda x: x.pin_memory()))
+        pinned.target_positions_L = self.target_positions_L.pin_memory()
+        return pinned
 
 
-def _map_tensors(item: Any, function: Any) -> dict[str, Tensor]:
+def _map_tensors(item: Any, function: Any) -> dict[str, Any]:
     values = {f.name: getattr(item, f.name) for f in fields(item)}
     return {name: function(v) for name, v in values.items() if isinstance(v, Tensor)}
 
