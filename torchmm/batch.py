@@ -230,5 +230,7 @@ class ModuleDescription:
     """Forward FLOPs per output unit behind the layers: connector, or LM head per target."""
     parameters: int
     trainable: bool = True
+    connector_trainable: bool = True
+    """Encoders: whether the connector, which is part of post_flops_per_unit, is trained."""
     merge: int = 1
     """Patches per row and column that become one output token (encoders)."""
