@@ -1,0 +1,237 @@
+"""Noticing lost, hung and diverging ranks, and naming them.
+
+A collective that times out tells every rank that somebody is missing, never who. Beside the
+training group there is therefore a gloo group of its own, on which `monitored_barrier` lists the
+ranks that do not arrive, and a file per rank ("heartbeat") that says which step and phase it
+was in. The barrier runs every few steps and once more when a collective fails. Rejected: a
+watchdog that kills the process (it cannot say why), and heartbeats over the network (the run
+directory is shared anyway, for checkpoints).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from torchmm.errors import NonFiniteError, PeerError
+from torchmm.files import canonical_json, replace_atomically
+
+T = TypeVar("T")
+SIDE_GROUP_TIMEOUT_S = 1800.0
+"""A rank may wait this long for the slowest writer of a checkpoint."""
+_PEER_TROUBLE = re.compile(
+    r"gloo/transport|connection (closed|reset) by peer|timed out waiting|timeout caused"
+    r"|monitoredBarrier",
+    re.IGNORECASE,
+)
+_MISSING_RANKS = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+
+
+class SideGroup:
+    """All ranks over gloo, apart from the training group; also without torch.distributed.
+
+    Messages are pickled by torch: they come from ranks of this run, never from files.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank()
+        self.size = 1 if group is None else dist.get_world_size()
+
+    @classmethod
+    def create(cls, timeout_s: float = SIDE_GROUP_TIMEOUT_S) -> SideGroup:
+        """Collective over all ranks."""
+        if not dist.is_initialized():
+            return cls(None)
+        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, on every rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def on_rank_0(self, function: Callable[[], T]) -> T:
+        """Result of `function` on rank 0, on every rank; its exception is raised on every rank."""
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = function()
+            except Exception as error:  # raised below, on all ranks
+                outcome[1] = error
+        if self.group is not None:
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+
+class Health:
+    """Heartbeats, barriers and error conversion of one rank.
+
+    Args:
+        directory: where heartbeats lie, shared by all ranks.
+        timeout_s: seconds to wait for a rank in a barrier.
+        barrier_interval: steps between barriers.
+        heartbeat_s: seconds between heartbeats.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        timeout_s: float,
+        barrier_interval: int = 100,
+        heartbeat_s: float = 5.0,
+    ) -> None:
+        self._group = SideGroup.create(timeout_s)
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._barrier_interval = barrier_interval
+        self._heartbeat_s = heartbeat_s
+        self._step = 0
+        self._phase = "start"
+        self._stop = threading.Event()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._write_heartbeat()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def phase(self, step: int, phase: str) -> Iterator[None]:
+        """What this rank is doing now; failed communication inside becomes a PeerError."""
+        self._step, self._phase = step, phase
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_peer_trouble(error):
+                raise
+            raise self._peer_error(error) from error
+
+    def check(self, step: int) -> None:
+        """Barrier in every `barrier_interval`-th step; all ranks must call it in every step.
+
+        Raises:
+            PeerError: a rank did not arrive in time; on rank 0 it is named.
+        """
+        if step % self._barrier_interval == 0:
+            with self.phase(step, "health check"):
+                self._barrier()
+
+    def close(self) -> None:
+        """Ends the heartbeat."""
+        self._stop.set()
+        self._thread.join()
+
+    def _barrier(self) -> None:
+        if self._group.group is not None:
+            timeout = timedelta(seconds=self._timeout_s)
+            dist.monitored_barrier(self._group.group, timeout, wait_all_ranks=True)
+
+    def _peer_error(self, error: RuntimeError) -> PeerError:
+        """Names the ranks that miss a barrier now, with what they were last seen doing."""
+        cause = error
+        if not _MISSING_RANKS.search(str(error)):
+            try:
+                self._barrier()
+            except RuntimeError as second:
+                cause = second
+        text = f"rank {self._group.rank} lost a peer at step {self._step} in {self._phase}: "
+        match = _MISSING_RANKS.search(str(cause))
+        if match is None:
+            hint = "see rank 0" if self._group.rank else "no rank misses a barrier"
+            return PeerError(text + f"{_first_line(error)} ({hint})")
+        missing = [int(rank) for rank in match[1].replace(" ", "").split(",")]
+        return PeerError(text + "; ".join(self._last_seen(rank) for rank in missing))
+
+    def _last_seen(self, rank: int) -> str:
+        file = self._directory / f"rank-{rank:05}.json"
+        try:
+            beat = json.loads(file.read_bytes())
+        except (OSError, ValueError):
+            return f"rank {rank} did not respond and left no heartbeat"
+        age_s = time.time() - beat["time"]
+        return (
+            f"rank {rank} (process {beat['process']} on {beat['host']}) did not respond, "
+            f"last seen {age_s:.0f} s ago at step {beat['step']} in {beat['phase']}"
+        )
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._heartbeat_s):
+            # A full disk must not end a run for want of a heartbeat; its age tells the reader.
+            with suppress(OSError):
+                self._write_heartbeat()
+
+    def _write_heartbeat(self) -> None:
+        beat = {
+            "rank": self._group.rank,
+            "step": self._step,
+            "phase": self._phase,
+            "time": time.time(),
+            "process": os.getpid(),
+            "host": os.uname().nodename,
+        }
+        file = self._directory / f"rank-{self._group.rank:05}.json"
+        replace_atomically(file, canonical_json(beat))
+
+
+def is_peer_trouble(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank, going by type or gloo's wording."""
+    return isinstance(error, dist.DistError) or bool(_PEER_TROUBLE.search(str(error)))
+
+
+def gather_floats(
+    values: Sequence[float], group: dist.ProcessGroup | None = None
+) -> list[list[float]]:
+    """The values of all ranks of a gloo or NCCL group, by rank, in one collective.
+
+    One call per step can carry everything the ranks must agree on: loss, gradient norm, wishes to
+    stop (`preempt`), failed background saves.
+    """
+    if not dist.is_initialized():
+        return [list(values)]
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    mine_N = torch.tensor(values, dtype=torch.float64, device=device)
+    all_RN = mine_N.new_empty(dist.get_world_size(group), len(values))
+    dist.all_gather_into_tensor(all_RN, mine_N, group=group)
+    return all_RN.tolist()
+
+
+def check_finite(step: int, names: Sequence[str], values_RN: Sequence[Sequence[float]]) -> None:
+    """Raises on every rank alike if any value is NaN or infinite; call it before the update.
+
+    Args:
+        names: what the values are, e.g. ("loss", "grad_norm").
+        values_RN: from `gather_floats`; columns beyond the names are ignored.
+    Raises:
+        NonFiniteError: names step, values and ranks.
+    """
+    problems = [
+        f"{name} = {row[column]} on rank {rank}"
+        for column, name in enumerate(names)
+        for rank, row in enumerate(values_RN)
+        if not math.isfinite(row[column])
+    ]
+    if problems:
+        shown = ", ".join(problems[:8]) + (", ..." if len(problems) > 8 else "")
+        raise NonFiniteError(
+            f"step {step}: {shown}; parameters were not updated. Resume from the last checkpoint "
+            "with a lower learning rate, or look at the samples of this step"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
