@@ -1,0 +1,119 @@
+"""What a user sees of a run: the table at its start, the progress line, the loss picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+Record = Mapping[str, Any]
+
+
+def print_summary(console: Console, title: str, lines: Mapping[str, str]) -> None:
+    """Print label and value of each line as a table."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    for label, value in lines.items():
+        table.add_row(label, value, style=None)
+    console.print(table)
+
+
+class ProgressLine:
+    """Shows each step: a bar with the figures below it on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console, steps: int, start_step: int) -> None:
+        """`steps` of the whole run, `start_step` of which are already done."""
+        self._console = console
+        self._steps = steps
+        self._mean_step_ms: float | None = None
+        self._bar: _Bar | None = None
+        if console.is_terminal:
+            self._bar = _Bar(console, steps, start_step)
+
+    def emit(self, record: Record) -> None:
+        """Show one step."""
+        step_ms = record["step_ms"]
+        mean_ms = self._mean_step_ms
+        # The first step of a run is slow (compilation, allocation); it is soon forgotten.
+        self._mean_step_ms = step_ms if mean_ms is None else 0.8 * mean_ms + 0.2 * step_ms
+        eta_s = (self._steps - record["step"]) * (self._mean_step_ms or 0.0) / 1e3
+        line = describe_step(record, eta_s)
+        if self._bar is not None:
+            self._bar.show(record["step"], line)
+        else:
+            self._console.out(f"step {record['step']}/{self._steps} | {line}", highlight=False)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class _Bar(Progress):
+    """A progress bar with a line of text below it."""
+
+    def __init__(self, console: Console, steps: int, start_step: int) -> None:
+        self._line = Text("")
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None))
+        super().__init__(*columns, console=console, auto_refresh=False, expand=True)
+        self._task = self.add_task("", total=steps, completed=start_step)
+        self.start()
+
+    def show(self, step: int, line: str) -> None:
+        self._line = Text(line)
+        self.update(self._task, completed=step, refresh=True)
+
+    def get_renderables(self) -> Any:
+        yield from super().get_renderables()
+        yield self._line
+
+
+def describe_step(record: Record, eta_s: float) -> str:
+    """One step in a line; what is None in the record is left out."""
+
+    def part(key: str, form: str, scale: float = 1.0) -> str | None:
+        value = record.get(key)
+        return None if value is None else form.format(value * scale)
+
+    waiting = record.get("data_wait_ms")
+    share = None if waiting is None else 100 * waiting / max(record["step_ms"], 1e-9)
+    parts = [
+        part("loss", "loss {:.4f}"),
+        part("validation_loss", "held-out loss {:.4f}"),
+        part("tokens_per_s", "{:,.0f} tokens/s"),
+        part("samples_per_s", "{:.1f} samples/s"),
+        part("images_per_s", "{:.1f} images/s"),
+        part("mfu", "MFU {:.1f} %", 100),
+        part("peak_memory_bytes", "{:.2f} GiB", 2**-30),
+        None if share is None else f"data wait {share:.0f} %",
+        part("encoder_ms", "encoder {:.0f} ms"),
+        part("llm_ms", "LLM {:.0f} ms"),
+        f"ETA {timedelta(seconds=round(eta_s))}",
+    ]
+    return " | ".join(p for p in parts if p is not None)
+
+
+def draw_loss(metrics_file: Path, picture: Path) -> None:
+    """Draw training and held-out loss over the steps in `metrics_file` as a PNG."""
+    records = [json.loads(line) for line in metrics_file.read_text().splitlines()]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display and without pyplot's global state
+    axes = figure.add_subplot()
+    for key, label, style in (("loss", "training", "-"), ("validation_loss", "held-out", "o-")):
+        points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss per target token (nats)")
+    axes.grid(alpha=0.3)
+    if axes.get_lines():
+        axes.legend()
+    figure.savefig(picture, dpi=120)
