@@ -36,6 +36,8 @@ _PEER_TROUBLE = re.compile(
     r"|monitoredBarrier",
     re.IGNORECASE,
 )
+_LAST_BARRIER_S = 5.0
+"""After a failed collective: all ranks that can still do so fail within about this time."""
 _MISSING_RANKS = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 
 
@@ -95,7 +97,7 @@ class Health:
         directory: Path,
         timeout_s: float,
         barrier_interval: int = 100,
-        heartbeat_s: float = 5.0,
+        heartbeat_s: float = 2.0,
     ) -> None:
         self._group = SideGroup.create(timeout_s)
         self._directory = directory
@@ -104,6 +106,7 @@ class Health:
         self._heartbeat_s = heartbeat_s
         self._step = 0
         self._phase = "start"
+        self._lost_peer = False
         self._stop = threading.Event()
         directory.mkdir(parents=True, exist_ok=True)
         self._write_heartbeat()
@@ -129,45 +132,67 @@ class Health:
         """
         if step % self._barrier_interval == 0:
             with self.phase(step, "health check"):
-                self._barrier()
+                self._barrier(self._timeout_s)
 
     def close(self) -> None:
         """Ends the heartbeat."""
         self._stop.set()
         self._thread.join()
 
-    def _barrier(self) -> None:
+    def _barrier(self, timeout_s: float) -> None:
         if self._group.group is not None:
-            timeout = timedelta(seconds=self._timeout_s)
+            timeout = timedelta(seconds=timeout_s)
             dist.monitored_barrier(self._group.group, timeout, wait_all_ranks=True)
 
     def _peer_error(self, error: RuntimeError) -> PeerError:
-        """Names the ranks that miss a barrier now, with what they were last seen doing."""
-        cause = error
-        if not _MISSING_RANKS.search(str(error)):
+        """Names the culprits, with what they were last seen doing.
+
+        Who is dead or stopped does not write heartbeats any more, which every rank can see for
+        itself. Who hangs still does, but misses a barrier, which rank 0 sees.
+        """
+        self._lost_peer = True
+        self._write_heartbeat()  # the others must not take this rank for a culprit
+        missing = _missing_ranks(error) or self._silent_ranks()
+        if not missing:
             try:
-                self._barrier()
+                self._barrier(min(self._timeout_s, _LAST_BARRIER_S))
             except RuntimeError as second:
-                cause = second
+                missing = _missing_ranks(second)
         text = f"rank {self._group.rank} lost a peer at step {self._step} in {self._phase}: "
-        match = _MISSING_RANKS.search(str(cause))
-        if match is None:
-            hint = "see rank 0" if self._group.rank else "no rank misses a barrier"
-            return PeerError(text + f"{_first_line(error)} ({hint})")
-        missing = [int(rank) for rank in match[1].replace(" ", "").split(",")]
-        return PeerError(text + "; ".join(self._last_seen(rank) for rank in missing))
+        if missing:
+            return PeerError(text + "; ".join(self._last_seen(rank) for rank in missing))
+        hint = "rank 0 may know which" if self._group.rank else "all ranks still respond"
+        return PeerError(f"{text}{_first_line(error)} ({hint})")
+
+    def _silent_ranks(self) -> list[int]:
+        """Ranks that write no heartbeat for more than one interval and did not lose a peer."""
+        time.sleep(1.5 * self._heartbeat_s)
+        oldest = time.time() - 1.25 * self._heartbeat_s
+        beats = {rank: self._read_heartbeat(rank) for rank in range(self._group.size)}
+        return [
+            rank
+            for rank, beat in beats.items()
+            if beat is None or (beat["time"] < oldest and not beat["lost_peer"])
+        ]
 
     def _last_seen(self, rank: int) -> str:
-        file = self._directory / f"rank-{rank:05}.json"
-        try:
-            beat = json.loads(file.read_bytes())
-        except (OSError, ValueError):
+        beat = self._read_heartbeat(rank)
+        if beat is None:
             return f"rank {rank} did not respond and left no heartbeat"
         age_s = time.time() - beat["time"]
         return (
             f"rank {rank} (process {beat['process']} on {beat['host']}) did not respond, "
             f"last seen {age_s:.0f} s ago at step {beat['step']} in {beat['phase']}"
         )
+
+    def _file(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank:05}.json"
+
+    def _read_heartbeat(self, rank: int) -> dict[str, Any] | None:
+        try:
+            return json.loads(self._file(rank).read_bytes())
+        except FileNotFoundError:
+            return None
 
     def _beat(self) -> None:
         while not self._stop.wait(self._heartbeat_s):
@@ -180,12 +205,12 @@ class Health:
             "rank": self._group.rank,
             "step": self._step,
             "phase": self._phase,
+            "lost_peer": self._lost_peer,
             "time": time.time(),
             "process": os.getpid(),
             "host": os.uname().nodename,
         }
-        file = self._directory / f"rank-{self._group.rank:05}.json"
-        replace_atomically(file, canonical_json(beat))
+        replace_atomically(self._file(self._group.rank), canonical_json(beat))
 
 
 def is_peer_trouble(error: BaseException) -> bool:
@@ -205,9 +230,9 @@ def gather_floats(
         return [list(values)]
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     mine_N = torch.tensor(values, dtype=torch.float64, device=device)
-    all_RN = mine_N.new_empty(dist.get_world_size(group), len(values))
+    all_RN = mine_N.new_empty(dist.get_world_size(group) * len(values))
     dist.all_gather_into_tensor(all_RN, mine_N, group=group)
-    return all_RN.tolist()
+    return all_RN.view(-1, len(values)).tolist()
 
 
 def check_finite(step: int, names: Sequence[str], values_RN: Sequence[Sequence[float]]) -> None:
@@ -231,6 +256,11 @@ def check_finite(step: int, names: Sequence[str], values_RN: Sequence[Sequence[f
             f"step {step}: {shown}; parameters were not updated. Resume from the last checkpoint "
             "with a lower learning rate, or look at the samples of this step"
         )
+
+
+def _missing_ranks(error: BaseException) -> list[int]:
+    match = _MISSING_RANKS.search(str(error))
+    return [int(rank) for rank in match[1].split(",")] if match else []
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,115 @@
+"""Starting ranks as processes, waiting for what they print, killing them, reading what is left.
+
+    with Job(SCRIPT, [run_dir], ranks=2, log_dir=tmp_path) as job:
+        job.wait_for("step 3")
+        job.signal(1, signal.SIGKILL)
+        codes = job.wait(30)
+
+`Job` starts plain processes with the environment torchrun would give them, which is fast and
+leaves each rank's exit code visible; `TorchrunJob` goes through torchrun itself, for restarts.
+Leaving the block kills what still runs, with its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+POLL_S = 0.02
+
+
+class Job:
+    """One process per rank over gloo on this machine."""
+
+    def __init__(
+        self, script: Path, args: Sequence[object], ranks: int, log_dir: Path, **env: str
+    ) -> None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.logs = [log_dir / f"rank-{rank}.log" for rank in range(ranks)]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+            rank_env = {**address, **{k: str(v) for k, v in where.items()}, **env}
+            self.processes.append(_start([sys.executable, script, *args], log, rank_env))
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def output(self, rank: int = 0) -> str:
+        """What a rank has written to stdout and stderr so far."""
+        return self.logs[rank].read_text(errors="replace")
+
+    def wait_for(self, marker: str, timeout_s: float = 60) -> None:
+        """Until every rank has written `marker`; fails if a rank ends before."""
+        deadline = time.monotonic() + timeout_s
+        for rank in range(len(self.logs)):
+            while marker not in self.output(rank):
+                ended = self.processes[rank % len(self.processes)].poll() is not None
+                if (ended and marker not in self.output(rank)) or time.monotonic() > deadline:
+                    raise AssertionError(f"no {marker!r} from rank {rank}:\n{self.output(rank)}")
+                time.sleep(POLL_S)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Sends a signal to one rank's process alone."""
+        self.processes[rank].send_signal(number)
+
+    def wait(self, timeout_s: float = 60) -> list[int]:
+        """Exit codes by rank (-N: killed by signal N) when all have ended."""
+        deadline = time.monotonic() + timeout_s
+        for rank, process in enumerate(self.processes):
+            try:
+                process.wait(max(POLL_S, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(
+                    f"rank {rank} still runs after {timeout_s} s:\n{self.output(rank)}"
+                ) from None
+        return [process.returncode for process in self.processes]
+
+
+class TorchrunJob(Job):
+    """The same through torchrun: one process to wait for, one log for all ranks."""
+
+    def __init__(  # its own processes, hence no super().__init__
+        self, script: Path, args: Sequence[object], ranks: int, log_dir: Path, restarts: int = 0
+    ) -> None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.logs = [log_dir / "torchrun.log"]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+        command += [f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+        # Without this variable restarted ranks look for the dead rank in the old store.
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self.processes = [_start([*command, script, *args], self.logs[0], env)]
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _start(command: Sequence[object], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env}
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            [str(part) for part in command],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )

@@ -1,0 +1,142 @@
+"""A training loop of one page with all the safety devices, for tests to do harm to.
+
+usage: fault_trainer.py RUN_DIR STEPS [FAULT]
+
+FAULT is "nan:RANK:STEP" (loss of that rank), "hang:RANK:STEP" (sleeps), "raise:RANK:STEP".
+Prints "step N" on every rank and "final HASH" at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from torchmm.checkpoint import CheckpointManager
+from torchmm.config import CheckpointConfig
+from torchmm.errors import TorchmmError
+from torchmm.parallel.health import Health, check_finite, gather_floats
+from torchmm.preempt import Status, StopSignal, write_status
+from torchmm.rng import restore_rng, seed_everything
+
+TIMEOUT_S = float(os.environ.get("TIMEOUT_S", "10"))
+
+
+def say(*words: object) -> None:
+    """A line the tests wait for."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model with dropout, so that resuming exactly needs the random state."""
+    seed_everything(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8))
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+
+
+def digest(model: nn.Module) -> str:
+    """SHA-256 of all parameters."""
+    full = [p.full_tensor().detach() for p in model.parameters()]
+    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in full)).hexdigest()
+
+
+class Trainer:
+    """State of the loop that the exit path needs."""
+
+    def __init__(self, run_dir: Path, steps: int, fault: str) -> None:
+        self.run_dir, self.steps = run_dir, steps
+        self.rank = dist.get_rank()
+        kind, rank, step = [*fault.split(":"), "-1", "-1"][:3]
+        self.fault = kind if int(rank) == self.rank else ""
+        self.fault_step = int(step)
+        self.step = 0
+        self.health = Health(run_dir / "heartbeats", TIMEOUT_S, 1, 0.5)
+        self.logger = logging.getLogger("fault_trainer")
+
+    def run(self, stop: StopSignal) -> str:
+        """Trains; returns how it ended."""
+        model, optimizer = build()
+        checkpoints = CheckpointManager(
+            CheckpointConfig(interval=1), self.run_dir, self.logger, {"shard": 2}, "recipe"
+        )
+        seed_everything(0, self.rank)
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        restored = checkpoints.resume(model, optimizer, restarted)
+        if restored is not None:
+            self.step = restored.step
+            if restored.rng is not None:
+                restore_rng(restored.rng)
+        while self.step < self.steps:
+            step = self.step + 1
+            self.health.check(step)
+            with self.health.phase(step, "forward"):
+                self.do_fault(step)
+                loss = model(torch.full((4, 8), float(step))).square().mean()
+                loss.backward()
+            if self.fault == "nan" and step == self.fault_step:
+                loss = loss * float("nan")
+            with self.health.phase(step, "agreement"):
+                shared = [loss.item(), stop.as_float(), float(checkpoints.failed)]
+                values_RN = gather_floats(shared)
+            if os.environ.get("SHOW_DIGEST"):
+                say("before update", digest(model))
+            check_finite(step, ("loss",), values_RN)
+            optimizer.step()
+            optimizer.zero_grad()
+            if os.environ.get("SHOW_DIGEST"):
+                say("after update", digest(model))
+            self.step = step
+            checkpoints.save(step, model, optimizer, {"data": step})
+            say("step", step)
+            if any(row[1] for row in values_RN):
+                checkpoints.close()
+                return "preempted"
+            time.sleep(float(os.environ.get("STEP_S", "0")))
+        checkpoints.close()
+        say("final", digest(model))
+        return "done"
+
+    def do_fault(self, step: int) -> None:
+        """Misbehaves if it is this rank's turn."""
+        if step == self.fault_step and self.fault == "hang":
+            time.sleep(1000)
+        if step == self.fault_step and self.fault == "raise":
+            raise KeyError("bad sample")
+
+
+def main() -> int:
+    """Maps outcomes to exit codes as train.py does."""
+    logging.basicConfig(level=logging.INFO)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    run_dir = Path(sys.argv[1])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(run_dir, int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "")
+    write_status(run_dir, Status("running", 0, trainer.rank))
+    say("started")
+    code, message = 1, ""
+    try:
+        with StopSignal() as stop:
+            state = trainer.run(stop)
+        code = {"done": 0, "preempted": 75}[state]
+    except TorchmmError as error:
+        state, code, message = "failed", error.exit_code, str(error)
+    except Exception as error:
+        state, message = "failed", repr(error)
+    say(message)
+    write_status(run_dir, Status(state, trainer.step, trainer.rank, code, message))
+    return code
+
+
+if __name__ == "__main__":
+    os._exit(main())

@@ -1,0 +1,123 @@
+"""Being asked to stop, stopping together, and leaving word of how the run ended.
+
+A scheduler sends SIGTERM (Slurm also SIGUSR1, a user SIGINT) to one rank or to all, at any moment.
+The handler only sets a flag; ranks agree on it at a step boundary, so that all of them save the
+same step. Rejected: saving, raising or communicating in the handler, which runs between any two
+bytecodes of one rank, with its peers elsewhere.
+
+torchrun exits with 1 whatever its workers exit with, therefore `STATUS.json` in the run directory
+has the truth. Data workers must ignore SIGTERM themselves: they inherit no flag worth reading.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from torchmm.errors import PeerError
+from torchmm.files import canonical_json, replace_atomically
+
+STATUS_NAME = "STATUS.json"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopSignal:
+    """Remembers the first stop signal of this process; later ones change nothing.
+
+    A context manager: the previous handlers come back at its end. Main thread only.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def as_float(self) -> float:
+        """1.0 if this rank was asked to stop, else 0.0: to travel in a reduction the step does
+        anyway (`health.gather_floats`), where one rank's 1.0 stops all."""
+        return 0.0 if self.received is None else 1.0
+
+    def agreed(self, device: torch.device) -> bool:
+        """Whether any rank was asked to stop, by an all_reduce of its own (outside of steps)."""
+        flag = torch.tensor(self.as_float(), device=device)
+        if dist.is_initialized():
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number)
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run stands or ended."""
+
+    state: Literal["running", "done", "preempted", "failed"]
+    step: int
+    """Last finished step."""
+    rank: int
+    """Who wrote it; for a failure, who failed."""
+    exit_code: int | None = None
+    """None while running."""
+    message: str = ""
+
+
+def write_status(run_dir: Path, status: Status) -> None:
+    """Replaces STATUS.json atomically, unless what stands there says more.
+
+    When one rank fails the others lose a peer, and all of them come here in any order: the first
+    failure stays, and a lost peer never replaces another outcome. Of several reports of a lost
+    peer rank 0's stays: it may know which one.
+    """
+    descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        present = read_status(run_dir)
+        if present is None or not _says_more(present, status):
+            record = {**asdict(status), "time": time.time()}
+            replace_atomically(run_dir / STATUS_NAME, canonical_json(record) + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def read_status(run_dir: Path) -> Status | None:
+    """The status of a run directory; None if it has none."""
+    try:
+        record = json.loads((run_dir / STATUS_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+    del record["time"]
+    return Status(**record)
+
+
+def _says_more(present: Status, new: Status) -> bool:
+    lost_peer = PeerError.exit_code
+    if new.state != "failed" or present.state == "running":
+        return False
+    if new.exit_code == lost_peer:
+        return present.exit_code != lost_peer or new.rank != 0
+    return present.state == "failed" and present.exit_code != lost_peer
