@@ -172,7 +172,7 @@ def _attend_segments(
     if query_THD.device.type == "cpu":
         return packed_attention(query_THD, key_TGD, value_TGD, s.cu_seqlens_host, scale, causal)[0]
     if query_THD.device.type == "cuda" and query_THD.dtype in (torch.bfloat16, torch.float16):
-        return varlen_attn(
+        out = varlen_attn(
             query_THD,
             key_TGD,
             value_TGD,
@@ -184,6 +184,8 @@ def _attend_segments(
             window_size=(-1, 0) if causal else (-1, -1),
             enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
         )
+        assert isinstance(out, Tensor)
+        return out
     outs = []
     for run in _equal_runs(s.cu_seqlens_host):
         q, k, v = (_view(x, *run) for x in (query_THD, key_TGD, value_TGD))
@@ -242,20 +244,18 @@ def attention(
         return out_BHTD.transpose(1, 2), None
     if attention_mask is not None or query_BHTD.shape[0] != 1:
         raise ValueError("packed segments need a single row and no attention mask")
-    parts = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
-    return _attend_segments(*parts, segments, scale, causal)[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
+    return _attend_segments(q, k, v, segments, scale, causal)[None], None
 
 
-def attention_mask(
-    *args: Any, attention_mask: Tensor | None = None, **kwargs: Any
-) -> Tensor | None:
+def padding_mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """Mask for the layers: none, unless the caller gave a padding mask, which is honoured."""
     if attention_mask is None:
         return None
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    return sdpa_mask(attention_mask=attention_mask, **kwargs)
 
 
 for _name in (PACKED, PACKED_UNSPLIT):
     AttentionInterface.register(_name, attention)
-    AttentionMaskInterface.register(_name, attention_mask)
+    AttentionMaskInterface.register(_name, padding_mask)

@@ -1,0 +1,174 @@
+"""Tiny models of every supported family, and packed microbatches for them, built by hand."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
+from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+
+IMAGE_TOKEN_ID = 63
+_LLM = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLMS = {
+    "llama": {"model_type": "llama", **_LLM},
+    "llama_tied": {"model_type": "llama", **_LLM, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", **_LLM},
+    "qwen3": {"model_type": "qwen3", **_LLM, "head_dim": 16},
+    "granite": {
+        "model_type": "granite",
+        **_LLM,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.3,
+    },
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+ENCODERS = {
+    "clip": {"model_type": "clip_vision_model", **_VISION},
+    "siglip": {"model_type": "siglip_vision_model", **_VISION},
+    "siglip2": {
+        "model_type": "siglip2_vision_model",
+        **{k: v for k, v in _VISION.items() if k != "image_size"},
+        "num_patches": 16,
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+}
+COMPOSITES = {
+    "llava": {
+        "model_type": "llava",
+        "vision_config": ENCODERS["clip"],
+        "text_config": LLMS["llama"],
+        "image_token_index": IMAGE_TOKEN_ID,
+        "image_seq_length": 16,
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "vision_config": ENCODERS["qwen2_5_vl"],
+        "text_config": {
+            **_LLM,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+            },
+        },
+        "image_token_id": IMAGE_TOKEN_ID,
+        "video_token_id": 62,
+        "vision_start_token_id": 61,
+        "vision_end_token_id": 60,
+    },
+}
+
+
+def build(config: ModelConfig, freeze: tuple[str, ...] = (), seed: int = 0) -> MultimodalModel:
+    """A model on the CPU with random weights, biases and norms included."""
+    model = build_model(config, FreezeConfig(modules=list(freeze)))
+    materialize(model, "cpu")
+    init_weights(model, seed)
+    randomize(model)
+    return model
+
+
+def randomize(model: nn.Module) -> None:
+    """Move every parameter off its initial value: zero biases and unit norms hide mistakes."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+def text_model(llm: str, seed: int = 0) -> MultimodalModel:
+    return build(ModelConfig(llm=LlmConfig(config=LLMS[llm])), seed=seed)
+
+
+def pair_config(llm: str, encoder: str, **settings: object) -> ModelConfig:
+    section = EncoderConfig(config=ENCODERS[encoder], **settings)  # type: ignore[arg-type]
+    return ModelConfig(llm=LlmConfig(config=LLMS[llm]), encoders={"eye": section})
+
+
+def composite_config(name: str, **changes: object) -> ModelConfig:
+    return ModelConfig(config={**COMPOSITES[name], **changes})
+
+
+def plain_causal_lm(model: MultimodalModel) -> PreTrainedModel:
+    """Hugging Face's own model with the same weights, eager attention and nothing of ours."""
+    plain = AutoModelForCausalLM.from_config(model.llm.config, attn_implementation="eager")
+    plain.load_state_dict(model.llm.backbone.state_dict())
+    plain.tie_weights()
+    return plain
+
+
+def microbatch(
+    lengths: list[int],
+    images: dict[str, EncoderInputs] | None = None,
+    placeholders: Tensor | None = None,
+    ignored: int = 2,
+    seed: int = 0,
+) -> Microbatch:
+    """Packed samples of random tokens whose first `ignored` positions have no target."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    ids = torch.randint(3, 60, (total,), generator=generator)
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    targets = torch.roll(ids, -1)
+    for start, stop in pairwise(starts):
+        targets[start : start + ignored] = IGNORE_TARGET
+        targets[stop - 1] = IGNORE_TARGET
+    if placeholders is not None:
+        ids[placeholders] = IMAGE_TOKEN_ID
+        targets[placeholders - 1] = IGNORE_TARGET
+        targets[placeholders] = IGNORE_TARGET
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    meta = MicrobatchMeta(samples=(), tokens=total)
+    return Microbatch(ids, targets, positions, starts, images or {}, meta)
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
+
+
+def worst_gradient(ours: nn.Module, theirs: nn.Module, rename: Callable[[str], str]) -> float:
+    """Largest relative difference of a parameter's gradients, over all parameters of `ours`."""
+    reference = dict(theirs.named_parameters())
+    worst = 0.0
+    for name, parameter in ours.named_parameters():
+        other = reference[rename(name)].grad
+        assert parameter.grad is not None and other is not None, name
+        # Gradients that are zero in exact arithmetic (a key's bias) are noise on both sides.
+        scale = max(other.norm().item(), 1e-5 * parameter.numel() ** 0.5)
+        worst = max(worst, (parameter.grad - other).norm().item() / scale)
+    return worst

@@ -1,0 +1,188 @@
+"""The LLM backbone: a Hugging Face causal LM, kept whole, behind the layered interface.
+
+Its own forward runs (so every family keeps its quirks: soft caps, scales, rotary variants), fed
+with embeddings in which encoder outputs have replaced the placeholders, and told to compute
+logits only where there is a target. Rejected: calling layers one by one, which misses what
+forwards do around them.
+
+Shape legend: T tokens of the microbatch, K output tokens of one encoder, L positions with logits,
+D features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from torchmm.batch import LayerDescription, Microbatch
+from torchmm.models.attention import PACKED, Segments
+from torchmm.models.layered import LayeredModule, WeightFiles
+
+
+def _build_causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED)
+
+
+@dataclass(frozen=True)
+class LlmFamily:
+    """What differs between families of causal LMs."""
+
+    build: Callable[[PreTrainedConfig, torch.dtype], PreTrainedModel] = _build_causal_lm
+    text_model: str = "model"
+    """Name of the part with embedding, layers and norm."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """Norms of a layer that see the residual stream."""
+    multiplier: str | None = None
+    """Attribute of the text model with which its forward scales `inputs_embeds`; set to 1 on
+    later stages, where that input is a hidden state."""
+
+
+LLM_FAMILIES = {
+    "llama": LlmFamily(),
+    "qwen2": LlmFamily(),
+    "qwen3": LlmFamily(),
+    "granite": LlmFamily(multiplier="embedding_multiplier"),
+}
+"""Supported families by Hugging Face model_type. One is supported when its parity test passes."""
+
+CAUSAL_LM_FILES = ((r"^", "backbone."),)
+
+
+class LlmModule(LayeredModule):
+    """Embedding, layers, head and loss of the LLM.
+
+    Args:
+        config: configuration of the causal LM (or of the composite, see `LlmFamily.build`).
+    """
+
+    kind = "llm"
+    forward_methods = ("logits",)
+
+    def __init__(
+        self, config: PreTrainedConfig, family: LlmFamily, dtype: torch.dtype, weights: WeightFiles
+    ) -> None:
+        super().__init__("llm", weights)
+        self.family = family
+        self.dtype = dtype
+        self.config = config
+        self.text_config = config.get_text_config()
+        self.backbone = family.build(config, dtype)
+        self.text_fqn = f"backbone.{family.text_model}"
+        self.layers_fqn = f"{self.text_fqn}.layers"
+        head, table = "backbone.lm_head.weight", f"{self.text_fqn}.embed_tokens.weight"
+        self._tied = self.get_parameter(head) is self.get_parameter(table)
+        self._tie = {head: table}
+
+    @property
+    def hf(self) -> PreTrainedModel:
+        return self.backbone
+
+    @property
+    def text_model(self) -> Any:
+        """The part of the backbone with embedding, layers and norm."""
+        return self.get_submodule(self.text_fqn)
+
+    def rebuild(self) -> LlmModule:
+        return LlmModule(self.config, self.family, self.dtype, self.weights)
+
+    def tied_parameters(self) -> dict[str, str]:
+        return self._tie if self._tied and self.is_first and self.is_last else {}
+
+    def keep_layers(self, start: int, stop: int) -> None:
+        super().keep_layers(start, stop)
+        if self.family.multiplier and not self.is_first:
+            setattr(self.text_model, self.family.multiplier, 1.0)
+
+    def _pre_fqns(self) -> tuple[str, ...]:
+        return (f"{self.text_fqn}.embed_tokens",)
+
+    def _post_fqns(self) -> tuple[str, ...]:
+        return (f"{self.text_fqn}.norm", "backbone.lm_head")
+
+    def _tensor_parallel_styles(self) -> dict[str, str]:
+        text = self.text_fqn
+        plan = self.text_config.base_model_tp_plan or {}
+        styles = {f"{text}.{pattern}": style for pattern, style in plan.items()}
+        styles |= {f"{self.layers_fqn}.*.{norm}": "sequence" for norm in self.family.norms}
+        styles[f"{text}.embed_tokens"] = "embedding"
+        styles[f"{text}.norm"] = "sequence_gather"
+        styles["backbone.lm_head"] = "colwise_gather_output"
+        return styles
+
+    def _describe_layer(self, index: int) -> LayerDescription:
+        c = self.text_config
+        return LayerDescription(
+            hidden_size=c.hidden_size,
+            heads=c.num_attention_heads,
+            kv_heads=c.num_key_value_heads,
+            head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+            ffn_size=c.intermediate_size,
+            gated_ffn=True,
+            causal=True,
+        )
+
+    def _flops_around(self) -> tuple[int, int]:
+        return 0, 2 * self.text_config.hidden_size * self.text_config.vocab_size
+
+    def forward(self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor) -> Tensor:
+        """Loss of a microbatch, or this stage's part of the way to it.
+
+        Args:
+            inputs: whole model or first stage: (K, D) outputs by encoder name; the outputs of an
+                encoder that is not in the microbatch count with factor zero. Later stages: hidden
+                states (T, D).
+
+        Returns:
+            Whole model or last stage: float32 scalar, the *sum* of the targets' cross entropies.
+            Earlier stages: hidden states (T, D).
+
+        Raises:
+            ValueError: an encoder's outputs do not fit its placeholders.
+        """
+        if not self.is_last:
+            arguments = self._arguments(microbatch, inputs)
+            return self.text_model(**arguments).last_hidden_state[0]
+        positions_L = microbatch.target_positions_L
+        logits_LV = self.logits(microbatch, inputs, positions_L)
+        targets_L = microbatch.targets_T[positions_L]
+        return functional.cross_entropy(logits_LV.float(), targets_L, reduction="sum")
+
+    def logits(
+        self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor, positions_L: Tensor
+    ) -> Tensor:
+        """(L, V) logits at the given positions, in the compute dtype; inputs as in `forward`."""
+        arguments = self._arguments(microbatch, inputs)
+        return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
+
+    def _arguments(
+        self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor
+    ) -> dict[str, Any]:
+        hidden_TD = self._embed(microbatch, inputs) if isinstance(inputs, dict) else inputs
+        return {
+            "inputs_embeds": hidden_TD[None],
+            "position_ids": microbatch.position_ids.unsqueeze(-2),
+            "use_cache": False,
+            "cu_seq_lens_q": Segments.from_starts(microbatch.cu_seqlens, hidden_TD.device),
+        }
+
+    def _embed(self, microbatch: Microbatch, features: dict[str, Tensor]) -> Tensor:
+        x_TD = self.text_model.embed_tokens(microbatch.input_ids_T)
+        for name, features_KD in features.items():
+            inputs = microbatch.encoders.get(name)
+            if inputs is None:
+                # Keeps the encoder in the graph, so that every rank joins its collectives.
+                x_TD = x_TD + 0.0 * features_KD.sum()
+                continue
+            if len(inputs.positions_K) != len(features_KD):
+                raise ValueError(
+                    f"encoder {name!r} gave {len(features_KD)} tokens for "
+                    f"{len(inputs.positions_K)} placeholders (images: {inputs.grids_thw})"
+                )
+            x_TD = x_TD.index_copy(0, inputs.positions_K, features_KD.to(x_TD.dtype))
+        return x_TD

@@ -1,0 +1,159 @@
+"""The multimodal model: encoders, whose outputs replace placeholders in the LLM's input.
+
+Shape legend: T tokens of the microbatch, K output tokens of one encoder, D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from torchmm.batch import ImageSpec, Microbatch, TextSpec
+from torchmm.errors import ConfigError
+from torchmm.models.encoders import EncoderModule
+from torchmm.models.layered import LayeredModule
+from torchmm.models.llm import LlmModule
+
+
+@dataclass(frozen=True)
+class TextConventions:
+    """How images stand in the text: the same for every sample of a model."""
+
+    image_token: str | int
+    """Placeholder, by token or by id."""
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+    mrope: bool = False
+    """Three position ids per token (time, row, column)."""
+
+
+class MultimodalModel(nn.Module):
+    """Encoders by name and an LLM.
+
+    Attributes:
+        encoders: name -> encoder with its connector.
+        llm: the backbone.
+        composite: the Hugging Face config of the composite model it was built from, if any.
+    """
+
+    def __init__(
+        self,
+        llm: LlmModule,
+        encoders: dict[str, EncoderModule],
+        text: TextConventions,
+        composite: PreTrainedConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleDict(encoders)
+        self.llm = llm
+        self.text = text
+        self.composite = composite
+
+    def modality_modules(self) -> list[LayeredModule]:
+        """Encoders in the recipe's order, then the LLM."""
+        return [*self._encoders(), self.llm]
+
+    def _encoders(self) -> list[EncoderModule]:
+        return [e for e in self.encoders.values() if isinstance(e, EncoderModule)]
+
+    def encode(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """Outputs of every encoder, (K, D) by name.
+
+        An encoder without images in the microbatch runs on a dummy image, so that every rank
+        joins its collectives; the LLM gives that output no weight.
+        """
+        device = microbatch.input_ids_T.device
+        return {
+            e.name: e(microbatch.encoders.get(e.name) or e.dummy_inputs(device))
+            for e in self._encoders()
+        }
+
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        """float32 scalar: sum of the cross entropies of all targets."""
+        return self.llm(microbatch, self.encode(microbatch))
+
+    def parameter_counts(self) -> dict[str, tuple[int, int]]:
+        """Parameters by module name: (all, trainable)."""
+        counts: dict[str, tuple[int, int]] = {}
+        for name, parameter in self.named_parameters():
+            module = module_of(name)
+            every, trainable = counts.get(module, (0, 0))
+            size = parameter.numel()
+            counts[module] = (every + size, trainable + size * parameter.requires_grad)
+        return counts
+
+    def image_specs(self) -> dict[str, ImageSpec]:
+        """By encoder name: how data has to prepare images."""
+        return {e.name: e.image_spec() for e in self._encoders()}
+
+    def text_spec(self, tokenizer: PreTrainedTokenizerBase) -> TextSpec:
+        """How data has to prepare text.
+
+        Raises:
+            ConfigError: the tokenizer does not fit the LLM or lacks the placeholder.
+        """
+        vocab_size = self.llm.text_config.vocab_size
+        problems = []
+        if len(tokenizer) > vocab_size:
+            problems.append(
+                f"[model] tokenizer has {len(tokenizer)} tokens but the LLM embeds only "
+                f"{vocab_size}; use the LLM's own tokenizer"
+            )
+        image_token_id = self.image_token_id(tokenizer)
+        if image_token_id is not None and image_token_id >= vocab_size:
+            problems.append(
+                f"[model] image_token has id {image_token_id}, beyond the LLM's {vocab_size} "
+                "embeddings; choose a token inside the vocabulary that never occurs in text"
+            )
+        if problems:
+            raise ConfigError(problems)
+        pad = tokenizer.pad_token_id
+        return TextSpec(
+            vocab_size=vocab_size,
+            image_token_id=image_token_id,
+            image_prefix_ids=self.text.prefix_ids,
+            image_suffix_ids=self.text.suffix_ids,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=0 if pad is None else pad,
+            positions="mrope" if self.text.mrope else "1d",
+        )
+
+    def image_token_id(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+        """Id of the placeholder; None without encoders.
+
+        Raises:
+            ConfigError: the tokenizer does not know the token.
+        """
+        token = self.text.image_token
+        if not self.encoders:
+            return None
+        if isinstance(token, int):
+            return token
+        index = tokenizer.get_vocab().get(token)
+        if index is None:
+            raise ConfigError(
+                f"[model] image_token = {token!r} is not in the tokenizer; name a token of it "
+                "that never occurs in text"
+            )
+        return index
+
+
+def module_of(fqn: str) -> str:
+    """Module name of a parameter of `MultimodalModel`: "llm", "NAME" or "NAME.connector"."""
+    first, _, rest = fqn.partition(".")
+    if first == "llm":
+        return "llm"
+    assert first == "encoders", fqn
+    name, part, *_ = rest.split(".")
+    return f"{name}.connector" if part == "connector" else name
+
+
+def materialize(model: MultimodalModel, device: torch.device | str) -> None:
+    """Allocate memory for a model on the meta device, without values; restores ties."""
+    model.to_empty(device=device)
+    for module in model.modality_modules():
+        module.tie_parameters()

@@ -1,0 +1,287 @@
+"""From the recipe's `[model]` and `[freeze]` to a model on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.image_processing_base import ImageProcessingMixin
+
+from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.errors import ConfigError
+from torchmm.models.composites import COMPOSITES
+from torchmm.models.encoder_families import ENCODER_FAMILIES, EncoderFamily
+from torchmm.models.encoders import EncoderModule, EncoderSpec
+from torchmm.models.layered import WeightFiles
+from torchmm.models.llm import LLM_FAMILIES, LlmModule
+from torchmm.models.multimodal import MultimodalModel, TextConventions, module_of
+
+LLM_FILES = WeightFiles(renames=((r"", "backbone."),), hf_prefixes=(("backbone.", ""),))
+TOWER_FILES = WeightFiles(
+    renames=(
+        (r"connector\.", "connector."),
+        (r"(model\.)?(vision_model|visual)\.", "tower."),
+        (r"(?!text_model\.|language_model\.|model\.|lm_head\.|logit_|\w+_projection\.)", "tower."),
+    ),
+    hf_prefixes=(("tower.", ""),),
+)
+
+
+def build_model(
+    config: ModelConfig, freeze: FreezeConfig, dtype: torch.dtype = torch.float32
+) -> MultimodalModel:
+    """The model of a recipe, on the meta device, with frozen parts marked.
+
+    Args:
+        dtype: of parameters.
+
+    Raises:
+        ConfigError: all that is wrong with the two sections.
+    """
+    with torch.device("meta"):
+        if config.source is not None or config.config is not None:
+            model = _build_composite(config, dtype)
+        else:
+            model = _build_pair(config, dtype)
+    _freeze(model, freeze)
+    return model
+
+
+def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
+    hf_config = _load_config("model", config.source, config.config)
+    take = COMPOSITES.get(hf_config.model_type)
+    if take is None:
+        raise ConfigError(_unsupported("model", hf_config.model_type, COMPOSITES))
+    parts = take(hf_config)
+    problems: list[str] = []
+    problems += _size_problems("model", parts.llm_config.get_text_config())
+    problems += _size_problems("model", parts.encoder_config)
+    with _collected(problems):
+        family, tower = parts.encoder_family, parts.encoder_config
+        processor = _load_processor("model", family, tower, config.source, None)
+    if problems:
+        raise ConfigError(problems)
+    spec = EncoderSpec(
+        "vision",
+        family,
+        tower,
+        *processor,
+        llm_hidden_size=parts.llm_config.get_text_config().hidden_size,
+        dtype=dtype,
+        **parts.encoder,
+    )
+    encoder = EncoderModule(spec, replace(parts.encoder_files, source=config.source))
+    llm_files = replace(parts.llm_files, source=config.source)
+    llm = LlmModule(parts.llm_config, parts.llm_family, dtype, llm_files)
+    return MultimodalModel(llm, {"vision": encoder}, parts.text, hf_config)
+
+
+def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
+    if config.llm is None:
+        raise ConfigError("[model] needs `llm`, or `source` or `config` of a composite model")
+    problems: list[str] = []
+    llm, encoders, hidden_size = None, {}, 0
+    with _collected(problems):
+        llm = _build_llm(config.llm, dtype)
+        hidden_size = llm.text_config.hidden_size
+    for name, section in config.encoders.items():
+        with _collected(problems):
+            encoders[name] = _build_encoder(name, section, hidden_size, dtype)
+    if problems:
+        raise ConfigError(problems)
+    assert llm is not None
+    return MultimodalModel(llm, encoders, TextConventions(config.image_token))
+
+
+def _build_llm(section: LlmConfig, dtype: torch.dtype) -> LlmModule:
+    config = _load_config("model.llm", section.source, section.config)
+    family = LLM_FAMILIES.get(config.model_type)
+    if family is None:
+        raise ConfigError(_unsupported("model.llm", config.model_type, LLM_FAMILIES))
+    if problems := _size_problems("model.llm", config):
+        raise ConfigError(problems)
+    return LlmModule(config, family, dtype, replace(LLM_FILES, source=section.source))
+
+
+def _build_encoder(
+    name: str, section: EncoderConfig, hidden_size: int, dtype: torch.dtype
+) -> EncoderModule:
+    key = f"model.encoders.{name}"
+    if name == "llm" or "." in name:
+        raise ConfigError(f"[{key}] an encoder cannot be named {name!r}; choose another name")
+    config = _load_config(key, section.source, section.config)
+    family = ENCODER_FAMILIES.get(config.model_type)
+    if family is None:
+        raise ConfigError(_unsupported(key, config.model_type, ENCODER_FAMILIES))
+    problems = _size_problems(key, config)
+    problems += _connector_problems(key, section, family, config)
+    processor: tuple[str, dict[str, Any]] = ("", {})
+    with _collected(problems):
+        processor = _load_processor(key, family, config, section.source, section.processor)
+    if problems:
+        raise ConfigError(problems)
+    spec = EncoderSpec(
+        name,
+        family,
+        config,
+        *processor,
+        llm_hidden_size=hidden_size,
+        dtype=dtype,
+        feature_layer=section.feature_layer,
+        shuffle=section.shuffle if section.connector == "pixel_shuffle_mlp" else 1,
+    )
+    return EncoderModule(spec, replace(TOWER_FILES, source=section.source))
+
+
+def _connector_problems(
+    key: str, section: EncoderConfig, family: EncoderFamily, config: Any
+) -> list[str]:
+    problems = []
+    layers = config.num_hidden_layers
+    if section.feature_layer < -layers:
+        problems.append(
+            f"[{key}] feature_layer = {section.feature_layer}, but the tower has {layers} layers"
+        )
+    if family.fixed_merge and section.feature_layer != -1:
+        problems.append(
+            f"[{key}] feature_layer = {section.feature_layer}: {config.model_type} merges patches "
+            "behind its last layer; use -1"
+        )
+    if section.connector != "pixel_shuffle_mlp":
+        return problems
+    if family.layout != "fixed":
+        problems.append(
+            f'[{key}] connector = "pixel_shuffle_mlp" needs images of one size, which '
+            f'{config.model_type} does not have; use "mlp"'
+        )
+    elif (config.image_size // config.patch_size) % section.shuffle:
+        problems.append(
+            f"[{key}] shuffle = {section.shuffle} does not divide the "
+            f"{config.image_size // config.patch_size} patches per row of the image"
+        )
+    return problems
+
+
+def _load_config(key: str, source: str | None, override: dict[str, Any] | None) -> Any:
+    """Hugging Face config of a section; an encoder's is the vision part of a dual model's."""
+    try:
+        base: Any = None if source is None else AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"[{key}] source = {source!r} has no readable config.json; name a local directory "
+            f"or a model of the hub ({str(error).splitlines()[0]})"
+        ) from error
+    if base is None:
+        base = _make_config(key, dict(override or {}))
+        override = {}
+    if key.startswith("model.encoders."):
+        base = getattr(base, "vision_config", base)
+    return _make_config(key, _merged(base.to_dict(), override)) if override else base
+
+
+def _make_config(key: str, settings: dict[str, Any]) -> PreTrainedConfig:
+    model_type = settings.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError(f"[{key}] config has no model_type")
+    try:
+        return AutoConfig.for_model(model_type, **settings)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"[{key}] config is not a valid {model_type!r} config: {reason}"
+        ) from error
+
+
+def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in override.items():
+        old = merged.get(name)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[name] = _merged(old, value) if both else value
+    return merged
+
+
+def _size_problems(key: str, config: Any) -> list[str]:
+    problems = []
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if getattr(config, "head_dim", None) is None and hidden % heads:
+        problems.append(f"[{key}] hidden_size = {hidden} is not divisible by its {heads} heads")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % kv_heads:
+        problems.append(
+            f"[{key}] num_attention_heads = {heads} is not divisible by the {kv_heads} "
+            "num_key_value_heads"
+        )
+    if getattr(config, "attention_dropout", 0.0):
+        problems.append(
+            f"[{key}] attention_dropout = {config.attention_dropout} is not "
+            "implemented; override it with 0.0"
+        )
+    if getattr(config, "use_sliding_window", False):
+        problems.append(f"[{key}] use_sliding_window is not implemented; override it with false")
+    return problems
+
+
+def _load_processor(
+    key: str,
+    family: EncoderFamily,
+    config: Any,
+    source: str | None,
+    override: dict[str, Any] | None,
+) -> tuple[str, dict[str, Any]]:
+    """Class name and settings of the image processor; those the model fixes are checked."""
+    fixed = family.processor(config)
+    settings: dict[str, Any] = {}
+    if source is not None:
+        try:
+            settings, _ = ImageProcessingMixin.get_image_processor_dict(source)
+        except OSError:
+            settings = {}  # weights without a processor: the model type's defaults
+    settings = {**fixed, **settings, **(override or {})}
+    if "crop_size" in fixed:
+        fixed.pop("size")  # free, because the crop behind it decides
+    for name in ("size", "crop_size", "patch_size", "temporal_patch_size", "merge_size"):
+        if name in fixed and _sides(settings[name]) != _sides(fixed[name]):
+            raise ConfigError(
+                f"[{key}] processor.{name} = {settings[name]}, but the model needs {fixed[name]}"
+            )
+    name = settings.pop("image_processor_type", family.processor_class)
+    settings.pop("processor_class", None)
+    return name, settings
+
+
+def _sides(size: Any) -> Any:
+    """Older files write a square as one number."""
+    return {"height": size, "width": size} if isinstance(size, int) else size
+
+
+def _unsupported(key: str, model_type: str, supported: Any) -> str:
+    return f"[{key}] model_type {model_type!r} is not supported; supported: {', '.join(supported)}"
+
+
+def _freeze(model: MultimodalModel, freeze: FreezeConfig) -> None:
+    known = model.parameter_counts()
+    unknown = [name for name in freeze.modules if name not in known]
+    if unknown:
+        raise ConfigError(
+            [
+                f"[freeze] modules: {n!r} is not a module; modules: {', '.join(known)}"
+                for n in unknown
+            ]
+        )
+    for fqn, parameter in model.named_parameters():
+        if module_of(fqn) in freeze.modules:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
