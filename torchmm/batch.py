@@ -161,6 +161,8 @@ class StepBatch:
     state: dict[str, Any]
     skipped: list[str] = field(default_factory=list)
     """One "source[index]: reason" per sample that could not be decoded on this rank."""
+    epoch: int = 0
+    """Passes over the data that are complete."""
 
     def pin_memory(self) -> StepBatch:
         """Copy with every microbatch in page-locked memory."""

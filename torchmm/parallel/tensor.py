@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 from torchmm.errors import ConfigError
 from torchmm.models.layered import LayeredModule
 
-HEAD_DIM_INDEX = 2
+HEADS_DIM = 2
 """Queries and keys are (batch, tokens, heads, head_dim) when q_norm and k_norm see them."""
 
 
@@ -57,29 +57,28 @@ def apply_tensor_parallel(
         return
     _check_heads(module, size)
     plan = module.tensor_parallel_plan()
+    trainable = {name: p.requires_grad for name, p in module.named_parameters()}
     styles = {
         pattern: _style(pattern, name, module, size, sequence_parallel)
         for pattern, name in plan.items()
     }
-    tied = module.tied_parameters()
     parallelize_module(module, mesh, {k: v for k, v in styles.items() if v is not None})
     for pattern in module.tensor_parallel_scopes():
         parallelize_module(module, mesh, {pattern: _GatherInput(sequence_parallel)})
-    for target, source in tied.items():
-        _assign_parameter(module, target, module.get_parameter(source))
+    module.tie_parameters()
+    for name, parameter in module.named_parameters():  # some styles make trainable copies
+        parameter.requires_grad_(trainable[name])
     if sequence_parallel:
         module.layers[0].register_forward_pre_hook(partial(_split_sequence, mesh))
 
 
 def _check_heads(module: LayeredModule, size: int) -> None:
-    problems = []
-    for sizes in set(module.describe().layers):
-        if sizes.heads % size or (sizes.kv_heads % size and size % sizes.kv_heads):
-            problems.append(
-                f"[parallel] tensor = {size} does not divide the attention heads of "
-                f"{module.name!r} (heads={sizes.heads}, kv_heads={sizes.kv_heads}); "
-                "choose a common divisor"
-            )
+    problems = [
+        f"[parallel] tensor = {size} does not divide the attention heads of {module.name!r} "
+        f"(heads={sizes.heads}, kv_heads={sizes.kv_heads}); choose a common divisor"
+        for sizes in set(module.describe().layers)
+        if sizes.heads % size or (sizes.kv_heads % size and size % sizes.kv_heads)
+    ]
     if problems:
         raise ConfigError(problems)
 
@@ -88,26 +87,26 @@ def _style(
     pattern: str, name: str, module: LayeredModule, size: int, sequence_parallel: bool
 ) -> ParallelStyle | None:
     sizes = module.describe().layers[0]
-    if name == "colwise":
-        if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
-            return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim)
-        return ColwiseParallel()
-    if name == "rowwise":
-        return RowwiseParallel(output_layouts=Shard(1) if sequence_parallel else Replicate())
-    if name == "colwise_gather_output":
-        return ColwiseParallel(output_layouts=Replicate())
-    if name == "replicated_with_grad_allreduce":
-        return SequenceParallel(sequence_dim=HEAD_DIM_INDEX, use_local_output=True)
-    if name == "embedding":
-        return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-    if name == "sequence":
-        return SequenceParallel(use_local_output=True) if sequence_parallel else None
-    if name == "sequence_gather":
-        return _GatherOutput() if sequence_parallel else None
-    raise ConfigError(
-        f"tensor parallelism of {module.name!r}: style {name!r} of {pattern!r} is not supported; "
-        "set [parallel] tensor = 1"
-    )
+    if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
+        return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim)
+    between = Shard(1) if sequence_parallel else Replicate()
+    styles: dict[str, ParallelStyle | None] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(output_layouts=between),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "replicated_with_grad_allreduce": SequenceParallel(
+            sequence_dim=HEADS_DIM, use_local_output=True
+        ),
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else None,
+        "sequence_gather": _GatherOutput() if sequence_parallel else None,
+    }
+    if name not in styles:
+        raise ConfigError(
+            f"tensor parallelism of {module.name!r}: style {name!r} of {pattern!r} is not "
+            "supported; set [parallel] tensor = 1"
+        )
+    return styles[name]
 
 
 class _GatherInput(ParallelStyle):
@@ -187,7 +186,3 @@ def _split_sequence(mesh: DeviceMesh, module: nn.Module, args: tuple) -> tuple:
     whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     return (whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:])
 
-
-def _assign_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, parameter)

@@ -1,0 +1,139 @@
+"""Every layout gives the loss and the gradients of the plain single-process model."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from launch import run_distributed
+from microbatches import MODEL, random_microbatch
+from torch.distributed.tensor import DTensor
+
+from torchmm.batch import Microbatch
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ParallelConfig,
+)
+from torchmm.metrics import PhaseTimer
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.optim import global_grad_norm
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.step import TrainStep
+
+IMAGES = [2, 0, 3, 0, 0, 1, 2, 4]
+"""Images in each sequence of the global batch: some ranks have none in a microbatch."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout to compare."""
+
+    name: str
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    freeze: tuple[str, ...] = ()
+    images: tuple[int, ...] = field(default=tuple(IMAGES))
+
+
+CASES_OF_4 = [
+    Case("fsdp4", shard=4),
+    Case("fsdp4, no image anywhere", shard=4, images=(0,) * 8),
+    Case("hsdp 2x2", replicate=2, shard=2),
+    Case("fsdp2 x tp2", shard=2, tensor=2),
+    Case("replicate2 x tp2", replicate=2, tensor=2),
+    Case("tp4, fewer kv heads than ranks", tensor=4),
+    Case("fsdp2 x tp2, sequence parallel", shard=2, tensor=2, sequence_parallel=True),
+    Case("tp4, sequence parallel", tensor=4, sequence_parallel=True),
+    Case("fsdp4, full recomputation", shard=4, recompute="full"),
+    Case("fsdp2 x tp2, selective recomputation", shard=2, tensor=2, recompute="selective"),
+    Case("fsdp2 x tp2, LLM frozen", shard=2, tensor=2, freeze=("llm",)),
+    Case("fsdp4, tower and LLM frozen", shard=4, freeze=("vision", "llm")),
+    Case("hsdp 2x2, tower frozen", replicate=2, shard=2, freeze=("vision",)),
+]
+CASES_OF_2 = [
+    Case("fsdp2", shard=2),
+    Case("tp2", tensor=2),
+    Case("tp2, sequence parallel", tensor=2, sequence_parallel=True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES_OF_2), (4, CASES_OF_4)])
+def test_layouts_equal_single_process(ranks, cases):
+    for outcomes in zip(*run_distributed(_compare_all, ranks, cases), strict=True):
+        for name, loss_error, norm_error, gradient_errors in outcomes:
+            assert loss_error <= 1e-5, (name, loss_error)
+            assert norm_error <= 1e-5, (name, norm_error)
+            assert gradient_errors == {}, (name, gradient_errors)
+
+
+def _compare_all(cases: list[Case]) -> list[tuple[str, float, float, dict[str, float]]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
+    return [_compare(case) for case in cases]
+
+
+def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
+    batch = [random_microbatch(seed, images) for seed, images in enumerate(case.images)]
+    targets = sum(m.target_count for m in batch)
+    reference, loss = _reference(case, batch, targets)
+    expected = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
+
+    config = ParallelConfig(
+        replicate=case.replicate,
+        shard=case.shard,
+        tensor=case.tensor,
+        sequence_parallel=case.sequence_parallel,
+    )
+    mesh = build_mesh(config, torch.device("cpu"))
+    model = build_model(MODEL, FreezeConfig(modules=list(case.freeze)))
+    recompute = ActivationCheckpointConfig(mode=case.recompute)
+    parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
+    materialize(model, "cpu")
+    init_weights(model, seed=1)
+    step = TrainStep(model, mesh.device, mesh.data_parallel_size, PhaseTimer(mesh.device))
+    share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+    local_loss = step.run(share, targets)
+    total_loss = mesh.sum_over_data([local_loss.item()])[0]
+    norm = global_grad_norm(p for p in model.parameters() if p.requires_grad).item()
+
+    expected_norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
+    errors = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None, f"{case.name}: frozen {name} has a gradient"
+            continue
+        error = _relative_error(_whole(parameter.grad), expected.pop(name), expected_norm)
+        if error > 1e-5:
+            errors[name] = error
+    assert not expected, f"{case.name}: parameters {sorted(expected)} are missing"
+    return case.name, abs(total_loss / loss - 1), abs(norm / expected_norm - 1), errors
+
+
+def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[MultimodalModel, float]:
+    model = build_model(MODEL, FreezeConfig(modules=list(case.freeze)))
+    materialize(model, "cpu")
+    init_weights(model, seed=1)
+    total = 0.0
+    for microbatch in batch:
+        loss = model(microbatch) / targets
+        loss.backward()
+        total += loss.item()
+    return model, total
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _relative_error(found: torch.Tensor, wanted: torch.Tensor, scale: float) -> float:
+    """Norm of the difference over that of the reference; gradients that are zero but for rounding
+    (a key bias cannot change attention) are measured against the whole gradient."""
+    size = wanted.norm().item()
+    return (found - wanted).norm().item() / (size if size > 1e-6 * scale else scale)
