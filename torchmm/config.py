@@ -31,7 +31,8 @@ class LlmConfig(Section):
     source: str | None = None
     """Hugging Face id or local directory of a causal LM; its weights are loaded."""
     config: dict[str, Any] | None = None
-    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides."""
+    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
+    of its config."""
 
 
 class EncoderConfig(Section):
@@ -40,7 +41,8 @@ class EncoderConfig(Section):
     source: str | None = None
     """Hugging Face id or local directory of an encoder (or of a CLIP-like dual model)."""
     config: dict[str, Any] | None = None
-    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides."""
+    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
+    of its config."""
     processor: dict[str, Any] | None = None
     """Settings of the image processor; default: the source's, or those of the model type."""
     modality: Literal["image"] = "image"
@@ -68,7 +70,8 @@ class ModelConfig(Section):
     encoders: dict[str, EncoderConfig] = {}
     """The encoders by name; the name is used in [freeze], [parallel] and metrics."""
     tokenizer: str | None = None
-    """Hugging Face id or local directory of the tokenizer; default: the LLM's or composite's source."""
+    """Hugging Face id or local directory of the tokenizer; default: the source of the LLM or
+    composite."""
     image_token: str = "<image>"
     """Token whose id marks image positions. It must exist in the tokenizer; any token that never
     occurs in text will do."""
@@ -88,7 +91,8 @@ class SourceConfig(Section):
     path: str
     """Local file, directory or glob, or a Hugging Face data set id."""
     format: Literal["auto", "parquet", "arrow", "json", "webdataset", "imagefolder", "hub"] = "auto"
-    """How to read it; "auto" decides by file names (".parquet", ".arrow", ".jsonl", ".tar", ...)."""
+    """How to read it; "auto" decides by file names (".parquet", ".arrow", ".jsonl", ".tar", ...);
+    "hub" is a Hugging Face data set id."""
     name: str | None = None
     """Name in logs and errors; default: derived from the path."""
     split: str = "train"
@@ -125,7 +129,8 @@ class DataConfig(Section):
     max_corrupt_samples: int = Field(default=100, ge=0)
     """Corrupt samples skipped (and logged) over all ranks before the run stops with exit code 3."""
     max_corrupt_fraction: float = Field(default=0.1, ge=0, le=1)
-    """The run also stops when more than this share of the samples seen (at least 100) is corrupt."""
+    """The run also stops when more than this share of the samples seen (at least 100) is
+    corrupt."""
     index_cache: str = "data/index"
     """Directory for the sample-length index of map-style sources."""
 
@@ -134,7 +139,8 @@ class ParallelConfig(Section):
     """How ranks share the work. replicate x shard x tensor = number of ranks."""
 
     replicate: int = Field(default=1, ge=-1)
-    """Data-parallel replicas, each holding all parameters of its shards (HSDP); -1: what is left."""
+    """Data-parallel replicas, each holding all parameters of its shards (HSDP); -1: what is
+    left."""
     shard: int = Field(default=-1, ge=-1)
     """Ranks over which FSDP2 shards parameters, gradients and optimizer state; -1: what is left."""
     tensor: int = Field(default=1, ge=1)

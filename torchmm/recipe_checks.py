@@ -238,8 +238,10 @@ def _check_heads(recipe: Recipe) -> Found:
     for key, config in configs.items():
         for name in ("num_attention_heads", "num_key_value_heads", "num_heads"):
             heads = (config or {}).get(name)
-            if isinstance(heads, int) and heads % tensor:
-                text = f"is not a multiple of parallel.tensor = {tensor}; lower parallel.tensor"
+            if not isinstance(heads, int) or not heads % tensor:
+                continue
+            if name != "num_key_value_heads" or tensor % heads:  # ranks may share a key-value head
+                text = f"cannot be split over parallel.tensor = {tensor} ranks; lower it"
                 yield Problem(f"{key}.{name}", heads, text, ("parallel.tensor",))
 
 

@@ -236,6 +236,12 @@ def test_a_composite_has_llm_vision_and_its_connector(write):
     load_recipe(path, [], 1)
 
 
+def test_ranks_may_share_a_key_value_head(valid):
+    arguments = ["--parallel.tensor", "6", "--model.llm.config.num_key_value_heads"]
+    load_recipe(valid, [*arguments, "2"], 6)
+    assert "num_key_value_heads = 4" in one_problem(valid, *arguments, "4", world_size=6)
+
+
 def test_a_model_without_source_needs_a_tokenizer(write):
     text = '[model.llm.config]\nmodel_type = "llama"\n[[data.sources]]\npath = "."\n'
     assert "model.tokenizer" in one_problem(write("r.toml", text), world_size=1)
