@@ -1,0 +1,24 @@
+# Sourced by the other scripts: prepare_environment makes .venv with torchmm in it, or reuses it.
+# shellcheck shell=bash
+
+# prepare_environment [EXTRA]: needs Python >= 3.11 with pip (another one: PYTHON=/path/to/python).
+prepare_environment() {
+    local extra=${1:-} python=${PYTHON:-python3} stamp=.venv/.installed${1:+-$1}
+    export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+    if [ ! -x .venv/bin/python ]; then
+        "$python" -c 'import sys; sys.version_info >= (3, 11) or sys.exit(
+            f"Python >= 3.11 is needed, this is {sys.version.split()[0]}; set PYTHON")'
+        echo "making a virtual environment in .venv"
+        # Debian ships venv without ensurepip: then the outer pip fills in.
+        "$python" -m venv .venv >/dev/null 2>&1 || {
+            "$python" -m venv --clear --without-pip .venv
+            "$python" -m pip --python .venv/bin/python install --quiet pip
+        }
+    fi
+    if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
+        echo "installing torchmm${extra:+ with extra \"$extra\"} (minutes the first time)"
+        .venv/bin/python -m pip install --quiet 'torch>=2.11,<2.14'
+        .venv/bin/python -m pip install --quiet --editable ".${extra:+[$extra]}"
+        touch "$stamp"
+    fi
+}

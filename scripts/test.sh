@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs every check: lint, format, types, tests. Arguments go to pytest. Prints little unless
+# something fails. A second run reuses the environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=scripts/environment.sh
+. scripts/environment.sh
+prepare_environment test
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
+
+check() { # check NAME COMMAND...: shows the command's output only if it fails
+    local name=$1
+    shift
+    "$@" >"$output" 2>&1 || { cat "$output"; echo "$name failed"; exit 1; }
+}
+check lint .venv/bin/ruff check .
+check format .venv/bin/ruff format --check .
+check types .venv/bin/mypy
+check tests .venv/bin/python -m pytest --quiet -n 2 --dist loadfile "$@"
+tail -n 1 "$output"
