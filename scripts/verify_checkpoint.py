@@ -1,0 +1,55 @@
+"""Check that checkpoints are complete and unaltered, byte for byte.
+
+usage: verify_checkpoint.py PATH ...
+
+PATH is a checkpoint ("step-N"), a directory of checkpoints, or a run directory. Exit code 4 if
+any checkpoint is damaged or none is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchmm.checkpoint_manifest import find_problems, list_steps, read_manifest, step_of
+from torchmm.errors import CheckpointError
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints meant by `path`, newest first."""
+    if step_of(path.resolve()) is not None:
+        return [path.resolve()]
+    return list_steps(path) or list_steps(path / "checkpoints")
+
+
+def describe(path: Path) -> str:
+    """One line about a valid checkpoint."""
+    manifest = read_manifest(path)
+    size_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+    layout = " ".join(f"{name}={size}" for name, size in manifest["layout"].items())
+    return f"{path}: valid, {size_bytes:,} bytes, {layout}, torch {manifest['torch']}"
+
+
+def main() -> int:
+    """Prints one line per checkpoint and its problems."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    paths = parser.parse_args().paths
+    damaged = False
+    for path in paths:
+        checkpoints = find_checkpoints(path)
+        if not checkpoints:
+            print(f"{path}: no checkpoint here")
+            damaged = True
+        for checkpoint in checkpoints:
+            problems = find_problems(checkpoint)
+            print(f"{checkpoint}: DAMAGED" if problems else describe(checkpoint))
+            for problem in problems:
+                print(f"  - {problem}")
+            damaged = damaged or bool(problems)
+    return CheckpointError.exit_code if damaged else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
