@@ -136,6 +136,7 @@ class Siglip2Family(SiglipFamily):
         x_PD = embeddings.patch_embedding(inputs.pixels.to(weight.dtype))
         side = embeddings.position_embedding_size
         table = embeddings.position_embedding.weight.view(1, side, side, -1).permute(0, 3, 1, 2)
+        table = table.contiguous()  # interpolate is wrong for one column in channels_last (2.13)
         if table.device.type == "cpu":
             table = table.float()  # no half-precision antialiasing on CPU
         resized = {grid: _resize(table, grid[1:]) for grid in set(inputs.grids_thw)}

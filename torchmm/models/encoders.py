@@ -5,6 +5,7 @@ Shape legend: P patches of all images, K output tokens of all images, D features
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,8 @@ class EncoderModule(LayeredModule):
         self.spec = spec
         self.family = spec.family
         self.layers_fqn = f"tower.{spec.family.layers}"
-        self.tower: Any = spec.family.build(spec.config, spec.dtype)
+        # Copied, because building writes dtype and attention function into the config.
+        self.tower: Any = spec.family.build(copy.deepcopy(spec.config), spec.dtype)
         self.connector = self._build_connector()
         self._around = self._count_flops_around()
         self._remove_unused()

@@ -11,6 +11,7 @@ D features, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,8 @@ class LlmModule(LayeredModule):
         self.dtype = dtype
         self.config = config
         self.text_config = config.get_text_config()
-        self.backbone = family.build(config, dtype)
+        # Copied, because building writes dtype and attention function into the config.
+        self.backbone = family.build(copy.deepcopy(config), dtype)
         self.text_fqn = f"backbone.{family.text_model}"
         self.layers_fqn = f"{self.text_fqn}.layers"
         head, table = "backbone.lm_head.weight", f"{self.text_fqn}.embed_tokens.weight"

@@ -201,8 +201,10 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in override.items():
         old = merged.get(name)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[name] = _merged(old, value) if both else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[name] = _merged(old, value)
+        else:
+            merged[name] = value
     return merged
 
 

@@ -1,0 +1,139 @@
+"""Each encoder family gives the outputs and gradients of the plain Hugging Face tower."""
+
+from math import prod
+
+import pytest
+import torch
+from model_cases import build, pair_config, relative_error, worst_gradient
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
+
+from torchmm.batch import EncoderInputs
+from torchmm.models.encoders import EncoderModule
+
+GRIDS = {
+    "clip": [(1, 4, 4), (1, 4, 4)],
+    "siglip": [(1, 4, 4), (1, 4, 4)],
+    "siglip2": [(1, 2, 5), (1, 4, 4), (1, 2, 5), (1, 3, 1)],
+    "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+}
+PATCH_VALUES = {"siglip2": 3 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
+
+
+def make_inputs(family: str) -> EncoderInputs:
+    generator = torch.Generator().manual_seed(3)
+    grids = GRIDS[family]
+    if family in PATCH_VALUES:
+        shape: tuple[int, ...] = (sum(map(prod, grids)), PATCH_VALUES[family])
+    else:
+        shape = (len(grids), 3, 16, 16)
+    return EncoderInputs(torch.randn(shape, generator=generator), grids, torch.empty(0))
+
+
+def plain_tower(encoder: EncoderModule) -> nn.Module:
+    """Hugging Face's own tower, whole, with eager attention and our weights where we have them."""
+    config = encoder.spec.config
+    kind = AutoModel if config.model_type != "qwen2_5_vl_vision" else None
+    if kind is None:
+        tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(
+            config, attn_implementation="eager"
+        )
+    else:
+        tower = kind.from_config(config, attn_implementation="eager")
+    missing = tower.load_state_dict(encoder.tower.state_dict(), strict=False).missing_keys
+    assert {f"tower.{name}" for name in missing} == encoder.unused
+    return tower
+
+
+def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: int) -> Tensor:
+    if family == "qwen2_5_vl":
+        return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
+    if family == "siglip2":
+        sizes = [prod(grid) for grid in inputs.grids_thw]
+        pixels = nn.utils.rnn.pad_sequence(inputs.pixels.split(sizes), batch_first=True)
+        mask = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
+        shapes = torch.tensor([grid[1:] for grid in inputs.grids_thw])
+        states = tower(pixels, mask, shapes, output_hidden_states=True).hidden_states
+        return states[layer][mask]
+    hidden = tower(inputs.pixels, output_hidden_states=True).hidden_states[layer]
+    return (hidden[:, 1:] if family == "clip" else hidden).flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("clip", -1), ("clip", -2), ("siglip", -1), ("siglip2", -1), ("qwen2_5_vl", -1)],
+)
+def test_features_and_gradients_equal_hugging_faces(family: str, layer: int) -> None:
+    encoder = build(pair_config("llama", family, feature_layer=layer)).encoders["eye"]
+    inputs = make_inputs(family)
+    tower = plain_tower(encoder)
+    ours = encoder(inputs)
+    theirs = encoder.connector(plain_features(family, tower, inputs, layer))
+    assert relative_error(ours, theirs) < 1e-5
+    weights = torch.randn_like(ours)
+    (ours * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    assert worst_gradient(encoder.tower, tower, lambda name: name) < 1e-5
+
+
+def test_images_do_not_see_each_other() -> None:
+    encoder = build(pair_config("llama", "siglip2")).encoders["eye"]
+    inputs = make_inputs("siglip2")
+    together = encoder(inputs)
+    sizes = [prod(grid) for grid in inputs.grids_thw]
+    alone = [
+        encoder(EncoderInputs(pixels, [grid], torch.empty(0)))
+        for pixels, grid in zip(inputs.pixels.split(sizes), inputs.grids_thw, strict=True)
+    ]
+    assert relative_error(together, torch.cat(alone)) < 1e-5
+
+
+@pytest.mark.parametrize("family", list(GRIDS))
+def test_three_stages_equal_the_whole(family: str) -> None:
+    encoder = build(pair_config("llama", family)).encoders["eye"]
+    inputs = make_inputs(family)
+    whole = encoder(inputs)
+    weights = torch.randn_like(whole)
+    (whole * weights).sum().backward()
+    stages = [encoder.rebuild() for _ in range(3)]
+    reference = {n: p.grad for n, p in encoder.named_parameters()}
+    seen = set()
+    hidden = None
+    for index, stage in enumerate(stages):
+        stage.keep_layers(index, index + 1)
+        stage.load_state_dict(encoder.state_dict(), strict=False, assign=True)
+        for name, parameter in stage.named_parameters():
+            seen.add(name)
+            parameter.grad = None
+        hidden = stage(inputs, hidden)
+    assert hidden is not None
+    assert relative_error(hidden, whole) < 1e-6
+    (hidden * weights).sum().backward()
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            torch.testing.assert_close(parameter.grad, reference[name], rtol=1e-5, atol=1e-6)
+    assert seen == set(reference)
+
+
+@pytest.mark.parametrize("family", list(GRIDS))
+def test_the_dummy_image_is_valid(family: str) -> None:
+    encoder = build(pair_config("llama", family)).encoders["eye"]
+    inputs = encoder.dummy_inputs(torch.device("cpu"))
+    assert encoder(inputs).isfinite().all()
+    assert inputs.positions_K.numel() == 0
+
+
+def test_pixel_shuffle_puts_a_square_of_patches_into_one_token() -> None:
+    config = pair_config("llama", "clip", connector="pixel_shuffle_mlp", shuffle=2)
+    encoder = build(config).encoders["eye"]
+    inputs = make_inputs("clip")
+    seen: list[Tensor] = []
+    encoder.connector.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    assert encoder(inputs).shape == (8, 32)
+    patches = plain_features("clip", plain_tower(encoder), inputs, -1)  # rows of 4 patches
+    expected = torch.cat([patches[16 + 2], patches[16 + 3], patches[16 + 6], patches[16 + 7]])
+    assert relative_error(seen[0][4 + 1], expected) < 1e-5
+    assert encoder.image_spec().merge == 2

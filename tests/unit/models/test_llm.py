@@ -1,0 +1,130 @@
+"""Each LLM family gives the logits, loss and gradients of the plain Hugging Face model."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from model_cases import (
+    LLMS,
+    build,
+    microbatch,
+    pair_config,
+    plain_causal_lm,
+    relative_error,
+    text_model,
+    worst_gradient,
+)
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional
+
+from torchmm.batch import EncoderInputs, Microbatch
+from torchmm.models.attention import Segments
+
+
+def separate_loss(plain: nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
+    """Sum of losses and logits of every sample on its own, by Hugging Face's model."""
+    logits = torch.cat(
+        [
+            plain(batch.input_ids_T[None, start:stop], use_cache=False).logits[0]
+            for start, stop in pairwise(batch.cu_seqlens)
+        ]
+    )
+    return functional.cross_entropy(logits, batch.targets_T, reduction="sum"), logits
+
+
+@pytest.mark.parametrize("family", list(LLMS))
+@pytest.mark.parametrize("lengths", [[21], [5, 9, 9, 4, 2]], ids=["alone", "packed"])
+def test_loss_logits_and_gradients_equal_hugging_faces(family: str, lengths: list[int]) -> None:
+    model = text_model(family)
+    plain = plain_causal_lm(model)
+    batch = microbatch(lengths)
+    loss = model(batch)
+    expected, expected_logits = separate_loss(plain, batch)
+    assert relative_error(loss, expected) < 1e-5
+    everywhere = torch.arange(sum(lengths))
+    assert relative_error(model.llm.logits(batch, {}, everywhere), expected_logits) < 1e-5
+    loss.backward()
+    expected.backward()
+    assert worst_gradient(model.llm.backbone, plain, lambda name: name) < 1e-5
+
+
+def test_a_sample_does_not_see_its_neighbours() -> None:
+    model = text_model("llama")
+    batch = microbatch([6, 8, 5])
+    middle = torch.arange(6, 14)
+    before = model.llm.logits(batch, {}, middle)
+    batch.input_ids_T[:6] = 7
+    batch.input_ids_T[14:] = 9
+    assert torch.equal(model.llm.logits(batch, {}, middle), before)
+
+
+@pytest.mark.parametrize("family", list(LLMS))
+def test_three_stages_equal_the_whole(family: str) -> None:
+    model = build(pair_config(family, "clip"))
+    images = EncoderInputs(torch.randn(1, 3, 16, 16), [(1, 4, 4)], torch.arange(3, 19))
+    batch = microbatch([22, 7], {"eye": images}, images.positions_K)
+    features = {"eye": model.encode(batch)["eye"].detach()}
+    loss = model.llm(batch, features)
+    loss.backward()
+    reference = {n: p.grad for n, p in model.llm.named_parameters()}
+    inputs: dict[str, Tensor] | Tensor = features
+    stages = []
+    for start, stop in ((0, 1), (1, 2), (2, 3)):
+        stage = model.llm.rebuild()
+        stage.keep_layers(start, stop)
+        weights = {n: p.detach().clone() for n, p in model.llm.state_dict().items()}
+        stage.load_state_dict(weights, strict=False, assign=True)
+        stage.requires_grad_()
+        inputs = stage(batch, inputs)
+        stages.append(stage)
+    assert isinstance(inputs, Tensor)
+    assert relative_error(inputs, loss) < 1e-6
+    inputs.backward()
+    grads: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            assert parameter.grad is not None
+            tied = name == "backbone.lm_head.weight" and name not in reference
+            key = "backbone.model.embed_tokens.weight" if tied else name
+            grads[key] = parameter.grad + grads.get(key, 0)
+    assert set(grads) == set(reference)
+    for name, grad in grads.items():
+        assert relative_error(grad, reference[name]) < 1e-5, name
+
+
+def test_a_packed_layer_compiles_whole_and_does_not_recompile_per_packing() -> None:
+    model = text_model("llama")
+    layer = model.llm.layers[0]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for starts in ([0, 5, 9, 20], [0, 20], [0, 1, 2, 3, 4, 20], [0, 7, 20], [0, 2, 4, 9, 20]):
+        segments = Segments.from_starts(starts, torch.device("cpu"))
+        hidden = torch.randn(1, 20, 32, requires_grad=True)
+        rotary = model.llm.text_model.rotary_emb(hidden, torch.arange(20)[None])
+        arguments = {"position_embeddings": rotary, "cu_seq_lens_q": segments}
+        expected = layer(hidden, **arguments)
+        (expected_grad,) = torch.autograd.grad(expected.square().sum(), hidden)
+        output = compiled(hidden, **arguments)
+        (grad,) = torch.autograd.grad(output.square().sum(), hidden)
+        assert relative_error(output, expected) < 1e-6
+        assert relative_error(grad, expected_grad) < 1e-6
+    assert counter.frame_count <= 2  # once more, to make the number of segments dynamic
+
+
+def test_a_microbatch_without_targets_has_loss_and_gradients_zero() -> None:
+    model = text_model("qwen2")
+    batch = microbatch([4, 3], ignored=4)
+    assert batch.target_count == 0
+    loss = model(batch)
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_wrong_number_of_features_is_reported() -> None:
+    model = build(pair_config("llama", "clip"))
+    images = EncoderInputs(torch.randn(1, 3, 16, 16), [(1, 4, 4)], torch.arange(3, 18))
+    batch = microbatch([22], {"eye": images}, images.positions_K)
+    with pytest.raises(ValueError, match=r"'eye' gave 16 tokens for 15 placeholders"):
+        model(batch)

@@ -1,0 +1,171 @@
+"""Composites equal Hugging Face's own; freezing, missing images, names of parts."""
+
+import pytest
+import torch
+from model_cases import (
+    COMPOSITES,
+    ENCODERS,
+    IMAGE_TOKEN_ID,
+    LLMS,
+    build,
+    composite_config,
+    microbatch,
+    pair_config,
+    relative_error,
+    worst_gradient,
+)
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+from torchmm.batch import EncoderInputs, Microbatch
+from torchmm.config import EncoderConfig, LlmConfig, ModelConfig
+from torchmm.errors import ConfigError
+from torchmm.models.hf_export import hf_name
+from torchmm.models.multimodal import MultimodalModel, module_of
+
+CLASSES = {
+    "llava": LlavaForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+}
+
+
+def plain_composite(model: MultimodalModel) -> PreTrainedModel:
+    """Hugging Face's composite with our weights and eager attention."""
+    assert model.composite is not None
+    kind = CLASSES[model.composite.model_type]
+    plain = kind._from_config(model.composite, attn_implementation="eager")
+    weights = {hf_name(model, name): value for name, value in model.state_dict().items()}
+    missing = plain.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys
+    unused = {name for m in model.modality_modules() for name in m.unused}
+    assert len(missing.missing_keys) == len(unused)
+    plain.tie_weights()
+    return plain
+
+
+def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
+    """A packed microbatch, and what Hugging Face's model takes for each sample on its own."""
+    generator = torch.Generator().manual_seed(5)
+    if name == "llava":
+        grids = [(1, 4, 4), (1, 4, 4)]
+        pixels = torch.randn(2, 3, 16, 16, generator=generator)
+        tokens = [16, 16]
+    else:
+        grids = [(1, 4, 6), (1, 6, 2)]
+        pixels = torch.randn(36, 96, generator=generator)
+        tokens = [6, 3]
+    starts, lengths = [4, 4 + tokens[0] + 9], [4 + tokens[0] + 5, 4 + tokens[1] + 8]
+    places = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, tokens, strict=True)])
+    batch = microbatch(lengths, {"vision": EncoderInputs(pixels, grids, places)}, places)
+    pieces = pixels.split(1) if name == "llava" else pixels.split([24, 12])
+    samples = []
+    for i, (start, stop) in enumerate([(0, lengths[0]), (lengths[0], sum(lengths))]):
+        ids = batch.input_ids_T[None, start:stop]
+        sample = {"input_ids": ids, "pixel_values": pieces[i], "use_cache": False}
+        if name == "qwen2_5_vl":
+            sample["image_grid_thw"] = torch.tensor([grids[i]])
+            sample["mm_token_type_ids"] = (ids == IMAGE_TOKEN_ID).int()
+        samples.append(sample)
+    return batch, samples
+
+
+def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
+    positions = [
+        plain.model.get_rope_index(
+            s["input_ids"],
+            image_grid_thw=s["image_grid_thw"],
+            mm_token_type_ids=s["mm_token_type_ids"],
+        )[0][:, 0]
+        for s in samples
+    ]
+    return torch.cat(positions, dim=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llava", {"vision_feature_layer": -2}),
+        ("llava", {"vision_feature_layer": 3, "vision_feature_select_strategy": "default"}),
+        ("llava", {"tie_word_embeddings": True, "projector_hidden_act": "relu"}),
+        ("qwen2_5_vl", {}),
+        ("qwen2_5_vl", {"tie_word_embeddings": True}),
+    ],
+)
+def test_composites_give_hugging_faces_loss_and_gradients(name: str, changes: dict) -> None:
+    model = build(composite_config(name, **changes))
+    plain = plain_composite(model)
+    batch, samples = two_samples_with_images(name)
+    if name == "qwen2_5_vl":
+        batch.position_ids = mrope_positions(plain, samples)
+    loss = model(batch)
+    logits = torch.cat([plain(**sample).logits[0] for sample in samples])
+    expected = functional.cross_entropy(logits, batch.targets_T, reduction="sum")
+    assert relative_error(loss, expected) < 1e-5
+    loss.backward()
+    expected.backward()
+    assert worst_gradient(model, plain, lambda fqn: hf_name(model, fqn)) < 1e-5
+
+
+def test_a_microbatch_without_images_gives_encoders_zero_gradients() -> None:
+    model = build(pair_config("llama", "clip"))
+    text_only = microbatch([9, 5])
+    loss = model(text_only)
+    loss.backward()
+    for name, parameter in model.encoders.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+    assert relative_error(loss, model.llm(text_only, {})) < 1e-6
+
+
+def test_frozen_parts_get_no_gradients_and_others_keep_theirs() -> None:
+    images = EncoderInputs(torch.randn(1, 3, 16, 16), [(1, 4, 4)], torch.arange(3, 19))
+    batch = microbatch([22], {"eye": images}, images.positions_K)
+    free = build(pair_config("llama", "clip"))
+    free(batch).backward()
+    frozen = build(pair_config("llama", "clip"), freeze=("llm", "eye"))
+    frozen(batch).backward()
+    reference = {n: p.grad for n, p in free.named_parameters()}
+    for name, parameter in frozen.named_parameters():
+        if module_of(name) == "eye.connector":
+            assert parameter.grad is not None
+            assert relative_error(parameter.grad, reference[name]) < 1e-6
+        else:
+            assert parameter.grad is None, name
+    assert frozen.parameter_counts()["llm"][1] == 0
+    assert not frozen.llm.describe().trainable
+    assert frozen.encoders["eye"].describe().connector_trainable
+
+
+def test_all_mistakes_of_a_model_are_listed() -> None:
+    qwen2 = {**LLMS["qwen2"], "num_attention_heads": 5, "attention_dropout": 0.1}
+    clip = EncoderConfig(config=ENCODERS["clip"], feature_layer=-9)
+    config = ModelConfig(llm=LlmConfig(config=qwen2), encoders={"eye": clip})
+    with pytest.raises(ConfigError) as caught:
+        build(config)
+    text = str(caught.value)
+    assert "hidden_size = 32 is not divisible by its 5 heads" in text
+    assert "5 is not divisible by the 2 num_key_value_heads" in text
+    assert "attention_dropout = 0.1 is not implemented" in text
+    assert "feature_layer = -9, but the tower has 3 layers" in text
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "nonsense"])
+def test_an_unsupported_llm_is_refused_with_a_remedy(model_type: str) -> None:
+    config = ModelConfig(llm=LlmConfig(config={"model_type": model_type}))
+    with pytest.raises(ConfigError, match=r"\[model\.llm\].*(supported: llama|not a valid)"):
+        build(config)
+
+
+def test_freezing_an_unknown_module_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'ear' is not a module; modules: .*eye\.connector"):
+        build(pair_config("llama", "clip"), freeze=("ear",))
+
+
+def test_siglip_in_llava_must_keep_the_first_patch() -> None:
+    siglip = {**COMPOSITES["llava"]["vision_config"], "model_type": "siglip_vision_model"}
+    with pytest.raises(ConfigError, match="drops the first patch"):
+        build(composite_config("llava", vision_config=siglip))
