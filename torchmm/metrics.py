@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from torchmm.config import MetricsConfig
 from torchmm.log import JsonlWriter
+from torchmm.parallel.health import gather_floats
 from torchmm.report import ProgressLine, draw_loss
 from torchmm.trackers import Sink, make_trackers
 
@@ -159,15 +159,13 @@ class PhaseTimer:
         return float(begin.elapsed_time(end))
 
 
-def gather_rank_steps(local: RankStep, device: torch.device) -> list[RankStep]:
+def gather_rank_steps(local: RankStep) -> list[RankStep]:
     """Every rank's `RankStep`, on every rank (a collective; without a process group: its own)."""
-    if not dist.is_initialized():
-        return [local]
-    row = torch.tensor(astuple(local), dtype=torch.float64, device=device)
-    rows = torch.empty((dist.get_world_size(), row.numel()), dtype=row.dtype, device=device)
-    dist.all_gather_into_tensor(rows, row)
     kinds = [type(default) for default in astuple(RankStep())]
-    return [RankStep(*(kind(v) for kind, v in zip(kinds, r, strict=True))) for r in rows.tolist()]
+    return [
+        RankStep(*(kind(v) for kind, v in zip(kinds, row, strict=True)))
+        for row in gather_floats(astuple(local))
+    ]
 
 
 def make_record(

@@ -94,7 +94,7 @@ def test_mfu_is_null_for_an_unknown_device():
 
 
 def test_without_a_process_group_a_rank_gathers_itself():
-    assert gather_rank_steps(RANK, CPU) == [RANK]
+    assert gather_rank_steps(RANK) == [RANK]
 
 
 def test_phases_repeat_nest_and_exclude_what_is_inside():
@@ -117,6 +117,37 @@ def test_a_finished_step_leaves_nothing_to_the_next():
         pass
     timer.finish_step()
     assert timer.finish_step() == {}
+
+
+class FakeEvent:
+    """A CUDA event on a device clock that advances 10 ms per recorded event."""
+
+    clock_ms = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        FakeEvent.clock_ms += 10.0
+        self.time_ms = FakeEvent.clock_ms
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return end.time_ms - self.time_ms
+
+
+def test_device_phases_are_those_of_the_step_before(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    timer = PhaseTimer(torch.device("cuda"))
+    with timer.phase("llm"), timer.phase("encoder"):
+        pass
+    assert timer.finish_step() == {}
+    with timer.phase("data"):
+        pass
+    assert timer.finish_step() == {"llm": 20.0, "encoder": 10.0}
+    assert timer.finish_step() == {"data": 10.0}
 
 
 @pytest.mark.gpu
