@@ -1,0 +1,186 @@
+"""Planned samples to tensors: the only place where pixels are decoded. Runs in worker processes.
+
+A sample that turns out to be corrupt here keeps its place and its shape: pad tokens without
+targets, and blank pixels for its images. So the lengths that a plan was made from stay true, all
+other samples stay where they are, and nothing depends on which rank met the broken one.
+
+Shape legend: T tokens of a microbatch, L of a sample, N images, P patches, K output tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch, SampleMeta
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.images import decode_rgb
+from torchmm.data.order import Item
+from torchmm.data.plan import PackItems, microbatch_meta
+from torchmm.data.reader import SampleReader
+from torchmm.data.sources import MapSource
+from torchmm.data.text import mrope_positions
+
+
+@dataclass(frozen=True)
+class DecodedSample:
+    """One sample as arrays."""
+
+    ids_L: np.ndarray
+    targets_L: np.ndarray
+    image_starts: list[int]
+    pixels: list[np.ndarray]
+
+
+@dataclass
+class DecodedStep:
+    """One rank's share of a step, as a worker returns it."""
+
+    microbatches: list[Microbatch]
+    corrupt: dict[str, str]
+    """Reason by "source[index]"."""
+
+    def pin_memory(self) -> DecodedStep:
+        """Copy in page-locked memory."""
+        return DecodedStep([m.pin_memory() for m in self.microbatches], self.corrupt)
+
+
+@dataclass
+class _Row:
+    """Arrays of a microbatch under construction."""
+
+    ids: list[np.ndarray] = field(default_factory=list)
+    targets: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    cu_seqlens: list[int] = field(default_factory=lambda: [0])
+    pixels: list[np.ndarray] = field(default_factory=list)
+    grids_thw: list[tuple[int, int, int]] = field(default_factory=list)
+    image_positions: list[np.ndarray] = field(default_factory=list)
+
+    def append(self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray) -> None:
+        self.ids.append(ids_L)
+        self.targets.append(targets_L)
+        self.positions.append(positions)
+        self.cu_seqlens.append(self.cu_seqlens[-1] + len(ids_L))
+
+
+class StepDecoder(Dataset[DecodedStep]):
+    """Decodes the microbatches of one rank; the "index" of this data set is their plan.
+
+    Args:
+        reader: tokenises samples.
+        sources: by feed; None for streams, whose items carry their records.
+        prompts: caption prompt by feed.
+        sequence_length: tokens of a pack.
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        sources: Sequence[MapSource | None],
+        prompts: Sequence[str],
+        sequence_length: int,
+    ) -> None:
+        self._reader = reader
+        self._sources = sources
+        self._prompts = prompts
+        self._sequence_length = sequence_length
+
+    def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
+        corrupt: dict[str, str] = {}
+        return DecodedStep([self._microbatch(packs, corrupt) for packs in microbatches], corrupt)
+
+    def _microbatch(self, packs: list[PackItems], corrupt: dict[str, str]) -> Microbatch:
+        row = _Row()
+        for pack in packs:
+            for item in pack:
+                try:
+                    sample = self._decode(item)
+                except CorruptSampleError as error:
+                    corrupt[f"{item.meta.source}[{item.meta.index}]"] = str(error)
+                    sample = self._placeholder(item.meta)
+                self._append(row, sample, item.meta)
+            used = sum(item.meta.tokens for item in pack)
+            self._append_padding(row, self._sequence_length - used)
+        encoder = self._reader.encoder
+        return Microbatch(
+            input_ids_T=_tensor(row.ids),
+            targets_T=_tensor(row.targets),
+            position_ids=torch.from_numpy(np.concatenate(row.positions, axis=-1)),
+            cu_seqlens=row.cu_seqlens,
+            encoders={encoder: self._encoder_inputs(row)} if encoder and row.pixels else {},
+            meta=microbatch_meta(packs, self._sequence_length),
+        )
+
+    def _decode(self, item: Item) -> DecodedSample:
+        source, prompt = self._sources[item.feed], self._prompts[item.feed]
+        if item.record is not None:
+            record = item.record
+        else:
+            assert source is not None
+            record = source.read(item.meta.index)
+        sample = self._reader.read(record, prompt)
+        meta = self._reader.meta(item.meta.source, item.meta.index, sample)
+        if meta != item.meta:
+            raise CorruptSampleError(f"changed since it was measured: {item.meta} -> {meta}")
+        pixels = []
+        for data in sample.files:
+            assert self._reader.images is not None
+            image = decode_rgb(data, self._reader.max_pixels)
+            pixels.append(self._reader.images.pixels(image))
+        ids_L = np.asarray(sample.text.ids, np.int64)
+        return DecodedSample(ids_L, sample.text.targets_L, sample.text.image_starts, pixels)
+
+    def _placeholder(self, meta: SampleMeta) -> DecodedSample:
+        """A sample of the same size that teaches nothing."""
+        spec, images = self._reader.text_spec, self._reader.images
+        ids_L = np.full(meta.tokens, spec.pad_token_id, np.int64)
+        starts, pixels, start = [], [], 0
+        for image in meta.images:
+            assert images is not None and spec.image_token_id is not None
+            starts.append(start)
+            ids_L[start : start + image.tokens] = spec.image_token_id
+            start += image.tokens
+            pixels.append(images.blank(image.width_px, image.height_px))
+        return DecodedSample(ids_L, np.full_like(ids_L, IGNORE_TARGET), starts, pixels)
+
+    def _append(self, row: _Row, sample: DecodedSample, meta: SampleMeta) -> None:
+        first = row.cu_seqlens[-1]
+        blocks: list[tuple[int, int, int]] = []
+        for start, pixels, image in zip(
+            sample.image_starts, sample.pixels, meta.images, strict=True
+        ):
+            assert self._reader.images is not None
+            grid = self._reader.images.grid(image.width_px, image.height_px)
+            merge = self._reader.images.spec.merge
+            blocks.append((start, grid.rows // merge, grid.columns // merge))
+            row.pixels.append(pixels)
+            row.grids_thw.append((1, grid.rows, grid.columns))
+            row.image_positions.append(np.arange(first + start, first + start + image.tokens))
+        positions = self._positions(len(sample.ids_L), blocks)
+        row.append(sample.ids_L, sample.targets_L, positions)
+
+    def _append_padding(self, row: _Row, tokens: int) -> None:
+        if tokens:
+            ids_L = np.full(tokens, self._reader.text_spec.pad_token_id, np.int64)
+            row.append(ids_L, np.full_like(ids_L, IGNORE_TARGET), self._positions(tokens, []))
+
+    def _positions(self, length: int, blocks: list[tuple[int, int, int]]) -> np.ndarray:
+        if self._reader.text_spec.positions == "mrope":
+            return mrope_positions(length, blocks)
+        return np.arange(length, dtype=np.int64)
+
+    def _encoder_inputs(self, row: _Row) -> EncoderInputs:
+        assert self._reader.images is not None
+        fixed = self._reader.images.spec.layout == "fixed"
+        pixels = np.stack(row.pixels) if fixed else np.concatenate(row.pixels)
+        return EncoderInputs(torch.from_numpy(pixels), row.grids_thw, _tensor(row.image_positions))
+
+
+def _tensor(parts: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts))

@@ -1,0 +1,11 @@
+"""Imported by the fork server of the data workers, and by nothing else.
+
+Makes the server, and every worker born from it, ignore signals from the start, and imports the
+data code for the workers to inherit.
+"""
+
+from torchmm.data.workers import ignore_signals
+
+ignore_signals()
+
+import torchmm.data.decode  # noqa: E402, F401

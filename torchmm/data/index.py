@@ -1,0 +1,160 @@
+"""The length index of a source with random access: tokens and image sizes of every sample.
+
+Measured once and cached as an .npz file, it makes sample order, packing and planning independent
+of any data access. The cache file is named by a hash of everything that lengths depend on; ranks
+that race write the same bytes to files of their own and rename them, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, __version__
+
+from torchmm.batch import ImageMeta, SampleMeta
+from torchmm.config import DataConfig, SourceConfig
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.reader import SampleReader
+from torchmm.data.sources import MapSource
+from torchmm.errors import DataError
+
+FORMAT_VERSION = 1
+"""Raised when parsing, tokenising or measuring changes, so that old caches are not used."""
+PROGRESS_INTERVAL_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LengthIndex:
+    """Sizes of N samples with M images.
+
+    `tokens_N` is 0 for corrupt samples, whose reasons stand in `corrupt`. The rows of `images_M4`
+    are (width_px, height_px, patches, tokens); sample n has rows `offsets[n]:offsets[n + 1]`.
+    """
+
+    tokens_N: np.ndarray
+    offsets: np.ndarray
+    images_M4: np.ndarray
+    corrupt: dict[int, str]
+
+    def meta(self, source: str, index: int, encoder: str | None) -> SampleMeta:
+        """Metadata of sample `index`."""
+        rows = self.images_M4[self.offsets[index] : self.offsets[index + 1]].tolist()
+        images = tuple(ImageMeta(*row) for row in rows)
+        tokens = int(self.tokens_N[index])
+        return SampleMeta(source, index, tokens, images, encoder if images else None)
+
+
+def cache_key(
+    source: MapSource,
+    config: SourceConfig,
+    data: DataConfig,
+    sequence_length: int,
+    reader: SampleReader,
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    """Hash of everything that the lengths of a source's samples depend on."""
+    parts = {
+        "format": FORMAT_VERSION,
+        "transformers": __version__,
+        "source": source.fingerprint,
+        "prompt": config.prompt,
+        "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
+        "text": dataclasses.asdict(reader.text_spec),
+        "images": dataclasses.asdict(reader.images.spec) if reader.images else None,
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "chat_template": tokenizer.chat_template,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def load_or_build(
+    name: str, source: MapSource, prompt: str, reader: SampleReader, path: Path
+) -> LengthIndex:
+    """The cached index, or a new one that is then cached.
+
+    Args:
+        name: the source's name, for messages.
+        source: its records.
+        prompt: the source's caption prompt.
+        reader: measures records.
+        path: cache file.
+
+    Raises:
+        DataError: no sample of the source is usable.
+    """
+    index = _load(path)
+    if index is None:
+        index = _build(name, source, prompt, reader)
+        _save(index, path)
+    if not index.tokens_N.any():
+        first = [f"{name}[{i}]: {reason}" for i, reason in list(index.corrupt.items())[:3]]
+        raise DataError(
+            f"source {name!r}: none of its {len(index.tokens_N)} samples is usable. "
+            + "; ".join(first)
+        )
+    return index
+
+
+def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> LengthIndex:
+    tokens: list[int] = []
+    offsets = [0]
+    images: list[tuple[int, ...]] = []
+    corrupt: dict[int, str] = {}
+    last = time.monotonic()
+    for i in range(len(source)):
+        try:
+            sample = reader.read(source.read(i), prompt)
+        except CorruptSampleError as error:
+            tokens.append(0)
+            corrupt[i] = str(error)
+        else:
+            tokens.append(len(sample.text.ids))
+            images.extend(dataclasses.astuple(image) for image in sample.images)
+        offsets.append(len(images))
+        if time.monotonic() - last > PROGRESS_INTERVAL_S:
+            last = time.monotonic()
+            logger.info("measuring source %s: %d of %d samples", name, i + 1, len(source))
+    return LengthIndex(
+        np.asarray(tokens, np.int32),
+        np.asarray(offsets, np.int64),
+        np.asarray(images, np.int32).reshape(-1, 4),
+        corrupt,
+    )
+
+
+def _save(index: LengthIndex, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.npz")
+    with temporary.open("wb") as stream:
+        np.savez(
+            stream,
+            tokens_N=index.tokens_N,
+            offsets=index.offsets,
+            images_M4=index.images_M4,
+            corrupt=np.asarray(json.dumps(index.corrupt)),
+        )
+    os.replace(temporary, path)  # noqa: PTH105
+
+
+def _load(path: Path) -> LengthIndex | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            corrupt = {int(k): v for k, v in json.loads(str(arrays["corrupt"])).items()}
+            tokens, offsets = arrays["tokens_N"], arrays["offsets"]
+            return LengthIndex(tokens, offsets, arrays["images_M4"], corrupt)
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("index cache %s is unreadable (%s) and is built again", path, error)
+        return None

@@ -1,0 +1,247 @@
+"""The loader: plans steps in the training process, decodes them in workers, hands out batches.
+
+PyTorch's plain `DataLoader` does the transport: its sampler yields planned steps instead of
+integers. torchdata's StatefulDataLoader was rejected: it saves the state of every worker, which
+makes the checkpoint depend on the number of workers and the depth of prefetching; here the state
+travels with the batch it belongs to, so neither matters.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.batch import ImageSpec, MicrobatchMeta, StepBatch, TextSpec
+from torchmm.config import DataConfig, TrainingConfig
+from torchmm.data.decode import DecodedStep, StepDecoder
+from torchmm.data.index import cache_key, load_or_build
+from torchmm.data.order import FeedOptions, IndexFeed, Mixture
+from torchmm.data.plan import PackItems, Planner, StepPlan
+from torchmm.data.reader import SampleReader
+from torchmm.data.sources import open_map_source, unique_names
+from torchmm.data.workers import fork_server, make_worker_setup
+from torchmm.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+
+class PlanQueue(Sampler[list[list[PackItems]]]):
+    """Steps planned and not yet trained on; yields this rank's share of each to the DataLoader.
+
+    Args:
+        make_planner: a planner at the starting position.
+        rank: this data-parallel rank.
+    """
+
+    def __init__(self, make_planner: Callable[[], Planner], rank: int) -> None:
+        self._make_planner = make_planner
+        self._rank = rank
+        self._planner = make_planner()
+        self._upcoming: deque[StepPlan] = deque()
+        self._handed = 0
+
+    def __iter__(self) -> Iterator[list[list[PackItems]]]:
+        self._planner = self._make_planner()
+        self._upcoming.clear()
+        self._handed = 0
+        while self._handed < len(self._upcoming) or self._plan_one():
+            self._handed += 1
+            yield self._upcoming[self._handed - 1].ranks[self._rank]
+
+    def peek(self) -> StepPlan | None:
+        """The next step to be trained on; None at the end."""
+        return self._upcoming[0] if self._upcoming or self._plan_one() else None
+
+    def pop(self) -> StepPlan:
+        """Take the next step off the queue."""
+        self._handed -= 1
+        return self._upcoming.popleft()
+
+    def _plan_one(self) -> bool:
+        plan = next(self._planner, None)
+        if plan is not None:
+            self._upcoming.append(plan)
+        return plan is not None
+
+
+class Loader:
+    """Iterable of `StepBatch`; every iteration begins at the position the loader was built with.
+
+    Args:
+        queue: planned steps.
+        decoder: decodes them.
+        data: workers and prefetching.
+        sequence_length: tokens of a pack.
+        rank: this data-parallel rank.
+        pin_memory: whether batches are to be in page-locked memory.
+    """
+
+    def __init__(
+        self,
+        queue: PlanQueue,
+        decoder: StepDecoder,
+        data: DataConfig,
+        sequence_length: int,
+        rank: int,
+        pin_memory: bool,
+    ) -> None:
+        self._queue = queue
+        self._sequence_length = sequence_length
+        self._rank = rank
+        self._known_corrupt: set[str] = set()
+        self._loader = DataLoader(
+            decoder,
+            batch_size=None,
+            sampler=queue,
+            num_workers=data.workers,
+            prefetch_factor=data.prefetch if data.workers else None,
+            persistent_workers=data.workers > 0,
+            multiprocessing_context=fork_server() if data.workers else None,
+            collate_fn=_same,
+            worker_init_fn=make_worker_setup() if data.workers else None,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # iter() draws a seed: not from the training's generator
+        )
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        steps = iter(self._loader)
+        while True:
+            try:
+                step = next(steps, None)
+            except RuntimeError as error:
+                raise self._explain(error) from error
+            if step is None:
+                return
+            plan = self._queue.pop()
+            yield StepBatch(step.microbatches, plan.state, self._report(plan, step))
+
+    def next_metas(self) -> list[list[MicrobatchMeta]] | None:
+        """Microbatch metadata of the batch that comes next, by data-parallel rank; None at the end.
+
+        Available as soon as the batch before it was returned, without waiting for any decoding.
+        """
+        plan = self._queue.peek()
+        return plan.metas(self._sequence_length) if plan else None
+
+    def _report(self, plan: StepPlan, step: DecodedStep) -> list[str]:
+        """Corrupt samples not reported before. What all ranks found while planning, rank 0 says."""
+        found = list(plan.skipped) if self._rank == 0 else []
+        for name, reason in step.corrupt.items():
+            if name not in self._known_corrupt:
+                self._known_corrupt.add(name)
+                found.append(f"{name}: {reason}")
+        for message in found:
+            logger.warning("corrupt sample skipped: %s", message)
+        return found
+
+    def _explain(self, error: RuntimeError) -> Exception:
+        if "DataLoader worker" not in str(error):
+            return error
+        plan = self._queue.peek()
+        items = [i for m in plan.ranks[self._rank] for p in m for i in p] if plan else []
+        names = f"{items[0].meta.source}[{items[0].meta.index}]" if items else "nothing"
+        return DataError(
+            f"a data worker died while {len(items)} samples beginning with {names} were awaited: "
+            f"{error}. If memory ran out, lower data.workers or data.prefetch"
+        )
+
+
+def build_loader(  # noqa: PLR0913 - what a run consists of
+    data: DataConfig,
+    training: TrainingConfig,
+    *,
+    text_spec: TextSpec,
+    image_specs: Mapping[str, ImageSpec],
+    tokenizer: PreTrainedTokenizerBase,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    state: dict[str, Any] | None,
+    validation: bool = False,
+) -> Loader:
+    """The loader of one data-parallel rank.
+
+    Args:
+        data: sources and limits.
+        training: batch sizes, sequence length, seed, device.
+        text_spec: the LLM's wishes.
+        image_specs: the encoders' wishes by encoder name.
+        tokenizer: the LLM's tokenizer (a fast one).
+        data_parallel_rank: which share of the global batches to load.
+        data_parallel_size: number of shares.
+        state: `StepBatch.state` to go on behind, or None.
+        validation: load `data.validation` once, in order, instead of the endless training mixture.
+
+    Raises:
+        ConfigError: sizes or specs do not fit.
+        DataError: a source cannot be read or has no usable sample.
+        CheckpointError: the state belongs to other data.
+    """
+    configs = data.validation if validation else data.sources
+    section = "data.validation" if validation else "data.sources"
+    if not configs:
+        raise ConfigError(f"{section}: no source; add a [[{section}]] table")
+    _check_sizes(training, data_parallel_size)
+    _allow_open_files()
+    reader = SampleReader(data, training.sequence_length, text_spec, image_specs, tokenizer)
+    names = unique_names(configs)
+    sources = [open_map_source(config) for config in configs]
+    shuffle = data.shuffle and not validation
+    options = [FeedOptions(i, n, training.seed, shuffle, validation) for i, n in enumerate(names)]
+    indices = []
+    for name, source, config in zip(names, sources, configs, strict=True):
+        key = cache_key(source, config, data, training.sequence_length, reader, tokenizer)
+        path = Path(data.index_cache) / f"{key}.npz"
+        indices.append(load_or_build(name, source, config.prompt, reader, path))
+
+    def make_planner() -> Planner:
+        feeds = [
+            IndexFeed(o, index, reader.encoder) for o, index in zip(options, indices, strict=True)
+        ]
+        return Planner(
+            Mixture(feeds, [c.weight for c in configs]),
+            training,
+            data.open_packs,
+            data_parallel_size,
+            data.max_corrupt_samples,
+            state,
+        )
+
+    decoder = StepDecoder(reader, sources, [c.prompt for c in configs], training.sequence_length)
+    pin_memory = training.device != "cpu" and torch.cuda.is_available()
+    return Loader(
+        PlanQueue(make_planner, data_parallel_rank),
+        decoder,
+        data,
+        training.sequence_length,
+        data_parallel_rank,
+        pin_memory,
+    )
+
+
+def _check_sizes(training: TrainingConfig, data_parallel_size: int) -> None:
+    per_microbatch = data_parallel_size * training.microbatch_size
+    if training.global_batch_size % per_microbatch:
+        raise ConfigError(
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
+            f"training.microbatch_size = {training.microbatch_size} times {data_parallel_size} "
+            "data-parallel ranks"
+        )
+
+
+def _allow_open_files() -> None:
+    """Every tensor on its way from a worker holds a file descriptor; 1024 are soon used up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _same(step: Any) -> Any:
+    return step

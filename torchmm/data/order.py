@@ -1,0 +1,164 @@
+"""The global order of samples: a pure function of (seed, epoch, position), the same on all ranks.
+
+Each source is a feed that gives its samples epoch after epoch, every epoch in an order of its own.
+Feeds are mixed by weight through stride scheduling: the next sample comes from the feed whose
+draws are furthest behind its weight. Unlike a random choice this hits the weights exactly in every
+stretch of the stream, and the number of draws per feed is all the state there is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from torchmm.batch import SampleMeta
+from torchmm.data.index import LengthIndex
+from torchmm.data.samples import Record
+
+
+class Item(NamedTuple):
+    """One sample in the global order."""
+
+    feed: int
+    """Position of its source in the mixture."""
+    epoch: int
+    meta: SampleMeta
+    record: Record | None = None
+    """The data itself, where the source cannot be asked again (streaming)."""
+
+
+class Skip(NamedTuple):
+    """A corrupt sample in the global order: "source[index]: reason"."""
+
+    message: str
+
+
+@dataclass
+class FeedOptions:
+    """What feeds of any kind need to know."""
+
+    feed: int
+    name: str
+    seed: int
+    shuffle: bool
+    one_epoch: bool
+
+
+class Feed(Protocol):
+    """The endless sequence of samples of one source."""
+
+    options: FeedOptions
+    draws: int
+    """Samples given so far, corrupt ones included."""
+    size: int | None
+    """Samples per epoch, where known."""
+
+    def next(self) -> Item | Skip | None:
+        """The next sample; None at the end of a feed that lasts one epoch."""
+        ...
+
+    def state(self, needed: Sequence[Item]) -> dict[str, Any]:
+        """JSON-able position from which `restore` can also give the `needed` items again."""
+        ...
+
+    def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
+        """Go to a saved position; returns the items named by (epoch, index)."""
+        ...
+
+
+class IndexFeed:
+    """A source with random access: every usable sample once per epoch.
+
+    Samples that were found corrupt when the source was measured take no part; they are reported
+    once, at the beginning.
+    """
+
+    def __init__(self, options: FeedOptions, index: LengthIndex, encoder: str | None) -> None:
+        self.options = options
+        self.draws = 0
+        self._index = index
+        self._encoder = encoder
+        self._usable = np.flatnonzero(index.tokens_N)
+        self.size: int | None = len(self._usable)
+        self._epoch = -1
+        self._order = self._usable
+        corrupt = sorted(index.corrupt.items())
+        self._reports = [Skip(f"{options.name}[{i}]: {reason}") for i, reason in corrupt]
+
+    def next(self) -> Item | Skip | None:
+        """The next sample in this epoch's order."""
+        if self._reports:
+            return self._reports.pop(0)
+        epoch, position = divmod(self.draws, len(self._usable))
+        if epoch > 0 and self.options.one_epoch:
+            return None
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = self._usable[permutation(len(self._usable), self.options, epoch)]
+        self.draws += 1
+        return self._item(epoch, int(self._order[position]))
+
+    def state(self, needed: Sequence[Item]) -> dict[str, Any]:
+        """Draws are the whole state."""
+        return {"draws": self.draws}
+
+    def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
+        """Random access: any item can be named again."""
+        self.draws = state["draws"]
+        if self.draws:
+            self._reports = []
+        return [self._item(epoch, index) for epoch, index in needed]
+
+    def _item(self, epoch: int, index: int) -> Item:
+        meta = self._index.meta(self.options.name, index, self._encoder)
+        return Item(self.options.feed, epoch, meta)
+
+
+def permutation(count: int, options: FeedOptions, *key: int) -> np.ndarray:
+    """Order of `count` samples: int64, a pure function of seed, source name and `key`.
+
+    Sorting by a hash instead of numpy's generator, whose streams may change between releases.
+    """
+    if not options.shuffle:
+        return np.arange(count)
+    state = np.uint64(zlib.crc32(options.name.encode()))
+    for part in (options.seed, *key):
+        state = _splitmix64(np.asarray([state ^ np.uint64(part)]))[0]
+    return np.argsort(_splitmix64(np.arange(count, dtype=np.uint64) + state), kind="stable")
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    """Steele et al. 2014: a bijection of 64-bit integers that passes statistical tests."""
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+class Mixture:
+    """Mixes feeds by weight.
+
+    Args:
+        feeds: one per source.
+        weights: their shares, relative to each other.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], weights: Sequence[float]) -> None:
+        self.feeds = list(feeds)
+        self._weights = list(weights)
+        self._alive = list(range(len(feeds)))
+
+    def next(self) -> Item | Skip | None:
+        """The next sample of all; None when every feed has ended."""
+        while self._alive:
+            feed = min(self._alive, key=lambda f: (self.feeds[f].draws + 1) / self._weights[f])
+            item = self.feeds[feed].next()
+            if item is not None:
+                return item
+            self._alive.remove(feed)
+        return None

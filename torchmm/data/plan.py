@@ -1,0 +1,162 @@
+"""The sequence of optimizer steps: which samples, in which packs, on which rank. Sizes only.
+
+Global batch first: all ranks compute the same global batch of packs from the same global order,
+then divide it. The samples of step k therefore do not depend on the number of ranks, microbatches
+or workers, and metadata of all ranks is known before anything is decoded.
+
+    mixture of feeds ─ items ─> packer ─ packs ─> global batch ─ assign ─> rank, microbatch
+
+The state after each step (draws per feed, open packs as references) is JSON-able and small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchmm.batch import MicrobatchMeta
+from torchmm.config import TrainingConfig
+from torchmm.data.order import Item, Mixture, Skip
+from torchmm.data.packing import Pack, Packer, assign
+from torchmm.errors import CheckpointError, DataError
+
+STATE_VERSION = 1
+
+PackItems = list[Item]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step of all data-parallel ranks."""
+
+    ranks: list[list[list[PackItems]]]
+    """Packs by rank and microbatch."""
+    skipped: list[str]
+    """Samples found corrupt while planning; the same on all ranks."""
+    state: dict[str, Any]
+    """The planner's state behind this step."""
+
+    def metas(self, sequence_length: int) -> list[list[MicrobatchMeta]]:
+        """Metadata of every microbatch, by rank."""
+        return [[microbatch_meta(m, sequence_length) for m in rank] for rank in self.ranks]
+
+
+def microbatch_meta(packs: Sequence[PackItems], sequence_length: int) -> MicrobatchMeta:
+    """Metadata of the packs of one microbatch."""
+    samples = tuple(item.meta for pack in packs for item in pack)
+    return MicrobatchMeta(samples, len(packs) * sequence_length)
+
+
+class Planner:
+    """Iterator over step plans, endless unless the feeds last one epoch.
+
+    With feeds of one epoch the last step is filled up with empty packs.
+
+    Args:
+        mixture: the global order of samples.
+        training: batch sizes, sequence length, seed.
+        open_packs: packs kept open.
+        data_parallel_size: ranks that share a global batch.
+        max_skipped: corrupt samples accepted within one step.
+        state: of an earlier planner, to go on behind it.
+
+    Raises:
+        CheckpointError: the state belongs to other data or another sequence length or seed.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        training: TrainingConfig,
+        open_packs: int,
+        data_parallel_size: int,
+        max_skipped: int,
+        state: dict[str, Any] | None,
+    ) -> None:
+        self._mixture = mixture
+        self._training = training
+        self._data_parallel_size = data_parallel_size
+        self._max_skipped = max_skipped
+        self._packer: Packer[Item] = Packer(training.sequence_length, open_packs)
+        if state is not None:
+            self._restore(state)
+
+    def __iter__(self) -> Planner:
+        return self
+
+    def __next__(self) -> StepPlan:
+        closed = self._packer.closed
+        skipped: list[str] = []
+        wanted = self._training.global_batch_size
+        while len(closed) < wanted:
+            item = self._mixture.next()
+            if item is None:
+                self._packer.flush()
+                if not closed:
+                    raise StopIteration
+                closed.extend([] for _ in range(-len(closed) % wanted))
+            elif isinstance(item, Skip):
+                skipped.append(item.message)
+                self._check_skipped(skipped)
+            else:
+                self._packer.add(item, item.meta.tokens)
+        packs = [closed.popleft() for _ in range(wanted)]
+        ranks = assign(packs, self._data_parallel_size, self._training.microbatch_size)
+        return StepPlan(ranks, skipped, self._state())
+
+    def _check_skipped(self, skipped: list[str]) -> None:
+        if len(skipped) > self._max_skipped:
+            raise DataError(
+                f"more than data.max_corrupt_samples = {self._max_skipped} samples are corrupt, "
+                "beginning with " + "; ".join(skipped[:3])
+            )
+
+    def _state(self) -> dict[str, Any]:
+        packs = [*self._packer.closed, *(p.items for p in self._packer.open)]
+        feeds = {}
+        for feed in self._mixture.feeds:
+            needed = [i for pack in packs for i in pack if i.feed == feed.options.feed]
+            feeds[feed.options.name] = feed.state(needed)
+        return {
+            "version": STATE_VERSION,
+            "identity": self._identity(),
+            "feeds": feeds,
+            "closed": [[[*_reference(i)] for i in pack] for pack in self._packer.closed],
+            "open": [[[*_reference(i)] for i in p.items] for p in self._packer.open],
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """What has to be the same for a state to make sense."""
+        return {
+            "seed": self._training.seed,
+            "sequence_length": self._training.sequence_length,
+            "sources": {f.options.name: f.size for f in self._mixture.feeds},
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        identity = self._identity()
+        saved = state.get("identity", {})
+        if state.get("version") != STATE_VERSION or saved != identity:
+            changes = [
+                f"{k} {saved.get(k)} -> {v}" for k, v in identity.items() if saved.get(k) != v
+            ]
+            raise CheckpointError(
+                "the checkpoint's data position is of other data: " + ", ".join(changes) + ". "
+                'Restore the recipe, or start afresh with checkpoint.resume = "none"'
+            )
+        items: dict[tuple[int, int, int], Item] = {}
+        references = [r for pack in [*state["closed"], *state["open"]] for r in pack]
+        for number, feed in enumerate(self._mixture.feeds):
+            needed = [(epoch, index) for f, epoch, index in references if f == number]
+            for item in feed.restore(state["feeds"][feed.options.name], needed):
+                items[_reference(item)] = item
+        self._packer.closed.extend([items[tuple(r)] for r in pack] for pack in state["closed"])
+        for pack in state["open"]:
+            members = [items[tuple(r)] for r in pack]
+            free = self._training.sequence_length - sum(i.meta.tokens for i in members)
+            self._packer.open.append(Pack(free, members))
+
+
+def _reference(item: Item) -> tuple[int, int, int]:
+    return item.feed, item.epoch, item.meta.index

@@ -1,0 +1,187 @@
+"""Records of any source to typed segments: what is text, what is image, what counts in the loss.
+
+The format is recognised by the columns of each record (see `docs/data.md`):
+
+    caption       image, text (or: a webdataset's jpg/png/webp, txt/json)
+    interleaved   images, texts: lists of equal length, None where the other has the element
+    chat          messages [{role, content}], images: in the order of the image parts
+    text          text
+
+Data is not trusted: images are bytes or files beside the data. A path may not leave the source's
+directory and an address is never fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchmm.data.corrupt import CorruptSampleError
+
+IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp")
+TEXT_COLUMNS = ("text", "txt", "caption")
+FORMATS_HELP = (
+    "known are caption (image, text), interleaved (images, texts), chat (messages, images) and "
+    "text; see docs/data.md"
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One raw sample: its columns, and the directory that image paths are relative to."""
+
+    columns: dict[str, Any]
+    root: str | None = None
+
+
+@dataclass(frozen=True)
+class TextSegment:
+    """Text, predicted by the model or only read by it."""
+
+    text: str
+    loss: bool
+    scaffold: bool = False
+    """Comes from the chat template, so that special tokens in it are special."""
+
+
+@dataclass(frozen=True)
+class ImageSegment:
+    """An encoded image file: its bytes, or where they are."""
+
+    data: bytes | None = None
+    path: str | None = None
+
+    def read(self) -> bytes:
+        """The file's bytes.
+
+        Raises:
+            CorruptSampleError: the file cannot be read.
+        """
+        if self.data is not None:
+            return self.data
+        assert self.path is not None
+        try:
+            return Path(self.path).read_bytes()
+        except OSError as error:
+            raise CorruptSampleError(f"image file {self.path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Segments in reading order. A chat template writes its own start and end tokens."""
+
+    segments: tuple[TextSegment | ImageSegment, ...]
+    add_bos: bool = True
+    add_eos: bool = True
+
+
+ChatRenderer = Callable[[list[dict[str, Any]], list[ImageSegment]], Sample]
+
+
+def parse_record(record: Record, prompt: str, render_chat: ChatRenderer) -> Sample:
+    """Recognise the format of a record and cut it into segments.
+
+    Args:
+        record: as a source gave it.
+        prompt: text between the image and the text of a caption sample.
+        render_chat: see `torchmm.data.chat.ChatTemplate`.
+
+    Raises:
+        CorruptSampleError: no known format, or a malformed value.
+    """
+    columns = _with_json_columns(record.columns)
+    if columns.get("messages") is not None:
+        images = [_image(value, record.root) for value in _list(columns, "images")]
+        return render_chat(_list(columns, "messages"), images)
+    if "texts" in columns and "images" in columns:
+        return _parse_interleaved(_list(columns, "images"), _list(columns, "texts"), record.root)
+    text = next((columns[c] for c in TEXT_COLUMNS if columns.get(c) is not None), None)
+    if text is None:
+        raise CorruptSampleError(f"no format for columns {sorted(columns)}: {FORMATS_HELP}")
+    image = next((columns[c] for c in IMAGE_COLUMNS if columns.get(c) is not None), None)
+    if image is None:
+        return Sample((TextSegment(_text(text), loss=True),))
+    segments: list[TextSegment | ImageSegment] = [_image(image, record.root)]
+    if prompt:
+        segments.append(TextSegment(prompt, loss=False))
+    return Sample((*segments, TextSegment(_text(text), loss=True)))
+
+
+def limit_images(sample: Sample, max_images: int) -> Sample:
+    """The sample without the images behind the first `max_images`; 0 leaves only the text."""
+    kept: list[TextSegment | ImageSegment] = []
+    images = 0
+    for segment in sample.segments:
+        if isinstance(segment, ImageSegment):
+            images += 1
+            if images > max_images:
+                continue
+        kept.append(segment)
+    return Sample(tuple(kept), sample.add_bos, sample.add_eos)
+
+
+def _parse_interleaved(images: Sequence[Any], texts: Sequence[Any], root: str | None) -> Sample:
+    if len(images) != len(texts):
+        raise CorruptSampleError(
+            f"{len(images)} images but {len(texts)} texts; both lists need one entry per element, "
+            "None where the other list has it"
+        )
+    segments: list[TextSegment | ImageSegment] = []
+    for image, text in zip(images, texts, strict=True):
+        if image is not None:
+            segments.append(_image(image, root))
+        if text is not None:
+            segments.append(TextSegment(_text(text), loss=True))
+    return Sample(tuple(segments))
+
+
+def _with_json_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    """Columns plus those inside a webdataset's `json` member."""
+    inner = columns.get("json")
+    if isinstance(inner, str | bytes):
+        try:
+            inner = json.loads(inner)
+        except ValueError as error:
+            raise CorruptSampleError(f"column json: {error}") from error
+    return {**inner, **columns} if isinstance(inner, dict) else columns
+
+
+def _list(columns: dict[str, Any], name: str) -> list[Any]:
+    value = columns.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise CorruptSampleError(f"column {name} is {type(value).__name__}, not a list")
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if not isinstance(value, str):
+        raise CorruptSampleError(f"text is {type(value).__name__}, not a string")
+    return value
+
+
+def _image(value: Any, root: str | None) -> ImageSegment:
+    """An image from bytes, from a path, or from the {"bytes", "path"} pair of `datasets`."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return ImageSegment(data=value)
+    if not isinstance(value, str) or not value:
+        raise CorruptSampleError(f"image is {type(value).__name__}, not bytes or a path")
+    if "://" in value:
+        raise CorruptSampleError(f"image is an address ({value[:80]}), which is never fetched")
+    if root is None:
+        raise CorruptSampleError(f"image is a path ({value[:80]}) in a source without directory")
+    path = os.path.normpath(os.path.join(root, value))  # noqa: PTH118 - must not follow links
+    if not path.startswith(os.path.join(root, "")):  # noqa: PTH118
+        raise CorruptSampleError(
+            f"image path {value[:80]!r} leaves {root}; link the image directory into it"
+        )
+    return ImageSegment(path=path)
