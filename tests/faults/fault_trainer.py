@@ -2,7 +2,8 @@
 
 usage: fault_trainer.py RUN_DIR STEPS [FAULT]
 
-FAULT is "nan:RANK:STEP" (loss of that rank), "hang:RANK:STEP" (sleeps), "raise:RANK:STEP".
+FAULT is KIND:RANK:STEP with KIND "nan" (loss), "hang" (sleeps), "stop" (SIGSTOP), "kill" (SIGKILL
+to itself, on the first start only) or "raise".
 Prints "step N" on every rank and "final HASH" at the end.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -71,8 +73,7 @@ class Trainer:
             CheckpointConfig(interval=1), self.run_dir, self.logger, {"shard": 2}, "recipe"
         )
         seed_everything(0, self.rank)
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        restored = checkpoints.resume(model, optimizer, restarted)
+        restored = checkpoints.resume(model, optimizer, restarted())
         if restored is not None:
             self.step = restored.step
             if restored.rng is not None:
@@ -109,10 +110,21 @@ class Trainer:
 
     def do_fault(self, step: int) -> None:
         """Misbehaves if it is this rank's turn."""
-        if step == self.fault_step and self.fault == "hang":
+        if step != self.fault_step:
+            return
+        if self.fault == "hang":
             time.sleep(1000)
-        if step == self.fault_step and self.fault == "raise":
+        if self.fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fault == "kill" and not restarted():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "raise":
             raise KeyError("bad sample")
+
+
+def restarted() -> bool:
+    """Whether torchrun started this process in place of one that died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def main() -> int:

@@ -1,0 +1,88 @@
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from torchmm.preempt import Status, StopSignal, read_status, write_status
+
+LOST_PEER = Status("failed", 3, 1, 6, "rank 1 lost a peer")
+CULPRIT = Status("failed", 3, 2, 3, "bad sample")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_only_sets_a_flag(number):
+    with StopSignal() as stop:
+        assert stop.as_float() == 0.0 and not stop.agreed(torch.device("cpu"))
+        os.kill(os.getpid(), number)
+        assert stop.received == number
+        assert stop.as_float() == 1.0 and stop.agreed(torch.device("cpu"))
+
+
+def test_the_first_signal_counts():
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received == signal.SIGTERM
+
+
+def test_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_status_comes_back(tmp_path):
+    status = Status("preempted", 7, 0, 75, "SIGTERM")
+    write_status(tmp_path, status)
+    assert read_status(tmp_path) == status
+    assert read_status(tmp_path / "elsewhere") is None
+
+
+@pytest.mark.parametrize("order", [[LOST_PEER, CULPRIT], [CULPRIT, LOST_PEER]])
+def test_the_culprit_is_told_from_its_victims_in_any_order(tmp_path, order):
+    write_status(tmp_path, Status("running", 0, 0))
+    for status in order:
+        write_status(tmp_path, status)
+    assert read_status(tmp_path) == CULPRIT
+
+
+@pytest.mark.parametrize("ended", [Status("done", 9, 0, 0), Status("preempted", 9, 0, 75)])
+def test_a_lost_peer_does_not_undo_a_good_end(tmp_path, ended):
+    write_status(tmp_path, ended)
+    write_status(tmp_path, LOST_PEER)
+    assert read_status(tmp_path) == ended
+
+
+def test_rank_0_has_the_word_on_lost_peers(tmp_path):
+    of_rank_0 = Status("failed", 3, 0, 6, "rank 2 is gone")
+    for status in (LOST_PEER, of_rank_0, LOST_PEER):
+        write_status(tmp_path, status)
+    assert read_status(tmp_path) == of_rank_0
+
+
+def test_a_new_start_replaces_the_old_end(tmp_path):
+    write_status(tmp_path, CULPRIT)
+    write_status(tmp_path, Status("running", 0, 0))
+    assert read_status(tmp_path).state == "running"
+
+
+def test_readers_never_see_half_a_status(tmp_path):
+    write_status(tmp_path, Status("running", 0, 0))
+    writers = [
+        threading.Thread(
+            target=lambda rank: [
+                write_status(tmp_path, Status("running", s, rank, None, "x" * 5000))
+                for s in range(40)
+            ],
+            args=(rank,),
+        )
+        for rank in range(3)
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert read_status(tmp_path).message in ("", "x" * 5000)
+    assert [p.name for p in tmp_path.iterdir()] == ["STATUS.json"]
