@@ -30,7 +30,7 @@ LEVELS = {"data": 1, "models": 1, "parallel": 2, "pipelining": 3, "balance": 4, 
 LEVEL_OF_OTHERS = 5  # metrics, optim, checkpoint, ...: what the trainer puts together
 NEVER_TOGETHER = ({"data", "models"}, {"data", "balance"}, {"models", "balance"})
 NO_DISTRIBUTED = {"data", "models", "balance", *GROUND_FLOOR}
-MEETS_SHARDS = {"hf_io.py", "hf_export.py"}  # files and sharded parameters meet here
+MEETS_SHARDS = {"hf_export.py"}  # gathers sharded parameters into files
 
 
 def short(file: Path) -> str:
