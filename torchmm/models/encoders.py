@@ -54,8 +54,7 @@ class EncoderModule(LayeredModule):
         self.spec = spec
         self.family = spec.family
         self.layers_fqn = f"tower.{spec.family.layers}"
-        # Copied, because building writes dtype and attention function into the config.
-        self.tower: Any = spec.family.build(copy.deepcopy(spec.config), spec.dtype)
+        self.tower: Any = self.uncut_tower()
         self.connector = self._build_connector()
         self._around = self._count_flops_around()
         self._remove_unused()
@@ -83,6 +82,15 @@ class EncoderModule(LayeredModule):
     @property
     def hf(self) -> PreTrainedModel:
         return self.tower
+
+    @property
+    def new_connector(self) -> bool:
+        return not self.spec.connector_from_files
+
+    def uncut_tower(self) -> PreTrainedModel:
+        """The tower with everything Hugging Face's class has, on the current default device."""
+        # Copied, because building writes dtype and attention function into the config.
+        return self.family.build(copy.deepcopy(self.spec.config), self.spec.dtype)
 
     def rebuild(self) -> EncoderModule:
         return EncoderModule(self.spec, self.weights)

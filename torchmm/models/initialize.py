@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.shards import copy_slice
 
@@ -31,47 +30,44 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
         seed: the run's seed.
         skip: names that already hold their value, e.g. from `hf_io.load_weights`.
     """
-    for prefix, module in _modules(model):
+    for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
             whole = module.rebuild()
-        ours = dict(_tensors(module))
-        for unit_fqn, unit in _units(whole, module.layers_fqn):
-            names = [f"{unit_fqn}.{name}" for name, _ in _tensors(unit)]
+        ours = dict(named_tensors(module))
+        for unit_fqn, unit in units(whole, module.layers_fqn):
+            names = [f"{unit_fqn}.{name}" for name, _ in named_tensors(unit)]
             wanted = {n for n in names if n in ours and f"{prefix}.{n}" not in skip}
             if not wanted:
                 continue
             drawn = draw(unit, module.hf, f"{seed} {prefix}.{unit_fqn}")
-            for name, value in _tensors(drawn):
+            for name, value in named_tensors(drawn):
                 if f"{unit_fqn}.{name}" in wanted:
                     copy_slice(ours[f"{unit_fqn}.{name}"], value)
 
 
+@torch.no_grad()
 def draw(unit: nn.Module, owner: PreTrainedModel, key: str) -> nn.Module:
     """Copy of `unit` (on the meta device) on the CPU, with random weights that depend on `key`."""
     drawn = copy.deepcopy(unit).to_empty(device="cpu")
-    for _, tensor in _tensors(drawn):
+    for _, tensor in named_tensors(drawn):
         tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
     digest = hashlib.sha256(key.encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
         for module in _children_first(drawn):
             owner._init_weights(module)
-    unfilled = [n for n, t in _tensors(drawn) if t.is_floating_point() and t.isnan().any()]
+    unfilled = [n for n, t in named_tensors(drawn) if t.is_floating_point() and t.isnan().any()]
     assert not unfilled, f"{key}: {type(owner).__name__} does not initialise {unfilled}"
     return drawn
 
 
-def _modules(model: MultimodalModel) -> Iterator[tuple[str, LayeredModule]]:
-    for module in model.modality_modules():
-        yield "llm" if module is model.llm else f"encoders.{module.name}", module
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, those outside of the state dict included."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _units(module: nn.Module, layers_fqn: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def units(module: nn.Module, layers_fqn: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every layer, and every largest submodule that contains none, with their names."""
     for name, child in module.named_children():
         fqn = f"{prefix}{name}"
@@ -79,7 +75,7 @@ def _units(module: nn.Module, layers_fqn: str, prefix: str = "") -> Iterator[tup
             if layers_fqn == fqn:
                 yield from ((f"{fqn}.{i}", layer) for i, layer in child.named_children())
             else:
-                yield from _units(child, layers_fqn, f"{fqn}.")
+                yield from units(child, layers_fqn, f"{fqn}.")
         else:
             yield fqn, child
 

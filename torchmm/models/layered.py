@@ -39,6 +39,8 @@ class WeightFiles:
     turns it into the name within the module. A name without a match is not this module's."""
     hf_prefixes: tuple[tuple[str, str], ...] = ()
     """(prefix within the module, prefix within the Hugging Face class the module is saved as)."""
+    partial: bool = False
+    """Whether the files may hold more than the module, such as a dual model's text tower."""
 
 
 class LayeredModule(nn.Module, ABC):
@@ -175,6 +177,15 @@ class LayeredModule(nn.Module, ABC):
             expression.fullmatch(name) and not isinstance(module, Skip)
             for name, module in self.named_modules()
         )
+
+    def stored_as(self) -> dict[str, str]:
+        """Names under which files keep parameters that they do not keep under their own."""
+        return {}
+
+    @property
+    def new_connector(self) -> bool:
+        """Whether pretrained weights may lack the connector, which then starts at random."""
+        return False
 
     def tied_parameters(self) -> dict[str, str]:
         """Names of parameters that are another one: {name: name of the one it is}."""

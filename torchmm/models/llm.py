@@ -96,6 +96,9 @@ class LlmModule(LayeredModule):
     def tied_parameters(self) -> dict[str, str]:
         return self._tie if self._tied and self.is_first and self.is_last else {}
 
+    def stored_as(self) -> dict[str, str]:
+        return self._tie if self._tied else {}
+
     def keep_layers(self, start: int, stop: int) -> None:
         super().keep_layers(start, stop)
         if self.family.multiplier and not self.is_first:

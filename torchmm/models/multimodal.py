@@ -56,6 +56,11 @@ class MultimodalModel(nn.Module):
         """Encoders in the recipe's order, then the LLM."""
         return [*self._encoders(), self.llm]
 
+    def named_modality_modules(self) -> list[tuple[str, LayeredModule]]:
+        """The same with their names in this module's parameter names."""
+        named: list[tuple[str, LayeredModule]] = [("llm", self.llm)]
+        return [(f"encoders.{e.name}", e) for e in self._encoders()] + named
+
     def _encoders(self) -> list[EncoderModule]:
         return [e for e in self.encoders.values() if isinstance(e, EncoderModule)]
 

@@ -26,9 +26,10 @@ TOWER_FILES = WeightFiles(
     renames=(
         (r"connector\.", "connector."),
         (r"(model\.)?(vision_model|visual)\.", "tower."),
-        (r"(?!text_model\.|language_model\.|model\.|lm_head\.|logit_|\w+_projection\.)", "tower."),
+        (r"(?!text_model\.|model\.|lm_head\.|logit_|\w+_projection\.)", "tower."),
     ),
     hf_prefixes=(("tower.", ""),),
+    partial=True,
 )
 
 

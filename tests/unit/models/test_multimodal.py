@@ -25,7 +25,7 @@ from transformers import (
 from torchmm.batch import EncoderInputs, Microbatch
 from torchmm.config import EncoderConfig, LlmConfig, ModelConfig
 from torchmm.errors import ConfigError
-from torchmm.models.hf_export import hf_name
+from torchmm.models.hf_export import hf_name, hf_prefixes
 from torchmm.models.multimodal import MultimodalModel, module_of
 
 CLASSES = {
@@ -34,12 +34,21 @@ CLASSES = {
 }
 
 
+def our_hf_name(model: MultimodalModel, fqn: str) -> str:
+    for prefix, module in model.named_modality_modules():
+        if fqn.startswith(f"{prefix}."):
+            name = hf_name(hf_prefixes(model), module.name, fqn.removeprefix(f"{prefix}."))
+            assert name is not None
+            return name
+    raise AssertionError(fqn)
+
+
 def plain_composite(model: MultimodalModel) -> PreTrainedModel:
     """Hugging Face's composite with our weights and eager attention."""
     assert model.composite is not None
     kind = CLASSES[model.composite.model_type]
     plain = kind._from_config(model.composite, attn_implementation="eager")
-    weights = {hf_name(model, name): value for name, value in model.state_dict().items()}
+    weights = {our_hf_name(model, name): value for name, value in model.state_dict().items()}
     missing = plain.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys
     unused = {name for m in model.modality_modules() for name in m.unused}
@@ -108,7 +117,7 @@ def test_composites_give_hugging_faces_loss_and_gradients(name: str, changes: di
     assert relative_error(loss, expected) < 1e-5
     loss.backward()
     expected.backward()
-    assert worst_gradient(model, plain, lambda fqn: hf_name(model, fqn)) < 1e-5
+    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
 
 
 def test_a_microbatch_without_images_gives_encoders_zero_gradients() -> None:

@@ -1,0 +1,235 @@
+"""Checkpoints: load what Hugging Face saved, save what Hugging Face would, refuse the rest."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from model_cases import (
+    COMPOSITES,
+    ENCODERS,
+    LLMS,
+    build,
+    microbatch,
+    pair_config,
+    randomize,
+    relative_error,
+)
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPConfig,
+    CLIPModel,
+    GenerationConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from torchmm.batch import EncoderInputs
+from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.errors import CheckpointError
+from torchmm.models.hf_export import export_hf
+from torchmm.models.hf_io import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+
+WORDS = {**{f"w{i}": i for i in range(63)}, "<image>": 63}
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel(WORDS, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        additional_special_tokens=["<image>"],
+        pad_token="w0",
+        bos_token="w1",
+        eos_token="w2",
+    )
+
+
+def load(config: ModelConfig) -> MultimodalModel:
+    model = build_model(config, FreezeConfig())
+    materialize(model, "cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    loaded = load_weights(model)
+    init_weights(model, 0, skip=loaded)
+    assert all(p.isfinite().all() for p in model.parameters())
+    return model
+
+
+def save(kind: type, config: dict, directory: Path, **settings: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    plain = kind.from_config(AutoConfig.for_model(**config))
+    randomize(plain)
+    plain.save_pretrained(directory, **settings)
+    return plain
+
+
+def same_files(ours: Path, theirs: Path) -> None:
+    """Everything Hugging Face wrote is there, byte for byte."""
+    for path in theirs.iterdir():
+        assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("family", list(LLMS))
+def test_an_llm_goes_through_unchanged(family: str, tmp_path: Path, tokenizer) -> None:
+    save(AutoModelForCausalLM, LLMS[family], tmp_path / "first", max_shard_size="20KB")
+    assert (tmp_path / "first" / "model.safetensors.index.json").exists()
+    GenerationConfig(
+        temperature=0.3, do_sample=True, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    ).save_pretrained(tmp_path / "first")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    again.save_pretrained(tmp_path / "theirs")
+    model = load(ModelConfig(llm=LlmConfig(source=str(tmp_path / "first"))))
+    export_hf(model, tmp_path / "ours", tokenizer)
+    same_files(tmp_path / "ours", tmp_path / "theirs")
+    assert len(PreTrainedTokenizerFast.from_pretrained(tmp_path / "ours")) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llava", {"vision_feature_layer": -2}),
+        ("llava", {"tie_word_embeddings": True}),
+        ("qwen2_5_vl", {}),
+        ("qwen2_5_vl", {"tie_word_embeddings": True}),
+    ],
+)
+def test_a_composite_goes_through_unchanged(
+    name: str, changes: dict, tmp_path: Path, tokenizer
+) -> None:
+    save(AutoModelForImageTextToText, {**COMPOSITES[name], **changes}, tmp_path / "first")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "first")
+    again.save_pretrained(tmp_path / "theirs")
+    model = load(ModelConfig(source=str(tmp_path / "first")))
+    export_hf(model, tmp_path / "ours", tokenizer)
+    same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_old_names_of_llava_checkpoints_are_read(tmp_path: Path) -> None:
+    plain = save(AutoModelForImageTextToText, COMPOSITES["llava"], tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    old = {n.replace("vision_tower.", "vision_tower.vision_model."): t for n, t in weights.items()}
+    old["vision_tower.vision_model.embeddings.position_ids"] = torch.arange(17)[None]
+    assert set(old) != set(weights)
+    save_file(old, tmp_path / "model.safetensors")
+    model = load(ModelConfig(source=str(tmp_path)))
+    theirs = plain.model.vision_tower.state_dict()
+    for name, value in model.encoders["vision"].tower.state_dict().items():
+        assert torch.equal(value, theirs[name])
+
+
+def test_a_dual_model_serves_as_tower(tmp_path: Path) -> None:
+    text = {**LLMS["llama"], "model_type": "clip_text_model"}
+    config = CLIPConfig(vision_config=ENCODERS["clip"], text_config=text)
+    plain = CLIPModel(config)
+    plain.save_pretrained(tmp_path)
+    encoder = EncoderConfig(source=str(tmp_path), feature_layer=-2)
+    model = load(ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"eye": encoder}))
+    theirs = plain.vision_model.state_dict()
+    for name, value in model.encoders["eye"].tower.state_dict().items():
+        assert torch.equal(value, theirs[name])
+
+
+@pytest.mark.parametrize(("encoder", "layer"), [("clip", -2), ("siglip", -1)])
+@pytest.mark.parametrize("llm", ["llama_tied", "qwen3"])
+def test_a_pair_becomes_a_llava_model(
+    encoder: str, layer: int, llm: str, tmp_path: Path, tokenizer
+) -> None:
+    model = build(pair_config(llm, encoder, feature_layer=layer))
+    export_hf(model, tmp_path, tokenizer)
+    plain = LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
+    images = EncoderInputs(torch.randn(1, 3, 16, 16), [(1, 4, 4)], torch.arange(3, 19))
+    batch = microbatch([22], {"eye": images}, images.positions_K)
+    theirs = plain(batch.input_ids_T[None], pixel_values=images.pixels, use_cache=False).logits[0]
+    ours = model.llm.logits(batch, model.encode(batch), torch.arange(22))
+    assert relative_error(ours, theirs) < 1e-5
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    assert processor.image_token_id == 63
+    pixels = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8)
+    inputs = processor(images=pixels, text="w5 <image> w6", return_tensors="pt")
+    assert (inputs["input_ids"] == 63).sum() == 16
+    model = load(ModelConfig(source=str(tmp_path)))
+    export_hf(model, tmp_path / "again", tokenizer)
+    for name in ("model.safetensors", "config.json", "processor_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("siglip2", {}), ("qwen2_5_vl", {}), ("clip", {"connector": "pixel_shuffle_mlp"})],
+)
+def test_other_pairs_are_saved_in_parts_that_load_again(
+    family: str, settings: dict, tmp_path: Path, tokenizer, monkeypatch
+) -> None:
+    model = build(pair_config("qwen2", family, **settings))
+    export_hf(model, tmp_path, tokenizer)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
+    if family != "qwen2_5_vl":
+        AutoModel.from_pretrained(tmp_path / "eye")
+    monkeypatch.chdir(tmp_path)
+    config = ModelConfig(**json.loads((tmp_path / "torchmm.json").read_text()))
+    again = load(config)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    ours, theirs = again.image_specs()["eye"], model.image_specs()["eye"]
+    assert ours.processor.items() >= theirs.processor.items()
+    assert replace(ours, processor={}) == replace(theirs, processor={})
+
+
+def damaged(directory: Path, change) -> ModelConfig:
+    save(AutoModelForCausalLM, LLMS["llama"], directory)
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors")
+    return ModelConfig(llm=LlmConfig(source=str(directory)))
+
+
+def test_weights_that_do_not_fit_are_listed_and_refused(tmp_path: Path) -> None:
+    def change(weights: dict) -> None:
+        del weights["model.norm.weight"]
+        weights["model.extra.weight"] = torch.zeros(2)
+        weights["lm_head.weight"] = torch.zeros(64, 8)
+
+    model = build_model(damaged(tmp_path, change), FreezeConfig())
+    materialize(model, "cpu")
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model)
+    text = str(caught.value)
+    assert "missing for 'llm': backbone.model.norm.weight" in text
+    assert "not part of the model: model.extra.weight" in text
+    assert (
+        "lm_head.weight has shape [64, 8], the model's llm.backbone.lm_head.weight [64, 32]" in text
+    )
+
+
+def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
+    save(AutoModelForCausalLM, LLMS["llama"], tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    model = build_model(ModelConfig(llm=LlmConfig(source=str(tmp_path))), FreezeConfig())
+    materialize(model, "cpu")
+    with pytest.raises(CheckpointError, match="convert the weights to safetensors"):
+        load_weights(model)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    save(AutoModelForCausalLM, LLMS["llama"], tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    model = build_model(ModelConfig(llm=LlmConfig(source=str(tmp_path))), FreezeConfig())
+    materialize(model, "cpu")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load_weights(model)

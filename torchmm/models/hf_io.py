@@ -1,0 +1,203 @@
+"""Pretrained weights from safetensors files straight into (sharded) parameters.
+
+Every rank maps the files and reads only the slices it owns, so no rank holds a whole model.
+What is missing, unexpected or of the wrong shape is listed and refused before anything is read;
+only modules that did not exist before (a new connector) may be missing. Pickled weight files are
+never opened. Rejected: `from_pretrained` and a broadcast, which needs the whole model on a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from torchmm.errors import CheckpointError
+from torchmm.models.layered import LayeredModule
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.shards import local_slices, local_tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+CONNECTOR_FILE = "connector.safetensors"
+LISTED = 8
+"""Names of one kind that an error message lists."""
+
+_COMPUTED = re.compile(r"(position_ids|rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq)$")
+"""Buffers that old files hold and that are computed today."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor in a file."""
+
+    path: Path
+    name: str
+
+
+def load_weights(model: MultimodalModel) -> set[str]:
+    """Fill the parameters of all modules that have a source.
+
+    Args:
+        model: materialized; parameters are plain tensors or DTensors.
+
+    Returns:
+        Names of the parameters that now hold pretrained values; the others (new connectors,
+        modules without a source) and computed buffers are `init_weights`'s.
+
+    Raises:
+        CheckpointError: the files do not fit the model.
+    """
+    problems: list[str] = []
+    found: dict[str, tuple[Tensor, FileTensor]] = {}
+    for source, modules in _by_source(model).items():
+        files = open_files(source)
+        claimed: set[str] = set()
+        for prefix, module in modules:
+            names = names_in_files(module, files)
+            claimed |= set(names.values())
+            targets, missing = _match(module, names)
+            problems += _listed(f"{source}: missing for {module.name!r}", missing)
+            found |= {f"{prefix}.{n}": (t, files[name]) for n, (t, name) in targets.items()}
+        stray = [n for n in files if n not in claimed and not _COMPUTED.search(n)]
+        if not modules[0][1].weights.partial:
+            problems += _listed(f"{source}: not part of the model", stray)
+    problems += _shape_problems(found)
+    if problems:
+        raise CheckpointError("weights do not fit the model:\n  - " + "\n  - ".join(problems))
+    _read(found)
+    return set(found)
+
+
+def _by_source(model: MultimodalModel) -> dict[str, list[tuple[str, LayeredModule]]]:
+    groups: dict[str, list[tuple[str, LayeredModule]]] = defaultdict(list)
+    for prefix, module in model.named_modality_modules():
+        if module.weights.source is not None:
+            groups[module.weights.source].append((prefix, module))
+    return groups
+
+
+def open_files(source: str) -> dict[str, FileTensor]:
+    """Tensors of a directory or hub id, by their name in the files.
+
+    Raises:
+        CheckpointError: there are no safetensors files, or one of them is damaged.
+    """
+    directory = _directory(source)
+    index = directory / INDEX_FILE
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    elif (directory / WEIGHTS_FILE).is_file():
+        files = [WEIGHTS_FILE]
+    else:
+        raise CheckpointError(
+            f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; convert the weights to "
+            "safetensors (pickled files are never loaded)"
+        )
+    if (directory / CONNECTOR_FILE).is_file():
+        files.append(CONNECTOR_FILE)
+    tensors = {}
+    for file in files:
+        try:
+            with safe_open(directory / file, "pt") as opened:
+                names = opened.keys()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{directory / file} cannot be read ({error}); fetch it again"
+            ) from error
+        tensors.update({name: FileTensor(directory / file, name) for name in names})
+    return tensors
+
+
+def _directory(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+    except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise CheckpointError(
+            f"weights of {source!r} are neither a local directory nor on the hub ({error})"
+        ) from error
+
+
+def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[str, str]:
+    """Name within `module` -> name in the files, for all names the whole module knows."""
+    with torch.device("meta"):
+        known = set(module.rebuild().state_dict()) | module.unused
+    names = {}
+    for name in files:
+        for pattern, replacement in module.weights.renames:
+            ours, count = re.subn(f"^(?:{pattern})", replacement, name)
+            if count:
+                if ours in known:
+                    names[ours] = name
+                break
+    return names
+
+
+def _match(
+    module: LayeredModule, names: dict[str, str]
+) -> tuple[dict[str, tuple[Tensor, str]], list[str]]:
+    """What to read, {name: (tensor to fill, name in the files)}, and what is missing."""
+    tied = module.tied_parameters()
+    stored_as = module.stored_as()
+    targets, missing = {}, []
+    for name, tensor in module.state_dict().items():
+        if name in tied:
+            continue
+        stored = names.get(name) or names.get(stored_as.get(name, ""))
+        if stored is not None:
+            targets[name] = (tensor, stored)
+        else:
+            missing.append(name)
+    if module.new_connector and not any(n.startswith("connector.") for n in targets):
+        missing = [n for n in missing if not n.startswith("connector.")]
+    return targets, missing
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return [f"{what}: {', '.join(names[:LISTED])}{more}"]
+
+
+def _shape_problems(found: dict[str, tuple[Tensor, FileTensor]]) -> list[str]:
+    problems = []
+    for path, entries in _by_file(found).items():
+        with safe_open(path, "pt") as opened:
+            for name, tensor, stored in entries:
+                shape = opened.get_slice(stored).get_shape()
+                if list(tensor.shape) != list(shape):
+                    problems.append(
+                        f"{path}: {stored} has shape {list(shape)}, the model's {name} "
+                        f"{list(tensor.shape)}"
+                    )
+    return problems
+
+
+@torch.no_grad()
+def _read(found: dict[str, tuple[Tensor, FileTensor]]) -> None:
+    for path, entries in _by_file(found).items():
+        with safe_open(path, "pt") as opened:
+            for _, tensor, stored in entries:
+                local = local_tensor(tensor)
+                if local.numel():
+                    local.copy_(opened.get_slice(stored)[local_slices(tensor)])
+
+
+def _by_file(
+    found: dict[str, tuple[Tensor, FileTensor]],
+) -> dict[Path, list[tuple[str, Tensor, str]]]:
+    groups: dict[Path, list[tuple[str, Tensor, str]]] = defaultdict(list)
+    for name, (tensor, stored) in found.items():
+        groups[stored.path].append((name, tensor, stored.name))
+    return groups
