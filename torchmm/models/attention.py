@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -166,6 +167,12 @@ def _backward(ctx: Any, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 packed_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
+# torch 2.11 groups heads unasked and has no such argument.
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+)
+
+
 def _attend_segments(
     query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, s: Segments, scale: float, causal: bool
 ) -> Tensor:
@@ -182,7 +189,7 @@ def _attend_segments(
             s.max_length,
             scale=scale,
             window_size=(-1, 0) if causal else (-1, -1),
-            enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
+            **_GROUPED,
         )
         assert isinstance(out, Tensor)
         return out

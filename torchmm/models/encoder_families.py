@@ -92,6 +92,10 @@ class EncoderFamily:
         shape = (1, config.num_channels, config.image_size, config.image_size)
         return shape, (1, patches, patches)
 
+    def layer_count(self, config: Any) -> int:
+        """Layers of the whole tower."""
+        return config.num_hidden_layers
+
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         """Sizes of a layer."""
         heads = config.num_attention_heads
@@ -246,6 +250,9 @@ class Qwen2_5VisionFamily(EncoderFamily):  # noqa: N801 - as Hugging Face writes
         merge = config.spatial_merge_size
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         return (merge**2, values), (1, merge, merge)
+
+    def layer_count(self, config: Any) -> int:
+        return config.depth
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         whole = index in config.fullatt_block_indexes

@@ -143,7 +143,7 @@ def _connector_problems(
     key: str, section: EncoderConfig, family: EncoderFamily, config: Any
 ) -> list[str]:
     problems = []
-    layers = config.num_hidden_layers
+    layers = family.layer_count(config)
     if section.feature_layer < -layers:
         problems.append(
             f"[{key}] feature_layer = {section.feature_layer}, but the tower has {layers} layers"

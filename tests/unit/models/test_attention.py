@@ -1,0 +1,130 @@
+"""The attention function against plain softmax attention."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from model_cases import relative_error
+from torch import Tensor, nn
+from transformers import AutoModel, CLIPVisionConfig, LlamaConfig, LlamaForCausalLM
+
+from torchmm.models.attention import PACKED, Segments, attention
+
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    is_causal = True
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """(1, H, T, D) by the definition, in float64."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q.double() @ k.double().transpose(-1, -2) * scale
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    return scores.softmax(-1) @ v.double()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "starts", [[0, 12], [0, 4, 8, 12], [0, 1, 2, 7, 12], [0, 4, 8, 9, 12]], ids=str
+)
+def test_output_and_gradients(starts: list[int], kv_heads: int, causal: bool) -> None:
+    torch.manual_seed(0)
+    # Not contiguous, as layers hand it over: (B, T, H, D) transposed.
+    q, k, v = (
+        torch.randn(1, 12, heads, 8).transpose(1, 2).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
+    )
+    segments = Segments.from_starts(starts, CPU)
+    ours, _ = attention(
+        Layer(), q, k, v, None, scaling=0.3, cu_seq_lens_q=segments, is_causal=causal
+    )
+    parts = [
+        plain_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], causal, 0.3)
+        for a, b in pairwise(starts)
+    ]
+    theirs = torch.cat(parts, dim=2).transpose(1, 2)
+    assert ours.shape == (1, 12, 4, 8)
+    assert relative_error(ours, theirs) < 1e-6
+    weights = torch.randn_like(ours)
+    grads = torch.autograd.grad((ours * weights).sum(), (q, k, v))
+    expected = torch.autograd.grad((theirs * weights).sum(), (q, k, v))
+    for grad, reference in zip(grads, expected, strict=True):
+        assert relative_error(grad, reference) < 1e-6
+
+
+def test_an_expanded_gradient_is_accepted() -> None:
+    q = torch.randn(1, 2, 6, 8, requires_grad=True)
+    segments = Segments.from_starts([0, 2, 6], CPU)
+    out, _ = attention(Layer(), q, q, q, None, cu_seq_lens_q=segments)
+    (ones,) = torch.autograd.grad(out.sum(), q)
+    assert ones.isfinite().all()
+
+
+def test_the_operator_is_well_formed() -> None:
+    q = torch.randn(6, 2, 8, requires_grad=True)
+    starts = torch.tensor([0, 2, 6], dtype=torch.int32)
+    operator = torch.ops.torchmm.packed_attention.default
+    torch.library.opcheck(operator, (q, q, q, starts, 0.3, True))
+
+
+def test_a_padding_mask_is_honoured() -> None:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=32,
+    )
+    plain = LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    ours = LlamaForCausalLM._from_config(config, attn_implementation=PACKED)
+    ours.load_state_dict(plain.state_dict())
+    ids = torch.randint(3, 32, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    with torch.no_grad():
+        a = ours(ids, attention_mask=mask, use_cache=False).logits[1, 4:]
+        b = plain(ids, attention_mask=mask, use_cache=False).logits[1, 4:]
+        unmasked = ours(ids, use_cache=False).logits[1, 4:]
+    assert relative_error(a, b) < 1e-5
+    assert relative_error(unmasked, b) > 1e-3
+
+
+def test_a_batch_without_segments_is_plain_attention() -> None:
+    config = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    ours = AutoModel.from_config(config, attn_implementation=PACKED)
+    pixels = torch.randn(2, 3, 8, 8)
+    got = ours(pixels).last_hidden_state
+    ours.set_attn_implementation("eager")
+    assert relative_error(got, ours(pixels).last_hidden_state) < 1e-5
+
+
+@pytest.mark.parametrize("option", ["softcap", "sliding_window", "s_aux"])
+def test_what_is_not_implemented_is_refused(option: str) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=f"Layer uses {option}"):
+        attention(Layer(), q, q, q, None, **{option: 5.0})
+
+
+def test_dropout_is_refused() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="Layer uses attention_dropout"):
+        attention(Layer(), q, q, q, None, dropout=0.1)
+
+
+@pytest.mark.parametrize("starts", [[0], [1, 4], [0, 4, 4], [0, 4, 2]], ids=str)
+def test_segments_must_rise_from_zero(starts: list[int]) -> None:
+    with pytest.raises(ValueError, match="must rise from 0"):
+        Segments.from_starts(starts, CPU)

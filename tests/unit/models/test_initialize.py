@@ -1,0 +1,80 @@
+"""Initial values are complete, Hugging Face's, and a function of seed and name alone."""
+
+import pytest
+import torch
+from model_cases import COMPOSITES, ENCODERS, LLMS, composite_config, pair_config
+
+from torchmm.config import FreezeConfig, ModelConfig
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+
+
+def fresh(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> MultimodalModel:
+    model = build_model(config, FreezeConfig(), dtype)
+    materialize(model, "cpu")
+    for _, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else -1)
+    init_weights(model, seed)
+    return model
+
+
+CONFIGS = {
+    **{f"{llm}+clip": pair_config(llm, "clip") for llm in LLMS},
+    **{f"llama+{encoder}": pair_config("llama", encoder) for encoder in ENCODERS},
+    **{name: composite_config(name) for name in COMPOSITES},
+}
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_nothing_is_left_unfilled(name: str) -> None:
+    model = fresh(CONFIGS[name], seed=0)
+    for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert tensor.isfinite().all(), fqn
+        assert tensor.is_floating_point() or (tensor >= 0).all(), fqn
+
+
+def test_computed_buffers_have_hugging_faces_values() -> None:
+    model = fresh(pair_config("llama", "clip"), seed=0)
+    with torch.device("cpu"):
+        whole = model.llm.rebuild()
+    theirs = dict(whole.named_buffers())
+    assert theirs
+    for name, buffer in model.llm.named_buffers():
+        assert torch.equal(buffer, theirs[name]), name
+
+
+def test_layers_differ_and_seeds_differ_but_runs_do_not() -> None:
+    config = pair_config("llama", "clip")
+    one, same, other = (fresh(config, seed) for seed in (1, 1, 2))
+    name = "llm.backbone.model.layers.{}.mlp.up_proj.weight"
+    first = one.get_parameter(name.format(0))
+    assert torch.equal(first, same.get_parameter(name.format(0)))
+    assert not torch.equal(first, other.get_parameter(name.format(0)))
+    assert not torch.equal(first, one.get_parameter(name.format(1)))
+
+
+def test_scale_is_that_of_the_config() -> None:
+    model = fresh(pair_config("llama", "siglip"), seed=0)
+    head = model.llm.get_parameter("backbone.lm_head.weight").detach()
+    assert head.std().item() == pytest.approx(0.02, rel=0.1)
+    assert (model.llm.get_parameter("backbone.model.norm.weight") == 1).all()
+
+
+def test_drawing_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    fresh(pair_config("llama", "clip"), seed=5)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_ties_survive_materializing() -> None:
+    model = fresh(pair_config("llama_tied", "clip"), seed=0)
+    head = model.llm.get_parameter("backbone.lm_head.weight")
+    assert head is model.llm.get_parameter("backbone.model.embed_tokens.weight")
+
+
+def test_parameters_have_the_asked_dtype() -> None:
+    model = fresh(composite_config("llava"), seed=0, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
