@@ -20,6 +20,7 @@ import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -39,7 +40,9 @@ from torchmm.checkpoint_manifest import (
 )
 from torchmm.checkpoint_state import (
     OptimizerState,
+    Wish,
     empty_optimizer_state,
+    find_misfits,
     find_mismatches,
     model_tensors,
     optimizer_tensors,
@@ -54,6 +57,7 @@ from torchmm.rng import capture_rng
 
 STATE_NAME = "state.json"
 _SHOWN_PROBLEMS = 20
+_LEAVE_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ class Restored:
 
 
 class CheckpointManager:
-    """The checkpoints of one run directory. All methods except `failed` are collective.
+    """The checkpoints of one run directory; a context manager.
+
+    All methods but `failed` and `wait` communicate: every rank must call them in the same order.
 
     Args:
         run_dir: checkpoints lie in `run_dir`/checkpoints/step-N.
@@ -99,10 +105,32 @@ class CheckpointManager:
             "torch": str(torch.__version__),
             "world_size": self._group.size,
         }
-        self._stager = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, False))
+        options = StagingOptions(
+            use_pinned_memory=torch.cuda.is_available(),
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        self._stager = DefaultStager(options)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._group.on_rank_0(self._directory.claim)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Closes; on the way out with an error only gives a save under way time to finish, as it
+        is then the one to resume from. With a lost peer it cannot."""
+        if error is None:
+            self.close()
+        elif self._thread is not None and not isinstance(error, PeerError):
+            self._thread.join(_LEAVE_WAIT_S)
 
     @property
     def failed(self) -> bool:
@@ -158,10 +186,7 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Finishes a save under way and lets other processes use the directory.
-
-        After a lost peer do not call it: leave the process, the save's thread ends with it.
-        """
+        """Finishes a save under way and lets other processes use the directory."""
         try:
             self.wait()
         finally:
@@ -251,7 +276,10 @@ class CheckpointManager:
             optimizer_state = empty_optimizer_state(model, optimizer, index)
             tensors |= optimizer_tensors(model, optimizer_state)
             trainable = trainable_names(model, optimizer)
-        self._check_fit(path, index, saved["trainable"], tensors, trainable)
+        wish = Wish(find_mismatches(index, tensors), list(tensors), trainable)
+        problems = find_misfits(index, saved["trainable"], self._group.gather(wish))
+        if problems:
+            raise CheckpointError(f"{path} does not fit the model:\n{_bullets(problems)}")
         rng = {
             name: torch.empty(entry["shape"], dtype=torch.uint8)
             for name, entry in index.items()
@@ -272,31 +300,6 @@ class CheckpointManager:
             )
         rng = {name.removeprefix(self._rng_prefix): value for name, value in rng.items()}
         return Restored(path, manifest["step"], saved["state"], rng or None)
-
-    def _check_fit(
-        self,
-        path: Path,
-        index: dict[str, Any],
-        saved_trainable: list[str],
-        tensors: dict[str, Tensor],
-        trainable: list[str] | None,
-    ) -> None:
-        """Compares what all ranks together want with what the checkpoint has."""
-        reports = self._group.gather((find_mismatches(index, tensors), list(tensors), trainable))
-        problems = {problem for report in reports for problem in report[0]}
-        wanted = {name for report in reports for name in report[1]}
-        kinds = ("model.",) if trainable is None else ("model.", "optimizer.")
-        problems |= {
-            f"not in the model: {name}"
-            for name in index
-            if name.startswith(kinds) and name not in wanted
-        }
-        if trainable is not None:
-            now = {name for report in reports for name in report[2] or ()}
-            problems |= {f"trained when saved, frozen now: {n}" for n in set(saved_trainable) - now}
-            problems |= {f"frozen when saved, trained now: {n}" for n in now - set(saved_trainable)}
-        if problems:
-            raise CheckpointError(f"{path} does not fit the model:\n{_bullets(sorted(problems))}")
 
     def _read(self, path: Path, tensors: dict[str, Tensor]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -106,9 +106,13 @@ class CheckpointDirectory:
     def _remove(self, path: Path) -> None:
         # Renamed first: a removal cut short must not leave a damaged "step-N".
         doomed = path.with_name(f"{path.name}.tmp-{uuid4().hex}")
-        path.rename(doomed)
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            # The new checkpoint is safe; one too many is no reason to end a run.
+            self._logger.error("cannot remove the old checkpoint %s: %s", path, error)
         self._known_valid.discard(path)
-        shutil.rmtree(doomed)
 
     @staticmethod
     def _try_lock(descriptor: int) -> bool:

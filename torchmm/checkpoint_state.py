@@ -8,6 +8,7 @@ sharded), so loading writes into the model itself. Plain tensors count as replic
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,6 +90,36 @@ def find_mismatches(index: dict[str, Any], tensors: dict[str, Tensor]) -> list[s
         elif tensor.dtype != index_dtype(entry):
             problems.append(f"{name}: {index_dtype(entry)} saved, {tensor.dtype} wanted")
     return problems
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one rank wants to load."""
+
+    mismatches: list[str]
+    """From `find_mismatches`."""
+    names: list[str]
+    """Names of the tensors; together the ranks must want all there are."""
+    trainable: list[str] | None
+    """From `trainable_names`; None if only the model is loaded."""
+
+
+def find_misfits(
+    index: dict[str, Any], saved_trainable: list[str], wishes: list[Wish]
+) -> list[str]:
+    """Why a checkpoint does not fit what all ranks together want, one line per name, sorted."""
+    problems = {problem for wish in wishes for problem in wish.mismatches}
+    wanted = {name for wish in wishes for name in wish.names}
+    kinds: tuple[str, ...] = ("model.",)
+    if wishes[0].trainable is not None:
+        kinds = ("model.", "optimizer.")
+        now = {name for wish in wishes for name in wish.trainable or ()}
+        before = set(saved_trainable)
+        problems |= {f"trained when saved, frozen now: {name}" for name in before - now}
+        problems |= {f"frozen when saved, trained now: {name}" for name in now - before}
+    extra = {name for name in index if name.startswith(kinds)} - wanted
+    problems |= {f"not in the model: {name}" for name in extra}
+    return sorted(problems)
 
 
 def _empty_like(

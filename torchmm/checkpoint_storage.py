@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchmm.checkpoint_manifest import WrittenFile
-from torchmm.files import canonical_json, write_synced
+from torchmm.files import canonical_json, naming_the_file, write_synced
 
 INDEX_NAME = "index.json"
 _BLOCK_BYTES = 16 << 20
@@ -239,18 +239,13 @@ def _write_chunks(path: Path, items: list[WriteItem], planner: SavePlanner) -> W
     header = _header(items)
     digest = hashlib.sha256()
     size_bytes = len(header) + sum(_size_bytes(item) for item in items)
-    try:
-        with path.open("xb") as file:
-            for block in _blocks(header, items, planner):
-                digest.update(block)
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            written_bytes = file.tell()
-    except OSError as error:
-        free_bytes = shutil.disk_usage(path.parent).free
-        reason = f"{error.strerror}: needs {size_bytes} bytes, {free_bytes} bytes free"
-        raise OSError(error.errno, reason, str(path)) from error
+    with naming_the_file(path, size_bytes), path.open("xb") as file:
+        for block in _blocks(header, items, planner):
+            digest.update(block)
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written_bytes = file.tell()
     assert written_bytes == size_bytes, f"{path}: {written_bytes=} {size_bytes=}"
     return WrittenFile(path.name, size_bytes, digest.hexdigest())
 

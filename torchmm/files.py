@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,10 +23,21 @@ def canonical_json(value: Any) -> bytes:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Writes a new file and forces it to the disk; the directory entry is the caller's part."""
-    with path.open("xb") as file:
+    with naming_the_file(path, len(data)), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def naming_the_file(path: Path, size_bytes: int) -> Iterator[None]:
+    """Adds to a write error what Python leaves out when a buffer is flushed: file and sizes."""
+    try:
+        yield
+    except OSError as error:
+        free_bytes = shutil.disk_usage(path.parent).free
+        reason = f"{error.strerror}: needs {size_bytes} bytes, {free_bytes} bytes free"
+        raise OSError(error.errno, reason, str(path)) from error
 
 
 def replace_atomically(path: Path, data: bytes) -> None:

@@ -69,44 +69,58 @@ class Trainer:
     def run(self, stop: StopSignal) -> str:
         """Trains; returns how it ended."""
         model, optimizer = build()
-        checkpoints = CheckpointManager(
-            CheckpointConfig(interval=1), self.run_dir, self.logger, {"shard": 2}, "recipe"
-        )
-        seed_everything(0, self.rank)
-        restored = checkpoints.resume(model, optimizer, restarted())
-        if restored is not None:
-            self.step = restored.step
-            if restored.rng is not None:
-                restore_rng(restored.rng)
-        while self.step < self.steps:
-            step = self.step + 1
-            self.health.check(step)
-            with self.health.phase(step, "forward"):
-                self.do_fault(step)
-                loss = model(torch.full((4, 8), float(step))).square().mean()
-                loss.backward()
-            if self.fault == "nan" and step == self.fault_step:
-                loss = loss * float("nan")
-            with self.health.phase(step, "agreement"):
-                shared = [loss.item(), stop.as_float(), float(checkpoints.failed)]
-                values_RN = gather_floats(shared)
-            if os.environ.get("SHOW_DIGEST"):
-                say("before update", digest(model))
-            check_finite(step, ("loss",), values_RN)
-            optimizer.step()
-            optimizer.zero_grad()
-            if os.environ.get("SHOW_DIGEST"):
-                say("after update", digest(model))
-            self.step = step
-            checkpoints.save(step, model, optimizer, {"data": step})
-            say("step", step)
-            if any(row[1] for row in values_RN):
-                checkpoints.close()
-                return "preempted"
-            time.sleep(float(os.environ.get("STEP_S", "0")))
-        checkpoints.close()
+        config = CheckpointConfig(interval=1)
+        with CheckpointManager(config, self.run_dir, self.logger, {"shard": 2}, "r") as checkpoints:
+            seed_everything(0, self.rank)
+            restored = checkpoints.resume(model, optimizer, restarted())
+            if restored is not None:
+                self.step = restored.step
+                if restored.rng is not None:
+                    restore_rng(restored.rng)
+            state = "running"
+            while state == "running":
+                state = self.train(model, optimizer, checkpoints, stop)
         say("final", digest(model))
-        return "done"
+        return state
+
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        checkpoints: CheckpointManager,
+        stop: StopSignal,
+    ) -> str:
+        """One step, saved; returns what to do next."""
+        step = self.step + 1
+        self.health.check(step)
+        with self.health.phase(step, "forward"):
+            self.do_fault(step)
+            loss = model(torch.full((4, 8), float(step))).square().mean()
+            loss.backward()
+        if self.fault == "nan" and step == self.fault_step:
+            loss = loss * float("nan")
+        with self.health.phase(step, "agreement"):
+            shared = [loss.item(), stop.as_float(), float(checkpoints.failed)]
+            values_RN = gather_floats(shared)
+        self.show_digest("before", model)
+        check_finite(step, ("loss",), values_RN)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.show_digest("after", model)
+        self.step = step
+        if any(row[2] for row in values_RN):
+            checkpoints.wait()  # raises the reason
+        checkpoints.save(step, model, optimizer, {"data": step})
+        say("step", step)
+        time.sleep(float(os.environ.get("STEP_S", "0")))
+        if any(row[1] for row in values_RN):
+            return "preempted"
+        return "done" if step == self.steps else "running"
+
+    def show_digest(self, when: str, model: nn.Module) -> None:
+        """For tests that look at the parameters around an update."""
+        if os.environ.get("SHOW_DIGEST"):
+            say(when, "update", digest(model))
 
     def do_fault(self, step: int) -> None:
         """Misbehaves if it is this rank's turn."""

@@ -77,8 +77,8 @@ def test_sigterm_to_one_rank_saves_the_same_step_on_all(tmp_path, uninterrupted)
 @pytest.mark.parametrize("fault", ["hang", "stop"])
 def test_a_rank_that_stands_still_is_named_in_time(tmp_path, fault):
     """Asleep it still writes heartbeats and only misses a barrier; stopped it does neither."""
-    timeout_s = 3.0
-    with Job(TRAINER, [tmp_path, 99, f"{fault}:1:4"], 2, tmp_path, TIMEOUT_S="3") as job:
+    timeout_s = 2.0
+    with Job(TRAINER, [tmp_path, 99, f"{fault}:1:4"], 2, tmp_path, TIMEOUT_S="2") as job:
         job.wait_for("step 3")
         start = time.monotonic()
         job.processes[0].wait(30)

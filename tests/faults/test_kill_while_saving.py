@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-KILLS = 20
+KILLS = 30
 
 
 @pytest.mark.slow
-def test_twenty_kills_leave_only_whole_checkpoints(tmp_path):
+def test_thirty_kills_leave_only_whole_checkpoints(tmp_path):
     script = Path(__file__).with_name("kill_saver.py")
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path), str(KILLS)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
