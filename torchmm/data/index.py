@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import logging
-import os
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.reader import SampleReader
 from torchmm.data.sources import MapSource
 from torchmm.errors import DataError
+from torchmm.files import replace_atomically
 
 FORMAT_VERSION = 1
 """Raised when parsing, tokenising or measuring changes, so that old caches are not used."""
@@ -134,17 +134,16 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
 
 
 def _save(index: LengthIndex, path: Path) -> None:
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        tokens_N=index.tokens_N,
+        offsets=index.offsets,
+        images_M4=index.images_M4,
+        corrupt=np.asarray(json.dumps(index.corrupt)),
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.npz")
-    with temporary.open("wb") as stream:
-        np.savez(
-            stream,
-            tokens_N=index.tokens_N,
-            offsets=index.offsets,
-            images_M4=index.images_M4,
-            corrupt=np.asarray(json.dumps(index.corrupt)),
-        )
-    os.replace(temporary, path)  # noqa: PTH105
+    replace_atomically(path, buffer.getvalue())
 
 
 def _load(path: Path) -> LengthIndex | None:

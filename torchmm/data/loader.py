@@ -12,6 +12,8 @@ import logging
 import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.batch import ImageSpec, MicrobatchMeta, StepBatch, TextSpec
-from torchmm.config import DataConfig, TrainingConfig
+from torchmm.config import DataConfig, SourceConfig, TrainingConfig
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.index import cache_key, load_or_build
-from torchmm.data.order import FeedOptions, IndexFeed, Mixture
+from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture
 from torchmm.data.plan import PackItems, Planner, StepPlan
 from torchmm.data.reader import SampleReader
-from torchmm.data.sources import open_map_source, unique_names
+from torchmm.data.sources import MapSource, open_map_source, unique_names
+from torchmm.data.streams import StreamFeed, open_stream
 from torchmm.data.workers import fork_server, make_worker_setup
 from torchmm.errors import ConfigError, DataError
 
@@ -133,14 +136,13 @@ class Loader:
 
     def _report(self, plan: StepPlan, step: DecodedStep) -> list[str]:
         """Corrupt samples not reported before. What all ranks found while planning, rank 0 says."""
-        found = list(plan.skipped) if self._rank == 0 else []
-        for name, reason in step.corrupt.items():
-            if name not in self._known_corrupt:
-                self._known_corrupt.add(name)
-                found.append(f"{name}: {reason}")
-        for message in found:
+        while_planning = plan.skipped if self._rank == 0 else []
+        found = [*while_planning, *(f"{name}: {why}" for name, why in step.corrupt.items())]
+        new = [message for message in found if message not in self._known_corrupt]
+        self._known_corrupt.update(new)
+        for message in new:
             logger.warning("corrupt sample skipped: %s", message)
-        return found
+        return new
 
     def _explain(self, error: RuntimeError) -> Exception:
         if "DataLoader worker" not in str(error):
@@ -184,46 +186,68 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         DataError: a source cannot be read or has no usable sample.
         CheckpointError: the state belongs to other data.
     """
-    configs = data.validation if validation else data.sources
-    section = "data.validation" if validation else "data.sources"
-    if not configs:
-        raise ConfigError(f"{section}: no source; add a [[{section}]] table")
     _check_sizes(training, data_parallel_size)
     _allow_open_files()
     reader = SampleReader(data, training.sequence_length, text_spec, image_specs, tokenizer)
-    names = unique_names(configs)
-    sources = [open_map_source(config) for config in configs]
-    shuffle = data.shuffle and not validation
-    options = [FeedOptions(i, n, training.seed, shuffle, validation) for i, n in enumerate(names)]
-    indices = []
-    for name, source, config in zip(names, sources, configs, strict=True):
-        key = cache_key(source, config, data, training.sequence_length, reader, tokenizer)
-        path = Path(data.index_cache) / f"{key}.npz"
-        indices.append(load_or_build(name, source, config.prompt, reader, path))
+    sources = _open_sources(data, training, reader, tokenizer, validation)
 
     def make_planner() -> Planner:
-        feeds = [
-            IndexFeed(o, index, reader.encoder) for o, index in zip(options, indices, strict=True)
-        ]
+        mixture = Mixture([s.make_feed() for s in sources], [s.config.weight for s in sources])
         return Planner(
-            Mixture(feeds, [c.weight for c in configs]),
-            training,
-            data.open_packs,
-            data_parallel_size,
-            data.max_corrupt_samples,
-            state,
+            mixture, training, data.open_packs, data_parallel_size, data.max_corrupt_samples, state
         )
 
-    decoder = StepDecoder(reader, sources, [c.prompt for c in configs], training.sequence_length)
-    pin_memory = training.device != "cpu" and torch.cuda.is_available()
     return Loader(
         PlanQueue(make_planner, data_parallel_rank),
-        decoder,
+        StepDecoder(
+            reader,
+            [s.records for s in sources],
+            [s.config.prompt for s in sources],
+            training.sequence_length,
+        ),
         data,
         training.sequence_length,
         data_parallel_rank,
-        pin_memory,
+        pin_memory=training.device != "cpu" and torch.cuda.is_available(),
     )
+
+
+@dataclass(frozen=True)
+class _OpenSource:
+    config: SourceConfig
+    records: MapSource | None
+    """Random access for workers; None for streams."""
+    make_feed: Callable[[], Feed]
+
+
+def _open_sources(
+    data: DataConfig,
+    training: TrainingConfig,
+    reader: SampleReader,
+    tokenizer: PreTrainedTokenizerBase,
+    validation: bool,
+) -> list[_OpenSource]:
+    section = "data.validation" if validation else "data.sources"
+    configs = data.validation if validation else data.sources
+    if not configs:
+        raise ConfigError(f"{section}: no source; add a [[{section}]] table")
+    opened = []
+    for number, (name, config) in enumerate(zip(unique_names(configs), configs, strict=True)):
+        shuffle = data.shuffle and not validation
+        options = FeedOptions(number, name, training.seed, shuffle, one_epoch=validation)
+        if config.streaming:
+            stream = open_stream(name, config)
+            make = partial(StreamFeed, options, stream, config.prompt, reader, data.shuffle_window)
+            opened.append(_OpenSource(config, None, make))
+            continue
+        records = open_map_source(config)
+        key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
+        path = Path(data.index_cache) / f"{key}.npz"
+        index = load_or_build(name, records, config.prompt, reader, path)
+        opened.append(
+            _OpenSource(config, records, partial(IndexFeed, options, index, reader.encoder))
+        )
+    return opened
 
 
 def _check_sizes(training: TrainingConfig, data_parallel_size: int) -> None:

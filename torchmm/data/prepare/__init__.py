@@ -1,0 +1,1 @@
+"""Real data sets, a tokenizer and small weights built out of registry packages."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.data.prepare.packages import Package
+from torchmm.files import replace_atomically
 
 NAME = "MANIFEST.json"
 
@@ -57,9 +57,8 @@ def record(
         **details,
         "sha256": {str(f.relative_to(output)): sha256(f) for f in files},
     }
-    temporary = output / f".{NAME}-{uuid.uuid4().hex}"
-    temporary.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
-    os.replace(temporary, output / NAME)  # noqa: PTH105
+    text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
+    replace_atomically(output / NAME, text.encode())
 
 
 @contextmanager
