@@ -1,0 +1,112 @@
+"""Sharded parameters are filled from Hugging Face files and saved as Hugging Face would."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_distributed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
+
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from torchmm.models.hf_export import export_hf
+from torchmm.models.hf_io import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import build_mesh, start_process_group
+
+_SIZES = {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2}
+_TEXT = {**_SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 70}
+COMPOSITES = {
+    "llava": {
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            **_SIZES,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+        "text_config": {"model_type": "llama", **_TEXT},
+        "image_token_index": 69,
+    },
+    "qwen2_5_vl": {
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 56,
+            "num_heads": 4,
+            "out_hidden_size": 40,
+        },
+        "text_config": {
+            **_TEXT,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 2, 2],
+            },
+        },
+        "image_token_id": 69,
+        "tie_word_embeddings": True,
+    },
+}
+LAYOUTS = {
+    "fsdp4": ParallelConfig(shard=4),
+    "fsdp2 x tp2": ParallelConfig(shard=2, tensor=2),
+    "tp4": ParallelConfig(shard=1, tensor=4),
+}
+
+
+def _round_trip(directory: Path) -> list[str]:
+    """Loads and saves every composite in every layout; returns what went wrong."""
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
+    words = {f"w{i}": i for i in range(70)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
+    wrong = []
+    for name in COMPOSITES:
+        source = directory / name
+        reference = AutoModelForImageTextToText.from_pretrained(source).state_dict()
+        for layout, parallel in LAYOUTS.items():
+            model = build_model(ModelConfig(source=str(source)), FreezeConfig())
+            mesh = build_mesh(parallel, torch.device("cpu"))
+            plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
+            parallelize(model, mesh, parallel, *plain)
+            materialize(model, "cpu")
+            init_weights(model, 0, skip=load_weights(model))
+            embedding = model.llm.get_parameter(f"{model.llm.text_fqn}.embed_tokens.weight")
+            if not isinstance(embedding, DTensor) or embedding.to_local().numel() >= 70 * 40:
+                wrong.append(f"{name}, {layout}: the embedding is not sharded")
+            whole = embedding.full_tensor()
+            if not torch.equal(whole, reference["model.language_model.embed_tokens.weight"]):
+                wrong.append(f"{name}, {layout}: the embedding differs")
+            export_hf(model, directory / f"{name}, {layout}", tokenizer)
+    return wrong
+
+
+@pytest.mark.slow
+def test_every_layout_loads_and_saves_the_same_files(tmp_path: Path) -> None:
+    for name, settings in COMPOSITES.items():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(name, **settings)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / name)
+        again = AutoModelForImageTextToText.from_pretrained(tmp_path / name)
+        again.save_pretrained(tmp_path / name)
+    assert run_distributed(_round_trip, 4, tmp_path) == [[], [], [], []]
+    for name in COMPOSITES:
+        for layout in LAYOUTS:
+            for file in (tmp_path / name).iterdir():
+                saved = tmp_path / f"{name}, {layout}" / file.name
+                assert saved.read_bytes() == file.read_bytes(), (layout, file)
