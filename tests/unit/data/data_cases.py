@@ -1,0 +1,99 @@
+"""Tiny pictures, records, specs and recipe sections."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+from PIL import Image
+
+from torchmm.batch import ImageSpec
+from torchmm.config import DataConfig, SourceConfig, TrainingConfig
+
+WORDS = "a red green blue small large round square picture of one two three dogs cats in the sun"
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    """A noise picture."""
+    rng = np.random.default_rng(seed)
+    return encode(Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)), "PNG")
+
+
+def encode(image: Image.Image, fmt: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, fmt, **options)
+    return stream.getvalue()
+
+
+def caption(i: int) -> str:
+    words = WORDS.split()
+    return " ".join(words[(i * 7 + k) % len(words)] for k in range(3 + i % 9))
+
+
+def caption_rows(count: int) -> list[dict]:
+    return [
+        {"image": {"bytes": png(16 + i % 5 * 8, 24, i), "path": None}, "text": caption(i)}
+        for i in range(count)
+    ]
+
+
+def write_parquet(directory: Path, rows: list[dict]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(rows).to_parquet(directory / "part-0.parquet")
+    return directory
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+CLIP = ImageSpec(
+    encoder="vision",
+    layout="fixed",
+    processor_class="CLIPImageProcessor",
+    processor={
+        "size": {"shortest_edge": 16},
+        "crop_size": {"height": 16, "width": 16},
+    },
+    patch_size_px=8,
+)
+NAFLEX = ImageSpec(
+    encoder="vision",
+    layout="patches",
+    processor_class="Siglip2ImageProcessor",
+    processor={"patch_size": 8, "max_num_patches": 12},
+    patch_size_px=8,
+)
+QWEN = ImageSpec(
+    encoder="vision",
+    layout="patches",
+    processor_class="Qwen2VLImageProcessor",
+    processor={
+        "patch_size": 4,
+        "merge_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 512},
+    },
+    patch_size_px=4,
+    merge=2,
+)
+
+
+def training(**changes: object) -> TrainingConfig:
+    values = {
+        "global_batch_size": 4,
+        "microbatch_size": 1,
+        "sequence_length": 64,
+        "seed": 3,
+        "device": "cpu",
+    }
+    return TrainingConfig(**{**values, **changes})
+
+
+def data_config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> DataConfig:
+    values = {"workers": 0, "open_packs": 3, "index_cache": str(tmp_path / "index")}
+    return DataConfig(sources=list(sources), **{**values, **changes})

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import io
+import struct
+import time
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+import transformers
+from data_cases import CLIP, NAFLEX, QWEN, encode, png
+from PIL import Image
+
+from torchmm.batch import ImageSpec
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.images import ImagePreprocessor, decode_rgb, read_size
+from torchmm.errors import ConfigError
+
+LIMIT = 64_000_000
+
+
+def huge_png(width, height):
+    """A valid header in front of next to nothing."""
+
+    def chunk(kind, body):
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+ZOO = {
+    "zero bytes": b"",
+    "html": b"<!DOCTYPE html><html><body>404 Not Found</body></html>",
+    "wrong magic": b"\x89PNX" + png(8, 8)[4:],
+    "100 MP": huge_png(10_000, 10_000),
+    "400 MP": huge_png(20_000, 20_000),
+    "thin": huge_png(10_000, 1),
+    "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+}
+
+
+@pytest.mark.parametrize("kind", ZOO)
+def test_bad_headers_are_refused_quickly_and_without_memory(kind):
+    tracemalloc.start()
+    start = time.perf_counter()
+    with pytest.raises(CorruptSampleError):
+        read_size(ZOO[kind], LIMIT)
+    duration_s = time.perf_counter() - start
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert duration_s < 0.5 and peak_bytes < 5e6
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP"])
+def test_truncated_files_pass_the_header_and_fail_when_decoded(fmt):
+    data = encode(Image.effect_noise((64, 64), 50).convert("RGB"), fmt)
+    data = data[: len(data) * 2 // 3]
+    with pytest.raises(CorruptSampleError, match=r"decoded|not an image"):
+        read_size(data, LIMIT)
+        decode_rgb(data, LIMIT)
+
+
+def rgb(image, fmt="PNG", **options):
+    """Pixel (0, 0) after a round through a file."""
+    return decode_rgb(encode(image, fmt, **options), LIMIT).getpixel((0, 0))
+
+
+def test_transparency_is_laid_over_white():
+    assert rgb(Image.new("RGBA", (2, 2), (255, 0, 0, 0))) == (255, 255, 255)
+    assert rgb(Image.new("RGBA", (2, 2), (255, 0, 0, 51))) == (255, 204, 204)
+    assert rgb(Image.new("LA", (2, 2), (0, 51))) == (204, 204, 204)
+    palette = Image.new("P", (2, 2), 1)
+    palette.putpalette([0, 0, 0, 10, 20, 30])
+    assert rgb(palette) == (10, 20, 30)
+    assert rgb(palette, transparency=1) == (255, 255, 255)
+    assert rgb(Image.new("RGB", (2, 2), (1, 2, 3)), transparency=(1, 2, 3)) == (255, 255, 255)
+
+
+def test_gray_and_bilevel_become_three_equal_channels():
+    assert rgb(Image.new("L", (2, 2), 77)) == (77, 77, 77)
+    assert rgb(Image.new("1", (2, 2), 1)) == (255, 255, 255)
+
+
+def test_high_bit_depths_are_scaled_not_clipped():
+    values = np.full((2, 2), 0x8080, np.uint16)
+    assert rgb(Image.fromarray(values)) == (128, 128, 128)
+    assert rgb(Image.fromarray(np.full((2, 2), 0.5, np.float32)), "TIFF") == (128, 128, 128)
+    wide = Image.fromarray(np.asarray([[-1.0, 3.0]], np.float32))
+    decoded = decode_rgb(encode(wide, "TIFF"), LIMIT)
+    assert [decoded.getpixel((x, 0))[0] for x in (0, 1)] == [0, 255]
+
+
+def test_non_finite_pixels_are_corrupt():
+    image = Image.fromarray(np.asarray([[np.nan, 1.0]], np.float32))
+    with pytest.raises(CorruptSampleError, match="finite"):
+        decode_rgb(encode(image, "TIFF"), LIMIT)
+
+
+def test_cmyk_becomes_rgb():
+    assert rgb(Image.new("CMYK", (2, 2), (0, 255, 255, 0)), "TIFF") == (255, 0, 0)
+
+
+@pytest.mark.parametrize("fmt", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_rotation_is_applied_and_known_from_the_header(orientation, fmt):
+    upright = Image.new("L", (16, 8), 0)
+    upright.paste(255, (0, 0, 8, 4))  # top left quarter is white
+    stored = {
+        1: lambda i: i,
+        2: lambda i: i.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        3: lambda i: i.transpose(Image.Transpose.ROTATE_180),
+        4: lambda i: i.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
+        5: lambda i: i.transpose(Image.Transpose.TRANSPOSE),
+        6: lambda i: i.transpose(Image.Transpose.ROTATE_90),
+        7: lambda i: i.transpose(Image.Transpose.TRANSVERSE),
+        8: lambda i: i.transpose(Image.Transpose.ROTATE_270),
+    }[orientation](upright)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(stored.convert("RGB"), fmt, exif=exif)
+    assert read_size(data, LIMIT) == (16, 8)
+    image = decode_rgb(data, LIMIT)
+    assert image.size == (16, 8)
+    corners = [image.getpixel(xy)[0] > 128 for xy in ((1, 1), (14, 1), (1, 6), (14, 6))]
+    assert corners == [True, False, False, False]
+
+
+def test_header_check_does_not_decode(monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("decoded")
+
+    data = png(20, 10)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", fail)
+    assert read_size(data, LIMIT) == (20, 10)
+
+
+SIZES = [(1, 1), (3, 500), (500, 3), (16, 24), (37, 53), (224, 224), (640, 480), (99, 1234)]
+
+
+@pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
+def test_pixels_equal_the_hugging_face_processor_bit_for_bit(spec):
+    processor = getattr(transformers, spec.processor_class + "Pil").from_dict(spec.processor)
+    ours = ImagePreprocessor(spec)
+    for seed, (width, height) in enumerate(SIZES):
+        if max(width, height) > 200 * min(width, height):
+            continue
+        image = Image.open(io.BytesIO(png(width, height, seed)))
+        theirs = processor(images=[image], return_tensors="np")
+        expected = theirs["pixel_values"]
+        if "pixel_attention_mask" in theirs:
+            expected = expected[theirs["pixel_attention_mask"].astype(bool)]
+        expected = expected[0] if spec is CLIP else expected
+        np.testing.assert_array_equal(ours.pixels(image), expected)
+        assert ours.pixels(image).dtype == np.float32
+
+
+@pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
+def test_sizes_are_known_without_decoding(spec):
+    ours = ImagePreprocessor(spec)
+    rng = np.random.default_rng(0)
+    sizes = SIZES + [(int(w), int(h)) for w, h in rng.integers(1, 300, (150, 2))]
+    for width, height in sizes:
+        if max(width, height) > 200 * min(width, height):
+            continue
+        pixels = ours.pixels(Image.new("RGB", (width, height)))
+        grid, meta = ours.grid(width, height), ours.meta(width, height)
+        assert grid.rows * grid.columns == meta.patches
+        assert meta.tokens == meta.patches // spec.merge**2
+        assert pixels.shape == ours.blank(width, height).shape
+        if spec is not CLIP:
+            assert pixels.shape[0] == meta.patches
+        if spec is QWEN:
+            outputs = ours.processor(images=[Image.new("RGB", (width, height))])
+            assert list(outputs["image_grid_thw"][0]) == [1, grid.rows, grid.columns]
+
+
+def test_fixed_size_processors_other_than_clip_are_measured_by_trying():
+    spec = ImageSpec(
+        "vision", "fixed", "SiglipImageProcessorFast", {"size": {"height": 32, "width": 48}}, 16
+    )
+    assert ImagePreprocessor(spec).meta(500, 10).tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"processor_class": "NoSuchProcessor"}, "no image processor"),
+        ({"layout": "patches"}, "makes no patches"),
+        ({"processor": {"size": {"shortest_edge": 16}, "do_center_crop": False}}, "fixed size"),
+        ({"merge": 4}, "not divisible"),
+    ],
+)
+def test_unfit_processors_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        ImagePreprocessor(ImageSpec(**{**vars(CLIP), **change}))
+
+
+def test_patch_sizes_must_agree_with_the_encoder():
+    with pytest.raises(ConfigError, match="patch size 4, encoder 8"):
+        ImagePreprocessor(ImageSpec(**{**vars(QWEN), "patch_size_px": 8}))

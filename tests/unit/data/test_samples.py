@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from torchmm.data.corrupt import CorruptLimit, CorruptSampleError
+from torchmm.data.samples import (
+    ImageSegment,
+    Record,
+    Sample,
+    TextSegment,
+    limit_images,
+    parse_record,
+)
+from torchmm.errors import DataError
+
+
+def no_chat(messages, images):
+    raise AssertionError
+
+
+def parse(columns, root=None, prompt=""):
+    return parse_record(Record(columns, root), prompt, no_chat).segments
+
+
+def text(value, loss=True):
+    return TextSegment(value, loss)
+
+
+def test_caption_with_prompt():
+    expected = (ImageSegment(data=b"x"), text("Describe: ", loss=False), text("dog"))
+    assert parse({"image": b"x", "text": "dog"}, prompt="Describe: ") == expected
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"image": {"bytes": b"x", "path": "ignored"}, "text": "dog"},
+        {"jpg": {"bytes": b"x"}, "txt": "dog", "__key__": "1"},
+        {"png": b"x", "txt": b"dog"},
+        {"webp": b"x", "json": {"caption": "dog"}},
+        {"jpg": b"x", "json": b'{"text": "dog"}'},
+    ],
+)
+def test_captions_from_all_kinds_of_columns(columns):
+    assert parse(columns) == (ImageSegment(data=b"x"), text("dog"))
+
+
+def test_text_alone_and_caption_without_image():
+    assert parse({"text": "dog"}) == parse({"text": "dog", "image": None}) == (text("dog"),)
+
+
+def test_interleaved_keeps_the_order():
+    columns = {"images": [None, b"1", b"2", None], "texts": ["a", None, None, "b"]}
+    parts = (text("a"), ImageSegment(data=b"1"), ImageSegment(data=b"2"), text("b"))
+    assert parse(columns) == parts
+
+
+def test_chat_gets_its_images_in_order():
+    def render(messages, images):
+        return Sample((*images, TextSegment(messages[0], True)))
+
+    record = Record({"messages": ["hello"], "images": [b"1", {"bytes": b"2"}]})
+    made = parse_record(record, "", render)
+    assert made.segments == (ImageSegment(data=b"1"), ImageSegment(data=b"2"), text("hello"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"label": 3}, "no format for columns"),
+        ({"image": b"x", "text": 3}, "not a string"),
+        ({"image": 3, "text": "dog"}, "not bytes or a path"),
+        ({"images": [b"x"], "texts": []}, "1 images but 0 texts"),
+        ({"images": "x", "texts": []}, "not a list"),
+        ({"jpg": b"x", "json": "{"}, "column json"),
+        ({"image": "http://127.0.0.1/x.png", "text": "dog"}, "never fetched"),
+        ({"image": "hf://datasets/x.png", "text": "dog"}, "never fetched"),
+        ({"image": "../secret.png", "text": "dog"}, "leaves"),
+        ({"image": "/etc/passwd", "text": "dog"}, "leaves"),
+        ({"image": {"bytes": None, "path": "a/../../x.png"}, "text": "dog"}, "leaves"),
+    ],
+)
+def test_malformed_records_are_corrupt(columns, message, monkeypatch):
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("connected"))
+    with pytest.raises(CorruptSampleError, match=message):
+        parse(columns, root="/data/set")
+
+
+def test_paths_are_relative_to_the_root():
+    assert parse({"image": "a/b.png", "text": "x"}, "/data")[0] == ImageSegment(
+        path="/data/a/b.png"
+    )
+
+
+def test_missing_image_file_is_corrupt(tmp_path):
+    with pytest.raises(CorruptSampleError, match="No such file"):
+        ImageSegment(path=str(tmp_path / "none.png")).read()
+
+
+def test_images_over_the_limit_are_dropped():
+    images = [ImageSegment(data=bytes([i])) for i in range(3)]
+    sample = Sample((images[0], text("a"), images[1], images[2], text("b")), add_bos=False)
+    assert limit_images(sample, 1) == Sample((images[0], text("a"), text("b")), add_bos=False)
+    assert limit_images(sample, 0).segments == (text("a"), text("b"))
+
+
+# Limit
+
+
+def test_limit_on_the_number_of_corrupt_samples():
+    limit = CorruptLimit(max_samples=2, max_fraction=1.0)
+    limit.add(2, 10)
+    with pytest.raises(DataError, match="3 of 20"):
+        limit.add(1, 10)
+
+
+def test_limit_on_the_share_needs_a_hundred_samples():
+    limit = CorruptLimit(max_samples=1000, max_fraction=0.1)
+    limit.add(50, 99)
+    with pytest.raises(DataError, match=r"max_corrupt_fraction = 0\.1"):
+        limit.add(0, 1)
+    CorruptLimit(1000, 0.1).add(10, 100)
