@@ -180,9 +180,9 @@ def _attend_segments(
         return packed_attention(query_THD, key_TGD, value_TGD, s.cu_seqlens_host, scale, causal)[0]
     if query_THD.device.type == "cuda" and query_THD.dtype in (torch.bfloat16, torch.float16):
         out = varlen_attn(
-            query_THD,
-            key_TGD,
-            value_TGD,
+            query_THD.contiguous(),  # no copy: layers compute in this layout
+            key_TGD.contiguous(),
+            value_TGD.contiguous(),
             s.cu_seqlens,
             s.cu_seqlens,
             s.max_length,

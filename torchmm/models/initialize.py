@@ -50,15 +50,20 @@ def draw(unit: nn.Module, owner: PreTrainedModel, key: str) -> nn.Module:
     """Copy of `unit` (on the meta device) on the CPU, with random weights that depend on `key`."""
     drawn = copy.deepcopy(unit).to_empty(device="cpu")
     for _, tensor in named_tensors(drawn):
-        tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+        tensor.fill_(_poison(tensor))
     digest = hashlib.sha256(key.encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
         for module in _children_first(drawn):
             owner._init_weights(module)
-    unfilled = [n for n, t in named_tensors(drawn) if t.is_floating_point() and t.isnan().any()]
+    unfilled = [n for n, t in named_tensors(drawn) if (t.isnan() | (t == _poison(t))).any()]
     assert not unfilled, f"{key}: {type(owner).__name__} does not initialise {unfilled}"
     return drawn
+
+
+def _poison(tensor: Tensor) -> float:
+    """A value that no initialisation gives."""
+    return torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -137,3 +137,13 @@ def test_pixel_shuffle_puts_a_square_of_patches_into_one_token() -> None:
     expected = torch.cat([patches[16 + 2], patches[16 + 3], patches[16 + 6], patches[16 + 7]])
     assert relative_error(seen[0][4 + 1], expected) < 1e-5
     assert encoder.image_spec().merge == 2
+
+
+@pytest.mark.parametrize("family", list(PATCH_VALUES))
+def test_packed_layers_compile_whole(family: str) -> None:
+    encoder = build(pair_config("llama", family)).encoders["eye"]
+    inputs = make_inputs(family)
+    expected = encoder(inputs)
+    for layer in encoder.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    assert relative_error(encoder(inputs), expected) < 1e-6

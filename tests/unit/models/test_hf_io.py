@@ -149,7 +149,8 @@ def test_a_dual_model_serves_as_tower(tmp_path: Path) -> None:
 def test_a_pair_becomes_a_llava_model(
     encoder: str, layer: int, llm: str, tmp_path: Path, tokenizer
 ) -> None:
-    model = build(pair_config(llm, encoder, feature_layer=layer))
+    settings = {"feature_layer": layer, "processor": {"image_mean": [0.1, 0.2, 0.3]}}
+    model = build(pair_config(llm, encoder, **settings))
     export_hf(model, tmp_path, tokenizer)
     plain = LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
     images = EncoderInputs(torch.randn(1, 3, 16, 16), [(1, 4, 4)], torch.arange(3, 19))
@@ -162,7 +163,9 @@ def test_a_pair_becomes_a_llava_model(
     pixels = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8)
     inputs = processor(images=pixels, text="w5 <image> w6", return_tensors="pt")
     assert (inputs["input_ids"] == 63).sum() == 16
+    mean = model.image_specs()["eye"].processor["image_mean"]
     model = load(ModelConfig(source=str(tmp_path)))
+    assert model.image_specs()["vision"].processor["image_mean"] == mean
     export_hf(model, tmp_path / "again", tokenizer)
     for name in ("model.safetensors", "config.json", "processor_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()

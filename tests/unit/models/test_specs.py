@@ -1,0 +1,112 @@
+"""What models tell data: image processors and special tokens."""
+
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from model_cases import COMPOSITES, ENCODERS, LLMS, build, composite_config, pair_config
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+
+from torchmm.batch import EncoderInputs
+from torchmm.config import EncoderConfig, LlmConfig, ModelConfig
+from torchmm.errors import ConfigError
+from torchmm.models.multimodal import module_of
+
+
+def word_tokenizer(words: int, **special: str) -> PreTrainedTokenizerFast:
+    vocabulary = {**{f"w{i}": i for i in range(words - 1)}, "<image>": words - 1}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, "w0")), **special
+    )
+
+
+def processed(spec, images: list[Image.Image]) -> EncoderInputs:
+    processor = getattr(transformers, f"{spec.processor_class}Pil")(**spec.processor)
+    out = processor(images, return_tensors="pt")
+    nowhere = torch.empty(0)
+    if "image_grid_thw" in out:
+        grids = [tuple(grid) for grid in out["image_grid_thw"].tolist()]
+        return EncoderInputs(out["pixel_values"], grids, nowhere)
+    if "spatial_shapes" in out:
+        grids = [(1, *shape) for shape in out["spatial_shapes"].tolist()]
+        pixels = [p[: prod(g)] for p, g in zip(out["pixel_values"], grids, strict=True)]
+        return EncoderInputs(torch.cat(pixels), grids, nowhere)
+    rows = out["pixel_values"].shape[-1] // spec.patch_size_px
+    return EncoderInputs(out["pixel_values"], [(1, rows, rows)] * len(images), nowhere)
+
+
+@pytest.mark.parametrize("family", list(ENCODERS))
+def test_the_processor_of_the_spec_makes_what_the_encoder_reads(family: str) -> None:
+    encoder = build(pair_config("llama", family)).encoders["eye"]
+    spec = encoder.image_spec()
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    images = [Image.fromarray(pixels), Image.fromarray(pixels[:40, :30])]
+    inputs = processed(spec, images)
+    tokens = sum(prod(grid) for grid in inputs.grids_thw) // spec.merge**2
+    assert encoder(inputs).shape == (tokens, 32)
+    assert (inputs.pixels.ndim == 4) == (spec.layout == "fixed")
+
+
+def test_settings_of_the_source_and_of_the_recipe_are_taken(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**ENCODERS["clip"])
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    size = {"shortest_edge": 16}
+    processor = transformers.CLIPImageProcessorPil(
+        size=size, crop_size=16, image_mean=[0.1, 0.2, 0.3]
+    )
+    processor.save_pretrained(tmp_path)
+    section = EncoderConfig(source=str(tmp_path), processor={"do_convert_rgb": False})
+    model = build(ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"eye": section}))
+    settings = model.image_specs()["eye"].processor
+    assert settings["image_mean"] == [0.1, 0.2, 0.3]
+    assert settings["do_convert_rgb"] is False
+
+
+def test_a_processor_that_does_not_fit_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"processor\.crop_size = 32, but the model needs"):
+        build(pair_config("llama", "clip", processor={"crop_size": 32}))
+
+
+def test_the_placeholder_must_be_known_and_embedded() -> None:
+    model = build(pair_config("llama", "clip"))
+    spec = model.text_spec(word_tokenizer(64, eos_token="w2"))
+    assert (spec.image_token_id, spec.eos_token_id, spec.vocab_size) == (63, 2, 64)
+    assert spec.positions == "1d"
+    with pytest.raises(ConfigError, match="65 tokens but the LLM embeds only 64"):
+        model.text_spec(word_tokenizer(65))
+    unknown = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"w0": 0}, "w0")))
+    with pytest.raises(ConfigError, match="'<image>' is not in the tokenizer"):
+        model.text_spec(unknown)
+
+
+def test_qwen_marks_images_and_counts_positions_in_three_dimensions() -> None:
+    spec = build(composite_config("qwen2_5_vl")).text_spec(word_tokenizer(64))
+    assert spec.image_prefix_ids == (COMPOSITES["qwen2_5_vl"]["vision_start_token_id"],)
+    assert spec.image_suffix_ids == (COMPOSITES["qwen2_5_vl"]["vision_end_token_id"],)
+    assert spec.positions == "mrope"
+
+
+def test_every_parameter_has_a_module_name() -> None:
+    model = build(composite_config("llava"))
+    names = {module_of(name) for name, _ in model.named_parameters()}
+    assert names == {"llm", "vision", "vision.connector"} == set(model.parameter_counts())
+
+
+@pytest.mark.parametrize("family", list(ENCODERS))
+def test_tensor_parallel_patterns_name_linears(family: str) -> None:
+    for module in build(pair_config("qwen3", family)).modality_modules():
+        plan = module.tensor_parallel_plan()
+        assert plan and set(module.tensor_parallel_scopes())
+        for pattern in plan:
+            module.get_submodule(pattern.replace("*", "0"))
+
+
+def test_window_layers_of_qwen_are_described() -> None:
+    encoder = build(pair_config("llama", "qwen2_5_vl")).encoders["eye"]
+    assert [layer.window for layer in encoder.describe().layers] == [16, None, 16]
