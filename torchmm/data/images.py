@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import transformers
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.siglip2.image_processing_pil_siglip2 import (
     get_image_size_for_max_num_patches,
@@ -123,6 +123,8 @@ def _open(data: bytes, max_pixels: int) -> tuple[Image.Image, int]:
 
 
 def _describe(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return f"none of {', '.join(FORMATS)}"
     return f"{type(error).__name__}: {str(error)[:120]}"
 
 

@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import time
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,6 +155,6 @@ def _load(path: Path) -> LengthIndex | None:
             corrupt = {int(k): v for k, v in json.loads(str(arrays["corrupt"])).items()}
             tokens, offsets = arrays["tokens_N"], arrays["offsets"]
             return LengthIndex(tokens, offsets, arrays["images_M4"], corrupt)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         logger.warning("index cache %s is unreadable (%s) and is built again", path, error)
         return None

@@ -119,8 +119,10 @@ class Loader:
         while True:
             try:
                 step = next(steps, None)
-            except RuntimeError as error:
-                raise self._explain(error) from error
+            except (RuntimeError, OSError, EOFError) as error:
+                if not _worker_died(error):
+                    raise
+                raise DataError(self._explain(error)) from error
             if step is None:
                 return
             plan = self._queue.pop()
@@ -138,21 +140,20 @@ class Loader:
         """Corrupt samples not reported before. What all ranks found while planning, rank 0 says."""
         while_planning = plan.skipped if self._rank == 0 else []
         found = [*while_planning, *(f"{name}: {why}" for name, why in step.corrupt.items())]
-        new = [message for message in found if message not in self._known_corrupt]
+        new = [m for m in dict.fromkeys(found) if m not in self._known_corrupt]
         self._known_corrupt.update(new)
         for message in new:
             logger.warning("corrupt sample skipped: %s", message)
         return new
 
-    def _explain(self, error: RuntimeError) -> Exception:
-        if "DataLoader worker" not in str(error):
-            return error
+    def _explain(self, error: Exception) -> str:
         plan = self._queue.peek()
         items = [i for m in plan.ranks[self._rank] for p in m for i in p] if plan else []
         names = f"{items[0].meta.source}[{items[0].meta.index}]" if items else "nothing"
-        return DataError(
-            f"a data worker died while {len(items)} samples beginning with {names} were awaited: "
-            f"{error}. If memory ran out, lower data.workers or data.prefetch"
+        return (
+            f"a data worker died while {len(items)} samples beginning with {names} were awaited "
+            f"({type(error).__name__}: {error}). If memory ran out, lower data.workers or "
+            "data.prefetch"
         )
 
 
@@ -258,6 +259,14 @@ def _check_sizes(training: TrainingConfig, data_parallel_size: int) -> None:
             f"training.microbatch_size = {training.microbatch_size} times {data_parallel_size} "
             "data-parallel ranks"
         )
+
+
+def _worker_died(error: Exception) -> bool:
+    """Whether PyTorch found a worker gone, or broke off while receiving tensors from one."""
+    text = str(error)
+    if isinstance(error, RuntimeError):
+        return "exited unexpectedly" in text or "killed by signal" in text
+    return "in DataLoader worker process" not in text
 
 
 def _allow_open_files() -> None:

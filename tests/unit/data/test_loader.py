@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import json
+import multiprocessing.forkserver
+import os
+import signal
+import time
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from data_cases import (
+    CLIP,
+    NAFLEX,
+    QWEN,
+    caption,
+    caption_rows,
+    data_config,
+    png,
+    training,
+    write_jsonl,
+    write_parquet,
+)
+
+from torchmm.batch import IGNORE_TARGET
+from torchmm.config import SourceConfig
+from torchmm.data.loader import build_loader
+from torchmm.errors import CheckpointError, ConfigError, DataError
+
+
+@pytest.fixture
+def make(tmp_path, tokenizer, text_spec):
+    """Builds a loader over 23 captions and 11 interleaved documents."""
+    write_parquet(tmp_path / "captions", caption_rows(23))
+    documents = [
+        {
+            "images": [None, {"bytes": png(20, 8 + i)}, None, {"bytes": png(9, 30, i)}],
+            "texts": [caption(i), None, caption(i + 1), None],
+        }
+        for i in range(11)
+    ]
+    write_parquet(tmp_path / "documents", documents)
+
+    def build(
+        spec=CLIP,
+        rank=0,
+        ranks=1,
+        state=None,
+        streaming=False,
+        workers=0,
+        sources=None,
+        text=text_spec,
+        validation=False,
+        open_packs=3,
+        **sizes,
+    ):
+        configs = sources or [
+            SourceConfig(path=str(tmp_path / "captions"), weight=2.0, streaming=streaming),
+            SourceConfig(path=str(tmp_path / "documents"), streaming=streaming),
+        ]
+        data = data_config(
+            tmp_path, *configs, workers=workers, open_packs=open_packs, shuffle_window=7,
+            validation=configs,
+        )  # fmt: skip
+        return build_loader(
+            data,
+            training(**sizes),
+            text_spec=text,
+            image_specs={"vision": spec} if spec else {},
+            tokenizer=tokenizer,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            state=state,
+            validation=validation,
+        )
+
+    return build
+
+
+def content(batch):
+    """Everything a model sees of a batch, comparable."""
+    return [
+        (
+            m.input_ids_T.tolist(),
+            m.targets_T.tolist(),
+            m.position_ids.tolist(),
+            m.cu_seqlens,
+            {n: (e.pixels.numpy().tobytes(), e.grids_thw, e.positions_K.tolist())
+             for n, e in m.encoders.items()},
+            m.meta,
+        )
+        for m in batch.microbatches
+    ]  # fmt: skip
+
+
+def sample_names(batches):
+    return sorted(
+        (s.source, s.index) for b in batches for m in b.microbatches for s in m.meta.samples
+    )
+
+
+def take(loader, count):
+    return list(islice(loader, count))
+
+
+# What is in a microbatch
+
+
+@pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
+def test_microbatches_are_consistent(make, text_spec, spec):
+    for batch in take(make(spec, microbatch_size=2), 5):
+        assert len(batch.microbatches) == 2
+        for m in batch.microbatches:
+            assert m.input_ids_T.shape == m.targets_T.shape == (128,) and m.meta.tokens == 128
+            assert m.cu_seqlens[0] == 0 and m.cu_seqlens[-1] == 128 and 64 in m.cu_seqlens
+            assert (np.diff(m.cu_seqlens) > 0).all()
+            placeholders = (m.input_ids_T == text_spec.image_token_id).nonzero().flatten()
+            inputs = m.encoders["vision"]
+            assert inputs.positions_K.tolist() == placeholders.tolist()
+            assert len(inputs.grids_thw) == m.meta.image_count
+            assert [r * c for _, r, c in inputs.grids_thw] == m.meta.patches("vision")
+            tokens = [i.tokens for s in m.meta.samples for i in s.images]
+            assert sum(tokens) == len(placeholders)
+            if spec is not CLIP:
+                assert len(inputs.pixels) == sum(m.meta.patches("vision"))
+            assert inputs.pixels.dtype == torch.float32
+
+
+def test_no_target_crosses_a_sample_or_names_an_image_or_padding(make, text_spec):
+    for batch in take(make(microbatch_size=2), 5):
+        for m in batch.microbatches:
+            for start, end in zip(m.cu_seqlens, m.cu_seqlens[1:], strict=False):
+                targets = m.targets_T[start:end].tolist()
+                ids = m.input_ids_T[start:end].tolist()
+                assert targets[-1] == IGNORE_TARGET
+                for i, target in enumerate(targets[:-1]):
+                    assert target in (IGNORE_TARGET, ids[i + 1])
+                    if ids[i + 1] in (text_spec.image_token_id, text_spec.pad_token_id):
+                        assert target == IGNORE_TARGET
+                assert m.position_ids[start:end].tolist() == list(range(end - start))
+
+
+def test_segments_are_the_samples_then_padding(make):
+    for batch in take(make(), 5):
+        for m in batch.microbatches:
+            lengths = np.diff(m.cu_seqlens).tolist()
+            tokens = [s.tokens for s in m.meta.samples]
+            assert lengths[: len(tokens)] == tokens and len(lengths) - len(tokens) in (0, 1)
+
+
+def test_mrope_has_three_rows_that_restart_in_every_segment(make, text_spec):
+    spec = text_spec.__class__(**{**vars(text_spec), "positions": "mrope"})
+    m = take(make(QWEN, text=spec), 1)[0].microbatches[0]
+    assert m.position_ids.shape == (3, 64)
+    assert not m.position_ids[:, m.cu_seqlens[:-1]].any()
+    assert (m.position_ids[0] != m.position_ids[2]).any()
+
+
+def test_without_encoders_the_run_is_text_only(make, text_spec):
+    batch = take(make(None), 1)[0]
+    for m in batch.microbatches:
+        assert not m.encoders and not (m.input_ids_T == text_spec.image_token_id).any()
+        assert m.target_count > 0
+
+
+# Order
+
+
+def test_nothing_is_lost_or_doubled_over_two_epochs(make, tmp_path):
+    source = SourceConfig(path=str(tmp_path / "captions"), name="c")
+    loader = make(sources=[source], global_batch_size=1, open_packs=1)
+    drawn = [s.index for b in take(loader, 30) for m in b.microbatches for s in m.meta.samples]
+    assert len(drawn) > 46
+    counts = np.bincount(drawn[:46], minlength=23)
+    # One open pack keeps the order of the stream, so two epochs are the first 46 samples.
+    assert (counts == 2).all()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_samples_of_a_step_do_not_depend_on_the_layout(make, streaming):
+    reference = take(make(streaming=streaming), 6)
+    for ranks, microbatch_size, workers in ((2, 1, 0), (4, 1, 0), (1, 4, 0), (2, 2, 2)):
+        loaders = [
+            make(
+                rank=rank, ranks=ranks, microbatch_size=microbatch_size, workers=workers,
+                streaming=streaming,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        shares = [take(loader, 6) for loader in loaders]
+        for expected, *parts in zip(reference, *shares, strict=True):
+            assert sample_names(parts) == sample_names([expected])
+            ids = torch.cat([m.input_ids_T for b in parts for m in b.microbatches])
+            assert torch.equal(ids, torch.cat([m.input_ids_T for m in expected.microbatches]))
+            assert all(b.state == expected.state for b in parts)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_resume_is_exact_whatever_the_workers(make, streaming):
+    expected = take(make(streaming=streaming), 9)
+    for stop in range(9):
+        state = json.loads(json.dumps(expected[stop].state))
+        resumed = take(make(streaming=streaming, state=state), 8 - stop)
+        assert [content(b) for b in resumed] == [content(b) for b in expected[stop + 1 :]]
+        assert [b.state for b in resumed] == [b.state for b in expected[stop + 1 :]]
+    with_workers = take(make(streaming=streaming, workers=2), 4)
+    assert [content(b) for b in with_workers] == [content(b) for b in expected[:4]]
+    state = json.loads(json.dumps(with_workers[3].state))
+    resumed = take(make(streaming=streaming, workers=1, state=state), 3)
+    assert [content(b) for b in resumed] == [content(b) for b in expected[4:7]]
+
+
+def test_resume_on_another_number_of_ranks(make):
+    expected = take(make(), 6)
+    parts = [take(make(rank=r, ranks=2, state=expected[2].state), 3) for r in range(2)]
+    for batch, *shares in zip(expected[3:], *parts, strict=True):
+        assert sample_names(shares) == sample_names([batch])
+
+
+@pytest.mark.parametrize("change", [{"seed": 9}, {"sequence_length": 72}, {"sources": "other"}])
+def test_state_of_other_data_is_refused(make, tmp_path, change):
+    state = take(make(), 1)[0].state
+    if "sources" in change:
+        change = {"sources": [SourceConfig(path=str(tmp_path / "captions"))]}
+    with pytest.raises(CheckpointError, match="other data"):
+        make(state=state, **change)
+
+
+def test_iterating_leaves_the_global_generator_alone(make):
+    before = torch.get_rng_state()
+    take(make(workers=2), 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_metadata_of_all_ranks_is_known_one_step_ahead(make, workers):
+    loaders = [make(rank=rank, ranks=2, workers=workers) for rank in range(2)]
+    for loader in loaders:
+        assert len(loader.next_metas()) == 2
+    running = [iter(loader) for loader in loaders]
+    for _ in range(4):
+        promised = [loader.next_metas() for loader in loaders]
+        assert promised[0] == promised[1]
+        batches = [next(r) for r in running]
+        assert promised[0] == [[m.meta for m in b.microbatches] for b in batches]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_validation_is_one_epoch_in_order_and_repeats(make, streaming):
+    loader = make(validation=True, streaming=streaming)
+    first, second = list(loader), list(loader)
+    names = sample_names(first)
+    assert names == sample_names(second) and len(set(names)) == len(names) == 34
+    assert all(len(b.microbatches) == 4 for b in first)
+    assert loader.next_metas() is None
+
+
+def test_batch_sizes_must_divide(make):
+    with pytest.raises(ConfigError, match="global_batch_size = 4 is not a multiple"):
+        make(ranks=3)
+
+
+def test_a_recipe_needs_sources(make, tmp_path, tokenizer, text_spec):
+    with pytest.raises(ConfigError, match=r"data\.sources: no source"):
+        build_loader(
+            data_config(tmp_path),
+            training(),
+            text_spec=text_spec,
+            image_specs={},
+            tokenizer=tokenizer,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=None,
+        )
+
+
+# Corrupt samples
+
+
+def corrupt_set(tmp_path):
+    """26 captions: number 3 is no image at all, 5 has a good header and torn pixels."""
+    rows = caption_rows(26)
+    rows[3]["image"]["bytes"] = b"<html>"
+    rows[5]["image"]["bytes"] = png(40, 24, 5)[:-800]
+    write_parquet(tmp_path / "torn", rows)
+    return [SourceConfig(path=str(tmp_path / "torn"), name="torn")]
+
+
+def test_corrupt_samples_are_named_once_and_teach_nothing(make, tmp_path, text_spec):
+    loader = make(sources=corrupt_set(tmp_path))
+    batches = take(loader, 8)
+    skipped = [message for b in batches for message in b.skipped]
+    assert sorted(message[:7] for message in skipped) == ["torn[3]", "torn[5]"]
+    assert skipped[0].startswith("torn[3]: not an image (6 bytes starting with b'<html>')")
+    samples = [s for b in batches for m in b.microbatches for s in m.meta.samples]
+    assert 3 not in {s.index for s in samples} and 5 in {s.index for s in samples}
+    for batch in batches:
+        for m in batch.microbatches:
+            for s, start in zip(m.meta.samples, m.cu_seqlens, strict=False):
+                targets_L = m.targets_T[start : start + s.tokens]
+                assert (targets_L != IGNORE_TARGET).any() == (s.index != 5)
+
+
+def test_all_other_samples_stay_where_they_are(make, tmp_path):
+    sources = corrupt_set(tmp_path)
+    torn = take(make(sources=sources), 8)
+    rows = caption_rows(26)
+    rows[3]["image"]["bytes"] = b"<html>"
+    rows[5]["image"]["bytes"] = png(40, 24, 5)
+    write_parquet(tmp_path / "torn", rows)
+    whole = take(make(sources=sources), 8)
+    for a, b in zip(torn, whole, strict=True):
+        assert [m.meta for m in a.microbatches] == [m.meta for m in b.microbatches]
+        for x, y in zip(a.microbatches, b.microbatches, strict=True):
+            for s, start in zip(x.meta.samples, x.cu_seqlens, strict=False):
+                same = torch.equal(
+                    x.input_ids_T[start : start + s.tokens], y.input_ids_T[start : start + s.tokens]
+                )
+                assert same == (s.index != 5)
+
+
+def test_what_planning_finds_is_reported_by_one_rank_only(make, tmp_path):
+    sources = corrupt_set(tmp_path)
+    reports = [take(make(sources=sources, rank=r, ranks=2), 1)[0].skipped for r in (0, 1)]
+    assert sum(message.startswith("torn[3]") for report in reports for message in report) == 1
+
+
+def test_streams_skip_corrupt_samples(make, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": caption(i)} for i in range(9)])
+    path.write_text(path.read_text() + "broken\n" + '{"label": 3}\n')
+    loader = make(sources=[SourceConfig(path=str(path), streaming=True)])
+    skipped = [message for b in take(loader, 3) for message in b.skipped]
+    assert sorted(m.split(":")[0].rsplit("/")[-1] for m in skipped) == ["a.jsonl[10]", "a.jsonl[9]"]
+
+
+def test_a_source_without_usable_samples_ends_the_run(make, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"label": 1}, {"image": "x.png", "text": "a"}])
+    with pytest.raises(DataError, match=r"none of its 2 samples.*no format.*x\.png"):
+        make(sources=[SourceConfig(path=str(path))])
+
+
+def test_a_stream_of_corrupt_samples_ends_the_run(make, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"label": 1}])
+    loader = make(sources=[SourceConfig(path=str(path), streaming=True)])
+    with pytest.raises(DataError, match="max_corrupt_samples = 100"):
+        take(loader, 1)
+
+
+def test_a_file_that_changes_after_measuring_is_corrupt(make, tmp_path):
+    (tmp_path / "x.png").write_bytes(png(16, 16))
+    rows = [{"image": "x.png", "text": caption(i)} for i in range(4)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    loader = make(NAFLEX, sources=[SourceConfig(path=str(path))])
+    (tmp_path / "x.png").write_bytes(png(16, 160))
+    assert "changed since it was measured" in take(loader, 1)[0].skipped[0]
+
+
+def test_a_torn_index_cache_is_built_again(make, tmp_path):
+    expected = [content(b) for b in take(make(), 2)]
+    caches = sorted((tmp_path / "index").glob("*.npz"))
+    assert len(caches) == 2
+    for cache in caches:
+        cache.write_bytes(cache.read_bytes()[:100])
+    assert [content(b) for b in take(make(), 2)] == expected
+
+
+# Worker processes
+
+
+def worker_pids(loader):
+    return [w.pid for w in loader._loader._iterator._workers]
+
+
+def test_a_killed_worker_is_an_error_within_ten_seconds(make):
+    loader = make(workers=2)
+    batches = iter(loader)
+    next(batches)
+    start = time.monotonic()
+    for pid in worker_pids(loader):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(DataError, match=r"data worker died while \d+ samples beginning with"):
+        take(batches, 100)
+    assert time.monotonic() - start < 10
+
+
+def test_workers_outlive_the_signals_of_launchers(make):
+    loader = make(workers=2)
+    batches = iter(loader)
+    next(batches)
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for pid in (*worker_pids(loader), server):
+            os.kill(pid, number)
+    time.sleep(0.2)
+    assert len(take(batches, 20)) == 20

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+
+import datasets
+import pytest
+from data_cases import caption_rows, png, write_jsonl, write_parquet
+
+from torchmm.config import SourceConfig
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.samples import ImageSegment, parse_record
+from torchmm.data.sources import open_map_source, unique_names
+from torchmm.data.streams import open_stream
+from torchmm.errors import DataError
+
+
+def write_arrow(directory):
+    datasets.Dataset.from_list(caption_rows(6)).save_to_disk(directory)
+
+
+def write_image_column(directory):
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    directory.mkdir()
+    table = datasets.Dataset.from_list(caption_rows(6), features)
+    table.to_parquet(directory / "data.parquet")
+
+
+def write_imagefolder(directory):
+    (directory / "train").mkdir(parents=True)
+    rows = []
+    for i, row in enumerate(caption_rows(6)):
+        (directory / "train" / f"{i}.png").write_bytes(row["image"]["bytes"])
+        rows.append({"file_name": f"{i}.png", "text": row["text"]})
+    write_jsonl(directory / "train" / "metadata.jsonl", rows)
+
+
+def write_paths(directory):
+    (directory / "pictures").mkdir(parents=True)
+    rows = []
+    for i, row in enumerate(caption_rows(6)):
+        (directory / "pictures" / f"{i}.png").write_bytes(row["image"]["bytes"])
+        rows.append({"image": f"pictures/{i}.png", "text": row["text"]})
+    write_jsonl(directory / "a.jsonl", rows[:2])
+    write_jsonl(directory / "b.jsonl", rows[2:])
+
+
+def write_tar(directory):
+    directory.mkdir()
+    with tarfile.open(directory / "shard-0.tar", "w") as tar:
+        for i, row in enumerate(caption_rows(6)):
+            for suffix, body in (("png", row["image"]["bytes"]), ("txt", row["text"].encode())):
+                info = tarfile.TarInfo(f"{i:05d}.{suffix}")
+                info.size = len(body)
+                tar.addfile(info, io.BytesIO(body))
+
+
+WRITERS = {
+    "parquet": lambda d: write_parquet(d, caption_rows(6)),
+    "parquet with an image column": write_image_column,
+    "arrow": write_arrow,
+    "imagefolder": write_imagefolder,
+    "json lines with paths": write_paths,
+    "webdataset": write_tar,
+}
+
+
+def contents(record):
+    segments = parse_record(record, "", None).segments
+    return [s.read() if isinstance(s, ImageSegment) else s.text for s in segments]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_format_gives_the_same_bytes_by_index_and_in_order(kind, tmp_path):
+    WRITERS[kind](tmp_path / "set")
+    expected = [[row["image"]["bytes"], row["text"]] for row in caption_rows(6)]
+    config = SourceConfig(path=str(tmp_path / "set"))
+    source = open_map_source(config)
+    assert [contents(source.read(i)) for i in range(len(source))] == expected
+
+    stream = open_stream("set", config)
+    first = [contents(stream.next()) for _ in range(4)]
+    position = json.loads(json.dumps(stream.position()))
+    rest = [contents(record) for record in iter(stream.next, None)]
+    assert first + rest == expected
+    stream.restart(position)
+    assert [contents(record) for record in iter(stream.next, None)] == rest
+    stream.restart(None)
+    assert contents(stream.next()) == expected[0]
+
+
+def test_split_directories_files_and_globs(tmp_path):
+    write_jsonl(tmp_path / "set" / "train" / "a.jsonl", [{"text": "t"}])
+    write_jsonl(tmp_path / "set" / "validation" / "a.jsonl", [{"text": "v"}])
+    for path, split, text in (
+        ("set", "train", "t"),
+        ("set", "validation", "v"),
+        ("set/validation/a.jsonl", "train", "v"),
+        ("set/t*/*.jsonl", "train", "t"),
+    ):
+        source = open_map_source(SourceConfig(path=str(tmp_path / path), split=split))
+        assert [source.read(i).columns["text"] for i in range(len(source))] == [text]
+
+
+def test_a_broken_line_costs_one_sample(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": \n\n[1]\n{"messages": "x", "n": [1, "a"]}\n')
+    source = open_map_source(SourceConfig(path=str(path)))
+    assert len(source) == 4
+    for broken in (1, 2):
+        with pytest.raises(CorruptSampleError, match=r"a\.jsonl"):
+            source.read(broken)
+    assert source.read(3).columns["n"] == [1, "a"]
+
+
+def test_streams_go_on_behind_a_broken_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\nbroken\n{"text": "two"}')
+    records = list(iter(open_stream("a", SourceConfig(path=str(path))).next, None))
+    assert isinstance(records[1], CorruptSampleError)
+    assert [records[i].columns["text"] for i in (0, 2)] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        ("nowhere/at/all", None, "no such file"),
+        ("notes.md", "hello", "known are"),
+        ("array.json", '[{"text": "a"}]', "one object per line"),
+        ("torn.parquet", "PAR1 torn", "cannot be read"),
+    ],
+)
+def test_unreadable_sources_are_named(path, content, message, tmp_path):
+    if content:
+        (tmp_path / path).write_text(content)
+    with pytest.raises(DataError, match=message):
+        open_map_source(SourceConfig(path=str(tmp_path / path)))
+
+
+def test_fingerprint_changes_with_the_files(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    before = open_map_source(SourceConfig(path=str(path))).fingerprint
+    assert open_map_source(SourceConfig(path=str(path))).fingerprint == before
+    write_jsonl(path, [{"text": "ab"}])
+    assert open_map_source(SourceConfig(path=str(path))).fingerprint != before
+
+
+def test_pickles_in_a_tar_do_not_run(tmp_path):
+    sentinel = tmp_path / "sentinel"
+    payload = b"cposix\nsystem\n(S'touch " + str(sentinel).encode() + b"'\ntR."
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        members = {"1.pkl": payload, "1.pyd": payload, "1.txt": b"a", "1.png": png(4, 4)}
+        for name, body in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+    config = SourceConfig(path=str(tmp_path / "a.tar"))
+    assert contents(open_map_source(config).read(0))[1] == "a"
+    assert contents(open_stream("a", config).next())[1] == "a"
+    assert not sentinel.exists()
+
+
+def test_names_are_unique():
+    paths = ["data/a/train", "data/a/train", "other/a/train", "b.jsonl"]
+    configs = [SourceConfig(path=p) for p in paths] + [SourceConfig(path="x", name="mine")]
+    assert unique_names(configs) == ["a/train", "a/train#2", "a/train#3", "b.jsonl", "mine"]
