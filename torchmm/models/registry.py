@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
 from transformers.image_processing_base import ImageProcessingMixin
 
 from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
@@ -17,6 +15,7 @@ from torchmm.errors import ConfigError
 from torchmm.models.composites import COMPOSITES
 from torchmm.models.encoder_families import ENCODER_FAMILIES, EncoderFamily
 from torchmm.models.encoders import EncoderModule, EncoderSpec
+from torchmm.models.hf_config import load_config, size_problems
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LLM_FAMILIES, LlmModule
 from torchmm.models.multimodal import MultimodalModel, TextConventions, module_of
@@ -54,14 +53,14 @@ def build_model(
 
 
 def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
-    hf_config = _load_config("model", config.source, config.config)
+    hf_config = load_config("model", config.source, config.config)
     take = COMPOSITES.get(hf_config.model_type)
     if take is None:
         raise ConfigError(_unsupported("model", hf_config.model_type, COMPOSITES))
     parts = take(hf_config)
     problems: list[str] = []
-    problems += _size_problems("model", parts.llm_config.get_text_config())
-    problems += _size_problems("model", parts.encoder_config)
+    problems += size_problems("model", parts.llm_config.get_text_config())
+    problems += size_problems("model", parts.encoder_config)
     with _collected(problems):
         family, tower = parts.encoder_family, parts.encoder_config
         processor = _load_processor("model", family, tower, config.source, None)
@@ -100,11 +99,11 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
 
 
 def _build_llm(section: LlmConfig, dtype: torch.dtype) -> LlmModule:
-    config = _load_config("model.llm", section.source, section.config)
+    config = load_config("model.llm", section.source, section.config)
     family = LLM_FAMILIES.get(config.model_type)
     if family is None:
         raise ConfigError(_unsupported("model.llm", config.model_type, LLM_FAMILIES))
-    if problems := _size_problems("model.llm", config):
+    if problems := size_problems("model.llm", config):
         raise ConfigError(problems)
     return LlmModule(config, family, dtype, replace(LLM_FILES, source=section.source))
 
@@ -115,11 +114,11 @@ def _build_encoder(
     key = f"model.encoders.{name}"
     if name == "llm" or "." in name:
         raise ConfigError(f"[{key}] an encoder cannot be named {name!r}; choose another name")
-    config = _load_config(key, section.source, section.config)
+    config = load_config(key, section.source, section.config)
     family = ENCODER_FAMILIES.get(config.model_type)
     if family is None:
         raise ConfigError(_unsupported(key, config.model_type, ENCODER_FAMILIES))
-    problems = _size_problems(key, config)
+    problems = size_problems(key, config)
     problems += _connector_problems(key, section, family, config)
     processor: tuple[str, dict[str, Any]] = ("", {})
     with _collected(problems):
@@ -165,68 +164,6 @@ def _connector_problems(
             f"[{key}] shuffle = {section.shuffle} does not divide the "
             f"{config.image_size // config.patch_size} patches per row of the image"
         )
-    return problems
-
-
-def _load_config(key: str, source: str | None, override: dict[str, Any] | None) -> Any:
-    """Hugging Face config of a section; an encoder's is the vision part of a dual model's."""
-    try:
-        base: Any = None if source is None else AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"[{key}] source = {source!r} has no readable config.json; name a local directory "
-            f"or a model of the hub ({str(error).splitlines()[0]})"
-        ) from error
-    if base is None:
-        base = _make_config(key, dict(override or {}))
-        override = {}
-    if key.startswith("model.encoders."):
-        base = getattr(base, "vision_config", base)
-    return _make_config(key, _merged(base.to_dict(), override)) if override else base
-
-
-def _make_config(key: str, settings: dict[str, Any]) -> PreTrainedConfig:
-    model_type = settings.pop("model_type", None)
-    if model_type is None:
-        raise ConfigError(f"[{key}] config has no model_type")
-    try:
-        return AutoConfig.for_model(model_type, **settings)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"[{key}] config is not a valid {model_type!r} config: {reason}"
-        ) from error
-
-
-def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for name, value in override.items():
-        old = merged.get(name)
-        if isinstance(old, dict) and isinstance(value, dict):
-            merged[name] = _merged(old, value)
-        else:
-            merged[name] = value
-    return merged
-
-
-def _size_problems(key: str, config: Any) -> list[str]:
-    problems = []
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if getattr(config, "head_dim", None) is None and hidden % heads:
-        problems.append(f"[{key}] hidden_size = {hidden} is not divisible by its {heads} heads")
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if heads % kv_heads:
-        problems.append(
-            f"[{key}] num_attention_heads = {heads} is not divisible by the {kv_heads} "
-            "num_key_value_heads"
-        )
-    if getattr(config, "attention_dropout", 0.0):
-        problems.append(
-            f"[{key}] attention_dropout = {config.attention_dropout} is not "
-            "implemented; override it with 0.0"
-        )
-    if getattr(config, "use_sliding_window", False):
-        problems.append(f"[{key}] use_sliding_window is not implemented; override it with false")
     return problems
 
 

@@ -1,5 +1,7 @@
 """Composites equal Hugging Face's own; freezing, missing images, names of parts."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from model_cases import (
@@ -17,6 +19,7 @@ from model_cases import (
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
+    AutoConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
@@ -165,7 +168,7 @@ def test_all_mistakes_of_a_model_are_listed() -> None:
 @pytest.mark.parametrize("model_type", ["gpt2", "nonsense"])
 def test_an_unsupported_llm_is_refused_with_a_remedy(model_type: str) -> None:
     config = ModelConfig(llm=LlmConfig(config={"model_type": model_type}))
-    with pytest.raises(ConfigError, match=r"\[model\.llm\].*(supported: llama|not a valid)"):
+    with pytest.raises(ConfigError, match=r"\[model\.llm\].*(supported: llama|is unknown)"):
         build(config)
 
 
@@ -178,3 +181,25 @@ def test_siglip_in_llava_must_keep_the_first_patch() -> None:
     siglip = {**COMPOSITES["llava"]["vision_config"], "model_type": "siglip_vision_model"}
     with pytest.raises(ConfigError, match="drops the first patch"):
         build(composite_config("llava", vision_config=siglip))
+
+
+def test_a_misspelt_key_of_an_inline_config_is_reported() -> None:
+    vision = {**COMPOSITES["llava"]["vision_config"], "hiden_act": "gelu"}
+    with pytest.raises(
+        ConfigError, match=r"vision_config\] 'hiden_act'.*did you mean 'hidden_act'"
+    ):
+        build(composite_config("llava", vision_config=vision))
+
+
+def test_a_source_without_config_is_reported(tmp_path: Path) -> None:
+    config = ModelConfig(llm=LlmConfig(source=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"no readable config\.json"):
+        build(config)
+
+
+def test_a_config_is_laid_over_that_of_the_source(tmp_path: Path) -> None:
+    AutoConfig.for_model(**COMPOSITES["llava"]).save_pretrained(tmp_path)
+    change = {"text_config": {"num_hidden_layers": 1}}
+    model = build(ModelConfig(source=str(tmp_path), config=change))
+    assert len(model.llm.layers) == 1
+    assert model.llm.text_config.hidden_size == 32
