@@ -195,9 +195,10 @@ def _save(model: MultimodalModel, target: _Target) -> None:
     if target.generation_source is not None and target.hf.can_generate():
         try:
             found = GenerationConfig.from_pretrained(target.generation_source)
+            found.validate(strict=True)
             target.hf.generation_config = found
-        except OSError:
-            pass  # the source has none: what follows from the config stays
+        except (OSError, ValueError):
+            pass  # none, or one that cannot be saved again: what follows from the config stays
     target.hf.save_pretrained(target.directory)
 
 

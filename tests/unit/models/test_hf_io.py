@@ -99,6 +99,15 @@ def test_an_llm_goes_through_unchanged(family: str, tmp_path: Path, tokenizer) -
     assert len(PreTrainedTokenizerFast.from_pretrained(tmp_path / "ours")) == 64
 
 
+def test_an_invalid_generation_config_does_not_lose_the_export(tmp_path: Path, tokenizer) -> None:
+    save(AutoModelForCausalLM, LLMS["llama"], tmp_path / "first")
+    settings = tmp_path / "first" / "generation_config.json"
+    settings.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "eos_token_id": 2}))
+    model = load(ModelConfig(llm=LlmConfig(source=str(tmp_path / "first"))))
+    export_hf(model, tmp_path / "ours", tokenizer)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
