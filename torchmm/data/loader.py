@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedTokenizerBase
@@ -189,6 +190,8 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     """
     _check_sizes(training, data_parallel_size)
     _allow_open_files()
+    if data_parallel_rank > 0:
+        datasets.disable_progress_bars()  # all ranks convert the same files
     reader = SampleReader(data, training.sequence_length, text_spec, image_specs, tokenizer)
     sources = _open_sources(data, training, reader, tokenizer, validation)
 

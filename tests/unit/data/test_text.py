@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from data_cases import CLIP, png
+from transformers import AutoConfig, AutoModelForImageTextToText, LlavaProcessor
 
 from torchmm.batch import IGNORE_TARGET
 from torchmm.data.chat import ChatTemplate
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.images import ImagePreprocessor, decode_rgb
 from torchmm.data.samples import ImageSegment, Sample, TextSegment
 from torchmm.data.text import TextEncoder, mrope_positions
 
@@ -35,6 +37,22 @@ def test_caption_is_start_image_text_end(encoder, tokenizer, text_spec):
     assert out.ids == [text_spec.bos_token_id, *[image] * 3, *text, text_spec.eos_token_id]
     assert out.image_starts == [1]
     assert out.loss == [False] * 4 + [True] * (len(text) + 1)
+
+
+def test_ids_and_pixels_equal_those_of_a_llava_processor(tokenizer, encoder):
+    ours = ImagePreprocessor(CLIP)
+    processor = LlavaProcessor(
+        image_processor=ours.processor,
+        tokenizer=tokenizer,
+        patch_size=CLIP.patch_size_px,
+        vision_feature_select_strategy="full",
+    )
+    for seed, size in enumerate([(30, 20), (16, 16), (7, 90)]):
+        image = decode_rgb(png(*size, seed), 10_000)
+        theirs = processor(images=[image], text="<image>a red dog", return_tensors="np")
+        made = sample(IMAGE, words("a red dog"), add_bos=False, add_eos=False)
+        assert encoder.encode(made, [ours.meta(*size).tokens]).ids == theirs["input_ids"][0].tolist()
+        assert (ours.pixels(image) == theirs["pixel_values"][0]).all()
 
 
 def test_targets_are_the_next_tokens_that_count(encoder):
