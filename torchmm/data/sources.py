@@ -124,16 +124,19 @@ def load(config: SourceConfig, kind: str, files: Sequence[Path], streaming: bool
     try:
         if kind == "hub":
             return datasets.load_dataset(config.path, split=config.split, streaming=streaming)
+        # Names are patterns to `datasets`. The split is named, or it would guess one from them.
+        names = [glob.escape(str(f)) for f in files]
+        options: dict[str, Any] = {}
         if kind == "imagefolder":
-            root = source_root(config, files)
-            return datasets.load_dataset(
-                "imagefolder", data_dir=root, split="train", drop_labels=True, streaming=streaming
-            )
-        names = {"train": [str(f) for f in files]}
-        return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming)
+            names = [glob.escape(str(source_root(config, files))) + "/**"]
+            options["drop_labels"] = True
+        return datasets.load_dataset(
+            kind, data_files={"train": names}, split="train", streaming=streaming, **options
+        )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        looked_for = "no local path, so looked for on the hub" if kind == "hub" else kind
         raise DataError(
-            f"source {config.path!r} (format {kind}, split {config.split!r}) cannot be read: "
+            f"source {config.path!r} ({looked_for}, split {config.split!r}) cannot be read: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -155,6 +158,8 @@ def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
     kinds = [config.format] if config.format != "auto" else _kinds_by_suffix(candidates)
     for kind in kinds:
         files = [f for f in candidates if f.suffix.lower() in SUFFIXES[kind]]
+        if files and kind == "imagefolder":
+            files += [f for f in candidates if _is_metadata(f)]
         if files:
             return kind, files
     raise DataError(
@@ -166,9 +171,11 @@ def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
 
 def _kinds_by_suffix(files: Sequence[Path]) -> list[str]:
     """Formats to try, best first. A metadata.jsonl beside images describes an image folder."""
-    if any(f.name.startswith("metadata.") for f in files):
-        return ["imagefolder", *SUFFIXES]
-    return list(SUFFIXES)
+    return ["imagefolder", *SUFFIXES] if any(map(_is_metadata, files)) else list(SUFFIXES)
+
+
+def _is_metadata(path: Path) -> bool:
+    return path.stem == "metadata"
 
 
 def _local_candidates(config: SourceConfig) -> list[Path] | None:
@@ -177,15 +184,27 @@ def _local_candidates(config: SourceConfig) -> list[Path] | None:
     if path.is_dir():
         inside = path / config.split
         root = inside if inside.is_dir() else path
-        return sorted(f.absolute() for f in root.rglob("*") if f.is_file())
+        return sorted(f.absolute() for f in root.rglob("*") if _is_visible_file(f, root))
     if path.is_file():
         return [path.absolute()]
     matches = sorted(Path(m).absolute() for m in glob.glob(str(path), recursive=True))  # noqa: PTH207
     if matches:
         return [m for m in matches if m.is_file()]
-    looks_local = path.is_absolute() or config.path.startswith(".") or path.suffix
-    deep = len(path.parts) > 2 or any(c in config.path for c in "*?[")
-    return [] if looks_local or deep or config.format not in ("auto", "hub") else None
+    return None if config.format in ("auto", "hub") and _may_be_hub_id(config.path) else []
+
+
+def _may_be_hub_id(name: str) -> bool:
+    """NAME or OWNER/NAME, and OWNER is no directory here."""
+    path = Path(name)
+    known_suffix = any(path.suffix in suffixes for suffixes in SUFFIXES.values())
+    is_pattern = any(c in name for c in "*?[")
+    if name.startswith((".", "/", "~")) or len(path.parts) > 2 or known_suffix or is_pattern:
+        return False
+    return len(path.parts) == 1 or not path.parent.is_dir()
+
+
+def _is_visible_file(path: Path, root: Path) -> bool:
+    return path.is_file() and not any(p.startswith(".") for p in path.relative_to(root).parts)
 
 
 def source_root(config: SourceConfig, files: Sequence[Path]) -> str | None:

@@ -6,12 +6,12 @@ import tarfile
 
 import datasets
 import pytest
-from data_cases import caption_rows, png, write_jsonl, write_parquet
+from data_cases import caption, caption_rows, png, write_jsonl, write_parquet
 
 from torchmm.config import SourceConfig
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.samples import ImageSegment, parse_record
-from torchmm.data.sources import open_map_source, unique_names
+from torchmm.data.sources import open_map_source, resolve_files, unique_names
 from torchmm.data.streams import open_stream
 from torchmm.errors import DataError
 
@@ -73,9 +73,10 @@ def contents(record):
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_every_format_gives_the_same_bytes_by_index_and_in_order(kind, tmp_path):
-    WRITERS[kind](tmp_path / "set")
+    # Brackets are patterns, and "test" is a split, to libraries that guess.
+    WRITERS[kind](tmp_path / "set [test]")
     expected = [[row["image"]["bytes"], row["text"]] for row in caption_rows(6)]
-    config = SourceConfig(path=str(tmp_path / "set"))
+    config = SourceConfig(path=str(tmp_path / "set [test]"))
     source = open_map_source(config)
     assert [contents(source.read(i)) for i in range(len(source))] == expected
 
@@ -126,6 +127,7 @@ def test_streams_go_on_behind_a_broken_line(tmp_path):
     ("path", "content", "message"),
     [
         ("nowhere/at/all", None, "no such file"),
+        ("nothing", None, "no such file"),
         ("notes.md", "hello", "known are"),
         ("array.json", '[{"text": "a"}]', "one object per line"),
         ("torn.parquet", "PAR1 torn", "cannot be read"),
@@ -144,6 +146,15 @@ def test_fingerprint_changes_with_the_files(tmp_path):
     assert open_map_source(SourceConfig(path=str(path))).fingerprint == before
     write_jsonl(path, [{"text": "ab"}])
     assert open_map_source(SourceConfig(path=str(path))).fingerprint != before
+
+
+def test_fingerprint_of_an_image_folder_covers_its_captions(tmp_path):
+    write_imagefolder(tmp_path / "set")
+    config = SourceConfig(path=str(tmp_path / "set"))
+    before = open_map_source(config).fingerprint
+    metadata = tmp_path / "set" / "train" / "metadata.jsonl"
+    metadata.write_text(metadata.read_text().replace(caption(0), "other words"))
+    assert open_map_source(config).fingerprint != before
 
 
 def test_pickles_in_a_tar_do_not_run(tmp_path):
@@ -165,3 +176,25 @@ def test_names_are_unique():
     paths = ["data/a/train", "data/a/train", "other/a/train", "b.jsonl"]
     configs = [SourceConfig(path=p) for p in paths] + [SourceConfig(path="x", name="mine")]
     assert unique_names(configs) == ["a/train", "a/train#2", "a/train#3", "b.jsonl", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("path", "local"),
+    [
+        ("imdb", False),
+        ("owner/name-v1.5", False),
+        ("here/name", True),
+        ("owner/name.parquet", True),
+        ("owner/*", True),
+        ("./name", True),
+    ],
+)
+def test_hub_ids_are_told_from_missing_paths(path, local, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    config = SourceConfig(path=path)
+    if local:
+        with pytest.raises(DataError, match="no such file"):
+            resolve_files(config)
+    else:
+        assert resolve_files(config) == ("hub", [])

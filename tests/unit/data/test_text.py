@@ -51,7 +51,9 @@ def test_ids_and_pixels_equal_those_of_a_llava_processor(tokenizer, encoder):
         image = decode_rgb(png(*size, seed), 10_000)
         theirs = processor(images=[image], text="<image>a red dog", return_tensors="np")
         made = sample(IMAGE, words("a red dog"), add_bos=False, add_eos=False)
-        assert encoder.encode(made, [ours.meta(*size).tokens]).ids == theirs["input_ids"][0].tolist()
+        assert (
+            encoder.encode(made, [ours.meta(*size).tokens]).ids == theirs["input_ids"][0].tolist()
+        )
         assert (ours.pixels(image) == theirs["pixel_values"][0]).all()
 
 
