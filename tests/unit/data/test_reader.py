@@ -33,8 +33,8 @@ def test_samples_without_text_are_corrupt(make, columns):
 
 def test_an_image_longer_than_the_sequence_is_corrupt(make):
     record = Record({"image": png(96, 96), "text": "a red dog"})
-    with pytest.raises(CorruptSampleError, match="sequence_length = 8"):
-        make({"vision": QWEN}, length=8).read(record, "")
+    with pytest.raises(CorruptSampleError, match="sequence_length = 4"):
+        make({"vision": QWEN}, length=4).read(record, "")
 
 
 def test_images_cut_off_are_neither_measured_nor_decoded(make):
@@ -50,7 +50,7 @@ def test_five_hundred_images_are_limited(make):
 
 
 def test_the_limit_on_pixels_is_the_recipes(make):
-    with pytest.raises(CorruptSampleError, match="data.max_image_pixels is 255"):
+    with pytest.raises(CorruptSampleError, match=r"data\.max_image_pixels is 255"):
         make({"vision": CLIP}, max_image_pixels=255).read(document(16), "")
 
 
