@@ -160,7 +160,8 @@ class StepBatch:
     microbatches: list[Microbatch]
     state: dict[str, Any]
     skipped: list[str] = field(default_factory=list)
-    """One "source[index]: reason" per sample that could not be decoded on this rank."""
+    """One "source[index]: reason" per corrupt sample, the first time this rank meets it; what all
+    ranks find while planning is listed by rank 0 only."""
     epoch: int = 0
     """Passes over the data that are complete."""
 

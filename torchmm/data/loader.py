@@ -34,6 +34,8 @@ from torchmm.data.streams import StreamFeed, open_stream
 from torchmm.data.workers import fork_server, make_worker_setup
 from torchmm.errors import ConfigError, DataError
 
+OPEN_FILES = 65536
+
 logger = logging.getLogger(__name__)
 
 
@@ -275,8 +277,9 @@ def _worker_died(error: Exception) -> bool:
 def _allow_open_files() -> None:
     """Every tensor on its way from a worker holds a file descriptor; 1024 are soon used up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _same(step: Any) -> Any:
