@@ -4,18 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python=${PYTHON:-python3}
-if [ ! -x .venv/bin/python ]; then
-    echo "quickstart: making a virtual environment in .venv"
-    "$python" -c 'import sys; sys.exit("Python >= 3.11 is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
-    "$python" -m venv .venv
-fi
-if [ ! -e .venv/.installed ] || [ pyproject.toml -nt .venv/.installed ]; then
-    echo "quickstart: installing torchmm (a few minutes the first time)"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.11,<2.14'
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable .
-    touch .venv/.installed
-fi
+# shellcheck source=scripts/environment.sh
+. scripts/environment.sh
+prepare_environment
 .venv/bin/python scripts/prepare_data.py tuxpaint_stamps
 
 # One process per GPU; two on a machine without.

@@ -68,15 +68,9 @@ def generate_samples(
         image_positions = torch.cat([e.positions_K for e in prompt.encoders.values()])
         shown = prompt.input_ids_T.clone()
         shown[image_positions] = -1
-        texts.append(
-            GeneratedText(
-                sample.source,
-                sample.index,
-                tokenizer.decode(shown[shown >= 0], skip_special_tokens=True),
-                tokenizer.decode(truth_ids, skip_special_tokens=True),
-                tokenizer.decode(new_ids, skip_special_tokens=True),
-            )
-        )
+        ids = (shown[shown >= 0].tolist(), truth_ids.tolist(), new_ids)
+        decoded = [str(tokenizer.decode(i, skip_special_tokens=True)) for i in ids]
+        texts.append(GeneratedText(sample.source, sample.index, *decoded))
     return texts
 
 

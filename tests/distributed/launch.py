@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT_S = 240
+TIMEOUT_S = 200
 
 
 def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
@@ -21,7 +21,7 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
     """
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    port = _free_port()
+    port = free_port()
     processes = [
         context.Process(target=_main, args=(function, rank, ranks, port, results, args))
         for rank in range(ranks)
@@ -63,7 +63,8 @@ def _main(function: Callable, rank: int, ranks: int, port: int, results: Any, ar
             dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -24,7 +24,7 @@ def _model() -> nn.ModuleDict:
 
 
 def _module_of(name: str) -> str:
-    return name.split(".")[0]
+    return name.split(".", maxsplit=1)[0]
 
 
 def test_groups_split_by_module_and_decay():

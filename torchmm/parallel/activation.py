@@ -39,7 +39,7 @@ def apply_activation_checkpoint(module: LayeredModule, mode: str) -> None:
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for layer in module.layers:
-        layer.forward = partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
+        layer.forward = partial(checkpoint, layer.forward, **settings)
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

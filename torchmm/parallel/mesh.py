@@ -94,7 +94,7 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
     """Joins the process group of torchrun's environment; a lone process forms a group of one."""
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
-    backend = config.backend
+    backend: str = config.backend
     if backend == "auto":
         # gloo beside NCCL carries the CPU collectives of checkpoints and health checks.
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"

@@ -185,4 +185,3 @@ def _split_sequence(mesh: DeviceMesh, module: nn.Module, args: tuple) -> tuple:
         )
     whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     return (whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:])
-

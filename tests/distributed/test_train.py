@@ -1,0 +1,129 @@
+"""Whole runs on real data: curves of all layouts, resuming, reading the export back."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from launch import free_port, run_distributed
+from safetensors.torch import load_file
+from tiny_recipe import tiny_recipe
+
+from torchmm.checkpoint_manifest import list_steps
+from torchmm.config import Recipe
+from torchmm.preempt import read_status
+from torchmm.trainer import train
+
+pytestmark = pytest.mark.slow
+STEPS = 20
+LAYOUTS = {
+    2: {
+        "fsdp2": {"parallel__shard": 2},
+        "tp2": {"parallel__tensor": 2, "training__microbatch_size": 4},
+        "tp2-sp": {
+            "parallel__tensor": 2,
+            "parallel__sequence_parallel": "true",
+            "training__microbatch_size": 4,
+        },
+        "fsdp2-mb2": {"parallel__shard": 2, "training__microbatch_size": 2},
+    },
+    4: {
+        "hsdp": {"parallel__replicate": 2, "parallel__shard": 2},
+        "fsdp2-tp2": {
+            "parallel__shard": 2,
+            "parallel__tensor": 2,
+            "training__microbatch_size": 4,
+        },
+    },
+}
+
+
+def run(ranks: int, *recipes: Recipe) -> None:
+    """Runs the recipes one after the other on the same processes."""
+    run_distributed(_train_all, ranks, recipes, [free_port() for _ in recipes])
+
+
+def _train_all(recipes: tuple[Recipe, ...], ports: list[int]) -> None:
+    for recipe, port in zip(recipes, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)  # the last run's store may still be up
+        train(recipe)
+
+
+def records(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    files = sorted(list_steps(run_dir / "checkpoints")[0].glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory, real_data) -> list[dict]:
+    """Records of the single-process run."""
+    run_dir = tmp_path_factory.mktemp("single") / "run"
+    run(1, tiny_recipe(run_dir, real_data, training__steps=STEPS))
+    return records(run_dir)
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_layouts_give_the_single_process_curve(ranks, single, tmp_path, real_data):
+    recipes = [
+        tiny_recipe(tmp_path / name, real_data, ranks, training__steps=STEPS, **layout)
+        for name, layout in LAYOUTS[ranks].items()
+    ]
+    run(ranks, *recipes)
+    for name in LAYOUTS[ranks]:
+        found = records(tmp_path / name)
+        assert [r["step"] for r in found] == list(range(1, STEPS + 1))
+        assert found[0]["loss"] == pytest.approx(single[0]["loss"], rel=1e-5), name
+        assert found[0]["grad_norm"] == pytest.approx(single[0]["grad_norm"], rel=1e-5), name
+        for ours, reference in zip(found, single, strict=True):
+            assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-3), name
+    assert single[-1]["loss"] < 0.9 * single[0]["loss"], "the model must learn something"
+
+
+@pytest.mark.parametrize("workers", [(0, 2), (2, 0)], ids=["0 then 2", "2 then 0"])
+def test_resume_continues_with_the_same_bits(workers, tmp_path, real_data):
+    """6 steps at once, or 3 and 3 with another number of workers: same losses, same weights."""
+    first, then = workers
+    common = {"checkpoint__interval": 3, "parallel__shard": 2}
+    whole = tiny_recipe(
+        tmp_path / "whole", real_data, 2, training__steps=6, data__workers=first, **common
+    )
+    begun = tiny_recipe(
+        tmp_path / "parts", real_data, 2, training__steps=3, data__workers=first, **common
+    )
+    ended = tiny_recipe(
+        tmp_path / "parts", real_data, 2, training__steps=6, data__workers=then, **common
+    )
+    run(2, whole, begun)
+    run(2, ended)
+    for straight, resumed in zip(
+        records(tmp_path / "whole"), records(tmp_path / "parts"), strict=True
+    ):
+        for key in ("step", "loss", "grad_norm", "epoch", "lr"):
+            assert straight[key] == resumed[key]
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one if "rng" not in name)
+
+
+def test_checkpoint_of_one_layout_continues_in_another(single, tmp_path, real_data):
+    run_dir = tmp_path / "run"
+    fsdp = tiny_recipe(
+        run_dir, real_data, 2, training__steps=3, checkpoint__interval=3, parallel__shard=2
+    )
+    tp = tiny_recipe(
+        run_dir, real_data, 2, training__steps=6, checkpoint__interval=3, parallel__tensor=2
+    )
+    alone = tiny_recipe(run_dir, real_data, 1, training__steps=9, checkpoint__interval=3)
+    run(2, fsdp)
+    run(2, tp)
+    run(1, alone)
+    found = records(run_dir)
+    assert [r["step"] for r in found] == list(range(1, 10))
+    for ours, reference in zip(found, single, strict=False):
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-3)
+    assert read_status(run_dir).state == "done"

@@ -1,0 +1,55 @@
+"""The quickstart's recipe shrunk to a model and batch that train in a fraction of a second."""
+
+from pathlib import Path
+
+from torchmm.config import Recipe
+from torchmm.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "recipes" / "quickstart.toml"
+
+LLM = "--model.llm.config."
+VISION = "--model.encoders.vision.config."
+SIZES = {
+    LLM + "hidden_size": 48,
+    LLM + "intermediate_size": 64,
+    LLM + "num_hidden_layers": 2,
+    LLM + "num_attention_heads": 4,
+    LLM + "num_key_value_heads": 2,
+    VISION + "hidden_size": 48,
+    VISION + "intermediate_size": 64,
+    VISION + "num_hidden_layers": 2,
+    VISION + "num_attention_heads": 4,
+    VISION + "image_size": 32,
+    "--training.global_batch_size": 8,
+    "--training.microbatch_size": 1,
+    "--training.sequence_length": 128,
+    "--optimizer.warmup_steps": 2,
+    "--optimizer.schedule": "constant",
+    "--data.workers": 0,
+    "--validation.interval": 0,
+    "--checkpoint.interval": 0,
+    "--checkpoint.export_hf": "false",
+}
+
+
+def overrides(run_dir: Path, data: Path, **changes: object) -> list[str]:
+    """Command-line overrides; `changes` are keys with "__" for the dot."""
+    values = {
+        **SIZES,
+        "--name": run_dir.name,
+        "--output_dir": run_dir.parent,
+        "--data.index_cache": run_dir.parent / "index",
+        "--model.tokenizer": data / "tokenizer",
+        **{f"--{k.replace('__', '.')}": v for k, v in changes.items()},
+    }
+    sources = [
+        f'--data.sources=[{{path="{data}/tuxpaint_stamps/train"}}]',
+        f'--data.validation=[{{path="{data}/tuxpaint_stamps/validation"}}]',
+    ]
+    return sources + [f"{key}={value}" for key, value in values.items()]
+
+
+def tiny_recipe(run_dir: Path, data: Path, world_size: int = 1, **changes: object) -> Recipe:
+    """The recipe itself."""
+    return load_recipe(QUICKSTART, overrides(run_dir, data, **changes), world_size).recipe

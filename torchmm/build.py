@@ -1,0 +1,204 @@
+"""From a recipe to the parts of a run: mesh, model, optimizer, data, checkpoints, records.
+
+The order matters: the model is parallelized on the meta device before any memory is taken, the
+checkpoint decides where data begins, and random state is put back last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import torch
+import transformers
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from torchmm.checkpoint import CheckpointManager, Restored
+from torchmm.config import Recipe
+from torchmm.data.loader import Loader, build_loader
+from torchmm.dry_run import run_summary
+from torchmm.errors import ConfigError
+from torchmm.log import setup_logging
+from torchmm.metrics import MetricsRecorder
+from torchmm.models.hf_io import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize, module_of
+from torchmm.models.registry import build_model
+from torchmm.optim import build_optimizer
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.recipe import dump_recipe
+from torchmm.report import print_summary
+from torchmm.rng import seed_everything
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class RunParts:
+    """The parts of one run, ready for the loop."""
+
+    recipe: Recipe
+    run_dir: Path
+    logger: logging.Logger
+    mesh: ParallelMesh
+    tokenizer: PreTrainedTokenizerBase
+    model: MultimodalModel
+    optimizer: torch.optim.AdamW
+    checkpoints: CheckpointManager
+    restored: Restored | None
+    loader: Loader
+    recorder: MetricsRecorder | None
+    """On rank 0."""
+
+
+def build_run(recipe: Recipe, run_dir: Path, device: torch.device) -> RunParts:
+    """Builds everything; collective over the started process group.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: what was asked for cannot be had.
+    """
+    _quiet_libraries()
+    console = Console()
+    mesh = build_mesh(recipe.parallel, device)
+    logger = setup_logging(run_dir, mesh.rank, console)
+    _set_numerics(recipe, mesh)
+    tokenizer = load_tokenizer(recipe)
+    model = build_model(recipe.model, recipe.freeze)
+    if mesh.rank == 0:
+        (run_dir / "recipe.toml").write_text(dump_recipe(recipe))
+        print_summary(console, recipe.name, run_summary(recipe, model, mesh.world_size))
+    _fill_model(recipe, model, mesh)
+    optimizer = build_optimizer(model, module_of, recipe.optimizer)
+    checkpoints = _open_checkpoints(recipe, run_dir, mesh, logger)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restored = checkpoints.resume(model, optimizer, restarted)
+    step = restored.step if restored else 0
+    if restored:
+        logger.info("resumed from %s", restored.path)
+        if restored.rng is None:
+            seed_everything(recipe.training.seed, mesh.data_parallel_rank, step)
+    recorder = None
+    if mesh.rank == 0:
+        recorder = MetricsRecorder(
+            recipe.metrics,
+            run_dir,
+            name=recipe.name,
+            steps=recipe.training.steps,
+            start_step=step,
+            recipe=recipe.model_dump(),
+            console=console,
+            log=logger,
+        )
+    state = restored.state["data"] if restored else None
+    loader = build_data(recipe, model, tokenizer, mesh, state=state)
+    return RunParts(
+        recipe, run_dir, logger, mesh, tokenizer, model, optimizer,
+        checkpoints, restored, loader, recorder,
+    )  # fmt: skip
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer: its own key, else that of the LLM or composite model.
+
+    Raises:
+        ConfigError: none is named, or it cannot be loaded.
+    """
+    model = recipe.model
+    source = model.tokenizer or model.source or (model.llm.source if model.llm else None)
+    if source is None:
+        raise ConfigError("model.tokenizer: an inline LLM config needs a tokenizer; name one")
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.tokenizer = {source!r}: cannot be loaded: {error}") from error
+
+
+def build_data(
+    recipe: Recipe,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: ParallelMesh,
+    *,
+    state: dict | None = None,
+    validation: bool = False,
+    for_prompts: bool = False,
+) -> Loader:
+    """This rank's loader of training or held-out samples.
+
+    Args:
+        state: data position to go on from.
+        validation: held-out samples, decoded in this process (they are few and kept).
+        for_prompts: the same samples on all ranks, one sequence per microbatch.
+    """
+    data, training = recipe.data, recipe.training
+    if validation:
+        data = data.model_copy(update={"workers": 0})
+    if for_prompts:
+        training = training.model_copy(update={"microbatch_size": 1})
+    return build_loader(
+        data,
+        training,
+        text_spec=model.text_spec(tokenizer),
+        image_specs=model.image_specs(),
+        tokenizer=tokenizer,
+        data_parallel_rank=0 if for_prompts else mesh.data_parallel_rank,
+        data_parallel_size=1 if for_prompts else mesh.data_parallel_size,
+        state=state,
+        validation=validation,
+    )
+
+
+def _fill_model(recipe: Recipe, model: MultimodalModel, mesh: ParallelMesh) -> None:
+    """Splits the model over the mesh, then allocates and fills only this rank's part of it."""
+    parallelize(
+        model,
+        mesh,
+        recipe.parallel,
+        recipe.activation_checkpoint,
+        recipe.compile,
+        DTYPES[recipe.training.dtype],
+    )
+    materialize(model, mesh.device)
+    init_weights(model, recipe.training.seed, skip=load_weights(model))
+
+
+def _quiet_libraries() -> None:
+    """Silences what is known, harmless and repeated by every rank."""
+    # Nothing is done in place to what a module returns.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # Norms over a 2-D mesh are reduced one dimension after the other: one scalar per step.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # The replacement of this collective does not exist in the oldest supported torch.
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor. is deprecated")
+    datasets.disable_progress_bars()
+    # Images are prepared by Pillow; torchvision is not needed.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _set_numerics(recipe: Recipe, mesh: ParallelMesh) -> None:
+    # Ranks of one tensor-parallel group share their samples and must share dropout masks.
+    seed_everything(recipe.training.seed, mesh.data_parallel_rank)
+    if recipe.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _open_checkpoints(
+    recipe: Recipe, run_dir: Path, mesh: ParallelMesh, logger: logging.Logger
+) -> CheckpointManager:
+    layout = {
+        "replicate": mesh.replicate_size,
+        "shard": mesh.shard_size,
+        "tensor": mesh.tensor_size,
+    }
+    digest = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
+    return CheckpointManager(recipe.checkpoint, run_dir, logger, layout, digest)

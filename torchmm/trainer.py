@@ -1,0 +1,269 @@
+"""The training loop: what happens in which order, from a recipe to a trained model.
+
+A step: wait for data, agree on sizes and wishes, forward and backward of all microbatches, agree
+that all numbers are finite, update, record; then, where due, validate and save. Nothing here
+depends on a model family, a layout or a data format. Every collective is unconditional, or
+conditional on something all ranks agreed on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchmm.balance.flops import microbatch_flops
+from torchmm.batch import StepBatch
+from torchmm.build import RunParts, build_data, build_run
+from torchmm.config import Recipe
+from torchmm.data.corrupt import CorruptLimit
+from torchmm.errors import EXIT_DONE, Preempted, TorchmmError
+from torchmm.evaluate import generate_samples, held_out_prompts, validation_loss
+from torchmm.files import replace_atomically
+from torchmm.metrics import (
+    PhaseTimer,
+    RankStep,
+    StepRecord,
+    gather_rank_steps,
+    make_record,
+    peak_flops,
+    peak_memory_bytes,
+)
+from torchmm.models.hf_export import export_hf
+from torchmm.optim import (
+    clip_factor,
+    global_grad_norm,
+    lr_factor,
+    scale_gradients,
+    set_learning_rate,
+)
+from torchmm.parallel.health import Health, check_finite, gather_floats
+from torchmm.parallel.mesh import select_device, start_process_group
+from torchmm.preempt import Status, StopSignal, write_status
+from torchmm.profiling import StepProfiler
+from torchmm.rng import restore_rng
+from torchmm.step import TrainStep
+
+
+def train(recipe: Recipe) -> int:
+    """Runs a whole recipe on this rank; the exit code. STATUS.json says how it ended.
+
+    Raises:
+        TorchmmError: the run ended early; the status is written.
+    """
+    run_dir = Path(recipe.output_dir) / recipe.name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    device = select_device(recipe.training.device)
+    trainer = None
+    rank = 0
+    try:
+        with StopSignal() as stop:
+            start_process_group(recipe.parallel, device)
+            rank = dist.get_rank()
+            trainer = Trainer(build_run(recipe, run_dir, device), stop)
+            trainer.run()
+    except BaseException as error:
+        step = trainer.step if trainer else 0
+        code = error.exit_code if isinstance(error, TorchmmError) else 1
+        message = str(error) if isinstance(error, TorchmmError) else traceback.format_exc()
+        stopped = isinstance(error, Preempted)
+        write_status(
+            run_dir, Status("preempted" if stopped else "failed", step, rank, code, message)
+        )
+        raise
+    if rank == 0:
+        write_status(run_dir, Status("done", trainer.step, rank, EXIT_DONE))
+    dist.destroy_process_group()
+    return EXIT_DONE
+
+
+class Trainer:
+    """The loop over steps of one rank."""
+
+    def __init__(self, run: RunParts, stop: StopSignal) -> None:
+        self.parts = run
+        recipe, mesh = run.recipe, run.mesh
+        self.step = run.restored.step if run.restored else 0
+        self._stop = stop
+        self._timer = PhaseTimer(mesh.device)
+        self._train_step = TrainStep(run.model, mesh.device, mesh.data_parallel_size, self._timer)
+        self._parameters = [p for p in run.model.parameters() if p.requires_grad]
+        self._descriptions = [m.describe() for m in run.model.modality_modules()]
+        self._peak_flops = peak_flops(mesh.device)
+        if recipe.metrics.peak_tflops:
+            self._peak_flops = recipe.metrics.peak_tflops * 1e12
+        self._corrupt = CorruptLimit(
+            recipe.data.max_corrupt_samples, recipe.data.max_corrupt_fraction
+        )
+        if run.restored:
+            self._corrupt.add(**run.restored.state["corrupt"])
+        self._held_out: list[StepBatch] | None = None
+        self._profiler = StepProfiler(recipe.metrics, run.run_dir, mesh.rank, mesh.device)
+        self._health = Health(run.run_dir / "heartbeats", recipe.parallel.timeout_s)
+        self._data_state: dict = {}
+
+    def run(self) -> None:
+        """All steps, then the results.
+
+        Raises:
+            Preempted: asked to stop; a checkpoint of the last finished step is saved.
+            TorchmmError: see its subclasses.
+        """
+        steps = self.parts.recipe.training.steps
+        try:
+            with self.parts.checkpoints:
+                self._run_steps()
+                if self.step >= steps and self.parts.recipe.checkpoint.export_hf:
+                    with self._health.phase(self.step, "export"):
+                        export_hf(self.parts.model, self.parts.run_dir / "hf", self.parts.tokenizer)
+        finally:
+            self._health.close()
+            if self.parts.recorder:
+                self.parts.recorder.close()
+        if self.step < steps:
+            raise Preempted(f"stopped after step {self.step}, which is saved")
+
+    def _run_steps(self) -> None:
+        """Trains until the last step, or until a rank was asked to stop."""
+        run, steps = self.parts, self.parts.recipe.training.steps
+        batches = iter(run.loader)
+        if run.restored and run.restored.rng is not None:
+            restore_rng(run.restored.rng)
+        self._write_running()
+        stopping = False
+        while self.step < steps and not stopping:
+            with self._profiler.step(self.step + 1), self._health.phase(self.step + 1, "step"):
+                record, stopping = self._run_step(batches)
+            last = self.step == steps
+            with self._health.phase(self.step, "validation"):
+                if _is_due(run.recipe.validation.interval, self.step, last):
+                    record = self._validate(record)
+            if run.recorder:
+                run.recorder.record(record)
+            with self._health.phase(self.step, "checkpoint"):
+                if stopping or _is_due(run.recipe.checkpoint.interval, self.step, last):
+                    self._save()
+            self._health.check(self.step)
+
+    def _run_step(self, batches: Iterator[StepBatch]) -> tuple[StepRecord, bool]:
+        """One optimizer step; its record, and whether any rank was asked to stop."""
+        run, mesh = self.parts, self.parts.mesh
+        begin_s = time.perf_counter()
+        with self._timer.phase("data"):
+            batch = next(batches)
+        targets = sum(m.target_count for m in batch.microbatches)
+        samples = sum(len(m.meta.samples) for m in batch.microbatches)
+        wishes = [self._stop.as_float(), float(run.checkpoints.failed)]
+        totals = mesh.sum_over_data([targets, samples, len(batch.skipped), *wishes])
+        global_targets, all_samples, skipped, stopping, save_failed = totals
+        self._corrupt.add(int(skipped), int(all_samples))
+        if save_failed:
+            run.checkpoints.wait()
+
+        loss = self._train_step.run(batch.microbatches, global_targets)
+        grad_norm = global_grad_norm(self._parameters).item()
+        rows = gather_floats([loss.item(), grad_norm])
+        check_finite(self.step + 1, ("loss", "grad_norm"), rows)
+        loss_value = sum(row[0] for row in rows) / mesh.tensor_size
+
+        lr = self._update(grad_norm)
+        self._data_state = batch.state
+        self.step += 1
+        ranks = gather_rank_steps(self._measure(batch, begin_s))
+        record = make_record(
+            self.step,
+            ranks,
+            epoch=batch.epoch,
+            loss=loss_value,
+            grad_norm=grad_norm,
+            lr=lr,
+            peak_flops=self._peak_flops,
+        )
+        return record, stopping > 0
+
+    def _update(self, grad_norm: float) -> float:
+        """Clips and applies the gradients; the learning rate used."""
+        run = self.parts
+        config = run.recipe.optimizer
+        factor = lr_factor(self.step + 1, run.recipe.training.steps, config)
+        set_learning_rate(run.optimizer, factor)
+        clip = clip_factor(grad_norm, config.max_grad_norm)
+        if clip < 1.0:
+            scale_gradients(self._parameters, clip)
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        return config.lr * factor
+
+    def _measure(self, batch: StepBatch, begin_s: float) -> RankStep:
+        mesh = self.parts.mesh
+        times_ms = self._timer.finish_step()
+        counts = {}
+        if mesh.mesh.get_local_rank("tensor") == 0:
+            metas = [m.meta for m in batch.microbatches]
+            flops = [
+                microbatch_flops(self._descriptions, m.meta, m.target_count)
+                for m in batch.microbatches
+            ]
+            counts = {
+                "tokens": sum(m.used_tokens for m in metas),
+                "samples": sum(len(m.samples) for m in metas),
+                "images": sum(m.image_count for m in metas),
+                "flops": sum(f.forward + f.backward for by_name in flops for f in by_name.values()),
+                "skipped_samples": self._corrupt.corrupt if mesh.rank == 0 else 0,
+            }
+        return RankStep(
+            step_ms=(time.perf_counter() - begin_s) * 1e3,
+            data_wait_ms=times_ms.get("data", 0.0),
+            encoder_ms=times_ms.get("encoder", 0.0),
+            llm_ms=times_ms.get("llm", 0.0),
+            peak_memory_bytes=peak_memory_bytes(mesh.device),
+            **counts,
+        )
+
+    def _validate(self, record: StepRecord) -> StepRecord:
+        """Held-out loss into the record, and generated text into samples.json."""
+        run, config = self.parts, self.parts.recipe.validation
+        run.model.eval()
+        if self._held_out is None:
+            loader = build_data(run.recipe, run.model, run.tokenizer, run.mesh, validation=True)
+            self._held_out = list(islice(loader, config.batches))
+        loss = validation_loss(run.model, self._held_out, run.mesh)
+        if config.samples:
+            loader = build_data(
+                run.recipe, run.model, run.tokenizer, run.mesh, validation=True, for_prompts=True
+            )
+            prompts = held_out_prompts(loader, config.samples)
+            texts = generate_samples(
+                run.model, prompts, run.tokenizer, run.mesh, config.max_new_tokens
+            )
+            if run.mesh.rank == 0:
+                self._append_samples([{"step": self.step, **asdict(t)} for t in texts])
+        run.model.train()
+        return StepRecord(**{**asdict(record), "validation_loss": loss})
+
+    def _append_samples(self, samples: list[dict]) -> None:
+        file = self.parts.run_dir / "samples.json"
+        earlier = json.loads(file.read_text()) if file.exists() else []
+        kept = [s for s in earlier if s["step"] < self.step]
+        text = json.dumps(kept + samples, indent=1, ensure_ascii=False)
+        replace_atomically(file, text.encode())
+
+    def _save(self) -> None:
+        run = self.parts
+        counts = {"corrupt": self._corrupt.corrupt, "seen": self._corrupt.seen}
+        state = {"data": self._data_state, "corrupt": counts}
+        run.checkpoints.save(self.step, run.model, run.optimizer, state)
+
+    def _write_running(self) -> None:
+        if self.parts.mesh.rank == 0:
+            write_status(self.parts.run_dir, Status("running", self.step, 0))
+
+
+def _is_due(interval: int, step: int, last: bool) -> bool:
+    return interval > 0 and (last or step % interval == 0)

@@ -1,0 +1,56 @@
+"""Trains the model a recipe describes.
+
+    torchrun --nproc-per-node N train.py --config recipes/quickstart.toml [--section.key value ...]
+
+`--print-config` shows the resolved recipe; `--dry-run` also builds the model without weights and
+shows layout and memory for `--world-size` ranks, without starting any. Exit codes: 0 done, 2 bad
+recipe or layout, 3 too much bad data, 4 checkpoint unusable, 5 non-finite numbers, 6 peer lost,
+75 preempted (saved).
+"""
+
+import argparse
+import os
+import sys
+
+from torchmm.errors import ConfigError, TorchmmError
+from torchmm.recipe import dump_recipe, load_recipe
+
+
+def main() -> int:
+    """Parses the command line, runs the recipe, returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="recipe (TOML)")
+    parser.add_argument("--print-config", action="store_true", help="show the recipe and exit")
+    parser.add_argument("--dry-run", action="store_true", help="show layout and memory and exit")
+    parser.add_argument("--world-size", type=int, help="ranks to assume with --dry-run")
+    arguments, overrides = parser.parse_known_args()
+    try:
+        return _run(arguments, overrides)
+    except TorchmmError as error:
+        # Every rank finds the same mistakes before a process group exists; one of them tells.
+        if not isinstance(error, ConfigError) or os.environ.get("RANK", "0") == "0":
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    if arguments.print_config:
+        print(dump_recipe(load_recipe(arguments.config, overrides).recipe))
+        return 0
+    world_size = arguments.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    recipe = load_recipe(arguments.config, overrides, world_size).recipe
+    # Imported late: a mistake in the recipe should not take the seconds torch needs to load.
+    if arguments.dry_run:
+        from torchmm.dry_run import describe_run
+
+        print(describe_run(recipe, world_size))
+        return 0
+    from torchmm.trainer import train
+
+    return train(recipe)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
