@@ -129,7 +129,8 @@ class Loader:
             if step is None:
                 return
             plan = self._queue.pop()
-            yield StepBatch(step.microbatches, plan.state, self._report(plan, step))
+            skipped = self._report(plan, step)
+            yield StepBatch(step.microbatches, plan.state, skipped, plan.epoch)
 
     def next_metas(self) -> list[list[MicrobatchMeta]] | None:
         """Microbatch metadata of the batch that comes next, by data-parallel rank; None at the end.

@@ -57,6 +57,11 @@ class Feed(Protocol):
     size: int | None
     """Samples per epoch, where known."""
 
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the source."""
+        ...
+
     def next(self) -> Item | Skip | None:
         """The next sample; None at the end of a feed that lasts one epoch."""
         ...
@@ -88,6 +93,11 @@ class IndexFeed:
         self._order = self._usable
         corrupt = sorted(index.corrupt.items())
         self._reports = [Skip(f"{options.name}[{i}]: {reason}") for i, reason in corrupt]
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the usable samples."""
+        return self.draws // len(self._usable)
 
     def next(self) -> Item | Skip | None:
         """The next sample in this epoch's order."""

@@ -36,6 +36,8 @@ class StepPlan:
     """Samples found corrupt while planning; the same on all ranks."""
     state: dict[str, Any]
     """The planner's state behind this step."""
+    epoch: int
+    """Complete passes over the source that had fewest."""
 
     def metas(self, sequence_length: int) -> list[list[MicrobatchMeta]]:
         """Metadata of every microbatch, by rank."""
@@ -103,7 +105,8 @@ class Planner:
                 self._packer.add(item, item.meta.tokens)
         packs = [closed.popleft() for _ in range(wanted)]
         ranks = assign(packs, self._data_parallel_size, self._training.microbatch_size)
-        return StepPlan(ranks, skipped, self._state())
+        epoch = min(feed.epoch for feed in self._mixture.feeds)
+        return StepPlan(ranks, skipped, self._state(), epoch)
 
     def _check_skipped(self, skipped: list[str]) -> None:
         if len(skipped) > self._max_skipped:

@@ -154,7 +154,8 @@ class StreamFeed:
         self._prompt = prompt
         self._reader = reader
         self._window_size = window
-        self._epoch = 0
+        self.epoch = 0
+        """Complete passes over the stream."""
         self._next_index = 0
         stream.restart(None)
         self._windows: deque[_Window] = deque()
@@ -189,13 +190,13 @@ class StreamFeed:
         self.draws = state["draws"]
         if state["oldest"] is None:
             return []
-        self._epoch, self._next_index, position = state["oldest"]
+        self.epoch, self._next_index, position = state["oldest"]
         self._stream.restart(position)
         wanted, items = set(needed), []
         for _ in range(state["windows"]):
             self._read_window()
             for index, record in self._records:
-                if (self._epoch, index) in wanted:
+                if (self.epoch, index) in wanted:
                     item = self._measure(index, record)
                     assert isinstance(item, Item)
                     items.append(item)
@@ -204,7 +205,7 @@ class StreamFeed:
 
     def _read_window(self) -> bool:
         """Read and shuffle the next window; False at the end of a feed that lasts one epoch."""
-        window = _Window(self._epoch, self._next_index, self._stream.position())
+        window = _Window(self.epoch, self._next_index, self._stream.position())
         records: list[tuple[int, Record | CorruptSampleError]] = []
         while len(records) < self._window_size and (record := self._stream.next()) is not None:
             records.append((self._next_index + len(records), record))
@@ -222,7 +223,7 @@ class StreamFeed:
             raise DataError(f"source {self.options.name!r} has no samples")
         if self.options.one_epoch:
             return False
-        self._epoch += 1
+        self.epoch += 1
         self._next_index = 0
         self._stream.restart(None)
         return True
@@ -236,4 +237,4 @@ class StreamFeed:
         except CorruptSampleError as error:
             return Skip(f"{name}[{index}]: {error}")
         meta = self._reader.meta(name, index, sample)
-        return Item(self.options.feed, self._epoch, meta, record)
+        return Item(self.options.feed, self.epoch, meta, record)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import threading
@@ -26,6 +27,7 @@ def fork_server() -> Any:
     """Multiprocessing context whose server has the data code and the main module imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchmm.data.fork_server", "__main__"])
+    multiprocessing.forkserver.ensure_running()  # it imports while this process goes on
     return context
 
 

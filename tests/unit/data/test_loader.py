@@ -211,6 +211,20 @@ def test_resume_is_exact_whatever_the_workers(make, streaming):
     assert [content(b) for b in resumed] == [content(b) for b in expected[4:7]]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_batches_count_complete_passes(make, tmp_path, streaming):
+    source = SourceConfig(path=str(tmp_path / "captions"), streaming=streaming)
+    loader = make(sources=[source], global_batch_size=1, open_packs=1)
+    drawn = 0
+    for batch in take(loader, 30):
+        drawn += len(batch.microbatches[0].meta.samples)
+        # One more is drawn, which closed the pack. A stream knows its end when it reads on.
+        assert batch.epoch in (
+            {drawn // 23, (drawn + 1) // 23} if streaming else {(drawn + 1) // 23}
+        )
+    assert batch.epoch > 2
+
+
 def test_resume_on_another_number_of_ranks(make):
     expected = take(make(), 6)
     parts = [take(make(rank=r, ranks=2, state=expected[2].state), 3) for r in range(2)]
