@@ -24,7 +24,8 @@ from typing import Any
 
 
 def fork_server() -> Any:
-    """Multiprocessing context whose server has the data code and the main module imported."""
+    """Multiprocessing context whose server has imported the data code (and, from Python 3.13 on,
+    the main module)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchmm.data.fork_server", "__main__"])
     multiprocessing.forkserver.ensure_running()  # it imports while this process goes on
