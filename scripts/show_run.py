@@ -1,6 +1,6 @@
 """Prints where the files of a finished run lie, how its loss went and what it wrote for images.
 
-    python scripts/show_run.py outputs/quickstart
+python scripts/show_run.py outputs/quickstart
 """
 
 import argparse

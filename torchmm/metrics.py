@@ -263,7 +263,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
     """Peak FLOP/s of one device; None for a GPU that is not in the table.
 
     CUDA: dense bfloat16 of the data sheet, whatever the dtype, so that runs compare. CPU:
-    measured in `dtype` with this process's threads (about 0.1 s), since data sheets of CPUs say
+    measured in `dtype` with this process's threads (about 0.3 s), since data sheets of CPUs say
     little about it.
     """
     if device.type == "cuda":
@@ -276,7 +276,7 @@ def _measure_matmul_flops(dtype: torch.dtype, size: int = 768) -> float:
     """Best of several square matrix products; bfloat16 is slow on CPUs without support."""
     a = torch.ones(size, size, dtype=dtype)
     best_s = float("inf")
-    deadline = time.perf_counter() + 0.1
+    deadline = time.perf_counter() + 0.3
     while time.perf_counter() < deadline:
         begin = time.perf_counter()
         a @ a

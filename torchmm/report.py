@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -99,6 +102,30 @@ def describe_step(record: Record, eta_s: float) -> str:
         f"ETA {timedelta(seconds=round(eta_s))}",
     ]
     return " | ".join(p for p in parts if p is not None)
+
+
+def draw_captions(
+    samples: Sequence[tuple[Image.Image, str, str]], title: str, picture: Path
+) -> None:
+    """Draw images with what the model wrote and what they are, as a PNG.
+
+    Args:
+        samples: (image, generated text, true text).
+    """
+    columns = min(3, len(samples))
+    rows = math.ceil(len(samples) / columns)
+    figure = Figure(figsize=(3.2 * columns, 3.2 * rows + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in grid:
+        axes.set_axis_off()
+    for axes, (image, generated, truth) in zip(grid, samples, strict=False):
+        axes.imshow(image)
+        written, caption = (textwrap.shorten(t, 120) or "(nothing)" for t in (generated, truth))
+        label = f"model: {textwrap.fill(written, 38)}\ntruth: {textwrap.fill(caption, 38)}"
+        axes.set_title(label.replace("$", r"\$"), fontsize=8, loc="left")
+    figure.savefig(picture, dpi=110)
 
 
 def draw_loss(metrics_file: Path, picture: Path) -> None:

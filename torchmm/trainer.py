@@ -47,6 +47,7 @@ from torchmm.parallel.health import Health, check_finite, gather_floats
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.preempt import Status, StopSignal, write_status
 from torchmm.profiling import StepProfiler
+from torchmm.report import draw_captions
 from torchmm.rng import restore_rng
 from torchmm.step import TrainStep
 
@@ -235,17 +236,29 @@ class Trainer:
             self._held_out = list(islice(loader, config.batches))
         loss = validation_loss(run.model, self._held_out, run.mesh)
         if config.samples:
-            loader = build_data(
-                run.recipe, run.model, run.tokenizer, run.mesh, validation=True, for_prompts=True
-            )
-            prompts = held_out_prompts(loader, config.samples)
-            texts = generate_samples(
-                run.model, prompts, run.tokenizer, run.mesh, config.max_new_tokens
-            )
-            if run.mesh.rank == 0:
-                self._append_samples([{"step": self.step, **asdict(t)} for t in texts])
+            self._generate()
         run.model.train()
         return StepRecord(**{**asdict(record), "validation_loss": loss})
+
+    def _generate(self) -> None:
+        """Text for held-out images into samples.json and captions.png."""
+        run, config = self.parts, self.parts.recipe.validation
+        loader = build_data(
+            run.recipe, run.model, run.tokenizer, run.mesh, validation=True, for_prompts=True
+        )
+        prompts = held_out_prompts(loader, config.samples)
+        texts = generate_samples(run.model, prompts, run.tokenizer, run.mesh, config.max_new_tokens)
+        if run.mesh.rank > 0 or not texts:
+            return
+        self._append_samples([{"step": self.step, **asdict(t)} for t in texts])
+        shown = [
+            (image, text.generated, text.truth)
+            for text in texts
+            for image in loader.images(text.source, text.index)[:1]
+        ]
+        if shown:
+            title = f"held-out images after step {self.step}"
+            draw_captions(shown, title, run.run_dir / "captions.png")
 
     def _append_samples(self, samples: list[dict]) -> None:
         file = self.parts.run_dir / "samples.json"

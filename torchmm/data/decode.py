@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -94,6 +95,14 @@ class StepDecoder(Dataset[DecodedStep]):
     def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
         corrupt: dict[str, str] = {}
         return DecodedStep([self._microbatch(packs, corrupt) for packs in microbatches], corrupt)
+
+    def images(self, feed: int, index: int) -> list[Image.Image]:
+        """Images of a sample, upright RGB; none if its source is a stream."""
+        source = self._sources[feed]
+        if source is None:
+            return []
+        sample = self._reader.read(source.read(index), self._prompts[feed])
+        return [decode_rgb(data, self._reader.max_pixels) for data in sample.files]
 
     def _microbatch(self, packs: list[PackItems], corrupt: dict[str, str]) -> Microbatch:
         row = _Row()

@@ -19,6 +19,7 @@ from typing import Any
 
 import datasets
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedTokenizerBase
 
@@ -84,6 +85,7 @@ class Loader:
     Args:
         queue: planned steps.
         decoder: decodes them.
+        feeds: number of each source by its name.
         data: workers and prefetching.
         sequence_length: tokens of a pack.
         rank: this data-parallel rank.
@@ -94,12 +96,15 @@ class Loader:
         self,
         queue: PlanQueue,
         decoder: StepDecoder,
+        feeds: Mapping[str, int],
         data: DataConfig,
         sequence_length: int,
         rank: int,
         pin_memory: bool,
     ) -> None:
         self._queue = queue
+        self._decoder = decoder
+        self._feeds = feeds
         self._sequence_length = sequence_length
         self._rank = rank
         self._known_corrupt: set[str] = set()
@@ -131,6 +136,10 @@ class Loader:
             plan = self._queue.pop()
             skipped = self._report(plan, step)
             yield StepBatch(step.microbatches, plan.state, skipped, plan.epoch)
+
+    def images(self, source: str, index: int) -> list[Image.Image]:
+        """The images of one sample as RGB pictures, to be shown; none for streams."""
+        return self._decoder.images(self._feeds[source], index)
 
     def next_metas(self) -> list[list[MicrobatchMeta]] | None:
         """Microbatch metadata of the batch that comes next, by data-parallel rank; None at the end.
@@ -212,6 +221,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
             [s.config.prompt for s in sources],
             training.sequence_length,
         ),
+        {s.name: number for number, s in enumerate(sources)},
         data,
         training.sequence_length,
         data_parallel_rank,
@@ -221,6 +231,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
 
 @dataclass(frozen=True)
 class _OpenSource:
+    name: str
     config: SourceConfig
     records: MapSource | None
     """Random access for workers; None for streams."""
@@ -245,14 +256,14 @@ def _open_sources(
         if config.streaming:
             stream = open_stream(name, config)
             make = partial(StreamFeed, options, stream, config.prompt, reader, data.shuffle_window)
-            opened.append(_OpenSource(config, None, make))
+            opened.append(_OpenSource(name, config, None, make))
             continue
         records = open_map_source(config)
         key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
         path = Path(data.index_cache) / f"{key}.npz"
         index = load_or_build(name, records, config.prompt, reader, path)
         opened.append(
-            _OpenSource(config, records, partial(IndexFeed, options, index, reader.encoder))
+            _OpenSource(name, config, records, partial(IndexFeed, options, index, reader.encoder))
         )
     return opened
 
