@@ -36,7 +36,7 @@ MODEL = ModelConfig.model_validate(
         "encoders": {
             "vision": {
                 "config": {
-                    "model_type": "siglip_vision_model",
+                    "model_type": "clip_vision_model",
                     "image_size": 16,
                     "patch_size": 8,
                     "hidden_size": 32,

@@ -40,6 +40,7 @@ class Case:
     recompute: str = "none"
     freeze: tuple[str, ...] = ()
     images: tuple[int, ...] = field(default=tuple(IMAGES))
+    tokens: int = 64
 
 
 CASES_OF_4 = [
@@ -61,6 +62,7 @@ CASES_OF_2 = [
     Case("fsdp2", shard=2),
     Case("tp2", tensor=2),
     Case("tp2, sequence parallel", tensor=2, sequence_parallel=True),
+    Case("tp2, sequence parallel, odd length", tensor=2, sequence_parallel=True, tokens=65),
 ]
 
 
@@ -80,7 +82,7 @@ def _compare_all(cases: list[Case]) -> list[tuple[str, float, float, dict[str, f
 
 
 def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
-    batch = [random_microbatch(seed, images) for seed, images in enumerate(case.images)]
+    batch = [random_microbatch(seed, n, case.tokens) for seed, n in enumerate(case.images)]
     targets = sum(m.target_count for m in batch)
     reference, loss = _reference(case, batch, targets)
     expected = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}

@@ -49,7 +49,9 @@ class EncoderFamily:
         "mlp.fc1": "colwise",
         "mlp.fc2": "rowwise",
     }
-    """Style of each linear of a layer."""
+    """Style of each linear of a layer. Norms have none, so sequence parallelism leaves encoders
+    alone: a microbatch may have fewer positions than ranks (one patch for a dummy image), and
+    DTensor's collectives hang on empty slices (seen on torch 2.13 with gloo)."""
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         """The tower, whole."""

@@ -155,9 +155,8 @@ class LayeredModule(nn.Module, ABC):
         """Style of each linear, embedding and norm, by name pattern ("*" is one name part).
 
         Styles are Hugging Face's (colwise, rowwise, colwise_gather_output,
-        replicated_with_grad_allreduce) and "embedding" (rows of the table), "sequence" (a norm on
-        sequence slices under sequence parallelism), "sequence_gather" (the norm behind the layers,
-        whose output is whole).
+        replicated_with_grad_allreduce) and "embedding" (rows of the table), "sequence" (a norm
+        that works on sequence slices under sequence parallelism).
         """
         styles = self._tensor_parallel_styles()
         return {pattern: style for pattern, style in styles.items() if self._has(pattern)}

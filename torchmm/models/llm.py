@@ -116,7 +116,6 @@ class LlmModule(LayeredModule):
         styles = {f"{text}.{pattern}": style for pattern, style in plan.items()}
         styles |= {f"{self.layers_fqn}.*.{norm}": "sequence" for norm in self.family.norms}
         styles[f"{text}.embed_tokens"] = "embedding"
-        styles[f"{text}.norm"] = "sequence_gather"
         styles["backbone.lm_head"] = "colwise_gather_output"
         return styles
 

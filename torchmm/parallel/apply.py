@@ -28,10 +28,7 @@ def parallelize(
 ) -> None:
     """Applies the recipe's parallelism to every modality module, in place, on the meta device."""
     for module in model.modality_modules():
-        # Encoders process any number of patches, which does not divide by the tensor ranks:
-        # their activations stay whole between the parallel regions.
-        sequence_parallel = parallel.sequence_parallel and module is model.llm
-        apply_tensor_parallel(module, mesh.tensor, sequence_parallel)
+        apply_tensor_parallel(module, mesh.tensor, parallel.sequence_parallel)
         mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
         apply_activation_checkpoint(module, mode)
         if compile_config.enabled and module.name in (compile_config.modules or [module.name]):

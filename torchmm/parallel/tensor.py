@@ -6,9 +6,10 @@ converted to a DTensor once, by a hook, so that the parallel linears that share 
 gate, up) also share one collective in backward instead of one each.
 
 Without sequence parallelism every tensor between scopes is a plain replicated tensor. With it,
-the first layer keeps this rank's slice of the sequence (dimension 1), norms and residuals work
-on slices, scopes gather on entry and reduce-scatter on exit, and the final norm gathers, so
-embedding and head see whole sequences.
+the first layer keeps this rank's slice of the sequence (dimension 1, in uneven slices where it
+does not divide), norms and residuals work on slices, scopes gather on entry and reduce-scatter on
+exit, and the last layer's output is gathered, so what stands around the layers sees whole
+sequences.
 
 Rejected: Hugging Face's own tensor-parallel layers, rewritten between 5.17 and 5.23; DTensor
 activations everywhere, which HF forwards mix with plain tensors.
@@ -16,15 +17,14 @@ activations everywhere, which HF forwards mix with plain tensors.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
-    Placement,
     Replicate,
     Shard,
     distribute_tensor,
@@ -58,18 +58,21 @@ def apply_tensor_parallel(
     _check_heads(module, size)
     plan = module.tensor_parallel_plan()
     trainable = {name: p.requires_grad for name, p in module.named_parameters()}
-    styles = {
-        pattern: _style(pattern, name, module, size, sequence_parallel)
-        for pattern, name in plan.items()
-    }
-    parallelize_module(module, mesh, {k: v for k, v in styles.items() if v is not None})
+    slices = _SequenceSlices(mesh) if sequence_parallel and "sequence" in plan.values() else None
+    for pattern, name in plan.items():
+        inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
+        style = _style(pattern, name, module, size, inside is not None)
+        if style is not None:
+            parallelize_module(module, mesh, {pattern: style})
     for pattern in module.tensor_parallel_scopes():
-        parallelize_module(module, mesh, {pattern: _GatherInput(sequence_parallel)})
+        inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
+        parallelize_module(module, mesh, {pattern: _GatherInput(inside)})
+    if slices is not None:
+        module.layers[0].register_forward_pre_hook(slices.enter)
+        module.layers[-1].register_forward_hook(slices.leave)
     module.tie_parameters()
     for name, parameter in module.named_parameters():  # some styles make trainable copies
         parameter.requires_grad_(trainable[name])
-    if sequence_parallel:
-        module.layers[0].register_forward_pre_hook(partial(_split_sequence, mesh))
 
 
 def _check_heads(module: LayeredModule, size: int) -> None:
@@ -99,7 +102,6 @@ def _style(
         ),
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else None,
-        "sequence_gather": _GatherOutput() if sequence_parallel else None,
     }
     if name not in styles:
         raise ConfigError(
@@ -109,42 +111,61 @@ def _style(
     return styles[name]
 
 
-class _GatherInput(ParallelStyle):
-    """Makes the first tensor argument a replicated DTensor, gathering it from slices if need be."""
+class _SequenceSlices:
+    """The layers of one module, between which a rank has its slice of dimension 1 only.
 
-    def __init__(self, sequence_parallel: bool) -> None:
+    The length of the whole is noted on entry: where it does not divide by the ranks it cannot be
+    told from a slice.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._length = 0
+
+    def enter(self, _: nn.Module, args: tuple) -> tuple:
+        """Pre-hook of the first layer: keeps this rank's slice; backward gathers."""
+        hidden = args[0]
+        self._length = hidden.shape[1]
+        whole = DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
+        return (whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:])
+
+    def whole(self, slice_: Tensor) -> DTensor:
+        """The slices of all ranks as a replicated DTensor."""
+        shape = torch.Size((slice_.shape[0], self._length, *slice_.shape[2:]))
+        stride = torch.empty(shape, device="meta").stride()
+        sharded = DTensor.from_local(
+            slice_, self._mesh, [Shard(1)], run_check=False, shape=shape, stride=stride
+        )
+        return sharded.redistribute(placements=[Replicate()])
+
+    def leave(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
+        """Hook of the last layer: gathers."""
+        return self.whole(output).to_local()
+
+
+class _GatherInput(ParallelStyle):
+    """Makes the first tensor argument a replicated DTensor, gathering it from slices if need be.
+
+    Gradients of that input arrive as partial sums of the ranks' heads; the conversion's backward
+    reduces (and slices) them.
+    """
+
+    def __init__(self, slices: _SequenceSlices | None) -> None:
         super().__init__()
-        self.layout: Placement = Shard(1) if sequence_parallel else Replicate()
+        self._slices = slices
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-            def gather(x: Tensor) -> DTensor:
-                # Gradients of the replicated input arrive as partial sums of the ranks' heads;
-                # from_local's backward reduces them back to `layout`.
-                local = DTensor.from_local(x, device_mesh, [self.layout], run_check=False)
-                return local.redistribute(placements=[Replicate()])
+        def gather(x: Tensor) -> DTensor:
+            if self._slices is not None:
+                return self._slices.whole(x)
+            return DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
 
+        def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
             if args:
                 return (gather(args[0]), *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"])}
 
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        return module
-
-
-class _GatherOutput(SequenceParallel):
-    """A norm on sequence slices whose output is gathered to the whole sequence."""
-
-    def __init__(self) -> None:
-        super().__init__(use_local_output=False)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = super()._apply(module, device_mesh)
-
-        def gather(_: nn.Module, __: tuple, output: DTensor) -> Tensor:
-            return output.redistribute(placements=[Replicate()]).to_local()
-
-        module.register_forward_hook(gather)
         return module
 
 
@@ -173,15 +194,3 @@ class _ReplicatedKeyValue(ParallelStyle):
 
         module.register_forward_hook(keep_head)
         return module
-
-
-def _split_sequence(mesh: DeviceMesh, module: nn.Module, args: tuple) -> tuple:
-    """Keeps this rank's slice of dimension 1 of the hidden states; backward gathers."""
-    hidden = args[0]
-    if hidden.shape[1] % mesh.size():
-        raise ConfigError(
-            f"[parallel] sequence_parallel: {hidden.shape[1]} tokens per microbatch do not divide "
-            f"by tensor = {mesh.size()}; change training.sequence_length"
-        )
-    whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-    return (whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:])
