@@ -1,0 +1,74 @@
+"""50 real images through the loader's path and through Hugging Face's processors: same bits."""
+
+import datasets
+import numpy as np
+import pytest
+import transformers
+
+from torchmm.config import FreezeConfig, ModelConfig
+from torchmm.data.images import ImagePreprocessor, decode_rgb, read_size
+from torchmm.models.registry import build_model
+
+COUNT = 50
+MAX_PIXELS = 10**8
+SMALL_LLM = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+COMPOSITES = {
+    "llava": {
+        "model_type": "llava",
+        "text_config": {"model_type": "llama", "vocab_size": 64, **SMALL_LLM},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "image_size": 336,
+            "patch_size": 14,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+        "image_token_index": 3,
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "text_config": {"vocab_size": 151680, **SMALL_LLM},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("family", COMPOSITES)
+def test_pixels_and_token_counts_are_the_hugging_face_processors(family, real_data):
+    model = build_model(ModelConfig(config=COMPOSITES[family]), FreezeConfig())
+    spec = model.image_specs()["vision"]
+    ours = ImagePreprocessor(spec)
+    theirs = getattr(transformers, spec.processor_class)(**spec.processor)
+    rows = datasets.load_dataset(
+        "parquet", data_dir=str(real_data / "tuxpaint_stamps" / "train"), split="train"
+    ).cast_column("image", datasets.Image(decode=False))
+    assert len(rows) >= COUNT
+    for row in rows.select(range(COUNT)):
+        data = row["image"]["bytes"]
+        image = decode_rgb(data, MAX_PIXELS)
+        outputs = theirs(images=[image], return_tensors="np")
+        pixels = outputs["pixel_values"]
+        meta = ours.meta(*read_size(data, MAX_PIXELS))
+        found = ours.pixels(image)
+        np.testing.assert_array_equal(found, pixels.reshape(found.shape))
+        if family == "qwen2_5_vl":
+            grid = outputs["image_grid_thw"][0]
+            assert meta.patches == int(np.prod(grid))
+            assert meta.tokens == meta.patches // spec.merge**2
+        else:
+            patches = (pixels.shape[-1] // spec.patch_size_px) ** 2
+            assert (meta.patches, meta.tokens) == (patches, patches)
