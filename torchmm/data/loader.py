@@ -36,6 +36,7 @@ from torchmm.data.workers import fork_server, make_worker_setup
 from torchmm.errors import ConfigError, DataError
 
 OPEN_FILES = 65536
+VALIDATION_SEED = 0
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,8 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         data_parallel_rank: which share of the global batches to load.
         data_parallel_size: number of shares.
         state: `StepBatch.state` to go on behind, or None.
-        validation: load `data.validation` once, in order, instead of the endless training mixture.
+        validation: load `data.validation` once, in the same shuffled order for every run, instead
+            of the endless training mixture.
 
     Raises:
         ConfigError: sizes or specs do not fit.
@@ -251,8 +253,10 @@ def _open_sources(
         raise ConfigError(f"{section}: no source; add a [[{section}]] table")
     opened = []
     for number, (name, config) in enumerate(zip(unique_names(configs), configs, strict=True)):
-        shuffle = data.shuffle and not validation
-        options = FeedOptions(number, name, training.seed, shuffle, one_epoch=validation)
+        # Held-out samples have an order of their own, the same for every run: files are often
+        # sorted by topic, and the first samples are to stand for all of them.
+        seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
+        options = FeedOptions(number, name, seed, shuffle, one_epoch=validation)
         if config.streaming:
             stream = open_stream(name, config)
             make = partial(StreamFeed, options, stream, config.prompt, reader, data.shuffle_window)

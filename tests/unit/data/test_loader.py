@@ -261,13 +261,22 @@ def test_metadata_of_all_ranks_is_known_one_step_ahead(make, workers):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_validation_is_one_epoch_in_order_and_repeats(make, streaming):
+def test_validation_is_one_epoch_and_repeats(make, streaming):
     loader = make(validation=True, streaming=streaming)
     first, second = list(loader), list(loader)
     names = sample_names(first)
     assert names == sample_names(second) and len(set(names)) == len(names) == 34
     assert all(len(b.microbatches) == 4 for b in first)
     assert loader.next_metas() is None
+
+
+def test_validation_order_is_spread_and_the_same_for_every_seed(make):
+    def order(seed):
+        batches = list(make(validation=True, seed=seed, open_packs=1))
+        samples = [s for b in batches for m in b.microbatches for s in m.meta.samples]
+        return [s.index for s in samples if s.source == samples[0].source]
+
+    assert order(0) == order(1) != sorted(order(0))
 
 
 def test_batch_sizes_must_divide(make):
