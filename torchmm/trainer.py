@@ -9,18 +9,20 @@ conditional on something all ranks agreed on.
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
 from torchmm.balance.flops import microbatch_flops
 from torchmm.batch import StepBatch
-from torchmm.build import RunParts, build_data, build_run
+from torchmm.build import RunParts, build_data, build_run, build_unfilled_model
 from torchmm.config import Recipe
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.errors import EXIT_DONE, Preempted, TorchmmError
@@ -43,7 +45,7 @@ from torchmm.optim import (
     scale_gradients,
     set_learning_rate,
 )
-from torchmm.parallel.health import Health, check_finite, gather_floats
+from torchmm.parallel.health import Health, check_finite, gather_floats, peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.preempt import Status, StopSignal, write_status
 from torchmm.profiling import StepProfiler
@@ -60,28 +62,38 @@ def train(recipe: Recipe) -> int:
     """
     run_dir = Path(recipe.output_dir) / recipe.name
     run_dir.mkdir(parents=True, exist_ok=True)
-    device = select_device(recipe.training.device)
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
     trainer = None
-    rank = 0
     try:
         with StopSignal() as stop:
-            start_process_group(recipe.parallel, device)
-            rank = dist.get_rank()
-            trainer = Trainer(build_run(recipe, run_dir, device), stop)
+            model, tokenizer = build_unfilled_model(recipe)
+            device = select_device(recipe.training.device)
+            with peer_errors(rank):
+                start_process_group(recipe.parallel, device)
+                parts = build_run(recipe, run_dir, device, model, tokenizer)
+            trainer = Trainer(parts, stop)
             trainer.run()
     except BaseException as error:
-        step = trainer.step if trainer else 0
-        code = error.exit_code if isinstance(error, TorchmmError) else 1
-        message = str(error) if isinstance(error, TorchmmError) else traceback.format_exc()
-        stopped = isinstance(error, Preempted)
-        write_status(
-            run_dir, Status("preempted" if stopped else "failed", step, rank, code, message)
-        )
+        _write_failure(run_dir, error, trainer.step if trainer else 0, rank)
         raise
     if rank == 0:
         write_status(run_dir, Status("done", trainer.step, rank, EXIT_DONE))
     dist.destroy_process_group()
     return EXIT_DONE
+
+
+def _write_failure(run_dir: Path, error: BaseException, step: int, rank: int) -> None:
+    """STATUS.json of a run that ended early; an error that is known already is marked so."""
+    if not isinstance(error, TorchmmError):
+        write_status(run_dir, Status("failed", step, rank, 1, traceback.format_exc()))
+        return
+    state: Literal["preempted", "failed"] = "failed"
+    if isinstance(error, Preempted):
+        state = "preempted"
+    status = Status(state, step, rank, error.exit_code, str(error))
+    error.reported = not write_status(run_dir, status)
 
 
 class Trainer:
@@ -124,11 +136,15 @@ class Trainer:
                     with self._health.phase(self.step, "export"):
                         export_hf(self.parts.model, self.parts.run_dir / "hf", self.parts.tokenizer)
         finally:
-            self._health.close()
-            if self.parts.recorder:
-                self.parts.recorder.close()
+            self.close()
         if self.step < steps:
             raise Preempted(f"stopped after step {self.step}, which is saved")
+
+    def close(self) -> None:
+        """Ends the heartbeat and the records."""
+        self._health.close()
+        if self.parts.recorder:
+            self.parts.recorder.close()
 
     def _run_steps(self) -> None:
         """Trains until the last step, or until a rank was asked to stop."""
@@ -140,7 +156,7 @@ class Trainer:
         stopping = False
         while self.step < steps and not stopping:
             with self._profiler.step(self.step + 1), self._health.phase(self.step + 1, "step"):
-                record, stopping = self._run_step(batches)
+                record, stopping = self.run_step(batches)
             last = self.step == steps
             with self._health.phase(self.step, "validation"):
                 if _is_due(run.recipe.validation.interval, self.step, last):
@@ -152,7 +168,7 @@ class Trainer:
                     self._save()
             self._health.check(self.step)
 
-    def _run_step(self, batches: Iterator[StepBatch]) -> tuple[StepRecord, bool]:
+    def run_step(self, batches: Iterator[StepBatch]) -> tuple[StepRecord, bool]:
         """One optimizer step; its record, and whether any rank was asked to stop."""
         run, mesh = self.parts, self.parts.mesh
         begin_s = time.perf_counter()
