@@ -29,8 +29,7 @@ def main() -> int:
     try:
         return _run(arguments, overrides)
     except TorchmmError as error:
-        # Every rank finds the same mistakes before a process group exists; one of them tells.
-        if not isinstance(error, ConfigError) or os.environ.get("RANK", "0") == "0":
+        if not error.reported:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
@@ -40,7 +39,11 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print(dump_recipe(load_recipe(arguments.config, overrides).recipe))
         return 0
     world_size = arguments.world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    recipe = load_recipe(arguments.config, overrides, world_size).recipe
+    try:
+        recipe = load_recipe(arguments.config, overrides, world_size).recipe
+    except ConfigError as error:
+        error.reported = os.environ.get("RANK", "0") != "0"  # all ranks find the same mistakes
+        raise
     # Imported late: a mistake in the recipe should not take the seconds torch needs to load.
     if arguments.dry_run:
         from torchmm.dry_run import describe_run

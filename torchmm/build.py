@@ -58,25 +58,51 @@ class RunParts:
     """On rank 0."""
 
 
-def build_run(recipe: Recipe, run_dir: Path, device: torch.device) -> RunParts:
-    """Builds everything; collective over the started process group.
+def build_unfilled_model(recipe: Recipe) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
+    """The model on the meta device and its tokenizer; needs no process group.
+
+    Raises:
+        ConfigError: all that is wrong with the recipe's model and tokenizer.
+    """
+    _quiet_libraries()
+    problems: list[str] = []
+    model = tokenizer = None
+    try:
+        model = build_model(recipe.model, recipe.freeze)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        tokenizer = load_tokenizer(recipe)
+    except ConfigError as error:
+        problems += error.problems
+    if model is None or tokenizer is None:
+        raise ConfigError(problems)
+    model.text_spec(tokenizer)  # raises if they do not fit each other
+    return model, tokenizer
+
+
+def build_run(
+    recipe: Recipe,
+    run_dir: Path,
+    device: torch.device,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> RunParts:
+    """Builds everything else and fills `model`; collective over the started process group.
 
     Raises:
         ConfigError, DataError, CheckpointError: what was asked for cannot be had.
     """
-    _quiet_libraries()
     console = Console()
     mesh = build_mesh(recipe.parallel, device)
     logger = setup_logging(run_dir, mesh.rank, console)
     _set_numerics(recipe, mesh)
-    tokenizer = load_tokenizer(recipe)
-    model = build_model(recipe.model, recipe.freeze)
     if mesh.rank == 0:
         (run_dir / "recipe.toml").write_text(dump_recipe(recipe))
         print_summary(console, recipe.name, run_summary(recipe, model, mesh.world_size))
-    _fill_model(recipe, model, mesh)
+    fill_model(recipe, model, mesh)
     optimizer = build_optimizer(model, module_of, recipe.optimizer)
-    checkpoints = _open_checkpoints(recipe, run_dir, mesh, logger)
+    checkpoints = open_checkpoints(recipe, run_dir, mesh, logger)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     restored = checkpoints.resume(model, optimizer, restarted)
     step = restored.step if restored else 0
@@ -117,7 +143,8 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.tokenizer = {source!r}: cannot be loaded: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.tokenizer = {source!r}: cannot be loaded: {reason}") from error
 
 
 def build_data(
@@ -155,7 +182,7 @@ def build_data(
     )
 
 
-def _fill_model(recipe: Recipe, model: MultimodalModel, mesh: ParallelMesh) -> None:
+def fill_model(recipe: Recipe, model: MultimodalModel, mesh: ParallelMesh) -> None:
     """Splits the model over the mesh, then allocates and fills only this rank's part of it."""
     parallelize(
         model,
@@ -192,9 +219,10 @@ def _set_numerics(recipe: Recipe, mesh: ParallelMesh) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _open_checkpoints(
+def open_checkpoints(
     recipe: Recipe, run_dir: Path, mesh: ParallelMesh, logger: logging.Logger
 ) -> CheckpointManager:
+    """The checkpoints of a run directory; collective."""
     layout = {
         "replicate": mesh.replicate_size,
         "shard": mesh.shard_size,

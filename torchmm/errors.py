@@ -12,6 +12,8 @@ class TorchmmError(Exception):
     """Base of all errors that end a run with a message instead of a traceback."""
 
     exit_code = 1
+    reported = False
+    """Another rank has told the same already, so this one need not."""
 
 
 class ConfigError(TorchmmError):

@@ -33,7 +33,10 @@ class GeneratedText:
     generated: str
 
 
+# Held-out batches are few and prompts of all lengths: compiling for them would cost more than it
+# saves, hence "force_eager".
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")
 def validation_loss(
     model: MultimodalModel, batches: Iterable[StepBatch], mesh: ParallelMesh
 ) -> float:
@@ -49,6 +52,7 @@ def validation_loss(
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")
 def generate_samples(
     model: MultimodalModel,
     prompts: Iterable[tuple[Microbatch, Tensor, SampleMeta]],

@@ -86,8 +86,8 @@ class Status:
     message: str = ""
 
 
-def write_status(run_dir: Path, status: Status) -> None:
-    """Replaces STATUS.json atomically, unless what stands there says more.
+def write_status(run_dir: Path, status: Status) -> bool:
+    """Replaces STATUS.json atomically, unless what stands there says more; whether it did.
 
     When one rank fails the others lose a peer, and all of them come here in any order: the first
     failure stays, and a lost peer never replaces another outcome. Of several reports of a lost
@@ -100,6 +100,8 @@ def write_status(run_dir: Path, status: Status) -> None:
         if present is None or not _says_more(present, status):
             record = {**asdict(status), "time": time.time()}
             replace_atomically(run_dir / STATUS_NAME, canonical_json(record) + b"\n")
+            return True
+        return False
     finally:
         os.close(descriptor)
 
@@ -116,8 +118,10 @@ def read_status(run_dir: Path) -> Status | None:
 
 def _says_more(present: Status, new: Status) -> bool:
     lost_peer = PeerError.exit_code
-    if new.state != "failed" or present.state == "running":
+    if present.state == "running":
         return False
+    if new.state != "failed":
+        return new.state == present.state == "preempted"
     if new.exit_code == lost_peer:
         return present.exit_code != lost_peer or new.rank != 0
     return present.state == "failed" and present.exit_code != lost_peer

@@ -85,7 +85,7 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     if config.llm is None:
         raise ConfigError("[model] needs `llm`, or `source` or `config` of a composite model")
     problems: list[str] = []
-    llm, encoders, hidden_size = None, {}, 0
+    llm, encoders, hidden_size = None, {}, 1  # any size, if the LLM's cannot be known
     with _collected(problems):
         llm = _build_llm(config.llm, dtype)
         hidden_size = llm.text_config.hidden_size

@@ -6,6 +6,7 @@ outside of the recomputed region. Rejected: `checkpoint_wrapper`, which renames 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,15 @@ def apply_activation_checkpoint(module: LayeredModule, mode: str) -> None:
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for layer in module.layers:
-        layer.forward = partial(checkpoint, layer.forward, **settings)
+        layer.forward = _recomputing(layer.forward, settings)
+
+
+def _recomputing(forward: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    # Not a partial of `checkpoint`: torch.compile starts at functions outside of torch only.
+    def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **settings, **kwargs)
+
+    return recomputing_forward
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

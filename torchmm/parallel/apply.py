@@ -38,5 +38,7 @@ def parallelize(
 
 
 def _compile_layers(module: LayeredModule) -> None:
+    # All layers of Hugging Face share one `forward`: the limit counts their graphs together.
+    torch._dynamo.config.recompile_limit = 64
     for layer in module.layers:
         layer.compile(fullgraph=True)

@@ -218,6 +218,21 @@ def is_peer_trouble(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or bool(_PEER_TROUBLE.search(str(error)))
 
 
+@contextmanager
+def peer_errors(rank: int) -> Iterator[None]:
+    """Failed communication inside becomes a PeerError: for the time before there is a `Health`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_peer_trouble(error):
+            raise
+        raise PeerError(
+            f"rank {rank} lost a peer, or never met it, while starting: {_first_line(error)}. "
+            "Look for a rank that ended, or started late, or has another MASTER_ADDR; "
+            "parallel.timeout_s says how long to wait"
+        ) from error
+
+
 def gather_floats(
     values: Sequence[float], group: dist.ProcessGroup | None = None
 ) -> list[list[float]]:
