@@ -1,8 +1,10 @@
 """What tests all over the tree share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from train_server import TrainServer
 
 ROOT = Path(__file__).parents[1]
 
@@ -14,3 +16,10 @@ def real_data() -> Path:
     if not (directory / "tuxpaint_stamps" / "train").is_dir():
         pytest.skip("no real data here; run: python scripts/prepare_data.py tuxpaint_stamps")
     return directory
+
+
+@pytest.fixture(scope="session")
+def train_server() -> Iterator[TrainServer]:
+    """Runs train.py in forks of one warm process."""
+    with TrainServer() as server:
+        yield server

@@ -1,16 +1,12 @@
 """Whole runs on real data: curves of all layouts, resuming, reading the export back."""
 
-import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
 from launch import free_port, run_distributed
-from safetensors.torch import load_file
-from tiny_recipe import tiny_recipe
+from tiny_recipe import records, tiny_recipe, weights
 
-from torchmm.checkpoint_manifest import list_steps
 from torchmm.config import Recipe
 from torchmm.preempt import read_status
 from torchmm.trainer import train
@@ -48,15 +44,6 @@ def _train_all(recipes: tuple[Recipe, ...], ports: list[int]) -> None:
     for recipe, port in zip(recipes, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)  # the last run's store may still be up
         train(recipe)
-
-
-def records(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    files = sorted(list_steps(run_dir / "checkpoints")[0].glob("*.safetensors"))
-    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")

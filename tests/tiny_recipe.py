@@ -1,11 +1,16 @@
 """The quickstart's recipe shrunk to a model and batch that train in a fraction of a second."""
 
+import json
 from pathlib import Path
 
+from safetensors.torch import load_file
+from torch import Tensor
+
+from torchmm.checkpoint_manifest import list_steps
 from torchmm.config import Recipe
 from torchmm.recipe import load_recipe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"
 
 LLM = "--model.llm.config."
@@ -53,3 +58,19 @@ def overrides(run_dir: Path, data: Path, **changes: object) -> list[str]:
 def tiny_recipe(run_dir: Path, data: Path, world_size: int = 1, **changes: object) -> Recipe:
     """The recipe itself."""
     return load_recipe(QUICKSTART, overrides(run_dir, data, **changes), world_size).recipe
+
+
+def arguments(run_dir: Path, data: Path, **changes: object) -> list[str]:
+    """Command line of train.py for the recipe."""
+    return ["--config", str(QUICKSTART), *overrides(run_dir, data, **changes)]
+
+
+def records(run_dir: Path) -> list[dict]:
+    """Lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run_dir: Path) -> dict[str, Tensor]:
+    """Everything in the newest checkpoint: parameters, optimizer state, random state."""
+    files = sorted(list_steps(run_dir / "checkpoints")[0].glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}

@@ -1,0 +1,294 @@
+"""train.py under kills, stop signals, bad recipes, bad data, bad checkpoints, bad numbers."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fault_harness import TorchrunJob
+from tiny_recipe import ROOT, arguments, records, weights
+from train_server import CLIENT, TRAIN
+
+from torchmm.checkpoint_manifest import find_problems, list_steps, step_of
+from torchmm.preempt import read_status
+
+pytestmark = pytest.mark.slow
+STEPS = 24
+KILLS = 5
+COMMON = {
+    "training__steps": STEPS,
+    "training__global_batch_size": 2,
+    "checkpoint__interval": 1,
+    "parallel__timeout_s": 60,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, train_server, real_data) -> Path:
+    """Run directory of an uninterrupted run on 2 ranks."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    logs = run_dir.parent / "logs"
+    codes, output = train_server.run(arguments(run_dir, real_data, **COMMON), logs, ranks=2)
+    assert codes == [0, 0], output
+    return run_dir
+
+
+def assert_same_end(run_dir: Path, reference: Path) -> None:
+    """Every step recorded once, the same losses, every bit of the last checkpoint the same."""
+    assert read_status(run_dir).state == "done"
+    found, expected = records(run_dir), records(reference)
+    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
+    assert [r["loss"] for r in found] == [r["loss"] for r in expected]
+    ours, theirs = weights(run_dir), weights(reference)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def wait_for_step(run_dir: Path, step: int, timeout_s: float = 60) -> None:
+    """Until metrics.jsonl has the record of `step`."""
+    deadline = time.monotonic() + timeout_s
+    file = run_dir / "metrics.jsonl"
+    while not file.exists() or f'{{"step": {step},' not in file.read_text():
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.005)
+
+
+def process_of(run_dir: Path, rank: int) -> int:
+    """Process id of a rank, from its heartbeat."""
+    return json.loads((run_dir / f"heartbeats/rank-{rank:05}.json").read_text())["process"]
+
+
+def test_torchrun_recovers_from_five_kills_with_the_same_bits(
+    tmp_path, real_data, undisturbed, train_server
+):
+    run_dir = tmp_path / "run"
+    random_ = random.Random(0)
+    moments = sorted(random_.sample(range(2, STEPS - 2), KILLS))
+    command = arguments(run_dir, real_data, **COMMON)
+    command = [train_server.address, *command]
+    with TorchrunJob(CLIENT, command, 2, tmp_path / "logs", restarts=KILLS) as job:
+        for step in moments:
+            wait_for_step(run_dir, step)
+            time.sleep(random_.uniform(0, 0.1))
+            os.kill(process_of(run_dir, random_.randrange(2)), signal.SIGKILL)
+        assert job.wait(120) == [0], job.output()
+        assert job.output().count("resumed from") == KILLS
+    assert_same_end(run_dir, undisturbed)
+
+
+def test_sigterm_to_torchrun_saves_and_the_rerun_ends_with_the_same_bits(
+    tmp_path, real_data, undisturbed, train_server
+):
+    run_dir = tmp_path / "run"
+    changes = {**COMMON, "data__workers": 2, "checkpoint__interval": STEPS}
+    command = arguments(run_dir, real_data, **changes)
+    with TorchrunJob(TRAIN, command, 2, tmp_path / "logs") as job:
+        wait_for_step(run_dir, 4)
+        job.signal(0, signal.SIGTERM)
+        job.wait(40)
+        assert job.output().count("Preempted: ") == 1
+    assert_preempted(run_dir)
+    again = arguments(run_dir, real_data, **COMMON)
+    codes, output = train_server.run(again, tmp_path / "again", ranks=2)
+    assert codes == [0, 0], output
+    assert_same_end(run_dir, undisturbed)
+
+
+def test_sigterm_to_one_rank_stops_all_at_the_same_step(
+    tmp_path, real_data, undisturbed, train_server
+):
+    run_dir = tmp_path / "run"
+    command = arguments(run_dir, real_data, **{**COMMON, "checkpoint__interval": STEPS})
+    run = train_server.start(command, tmp_path / "logs", ranks=2)
+    wait_for_step(run_dir, 4)
+    run.kill(1, signal.SIGTERM)
+    assert run.wait() == [75, 75]
+    told = run.output(0) + run.output(1)
+    assert told.count("Preempted: ") == 1 and "Traceback" not in told
+    assert_preempted(run_dir)
+    assert train_server.run(command, tmp_path / "again", ranks=2)[0] == [0, 0]
+    assert_same_end(run_dir, undisturbed)
+
+
+def assert_preempted(run_dir: Path) -> None:
+    """STATUS.json, metrics.jsonl and the newest checkpoint speak of the same step."""
+    status = read_status(run_dir)
+    assert (status.state, status.exit_code) == ("preempted", 75)
+    newest = list_steps(run_dir / "checkpoints")[0]
+    assert not find_problems(newest)
+    assert step_of(newest) == status.step == records(run_dir)[-1]["step"] < STEPS
+
+
+def test_kill_while_saving_in_the_background_loses_only_that_save(
+    tmp_path, real_data, undisturbed, train_server
+):
+    run_dir = tmp_path / "run"
+    command = arguments(run_dir, real_data, **COMMON)
+    torn: list[Path] = []
+    for first_step in range(3, STEPS, 4):
+        run = train_server.start(command, tmp_path / "logs", ranks=2)
+        wait_for_step(run_dir, first_step)
+        while not (torn := list(run_dir.glob("checkpoints/*.tmp-*"))):
+            time.sleep(0.0005)
+        run.kill(0, signal.SIGKILL)
+        assert run.wait() == [-9, 6], run.output(1)
+        if torn[0].exists():
+            break
+    assert torn and torn[0].exists(), "no kill hit a save"
+    assert find_problems(torn[0])
+    assert train_server.run(command, tmp_path / "again", ranks=2)[0] == [0, 0]
+    assert not torn[0].exists()
+    assert_same_end(run_dir, undisturbed)
+
+
+def test_a_bad_recipe_lists_all_mistakes_within_seconds(tmp_path):
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(
+        f'base = "{ROOT}/recipes/quickstart.toml"\n[optimizer]\nlearning_rate = 1.0\n'
+        '[training]\nsteps = "many"\n[[data.sources]]\npath = "nowhere/at/all"\n'
+    )
+    begin = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, TRAIN, "--config", recipe, "--training.microbatch_size=3"],
+        capture_output=True, text=True, check=False, timeout=60, cwd=ROOT,
+    )  # fmt: skip
+    assert time.monotonic() - begin < 5
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "4 problems" in run.stderr and "Traceback" not in run.stderr
+    for part in ("learning_rate", "training.steps", "nowhere/at/all", "global_batch_size"):
+        line = next(line for line in run.stderr.splitlines() if part in line)
+        assert str(recipe) in line or "command line" in line or "quickstart.toml" in line
+
+
+def test_plain_python_trains_and_exits_with_0(tmp_path, real_data):
+    command = arguments(tmp_path / "run", real_data, training__steps=2)
+    run = subprocess.run(
+        [sys.executable, TRAIN, *command],
+        capture_output=True, text=True, check=False, timeout=90, cwd=tmp_path,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "step 2/2 | loss" in run.stdout
+    assert run.stderr == ""
+    assert read_status(tmp_path / "run").state == "done"
+
+
+def test_mistakes_in_the_model_are_told_once_and_before_ranks_meet(
+    tmp_path, real_data, train_server
+):
+    changes = {"model__llm__config__hiden_size": 64, "model__tokenizer": tmp_path}
+    command = arguments(tmp_path / "run", real_data, **changes)
+    run = train_server.start(command, tmp_path, ranks=2, MASTER_ADDR="192.0.2.1")
+    assert run.wait() == [2, 2]
+    told = run.output(0) + run.output(1)
+    assert told.count("2 problems in the recipe") == 1 and "Traceback" not in told
+    assert "did you mean 'hidden_size'" in told and "model.tokenizer" in told
+
+
+@pytest.fixture
+def broken_images(tmp_path) -> Path:
+    """A JSON-lines source of 100 captions: 5 images are no images, 5 are cut off."""
+    from PIL import Image  # noqa: PLC0415
+
+    Image.effect_noise((32, 32), 50).save(tmp_path / "good.png")
+    whole = (tmp_path / "good.png").read_bytes()
+    (tmp_path / "text.png").write_bytes(b"no image")
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    names = {0: "text.png", 10: "cut.png"}
+    rows = [{"image": names.get(i % 20, "good.png"), "text": f"noise {i}"} for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "a.jsonl"
+
+
+def test_too_many_corrupt_samples_stop_all_ranks(tmp_path, real_data, broken_images, train_server):
+    changes = {"data__max_corrupt_samples": 7, "data__workers": 1, "training__steps": 20}
+    command = arguments(tmp_path / "run", real_data, **changes)
+    command.append(f'--data.sources=[{{path="{broken_images}"}}]')
+    run = train_server.start(command, tmp_path / "logs", ranks=2)
+    assert run.wait() == [3, 3]
+    told = run.output(0) + run.output(1)
+    assert told.count("DataError: ") == 1 and "Traceback" not in told
+    assert "data.max_corrupt_samples = 7" in told
+    assert read_status(tmp_path / "run").exit_code == 3
+
+
+def test_corrupt_samples_within_the_limit_are_named(
+    tmp_path, real_data, broken_images, train_server
+):
+    changes = {"data__max_corrupt_fraction": 0.5, "training__steps": 4}
+    command = arguments(tmp_path / "run", real_data, **changes)
+    command.append(f'--data.sources=[{{path="{broken_images}"}}]')
+    codes, output = train_server.run(command, tmp_path / "logs")
+    assert codes == [0], output
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    for index in range(0, 100, 10):
+        assert log.count(f"a.jsonl[{index}]: ") == 1
+    assert records(tmp_path / "run")[-1]["skipped_samples"] == 10
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, real_data, train_server):
+    run_dir = tmp_path / "run"
+    changes = {"checkpoint__interval": 1, "training__steps": 2}
+    assert train_server.run(arguments(run_dir, real_data, **changes), tmp_path)[0] == [0]
+    damaged = run_dir / "checkpoints/step-2"
+    file = next(damaged.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    again = {**changes, "training__steps": 4, "checkpoint__resume": damaged}
+    run = train_server.start(arguments(run_dir, real_data, **again), tmp_path, ranks=2)
+    assert run.wait() == [4, 4]
+    told = run.output(0) + run.output(1)
+    assert told.count("CheckpointError: ") == 1 and "Traceback" not in told
+    assert f"{file} was altered" in told
+    again["checkpoint__resume"] = "auto"
+    codes, output = train_server.run(arguments(run_dir, real_data, **again), tmp_path)
+    assert codes == [0] and "resumed from" in output and "checkpoints/step-1" in output
+
+
+def test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint(
+    tmp_path, real_data, undisturbed, train_server
+):
+    """Steps 1 and 2 are sane, step 3 makes the weights huge, so that step 4 overflows."""
+    run_dir = tmp_path / "run"
+
+    def run(**changes):
+        command = arguments(run_dir, real_data, **{**COMMON, **changes})
+        return train_server.start(command, tmp_path, ranks=2)
+
+    assert run(training__steps=2).wait() == [0, 0]
+    wild = run(optimizer__lr="1e30", checkpoint__interval=10)
+    assert wild.wait() == [5, 5]
+    told = wild.output(0) + wild.output(1)
+    assert told.count("NonFiniteError: step 4: loss = nan on rank 0") == 1
+    assert "Traceback" not in told
+    status = read_status(run_dir)
+    assert (status.state, status.step, status.exit_code) == ("failed", 3, 5)
+    assert run().wait() == [0, 0]
+    assert_same_end(run_dir, undisturbed)
+
+
+def test_a_lost_peer_is_named(tmp_path, real_data, train_server):
+    run_dir = tmp_path / "run"
+    run = train_server.start(arguments(run_dir, real_data, **COMMON), tmp_path, ranks=2)
+    wait_for_step(run_dir, 3)
+    run.kill(1, signal.SIGKILL)
+    assert run.wait() == [6, -9]
+    assert "PeerError: rank 0 lost a peer at step " in run.output()
+    assert f"rank 1 (process {run.processes[1]} on " in run.output()
+    assert "Traceback" not in run.output()
+    assert read_status(run_dir).exit_code == 6
+
+
+def test_a_peer_that_never_comes_is_waited_for_only_so_long(tmp_path, real_data, train_server):
+    command = arguments(tmp_path / "run", real_data, **{**COMMON, "parallel__timeout_s": 2})
+    run = train_server.start(command, tmp_path, ranks=1, WORLD_SIZE="2", RANK="0",
+                             MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # fmt: skip
+    assert run.wait() == [6]
+    assert "PeerError: rank 0 lost a peer, or never met it" in run.output()
+    assert "parallel.timeout_s" in run.output() and "Traceback" not in run.output()
