@@ -1,0 +1,147 @@
+"""What all benchmarks share: rows with a goal, the printed table, the JSON file, paired timing.
+
+Two programs are compared within one process by interleaving: each pair times both, in turns of
+changing order, and the speed ratio is the median over pairs. A slow minute of the machine then
+hits both sides alike. Rejected: one program after the other, which on a shared machine measures
+the neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. None where there is no such value."""
+
+    case: str
+    metric: str
+    unit: str
+    ours: float
+    baseline: float | None = None
+    paper: float | None = None
+    """Published value."""
+    goal: float | None = None
+    better: Literal["higher", "lower"] = "higher"
+    kind: Literal["measured", "simulated"] = "measured"
+
+    @property
+    def met(self) -> bool | None:
+        """Whether `ours` reaches the goal."""
+        if self.goal is None:
+            return None
+        return self.ours >= self.goal if self.better == "higher" else self.ours <= self.goal
+
+
+@dataclass(frozen=True)
+class PairedTimes:
+    """Seconds of both programs, pair by pair."""
+
+    ours_s: list[float]
+    baseline_s: list[float]
+
+    @property
+    def median_ours_s(self) -> float:
+        return median(self.ours_s)
+
+    @property
+    def median_baseline_s(self) -> float:
+        return median(self.baseline_s)
+
+    @property
+    def speed_ratio(self) -> float:
+        """Median over pairs of baseline time / our time: above 1, ours is faster."""
+        return median(b / a for a, b in zip(self.ours_s, self.baseline_s, strict=True))
+
+
+def time_pairs(
+    ours: Callable[[], object],
+    baseline: Callable[[], object],
+    pairs: int,
+    device: torch.device,
+) -> PairedTimes:
+    """Times `pairs` calls of both programs; the order changes from pair to pair.
+
+    Both must be warm: what they compile or allocate on the first call would be timed.
+    """
+    times = PairedTimes([], [])
+    for index in range(pairs):
+        both = [(ours, times.ours_s), (baseline, times.baseline_s)]
+        for program, record in both if index % 2 == 0 else reversed(both):
+            record.append(_seconds(program, device))
+    return times
+
+
+def _seconds(program: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    begin_s = time.perf_counter()
+    program()
+    _synchronize(device)
+    return time.perf_counter() - begin_s
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Command line with the arguments that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer, smaller cases: under 45 s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    return parser
+
+
+def describe_machine(device: torch.device) -> str:
+    """Device, threads, load and versions in one line."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return (
+        f"{name}; {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
+        f"load {os.getloadavg()[0]:.2f}; Python {platform.python_version()}, "
+        f"torch {torch.__version__}"
+    )
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def report(title: str, rows: Sequence[Row], json_file: Path | None) -> None:
+    """Prints the table and writes `json_file`, if any."""
+    table = Table(title=title, title_justify="left")
+    for column in ("case", "metric", "unit"):
+        table.add_column(column, no_wrap=True)
+    for column in ("ours", "baseline", "paper", "goal", "met"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        values = (_number(v) for v in (row.ours, row.baseline, row.paper, row.goal))
+        met = {None: "", True: "yes", False: "no"}[row.met]
+        table.add_row(row.case, row.metric, row.unit, *values, met)
+    Console(width=160).print(table)
+    if json_file is not None:
+        records = [{**asdict(row), "met": row.met} for row in rows]
+        json_file.write_text(json.dumps(records, indent=1) + "\n")
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

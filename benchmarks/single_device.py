@@ -1,0 +1,296 @@
+"""Speed of one training step on one device against plain Hugging Face with AdamW.
+
+Ours is `Trainer.run_step` of a real recipe, with everything a step does (agreeing on sizes, the
+check for non-finite numbers, records); the baseline is in `hf_baseline.py`. Both begin with the
+same weights and see the same samples in the same order; reading and preparing them is not timed.
+
+    equal lengths   samples whose captions have the same number of tokens: neither side pads
+    real lengths    samples as they come: Hugging Face pads to the longest, we pack
+
+Tokens are those of samples, without padding. FLOPs for MFU are what the samples need
+(`torchmm.balance.flops`), on both sides. On CUDA both compute in bf16, with and without
+torch.compile, on shapes of published models.
+
+    python benchmarks/single_device.py [--quick] [--json FILE] [--shapes NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from captions import IMAGE_TOKEN, Captions, load_captions
+from harness import PairedTimes, Row, describe_machine, make_parser, report, time_pairs
+from hf_baseline import HfBaseline, PaddedBatch, build_baseline, pad_batch
+from shapes import SHAPES, Shape
+
+from torchmm.balance.flops import microbatch_flops
+from torchmm.batch import StepBatch
+from torchmm.build import build_run, build_unfilled_model
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
+    CompileConfig,
+    DataConfig,
+    FreezeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    SourceConfig,
+    TrainingConfig,
+)
+from torchmm.metrics import peak_flops
+from torchmm.parallel.mesh import select_device, start_process_group
+from torchmm.preempt import StopSignal
+from torchmm.trainer import Trainer
+
+SEED = 0
+CPU_SHAPES = ("quickstart", "medium")
+CUDA_SHAPES = ("so400m_qwen3_1.7b", "so400m_qwen3_8b_frozen_llm")
+FIRST_LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Relative, on the same weights and samples."""
+LAST_LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Relative, after all steps: AdamW turns rounding into steps where gradients are nearly zero."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    shape: str
+    equal_lengths: bool
+    compiled: bool
+    dtype: str
+    activation_checkpoint: str
+    batches: int
+    pairs: int
+    mfu_goal: float | None
+
+    @property
+    def name(self) -> str:
+        parts = [self.shape, "equal lengths" if self.equal_lengths else "real lengths", self.dtype]
+        if self.activation_checkpoint != "none":
+            parts.append(f"{self.activation_checkpoint} activation checkpointing")
+        return ", ".join(parts + ["compiled"] * self.compiled)
+
+
+def main() -> int:
+    """Runs the cases; 0 whatever the speed, 1 if the two sides' losses differ."""
+    args = _parse()
+    device = select_device(args.device)
+    torch.manual_seed(SEED)
+    captions = load_captions(SEED)
+    print(f"machine: {describe_machine(device)}")
+    print(f"samples: {captions.source}; seed {SEED}")
+    peak = peak_flops(device)
+    if peak is not None:
+        print(f"peak for MFU: {peak / 1e12:.4g} TFLOP/s")
+    start_process_group(ParallelConfig(), device)
+    try:
+        cases = _cases(args, device)
+        rows = [row for case in cases for row in _run_case(case, captions, device, peak)]
+    except LossMismatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        dist.destroy_process_group()
+    report("One training step on one device, against Hugging Face + AdamW", rows, args.json)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = make_parser(__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME", help=str([*SHAPES]))
+    parser.add_argument("--activation-checkpoint", choices=("none", "selective", "full"))
+    parser.add_argument("--pairs", type=int, help="timings of each side per case")
+    return parser.parse_args()
+
+
+def _cases(args: argparse.Namespace, device: torch.device) -> list[Case]:
+    cuda = device.type == "cuda"
+    on_h200 = cuda and "H200" in torch.cuda.get_device_name(device)
+    shapes = args.shapes or (CUDA_SHAPES if cuda else CPU_SHAPES)[: 1 if args.quick else None]
+    return [
+        Case(
+            shape,
+            equal_lengths,
+            compiled,
+            dtype="bfloat16" if cuda else "float32",
+            activation_checkpoint=args.activation_checkpoint or SHAPES[shape].activation_checkpoint,
+            batches=2 if args.quick else 4,
+            pairs=args.pairs or (3 if args.quick else 7),
+            mfu_goal=0.5 if on_h200 else None,
+        )
+        for shape in shapes
+        for equal_lengths in (True, False)
+        for compiled in ((False, True) if cuda else (False,))
+    ]
+
+
+class LossMismatchError(Exception):
+    """The two sides did not compute the same."""
+
+
+def _run_case(
+    case: Case, captions: Captions, device: torch.device, peak: float | None
+) -> list[Row]:
+    if case.equal_lengths:
+        captions = captions.of_one_length()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _open_trainer(case, captions, Path(scratch), device) as trainer,
+    ):
+        run = trainer.parts
+        batches = list(islice(run.loader, case.batches))
+        vision = SHAPES[case.shape].vision
+        padded = [pad_batch(captions, b.microbatches[0], vision, device) for b in batches]
+        baseline = build_baseline(run.recipe, run.model, device)
+        times = _compare(case, trainer, baseline, batches, padded, device)
+        flops = _flops(trainer, batches)
+    rows = _speed_rows(case, times, batches, flops, peak)
+    return [*rows, _padding_row(case, batches, padded)]
+
+
+@contextmanager
+def _open_trainer(
+    case: Case, captions: Captions, scratch: Path, device: torch.device
+) -> Iterator[Trainer]:
+    recipe = _recipe(case, captions, scratch, device)
+    with StopSignal() as stop, redirect_stdout(io.StringIO()):  # the run's own start table
+        trainer = Trainer(build_run(recipe, scratch, device, *build_unfilled_model(recipe)), stop)
+    with closing(trainer):
+        yield trainer
+
+
+def _recipe(case: Case, captions: Captions, scratch: Path, device: torch.device) -> Recipe:
+    """The recipe of a case; writes its samples and tokenizer to `scratch`."""
+    shape = SHAPES[case.shape]
+    captions.write_parquet(scratch / "captions.parquet")
+    captions.tokenizer.save_pretrained(scratch / "tokenizer")
+    sequence_length, sequences = _step_size(case, shape, captions)
+    return Recipe(
+        name=case.shape,
+        model=ModelConfig(
+            config=shape.llava_config(captions.tokenizer.get_vocab()[IMAGE_TOKEN]),
+            tokenizer=str(scratch / "tokenizer"),
+        ),
+        freeze=FreezeConfig(modules=list(shape.frozen)),
+        data=DataConfig(
+            sources=[SourceConfig(path=str(scratch / "captions.parquet"))],
+            workers=0,
+            index_cache=str(scratch / "index"),
+        ),
+        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.0, schedule="constant"),
+        training=TrainingConfig(
+            steps=10**6,
+            global_batch_size=sequences,
+            microbatch_size=sequences,
+            sequence_length=sequence_length,
+            seed=SEED,
+            dtype=case.dtype,
+            device=device.type,
+        ),
+        checkpoint=CheckpointConfig(resume="none"),
+        activation_checkpoint=ActivationCheckpointConfig(mode=case.activation_checkpoint),
+        compile=CompileConfig(enabled=case.compiled),
+    )
+
+
+def _step_size(case: Case, shape: Shape, captions: Captions) -> tuple[int, int]:
+    """Tokens per packed sequence and number of sequences; samples of one length get one each."""
+    if not case.equal_lengths:
+        return shape.sequence_length, shape.sequences
+    text = captions.tokenizer(captions.records[0]["text"]).input_ids
+    image_tokens = (shape.vision["image_size"] // shape.vision["patch_size"]) ** 2
+    length = image_tokens + len(text) + 2  # begin and end
+    return length, shape.sequence_length * shape.sequences // length
+
+
+def _compare(
+    case: Case,
+    trainer: Trainer,
+    baseline: HfBaseline,
+    batches: list[StepBatch],
+    padded: list[PaddedBatch],
+    device: torch.device,
+) -> PairedTimes:
+    """Times both sides on all batches, after checking that they compute the same losses."""
+    last: dict[str, float] = {}
+
+    def run_ours() -> None:
+        for batch in batches:
+            last["ours"] = trainer.run_step(iter([batch]))[0].loss
+
+    def run_baseline() -> None:
+        for batch in padded:
+            last["baseline"] = baseline.step(batch)
+
+    first = trainer.run_step(iter(batches))[0].loss, baseline.step(padded[0])
+    _check_losses(f"{case.name}: first loss", *first, FIRST_LOSS_TOLERANCE[case.dtype])
+    run_ours()
+    run_baseline()
+    times = time_pairs(run_ours, run_baseline, case.pairs, device)
+    what = f"{case.name}: loss after {trainer.step} steps"
+    _check_losses(what, last["ours"], last["baseline"], LAST_LOSS_TOLERANCE[case.dtype])
+    return times
+
+
+def _check_losses(what: str, ours: float, baseline: float, tolerance: float) -> None:
+    difference = abs(ours - baseline) / abs(baseline)
+    text = f"{what}: ours {ours:.6f}, baseline {baseline:.6f}, relative difference {difference:.1e}"
+    if not difference <= tolerance:
+        raise LossMismatchError(f"{text}, more than {tolerance:.0e}")
+    print(text)
+
+
+def _flops(trainer: Trainer, batches: list[StepBatch]) -> int:
+    """FLOPs of all batches, forward and backward."""
+    modules = [m.describe() for m in trainer.parts.model.modality_modules()]
+    counts = [
+        microbatch_flops(modules, microbatch.meta, microbatch.target_count)
+        for batch in batches
+        for microbatch in batch.microbatches
+    ]
+    return sum(f.forward + f.backward for by_name in counts for f in by_name.values())
+
+
+def _speed_rows(
+    case: Case, times: PairedTimes, batches: list[StepBatch], flops: int, peak: float | None
+) -> list[Row]:
+    tokens = _used_tokens(batches)
+    ours_s, baseline_s = times.median_ours_s, times.median_baseline_s
+    rows = [
+        Row(case.name, "throughput", "tokens/s", tokens / ours_s, tokens / baseline_s),
+        Row(case.name, "speed ratio", "x", times.speed_ratio, baseline=1.0, goal=1.0),
+    ]
+    if peak is not None:
+        ours, baseline = flops / ours_s / peak, flops / baseline_s / peak
+        rows.append(Row(case.name, "MFU", "share", ours, baseline, goal=case.mfu_goal))
+    return rows
+
+
+def _padding_row(case: Case, batches: list[StepBatch], padded: list[PaddedBatch]) -> Row:
+    """Share of the computed positions that belong to no sample."""
+    used = _used_tokens(batches)
+    ours = 1 - used / sum(m.meta.tokens for b in batches for m in b.microbatches)
+    baseline = 1 - used / sum(p["labels"].numel() for p in padded)
+    return Row(case.name, "padding", "share", ours, baseline, better="lower")
+
+
+def _used_tokens(batches: list[StepBatch]) -> int:
+    return sum(m.meta.used_tokens for b in batches for m in b.microbatches)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
