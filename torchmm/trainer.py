@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchmm.balance.flops import microbatch_flops
 from torchmm.batch import StepBatch
-from torchmm.build import RunParts, build_data, build_run, build_unfilled_model
+from torchmm.build import DTYPES, RunParts, build_data, build_run, build_unfilled_model
 from torchmm.config import Recipe
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.errors import EXIT_DONE, Preempted, TorchmmError
@@ -108,7 +108,7 @@ class Trainer:
         self._train_step = TrainStep(run.model, mesh.device, mesh.data_parallel_size, self._timer)
         self._parameters = [p for p in run.model.parameters() if p.requires_grad]
         self._descriptions = [m.describe() for m in run.model.modality_modules()]
-        self._peak_flops = peak_flops(mesh.device)
+        self._peak_flops = peak_flops(mesh.device, DTYPES[recipe.training.dtype])
         if recipe.metrics.peak_tflops:
             self._peak_flops = recipe.metrics.peak_tflops * 1e12
         self._corrupt = CorruptLimit(
