@@ -1,0 +1,69 @@
+"""Compares a trained model with models that see no images: held-out losses side by side.
+
+    python scripts/text_baseline.py outputs/smollm2_vision
+    python scripts/text_baseline.py outputs/smollm2_vision --blind outputs/smollm2_vision_blind
+
+--blind names a run of the same recipe that was trained with blank images: all that can be learned
+of the captions without looking. Runs on one process and reads each run's newest checkpoint.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from torchmm.ablation import image_losses, text_only_loss
+from torchmm.config import ParallelConfig, Recipe
+from torchmm.errors import TorchmmError
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, select_device, start_process_group
+from torchmm.recipe import load_recipe
+
+
+def main() -> int:
+    """Prints the table for the run directories named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path, help="run directory of the trained model")
+    parser.add_argument("--blind", type=Path, help="run directory of training with blank images")
+    arguments = parser.parse_args()
+    try:
+        rows = _losses(arguments.run_dir, arguments.blind)
+    except TorchmmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    table = Table(title="Held-out loss per caption token", title_justify="left")
+    table.add_column("model")
+    table.add_column("images")
+    table.add_column("loss", justify="right")
+    for model, images, loss in rows:
+        table.add_row(model, images, f"{loss:.3f}")
+    Console().print(table)
+    return 0
+
+
+def _losses(run_dir: Path, blind_dir: Path | None) -> list[tuple[str, str, float]]:
+    recipe = _read(run_dir)
+    device = select_device(recipe.training.device)
+    alone = ParallelConfig()
+    start_process_group(alone, device)
+    mesh = build_mesh(alone, device)
+    rows = [("LLM as it came", "none", text_only_loss(recipe, mesh))]
+    if blind_dir is not None:
+        rows.append(("trained blind", "blank", _blind_loss(blind_dir, mesh)))
+    losses = image_losses(recipe, run_dir, mesh)
+    names = {"blank": "blank", "other": "of another sample", "own": "its own"}
+    return rows + [("trained", name, losses[key]) for key, name in names.items()]
+
+
+def _blind_loss(run_dir: Path, mesh: ParallelMesh) -> float:
+    return image_losses(_read(run_dir), run_dir, mesh)["blank"]
+
+
+def _read(run_dir: Path) -> Recipe:
+    recipe = load_recipe(run_dir / "recipe.toml", [], world_size=1).recipe
+    return recipe.model_copy(update={"parallel": ParallelConfig()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
