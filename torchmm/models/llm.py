@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchmm.batch import LayerDescription, Microbatch
 from torchmm.models.attention import PACKED, Segments
 from torchmm.models.layered import LayeredModule, WeightFiles
+from torchmm.models.loss import summed_cross_entropy
 
 
 def _build_causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -154,8 +154,7 @@ class LlmModule(LayeredModule):
             return self.text_model(**arguments).last_hidden_state[0]
         positions_L = microbatch.target_positions_L
         logits_LV = self.logits(microbatch, inputs, positions_L)
-        targets_L = microbatch.targets_T[positions_L]
-        return functional.cross_entropy(logits_LV.float(), targets_L, reduction="sum")
+        return summed_cross_entropy(logits_LV, microbatch.targets_T[positions_L])
 
     def logits(
         self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor, positions_L: Tensor
