@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch.profiler import record_function
 
 from torchmm.config import MetricsConfig
 from torchmm.log import JsonlWriter
@@ -124,11 +125,12 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside for `name`."""
+        """Count the time inside for `name`, which also labels it in profiler traces."""
         outer = self._phase
         self._switch(name)
         try:
-            yield
+            with record_function(name):
+                yield
         finally:
             self._switch(outer)
 

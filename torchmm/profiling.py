@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmm.config import MetricsConfig
 
@@ -36,7 +36,10 @@ class StepProfiler:
         """Wraps one training step."""
         if step == self._config.profile_step:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
-            with profile(activities=activities, record_shapes=True) as record:
+            with (
+                profile(activities=activities, record_shapes=True) as record,
+                record_function(f"step {step}"),
+            ):
                 yield
             record.export_chrome_trace(str(self._file(f"step-{step}", "json")))
         else:

@@ -1,0 +1,252 @@
+"""What a recipe can switch on, each through train.py on real data."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_recipe import QUICKSTART, ROOT, arguments, records, weights
+
+from torchmm.metrics import StepRecord
+from torchmm.recipe import load_recipe
+
+pytestmark = pytest.mark.slow
+STEPS = 4
+COMMON = {"training__steps": STEPS, "training__global_batch_size": 4}
+
+
+@pytest.fixture
+def train(tmp_path, real_data, train_server):
+    """train(name, ranks=1, **changes): run directory of a run that ended with 0."""
+
+    def run(name: str, ranks: int = 1, env: dict | None = None, **changes: object) -> Path:
+        command = arguments(tmp_path / name, real_data, **{**COMMON, **changes})
+        codes, output = train_server.run(command, tmp_path / f"{name}-log", ranks, **env or {})
+        assert codes == [0] * ranks, output
+        assert "Traceback" not in output
+        return tmp_path / name
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory, real_data, train_server) -> Path:
+    """A run with all records, pictures and trackers switched on."""
+    run_dir = tmp_path_factory.mktemp("everything") / "run"
+    changes = {
+        "validation__interval": 2,
+        "validation__batches": 1,
+        "validation__samples": 2,
+        "validation__max_new_tokens": 3,
+        "checkpoint__interval": 2,
+        "metrics__profile_step": 3,
+        "metrics__memory_snapshot_step": 3,
+        "metrics__tensorboard": "true",
+        "metrics__wandb": "offline",
+    }
+    command = arguments(run_dir, real_data, **COMMON, **changes)
+    codes, output = train_server.run(command, run_dir.parent / "log")
+    assert codes == [0], output
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def losses(everything) -> list[float]:
+    """Losses of the plain float32 run on one process: none of those switches may change them."""
+    return [r["loss"] for r in records(everything)]
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [r["loss"] for r in records(run_dir)]
+
+
+def test_metrics_have_every_field_with_sane_values(everything):
+    found = records(everything)
+    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
+    for record in found:
+        assert set(record) == set(StepRecord.__annotations__)
+        for key in ("loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "images_per_s"):
+            assert record[key] > 0, key
+        assert 0 < record["mfu"] < 1
+        parts_ms = [record[k] for k in ("data_wait_ms", "encoder_ms", "llm_ms")]
+        assert min(parts_ms) > 0 and sum(parts_ms) < record["step_ms"]
+        assert 1e8 < record["peak_memory_bytes"] < 1e11
+        assert record["slowest_rank"] == record["skipped_samples"] == record["epoch"] == 0
+        assert record["bubble_fraction"] is None
+    assert [r["validation_loss"] is None for r in found] == [True, False, True, False]
+    assert found[-1]["validation_loss"] < found[1]["validation_loss"]
+
+
+def test_samples_show_prompt_truth_and_generated_text(everything):
+    samples = json.loads((everything / "samples.json").read_text())
+    assert [s["step"] for s in samples] == [2, 2, 4, 4]
+    for sample in samples:
+        assert sample["truth"] and isinstance(sample["generated"], str)
+        assert "<image>" not in sample["prompt"] + sample["truth"]
+    assert [s["truth"] for s in samples[:2]] == [s["truth"] for s in samples[2:]]
+
+
+def test_profiler_trace_is_json_and_names_step_and_phases(everything):
+    assert [p.name for p in (everything / "profile").iterdir()] == ["step-3-rank-0.json"]
+    trace = json.loads((everything / "profile/step-3-rank-0.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"step 3", "data", "encoder", "llm", "aten::mm"} <= names
+
+
+def test_trackers_leave_their_files(everything):
+    events = EventAccumulator(str(everything / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == list(range(1, STEPS + 1))
+    assert list((everything / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_the_saved_recipe_is_the_run_again(everything):
+    recipe = load_recipe(everything / "recipe.toml", world_size=1).recipe
+    assert recipe.training.steps == STEPS and recipe.metrics.wandb == "offline"
+
+
+def test_unreachable_wandb_does_not_stop_training(train, losses):
+    env = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+    run_dir = train("online", metrics__wandb="online", env=env)
+    assert losses_of(run_dir) == losses
+    assert "cannot be reached" in (run_dir / "logs/rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_changes_no_loss(mode, train, losses):
+    assert losses_of(train(mode, activation_checkpoint__mode=mode)) == losses
+
+
+def test_bfloat16_stays_close_to_float32_on_one_rank_and_two(train, losses):
+    """bfloat16 has 8 bits: 2**-8 relative per operation, far less in a mean over many targets."""
+    alone = losses_of(train("one", training__dtype="bfloat16"))
+    sharded = losses_of(train("two", ranks=2, training__dtype="bfloat16"))
+    assert alone != losses
+    assert alone == pytest.approx(losses, rel=1e-3)
+    assert sharded == pytest.approx(losses, rel=1e-3)
+    assert sharded == pytest.approx(alone, rel=1e-4)
+
+
+def test_deterministic_runs_give_the_same_bits(train, losses):
+    first, second = (
+        weights(train(name, ranks=2, training__deterministic="true", checkpoint__interval=4))
+        for name in ("a", "b")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def changed_modules(run_dir: Path) -> tuple[set[str], set[str]]:
+    """Modules whose parameters differ between steps 1 and 4, and those with optimizer state."""
+    early, late = (
+        {
+            name: value
+            for file in (run_dir / f"checkpoints/step-{step}").glob("*.safetensors")
+            for name, value in load_file(file).items()
+        }
+        for step in (1, 4)
+    )
+    changed, stateful = set(), set()
+    for name, value in late.items():
+        module = next((m for m in ("connector", "vision", "llm") if m in name), "")
+        if "exp_avg" in name:
+            stateful.add(module)
+        elif name.startswith("model.") and not torch.equal(value, early[name]):
+            changed.add(module)
+    return changed, stateful
+
+
+@pytest.mark.parametrize(
+    ("frozen", "trained"),
+    [(["llm"], {"vision", "connector"}), (["llm", "vision"], {"connector"})],
+    ids=["llm", "llm and tower"],
+)
+def test_frozen_modules_keep_their_weights(frozen, trained, train):
+    keep = {"checkpoint__interval": 1, "checkpoint__keep": 9}
+    run_dir = train("frozen", ranks=2, freeze__modules=json.dumps(frozen), **keep)
+    assert changed_modules(run_dir) == (trained, trained)
+
+
+def test_learning_rate_by_module(train):
+    keep = {"checkpoint__interval": 1, "checkpoint__keep": 9}
+    run_dir = train("rates", **keep, **{"optimizer__module_lr__vision.connector": 0.0})
+    assert changed_modules(run_dir)[0] == {"vision", "llm"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1]),
+        ("wsd", [0.5, 1, 0.55, 0.1]),
+        ("cosine", [0.5, 1, 0.55, 0.1]),
+    ],
+)
+def test_schedules(schedule, expected, train):
+    changes = {"optimizer__schedule": schedule, "optimizer__decay_fraction": 0.5}
+    run_dir = train(schedule, training__global_batch_size=1, optimizer__lr=1e-3, **changes)
+    rates = [r["lr"] for r in records(run_dir)]
+    assert rates == pytest.approx([1e-3 * factor for factor in expected])
+
+
+COUNT_GRAPHS = """
+import runpy, sys, torch
+from torch._dynamo.utils import counters
+compile_ = torch.nn.Module.compile
+torch.nn.Module.compile = lambda self, **settings: compile_(self, backend="eager", **settings)
+sys.argv = sys.argv[1:]
+code = runpy.run_path(sys.argv[0])["main"]()
+print("unique graphs:", counters["stats"]["unique_graphs"])
+sys.exit(code)
+"""
+
+
+def test_compiled_layers_do_not_recompile_without_end(tmp_path, real_data, losses):
+    """Packing gives every microbatch other segments and numbers of images, validation others yet.
+
+    Counted without a compiler behind the tracing, which would take a minute."""
+    changes = {
+        "compile__enabled": "true",
+        "activation_checkpoint__mode": "selective",
+        "validation__interval": 2,
+        "validation__samples": 2,
+        "validation__max_new_tokens": 3,
+    }
+    command = arguments(tmp_path / "run", real_data, **COMMON, **changes)
+    run = subprocess.run(
+        [sys.executable, "-c", COUNT_GRAPHS, ROOT / "train.py", *command],
+        capture_output=True, text=True, check=False, timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
+    graphs = int(run.stdout.rpartition("unique graphs:")[2])
+    assert 2 <= graphs <= 6, "per module: fixed size, dynamic size, and a single image"
+
+
+def test_compiled_code_gives_the_same_loss(train, losses):
+    """One step of one microbatch: a single graph, as the compiler takes seconds for each."""
+    short = {"training__steps": 1, "training__global_batch_size": 1, "optimizer__warmup_steps": 0}
+    eager = records(train("eager", **short))[0]
+    compiled = train("compiled", **short, compile__enabled="true", compile__modules='["llm"]')
+    assert records(compiled)[0]["loss"] == pytest.approx(eager["loss"], rel=1e-5)
+    assert records(compiled)[0]["grad_norm"] == pytest.approx(eager["grad_norm"], rel=1e-5)
+
+
+def test_print_config_and_dry_run(tmp_path, train_server):
+    options = ["--config", QUICKSTART, "--optimizer.lr", "0.5", "--training.steps=70"]
+    codes, output = train_server.run([*options, "--print-config"], tmp_path)
+    assert codes == [0]
+    (tmp_path / "printed.toml").write_text(output)
+    printed = load_recipe(tmp_path / "printed.toml").recipe
+    assert (printed.optimizer.lr, printed.training.steps) == (0.5, 70)
+
+    sizes = ["--training.global_batch_size=128", "--parallel.tensor=2", "--name=never"]
+    dry = [*options, *sizes, "--output_dir", tmp_path, "--dry-run", "--world-size", 64]
+    codes, output = train_server.run(dry, tmp_path)
+    assert codes == [0], output
+    assert "64 = replicate 1 x shard 32 x tensor 2" in output and "memory per rank" in output
+    assert not (tmp_path / "never").exists()
