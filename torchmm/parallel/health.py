@@ -241,7 +241,7 @@ def gather_floats(
     One call per step can carry everything the ranks must agree on: loss, gradient norm, wishes to
     stop (`preempt`), failed background saves.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [list(values)]
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     mine_N = torch.tensor(values, dtype=torch.float64, device=device)

@@ -77,6 +77,8 @@ class ParallelMesh:
 
     def sum_over_data(self, values: list[float]) -> list[float]:
         """Sums over the data-parallel ranks, in float64; every rank must call it."""
+        if self.world_size == 1:
+            return list(values)
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(totals)
         return (totals / self.tensor_size).tolist()
