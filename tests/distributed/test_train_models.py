@@ -1,0 +1,290 @@
+"""Model families and data formats through train.py: they train, resume and export."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from PIL import Image
+from tiny_recipe import records, weights
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+pytestmark = pytest.mark.slow
+IMAGE_ID = 3
+LLM = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2432,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+TOWER = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIGLIP = {"model_type": "siglip_vision_model", **TOWER, "image_size": 32, "patch_size": 8}
+PAIR = {"llm": {"config": {"model_type": "llama", **LLM}}, "encoders": {"eye": {"config": SIGLIP}}}
+LLAVA = {
+    "config": {
+        "model_type": "llava",
+        "vision_config": {**SIGLIP, "model_type": "clip_vision_model"},
+        "text_config": {"model_type": "llama", **LLM},
+        "image_token_index": IMAGE_ID,
+        "image_seq_length": 16,
+    }
+}
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+@pytest.fixture(scope="module")
+def vision_tokenizer(tmp_path_factory, real_data) -> Path:
+    """The captions' tokenizer with the marker tokens of Qwen2.5-VL."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(real_data / "tokenizer")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def qwen(vision_tokenizer) -> dict[str, Any]:
+    """`[model]` of a tiny Qwen2.5-VL."""
+    tokenizer = AutoTokenizer.from_pretrained(vision_tokenizer)
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+    vision = {
+        "model_type": "qwen2_5_vl_vision",
+        "depth": 2,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_heads": 4,
+        "out_hidden_size": 48,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 3]}
+    config = {
+        "model_type": "qwen2_5_vl",
+        "vision_config": vision,
+        "text_config": {**LLM, "rope_parameters": rope},
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+    }
+    return {"tokenizer": str(vision_tokenizer), "config": config}
+
+
+@pytest.fixture
+def train(tmp_path, real_data, train_server):
+    """train(name, model, source, ranks=1, **sections): run directory of a run that ended with 0."""
+
+    def run(
+        name: str, model: dict[str, Any], source: object, ranks: int = 1, **sections: Any
+    ) -> Path:
+        sources = source if isinstance(source, list) else [{"path": str(source)}]
+        data = {"workers": 0, "index_cache": str(tmp_path / "index"), "sources": sources}
+        recipe = {
+            "name": name,
+            "output_dir": str(tmp_path),
+            "model": {"tokenizer": str(real_data / "tokenizer"), **model},
+            "data": {**data, **sections.pop("data", {})},
+            "training": {
+                **{"steps": 2, "global_batch_size": 2, "sequence_length": 128},
+                **sections.pop("training", {}),
+            },
+            "optimizer": {"lr": 2e-3, "schedule": "constant"},
+            "checkpoint": {"export_hf": False},
+        }
+        recipe.update(sections)
+        file = tmp_path / f"{name}.toml"
+        file.write_text(tomli_w.dumps(recipe))
+        codes, output = train_server.run(["--config", file], tmp_path / f"{name}-log", ranks)
+        assert codes == [0] * ranks, output
+        return tmp_path / name
+
+    return run
+
+
+def picture(width: int, height: int, seed: int) -> bytes:
+    noise = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(noise).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def write_parquet(directory: Path, rows: list[dict]) -> Path:
+    directory.mkdir(parents=True)
+    datasets.Dataset.from_list(rows).to_parquet(directory / "part-0.parquet")
+    return directory
+
+
+def write_text(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def one_sample(tmp_path) -> Path:
+    """A held-out source of one captioned picture."""
+    image = {"bytes": picture(56, 56, 7), "path": None}
+    return write_parquet(tmp_path / "one", [{"image": image, "text": "A large red chicken."}])
+
+
+def hugging_face_loss(export: Path, prefix: list[int], suffix: list[int], per_image: int) -> float:
+    """Loss of the exported model on `one_sample`, with Hugging Face code alone."""
+    model = AutoModelForImageTextToText.from_pretrained(export, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    processor = AutoImageProcessor.from_pretrained(export, use_fast=False)
+    inputs = processor(Image.open(io.BytesIO(picture(56, 56, 7))), return_tensors="pt")
+    text = tokenizer.encode("A large red chicken.", add_special_tokens=False)
+    image_id = model.config.image_token_id
+    before = [1, *prefix, *[image_id] * per_image, *suffix]
+    ids = torch.tensor([[*before, *text, 2]])
+    labels = ids.clone()
+    labels[:, : len(before)] = -100
+    kinds = (ids == image_id).int()
+    if prefix:
+        inputs["mm_token_type_ids"] = kinds
+    with torch.no_grad():
+        return model(input_ids=ids, labels=labels, **inputs).loss.item()
+
+
+VALIDATION = {"validation": {"interval": 2, "batches": 1}, "checkpoint": {"interval": 0}}
+
+
+@pytest.mark.parametrize("name", ["pair", "llava", "qwen2_5_vl"])
+def test_the_export_has_our_validation_loss(name, train, real_data, one_sample, qwen):
+    model = {"pair": PAIR, "llava": LLAVA, "qwen2_5_vl": qwen}[name]
+    data = {"validation": [{"path": str(one_sample)}]}
+    captions = real_data / "tuxpaint_stamps/train"
+    training = {"sequence_length": 512} if name == "qwen2_5_vl" else {}
+    run_dir = train(name, model, captions, data=data, training=training, **VALIDATION)
+    ours = records(run_dir)[-1]["validation_loss"]
+    if name == "qwen2_5_vl":
+        markers = [[qwen["config"][f"vision_{end}_token_id"]] for end in ("start", "end")]
+        theirs = hugging_face_loss(run_dir / "hf", *markers, per_image=4)
+    else:
+        theirs = hugging_face_loss(run_dir / "hf", [], [], per_image=16)
+    assert theirs == pytest.approx(ours, abs=1e-4)
+
+
+def test_naflex_trains_on_images_of_all_sizes(train, tmp_path):
+    sizes = [(20, 90), (64, 64), (200, 40), (33, 57), (16, 16)]
+    rows = [
+        {"image": {"bytes": picture(*sizes[i % 5], i), "path": None}, "text": f"noise {i}"}
+        for i in range(40)
+    ]
+    eye = {"model_type": "siglip2_vision_model", **TOWER, "patch_size": 8, "num_patches": 16}
+    model = {
+        "llm": {"config": {"model_type": "qwen3", "head_dim": 16, **LLM}},
+        "encoders": {"eye": {"config": eye, "processor": {"max_num_patches": 16}}},
+    }
+    source = write_parquet(tmp_path / "sizes", rows)
+    alone = records(train("one", model, source))
+    sharded = records(train("two", model, source, ranks=2))
+    assert [r["loss"] for r in sharded] == pytest.approx([r["loss"] for r in alone], rel=1e-5)
+    assert alone[-1]["loss"] < alone[0]["loss"]
+
+
+def test_interleaved_documents_train(train, tmp_path):
+    image = {"bytes": picture(32, 32, 0), "path": None}
+    rows = [
+        {"images": [image, None, image], "texts": [None, f"a picture {i} and another", None]}
+        for i in range(40)
+    ]
+    found = records(train("inter", PAIR, write_parquet(tmp_path / "inter", rows)))
+    assert found[-1]["loss"] < found[0]["loss"]
+    for r in found:
+        assert r["images_per_s"] == pytest.approx(2 * r["samples_per_s"])
+
+
+def test_chat_trains_on_the_answers(train, tmp_path):
+    """Questions are the same and answers too, so that the loss falls towards the answers'."""
+    question = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "A large red chicken."},
+    ]
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat/a.png").write_bytes(picture(32, 32, 0))
+    rows = [{"messages": messages, "images": ["a.png"]}] * 40
+    source = write_text(tmp_path / "chat/a.jsonl", rows)
+    found = records(train("chat", PAIR, source, training={"steps": 8}))
+    assert found[-1]["loss"] < 0.9 * found[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "layout", [{"replicate": 2, "shard": 1}, {"shard": 2}], ids=["ddp", "fsdp"]
+)
+def test_ranks_without_images_join_those_with(layout, train, tmp_path):
+    """Mostly text: there are fewer images in a step than microbatches."""
+    image = {"bytes": picture(32, 32, 0), "path": None}
+    captions = [{"image": image, "text": f"noise {i}"} for i in range(9)]
+    texts = [{"text": f"A large red chicken, and {i} more of them in the sun."} for i in range(400)]
+    sources = [
+        {"path": str(write_parquet(tmp_path / "captions", captions)), "weight": 1.0},
+        {"path": str(write_text(tmp_path / "text.jsonl", texts)), "weight": 60.0},
+    ]
+    training = {"training": {"steps": 5, "global_batch_size": 8, "sequence_length": 64}}
+    alone = records(train("alone", PAIR, sources, **training))
+    ranks = records(train("ranks", PAIR, sources, ranks=2, parallel=layout, **training))
+    images = [r["images_per_s"] * r["step_ms"] / 1e3 for r in alone]
+    assert sum(images) > 0 and min(images) < 8
+    for ours, reference in zip(ranks, alone, strict=True):
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+
+
+def test_a_stream_resumes_with_the_same_bits(train, real_data):
+    source = [{"path": str(real_data / "tuxpaint_stamps/train"), "streaming": True}]
+    common = {"data": {"shuffle_window": 64}, "checkpoint": {"interval": 3, "export_hf": False}}
+    whole = train("whole", PAIR, source, ranks=2, training={"steps": 6}, **common)
+    train("parts", PAIR, source, ranks=2, training={"steps": 3}, **common)
+    parts = train("parts", PAIR, source, ranks=2, training={"steps": 6}, **common)
+    assert [r["loss"] for r in records(parts)] == [r["loss"] for r in records(whole)]
+    ours, theirs = weights(parts), weights(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_training_starts_from_the_weights_of_local_directories(train, real_data, tmp_path):
+    """With a learning rate of 0 the export holds what the sources held."""
+    llm = LlamaForCausalLM(LlamaConfig(**LLM))
+    llm.save_pretrained(tmp_path / "llm")
+    AutoTokenizer.from_pretrained(real_data / "tokenizer").save_pretrained(tmp_path / "llm")
+    tower = SiglipVisionModel(SiglipVisionConfig(**{**SIGLIP, "vision_use_head": False}))
+    tower.save_pretrained(tmp_path / "tower")
+    model = {
+        "llm": {"source": str(tmp_path / "llm")},
+        "encoders": {"eye": {"source": str(tmp_path / "tower")}},
+    }
+    still = {"optimizer": {"lr": 0.0, "schedule": "constant"}, "checkpoint": {"export_hf": True}}
+    run_dir = train("start", model, real_data / "tuxpaint_stamps/train", ranks=2, **still)
+    export = AutoModelForImageTextToText.from_pretrained(run_dir / "hf").model
+    for ours, theirs in ((export.language_model, llm.model), (export.vision_tower, tower)):
+        expected = theirs.state_dict()
+        found = {k.removeprefix("vision_model."): v for k, v in ours.state_dict().items()}
+        shared = {k: v for k, v in expected.items() if k.removeprefix("vision_model.") in found}
+        assert len(shared) >= 2 * 9
+        for name, value in shared.items():
+            assert torch.equal(found[name.removeprefix("vision_model.")], value), name
