@@ -91,7 +91,7 @@ SHAPES = {
     # The model and microbatch of recipes/quickstart.toml: 4 million parameters.
     "quickstart": _small(192, 512, 4, image=96, sequence_length=512, n=2),
     # 44 million parameters.
-    "medium": _small(480, 1536, 8, image=128, sequence_length=1024, n=1),
+    "medium": _small(480, 1536, 8, image=128, sequence_length=512, n=1),
     "so400m_qwen3_1.7b": Shape(SO400M, QWEN3_1_7B, sequence_length=8192, sequences=1),
     # With the LLM frozen: AdamW on 8 billion parameters would take 131 GB for each program.
     "so400m_qwen3_8b_frozen_llm": Shape(
