@@ -279,7 +279,11 @@ class CheckpointManager:
         wish = Wish(find_mismatches(index, tensors), list(tensors), trainable)
         problems = find_misfits(index, saved["trainable"], self._group.gather(wish))
         if problems:
-            raise CheckpointError(f"{path} does not fit the model:\n{_bullets(problems)}")
+            raise CheckpointError(
+                f"{path} does not fit the model or what of it is trained:\n{_bullets(problems)}\n"
+                "Restore [model] and [freeze] of the recipe, or start another run: with another "
+                'name, or checkpoint.resume = "none"'
+            )
         rng = {
             name: torch.empty(entry["shape"], dtype=torch.uint8)
             for name, entry in index.items()

@@ -36,7 +36,8 @@ class ProgressLine:
         """`steps` of the whole run, `start_step` of which are already done."""
         self._console = console
         self._steps = steps
-        self._mean_step_ms: float | None = None
+        self._emitted = 0
+        self._mean_step_ms = 0.0
         self._bar: _Bar | None = None
         if console.is_terminal:
             self._bar = _Bar(console, steps, start_step)
@@ -44,10 +45,11 @@ class ProgressLine:
     def emit(self, record: Record) -> None:
         """Show one step."""
         step_ms = record["step_ms"]
-        mean_ms = self._mean_step_ms
-        # The first step of a run is slow (compilation, allocation); it is soon forgotten.
-        self._mean_step_ms = step_ms if mean_ms is None else 0.8 * mean_ms + 0.2 * step_ms
-        eta_s = (self._steps - record["step"]) * (self._mean_step_ms or 0.0) / 1e3
+        self._emitted += 1
+        # The first step of a run is slow (compilation, waking workers) and tells nothing.
+        remember = 0.8 if self._emitted > 2 else 0.0
+        self._mean_step_ms = remember * self._mean_step_ms + (1 - remember) * step_ms
+        eta_s = (self._steps - record["step"]) * self._mean_step_ms / 1e3
         line = describe_step(record, eta_s)
         if self._bar is not None:
             self._bar.show(record["step"], line)

@@ -153,6 +153,12 @@ class Trainer:
         if run.restored and run.restored.rng is not None:
             restore_rng(run.restored.rng)
         self._write_running()
+        if self.step >= steps:
+            run.logger.info(
+                "all %d steps are done already; for more raise training.steps, for a new run "
+                'change name or set checkpoint.resume = "none"',
+                steps,
+            )
         stopping = False
         while self.step < steps and not stopping:
             with self._profiler.step(self.step + 1), self._health.phase(self.step + 1, "step"):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmm.config import ParallelConfig
+from torchmm.errors import ConfigError
 from torchmm.recipe import resolve_layout
 
 
@@ -85,7 +86,13 @@ class ParallelMesh:
 
 
 def select_device(device: str) -> torch.device:
-    """The device of this process: "auto" takes CUDA where there is a device, one per local rank."""
+    """The device of this process: "auto" takes CUDA where there is a device, one per local rank.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('training.device = "cuda": no CUDA device is available; use "auto"')
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
