@@ -50,7 +50,7 @@ def assert_same_end(run_dir: Path, reference: Path) -> None:
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def wait_for_step(run_dir: Path, step: int, timeout_s: float = 60) -> None:
+def wait_for_step(run_dir: Path, step: int, timeout_s: float = 120) -> None:
     """Until metrics.jsonl has the record of `step`."""
     deadline = time.monotonic() + timeout_s
     file = run_dir / "metrics.jsonl"
@@ -69,14 +69,16 @@ def test_torchrun_recovers_from_five_kills_with_the_same_bits(
 ):
     run_dir = tmp_path / "run"
     random_ = random.Random(0)
-    moments = sorted(random_.sample(range(2, STEPS - 2), KILLS))
-    command = arguments(run_dir, real_data, **COMMON)
-    command = [train_server.address, *command]
+    command = [train_server.address, *arguments(run_dir, real_data, **COMMON)]
+    ended: set[int] = set()
     with TorchrunJob(CLIENT, command, 2, tmp_path / "logs", restarts=KILLS) as job:
-        for step in moments:
-            wait_for_step(run_dir, step)
-            time.sleep(random_.uniform(0, 0.1))
+        for kill in range(KILLS):
+            wait_for_step(run_dir, 2 + 4 * kill + random_.randrange(2))
+            time.sleep(random_.uniform(0, 0.05))
+            while (processes := {process_of(run_dir, rank) for rank in range(2)}) & ended:
+                time.sleep(0.01)
             os.kill(process_of(run_dir, random_.randrange(2)), signal.SIGKILL)
+            ended |= processes
         assert job.wait(120) == [0], job.output()
         assert job.output().count("resumed from") == KILLS
     assert_same_end(run_dir, undisturbed)
@@ -134,7 +136,9 @@ def test_kill_while_saving_in_the_background_loses_only_that_save(
     for first_step in range(3, STEPS, 4):
         run = train_server.start(command, tmp_path / "logs", ranks=2)
         wait_for_step(run_dir, first_step)
+        deadline = time.monotonic() + 60
         while not (torn := list(run_dir.glob("checkpoints/*.tmp-*"))):
+            assert time.monotonic() < deadline, "no save was seen"
             time.sleep(0.0005)
         run.kill(0, signal.SIGKILL)
         assert run.wait() == [-9, 6], run.output(1)
@@ -292,3 +296,24 @@ def test_a_peer_that_never_comes_is_waited_for_only_so_long(tmp_path, real_data,
     assert run.wait() == [6]
     assert "PeerError: rank 0 lost a peer, or never met it" in run.output()
     assert "parallel.timeout_s" in run.output() and "Traceback" not in run.output()
+
+
+def test_a_finished_run_says_so_and_a_changed_model_is_refused(tmp_path, real_data, train_server):
+    changes = {"training__steps": 2, "checkpoint__interval": 1}
+    command = arguments(tmp_path / "run", real_data, **changes)
+    assert train_server.run(command, tmp_path)[0] == [0]
+    codes, output = train_server.run(command, tmp_path)
+    assert codes == [0] and "all 2 steps are done already" in output
+    assert read_status(tmp_path / "run").state == "done"
+    for change in (["--model.llm.config.hidden_size=96"], ['--freeze.modules=["vision"]']):
+        codes, output = train_server.run([*command, *change], tmp_path)
+        assert codes == [4] and "does not fit the model" in output
+        assert "Restore [model] and [freeze]" in output and "Traceback" not in output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_a_mistake_in_the_recipe(tmp_path, real_data, train_server):
+    command = arguments(tmp_path / "run", real_data, training__device="cuda")
+    codes, output = train_server.run(command, tmp_path)
+    assert codes == [2]
+    assert 'training.device = "cuda": no CUDA device' in output and "Traceback" not in output
