@@ -70,6 +70,7 @@ class BackgroundSink:
         self._log = log
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_LENGTH)
         self._off = threading.Event()
+        self._switching = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=label, daemon=True)
         self._thread.start()
 
@@ -105,11 +106,12 @@ class BackgroundSink:
             self._switch_off(f"failed: {type(error).__name__}: {error}")
 
     def _switch_off(self, reason: str) -> None:
-        if not self._off.is_set():
-            self._off.set()
-            self._log.warning(
-                "%s %s; it is off from here on, metrics.jsonl goes on", self._label, reason
-            )
+        with self._switching:
+            if not self._off.is_set():
+                self._log.warning(
+                    "%s %s; it is off from here on, metrics.jsonl goes on", self._label, reason
+                )
+                self._off.set()  # last: a closing run does not wait for what is off already
 
 
 class WandbTracker:
