@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -47,25 +47,38 @@ class Row:
         return self.ours >= self.goal if self.better == "higher" else self.ours <= self.goal
 
 
+class Seconds(NamedTuple):
+    """How long one call took."""
+
+    wall: float
+    cpu: float
+    """CPU time of all threads, without what other programs took of the machine."""
+
+
 @dataclass(frozen=True)
 class PairedTimes:
-    """Seconds of both programs, pair by pair."""
+    """Times of both programs, pair by pair."""
 
-    ours_s: list[float]
-    baseline_s: list[float]
+    ours: list[Seconds]
+    baseline: list[Seconds]
 
     @property
     def median_ours_s(self) -> float:
-        return median(self.ours_s)
+        return median(t.wall for t in self.ours)
 
     @property
     def median_baseline_s(self) -> float:
-        return median(self.baseline_s)
+        return median(t.wall for t in self.baseline)
 
     @property
     def speed_ratio(self) -> float:
         """Median over pairs of baseline time / our time: above 1, ours is faster."""
-        return median(b / a for a, b in zip(self.ours_s, self.baseline_s, strict=True))
+        return median(b.wall / a.wall for a, b in zip(self.ours, self.baseline, strict=True))
+
+    @property
+    def cpu_ratio(self) -> float:
+        """The same of CPU time, which holds on a shared machine too."""
+        return median(b.cpu / a.cpu for a, b in zip(self.ours, self.baseline, strict=True))
 
 
 def time_pairs(
@@ -80,18 +93,18 @@ def time_pairs(
     """
     times = PairedTimes([], [])
     for index in range(pairs):
-        both = [(ours, times.ours_s), (baseline, times.baseline_s)]
+        both = [(ours, times.ours), (baseline, times.baseline)]
         for program, record in both if index % 2 == 0 else reversed(both):
-            record.append(_seconds(program, device))
+            record.append(_time(program, device))
     return times
 
 
-def _seconds(program: Callable[[], object], device: torch.device) -> float:
+def _time(program: Callable[[], object], device: torch.device) -> Seconds:
     _synchronize(device)
-    begin_s = time.perf_counter()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     program()
     _synchronize(device)
-    return time.perf_counter() - begin_s
+    return Seconds(time.perf_counter() - begin_s, time.process_time() - begin_cpu_s)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -167,7 +167,7 @@ def _run_case(
         baseline = build_baseline(run.recipe, run.model, device)
         times = _compare(case, trainer, baseline, batches, padded, device)
         flops = _flops(trainer, batches)
-    rows = _speed_rows(case, times, batches, flops, peak)
+    rows = _speed_rows(case, times, batches, flops, peak, device)
     return [*rows, _padding_row(case, batches, padded)]
 
 
@@ -283,7 +283,12 @@ def _flops(trainer: Trainer, batches: list[StepBatch]) -> int:
 
 
 def _speed_rows(
-    case: Case, times: PairedTimes, batches: list[StepBatch], flops: int, peak: float | None
+    case: Case,
+    times: PairedTimes,
+    batches: list[StepBatch],
+    flops: int,
+    peak: float | None,
+    device: torch.device,
 ) -> list[Row]:
     tokens = _used_tokens(batches)
     ours_s, baseline_s = times.median_ours_s, times.median_baseline_s
@@ -291,6 +296,8 @@ def _speed_rows(
         Row(case.name, "throughput", "tokens/s", tokens / ours_s, tokens / baseline_s),
         Row(case.name, "speed ratio", "x", times.speed_ratio, baseline=1.0, goal=1.0),
     ]
+    if device.type == "cpu":
+        rows.append(Row(case.name, "CPU time ratio", "x", times.cpu_ratio, baseline=1.0, goal=1.0))
     if peak is not None:
         ours, baseline = flops / ours_s / peak, flops / baseline_s / peak
         rows.append(Row(case.name, "MFU", "share", ours, baseline, goal=case.mfu_goal))

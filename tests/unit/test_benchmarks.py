@@ -55,7 +55,8 @@ def test_single_device_writes_rows_of_the_schema(tmp_path):
             assert isinstance(row[name], kind), (name, row[name])
         assert row["better"] in ("higher", "lower") and row["kind"] in ("measured", "simulated")
         assert (row["met"] is None) == (row["goal"] is None)
-    assert {row["metric"] for row in rows} == {"throughput", "speed ratio", "MFU", "padding"}
+    metrics = {"throughput", "speed ratio", "CPU time ratio", "MFU", "padding"}
+    assert {row["metric"] for row in rows} == metrics
     padding = {r["case"]: r["baseline"] for r in rows if r["metric"] == "padding"}
     assert padding["tiny, equal lengths, float32"] == 0 < padding["tiny, real lengths, float32"]
 
@@ -79,8 +80,11 @@ def test_a_goal_is_met_in_the_direction_that_is_better(load, better, ours, met):
 
 def test_the_speed_ratio_is_the_median_over_pairs(load):
     # A minute in which everything is ten times slower changes nothing.
-    times = load("harness").PairedTimes([1.0, 10.0, 1.0], [2.0, 20.0, 1.5])
+    harness = load("harness")
+    ours, baseline = [(1.0, 1.0), (10.0, 1.0), (1.0, 2.0)], [(2.0, 3.0), (20.0, 3.0), (1.5, 2.0)]
+    times = harness.PairedTimes(*([harness.Seconds(*t) for t in side] for side in (ours, baseline)))
     assert times.speed_ratio == 2.0
+    assert times.cpu_ratio == 3.0
 
 
 def test_synthetic_captions_are_the_same_for_a_seed_and_can_be_of_one_length(load, tmp_path):
