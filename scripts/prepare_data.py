@@ -41,7 +41,10 @@ def main() -> int:
             options: dict[str, Any] = {"languages": arguments.languages}
             ensure(output, packages, "tuxpaint_stamps", options, stamps.prepare)
             captions = manifest.read(output)["tuxpaint_stamps"]["sha256"]
-            options = {"source": {f: h for f, h in captions.items() if "/train/" in f}}
+            options = {
+                "source": {f: h for f, h in captions.items() if "/train/" in f},
+                "vocabulary": tokenizer.VOCAB_SIZE,
+            }
             ensure(output, packages, "tokenizer", options, tokenizer.prepare)
         if "gimp_help" in arguments.sets:
             ensure(output, packages, "gimp_help", {}, manual.prepare)
