@@ -13,7 +13,7 @@ from torchmm.data.prepare.manifest import new_directory, read, record
 from torchmm.errors import DataError
 
 VOCAB_SIZE = 1024
-"""Small, so that rare nouns are spelled: a token that occurs once in 711 captions learns nothing."""
+"""Small, so that rare nouns are spelled: a token that occurs once in the data learns nothing."""
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<image>"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
