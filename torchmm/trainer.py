@@ -108,9 +108,11 @@ class Trainer:
         self._train_step = TrainStep(run.model, mesh.device, mesh.data_parallel_size, self._timer)
         self._parameters = [p for p in run.model.parameters() if p.requires_grad]
         self._descriptions = [m.describe() for m in run.model.modality_modules()]
-        self._peak_flops = peak_flops(mesh.device, DTYPES[recipe.training.dtype])
-        if recipe.metrics.peak_tflops:
-            self._peak_flops = recipe.metrics.peak_tflops * 1e12
+        self._peak_flops = (
+            recipe.metrics.peak_tflops * 1e12
+            if recipe.metrics.peak_tflops
+            else peak_flops(mesh.device, DTYPES[recipe.training.dtype])
+        )
         self._corrupt = CorruptLimit(
             recipe.data.max_corrupt_samples, recipe.data.max_corrupt_fraction
         )

@@ -11,7 +11,6 @@ from checkpoint_runs import (
     Model,
     build,
     everything,
-    make_manager,
     same,
     saved,
     snapshot,
@@ -26,20 +25,6 @@ from torchmm.checkpoint import CheckpointManager
 from torchmm.checkpoint_manifest import find_problems, list_steps
 from torchmm.errors import CheckpointError
 from torchmm.rng import restore_rng
-
-
-@pytest.fixture
-def manager(tmp_path):
-    """Factory of managers of one run directory; closes them."""
-    made = []
-
-    def make(**config):
-        made.append(make_manager(tmp_path, **config))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -9,27 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import build, make_manager, saved, steps
+from checkpoint_runs import build, saved, steps
 
 from torchmm import checkpoint, checkpoint_storage
 from torchmm.checkpoint_manifest import find_problems
 from torchmm.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def manager(tmp_path):
-    """Factory of managers of one run directory; closes them."""
-    made = []
-
-    def make(**config):
-        made.append(make_manager(tmp_path, **config))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def damage(path: Path, rng: random.Random) -> str:

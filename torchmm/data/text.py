@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.batch import IGNORE_TARGET, TextSpec
-from torchmm.data.samples import ImageSegment, Sample, TextSegment
+from torchmm.data.samples import Sample, TextSegment
 from torchmm.errors import ConfigError
 
 
@@ -114,11 +114,6 @@ def _copy_backend(tokenizer: PreTrainedTokenizerBase, encode_special_tokens: boo
     backend.no_padding()
     backend.encode_special_tokens = encode_special_tokens
     return backend
-
-
-def count_images(sample: Sample) -> int:
-    """Image segments of a sample."""
-    return sum(isinstance(s, ImageSegment) for s in sample.segments)
 
 
 def mrope_positions(length: int, images: Sequence[tuple[int, int, int]]) -> np.ndarray:

@@ -1,0 +1,18 @@
+"""What unit tests share."""
+
+import pytest
+from checkpoint_runs import make_manager
+
+
+@pytest.fixture
+def manager(tmp_path):
+    """Factory of managers of one run directory; closes them."""
+    made = []
+
+    def make(**config):
+        made.append(make_manager(tmp_path, **config))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
