@@ -187,6 +187,7 @@ def test_learning_rate_by_module(train):
 )
 def test_schedules(schedule, expected, train):
     changes = {"optimizer__schedule": schedule, "optimizer__decay_fraction": 0.5}
+    changes["optimizer__min_lr_ratio"] = 0.1
     run_dir = train(schedule, training__global_batch_size=1, optimizer__lr=1e-3, **changes)
     rates = [r["lr"] for r in records(run_dir)]
     assert rates == pytest.approx([1e-3 * factor for factor in expected])
