@@ -146,7 +146,7 @@ class ParallelConfig(Section):
     tensor: int = Field(default=1, ge=1)
     """Tensor-parallel ranks that split every layer."""
     sequence_parallel: bool = False
-    """In the LLM, also split activations between the tensor-parallel regions along the sequence."""
+    """Also split activations between the tensor-parallel regions along the sequence."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective backend; "auto": NCCL on CUDA, gloo on CPU."""
     timeout_s: int = Field(default=300, ge=1)

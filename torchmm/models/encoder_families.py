@@ -48,10 +48,10 @@ class EncoderFamily:
         "self_attn.out_proj": "rowwise",
         "mlp.fc1": "colwise",
         "mlp.fc2": "rowwise",
+        "layer_norm1": "sequence",
+        "layer_norm2": "sequence",
     }
-    """Style of each linear of a layer. Norms have none, so sequence parallelism leaves encoders
-    alone: a microbatch may have fewer positions than ranks (one patch for a dummy image), and
-    DTensor's collectives hang on empty slices (seen on torch 2.13 with gloo)."""
+    """Style of each linear and norm of a layer."""
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         """The tower, whole."""
@@ -180,11 +180,14 @@ class Qwen2_5VisionFamily(EncoderFamily):  # noqa: N801 - as Hugging Face writes
     unused = ()
     has_class_token = False
     fixed_merge = True
-    # The fused qkv projection does not split by heads: attention stays whole on every rank.
     tensor_parallel: ClassVar[dict[str, str]] = {
+        "attn": "packed_qkv",
+        "attn.proj": "rowwise",
         "mlp.gate_proj": "colwise",
         "mlp.up_proj": "colwise",
         "mlp.down_proj": "rowwise",
+        "norm1": "sequence",
+        "norm2": "sequence",
     }
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -155,8 +155,9 @@ class LayeredModule(nn.Module, ABC):
         """Style of each linear, embedding and norm, by name pattern ("*" is one name part).
 
         Styles are Hugging Face's (colwise, rowwise, colwise_gather_output,
-        replicated_with_grad_allreduce) and "embedding" (rows of the table), "sequence" (a norm
-        that works on sequence slices under sequence parallelism).
+        replicated_with_grad_allreduce) and "embedding" (rows of the table), "packed_qkv" (an
+        attention with queries, keys and values in one linear), "sequence" (a norm that works on
+        sequence slices under sequence parallelism).
         """
         styles = self._tensor_parallel_styles()
         return {pattern: style for pattern, style in styles.items() if self._has(pattern)}

@@ -6,10 +6,12 @@ converted to a DTensor once, by a hook, so that the parallel linears that share 
 gate, up) also share one collective in backward instead of one each.
 
 Without sequence parallelism every tensor between scopes is a plain replicated tensor. With it,
-the first layer keeps this rank's slice of the sequence (dimension 1, in uneven slices where it
-does not divide), norms and residuals work on slices, scopes gather on entry and reduce-scatter on
-exit, and the last layer's output is gathered, so what stands around the layers sees whole
-sequences.
+the first layer keeps this rank's slice of the sequence (the last dimension but one), norms and
+residuals work on slices, scopes gather on entry and reduce-scatter on exit, and the last layer's
+output is gathered, so what stands around the layers sees whole sequences. A length that the ranks
+do not divide is padded with zeros between the scopes, never inside of them: attention sees only
+real positions. Rejected: uneven slices; they may be empty, and collectives then hang (DTensor on
+torch 2.13 with gloo).
 
 Rejected: Hugging Face's own tensor-parallel layers, rewritten between 5.17 and 5.23; DTensor
 activations everywhere, which HF forwards mix with plain tensors.
@@ -19,7 +21,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -36,9 +37,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
 
 from torchmm.errors import ConfigError
 from torchmm.models.layered import LayeredModule
+
+SEQUENCE_DIM = -2
+"""Hidden states are (batch, tokens, features) or (tokens, features)."""
 
 HEADS_DIM = 2
 """Queries and keys are (batch, tokens, heads, head_dim) when q_norm and k_norm see them."""
@@ -61,13 +67,13 @@ def apply_tensor_parallel(
     slices = _SequenceSlices(mesh) if sequence_parallel and "sequence" in plan.values() else None
     for pattern, name in plan.items():
         inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
-        style = _style(pattern, name, module, size, inside is not None)
+        style = _style(pattern, name, module, size, inside)
         if style is not None:
             parallelize_module(module, mesh, {pattern: style})
     for pattern in module.tensor_parallel_scopes():
         inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
         parallelize_module(module, mesh, {pattern: _GatherInput(inside)})
-    if slices is not None:
+    if slices is not None and module.layers:
         module.layers[0].register_forward_pre_hook(slices.enter)
         module.layers[-1].register_forward_hook(slices.leave)
     module.tie_parameters()
@@ -87,21 +93,23 @@ def _check_heads(module: LayeredModule, size: int) -> None:
 
 
 def _style(
-    pattern: str, name: str, module: LayeredModule, size: int, sequence_parallel: bool
+    pattern: str, name: str, module: LayeredModule, size: int, slices: _SequenceSlices | None
 ) -> ParallelStyle | None:
     sizes = module.describe().layers[0]
     if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
         return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim)
-    between = Shard(1) if sequence_parallel else Replicate()
     styles: dict[str, ParallelStyle | None] = {
         "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(output_layouts=between),
+        "rowwise": RowwiseParallel() if slices is None else _RowwiseIntoSlices(slices),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         "replicated_with_grad_allreduce": SequenceParallel(
             sequence_dim=HEADS_DIM, use_local_output=True
         ),
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else None,
+        "packed_qkv": _PackedQkv(),
+        "sequence": None
+        if slices is None
+        else SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True),
     }
     if name not in styles:
         raise ConfigError(
@@ -112,10 +120,10 @@ def _style(
 
 
 class _SequenceSlices:
-    """The layers of one module, between which a rank has its slice of dimension 1 only.
+    """The layers of one module, between which a rank has its slice of the sequence only.
 
-    The length of the whole is noted on entry: where it does not divide by the ranks it cannot be
-    told from a slice.
+    Slices are of equal length: the sequence is padded to a multiple of the ranks. Its true length
+    is noted on entry.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -124,23 +132,70 @@ class _SequenceSlices:
 
     def enter(self, _: nn.Module, args: tuple) -> tuple:
         """Pre-hook of the first layer: keeps this rank's slice; backward gathers."""
-        hidden = args[0]
-        self._length = hidden.shape[1]
-        whole = DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
-        return (whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:])
+        self._length = args[0].shape[SEQUENCE_DIM]
+        return (self._slice(args[0], Replicate()), *args[1:])
+
+    def reduce(self, _: nn.Module, __: tuple, partial: Tensor) -> Tensor:
+        """Hook of a row-wise linear: sums what the ranks computed, of which each keeps a slice."""
+        return self._slice(partial, Partial())
 
     def whole(self, slice_: Tensor) -> DTensor:
-        """The slices of all ranks as a replicated DTensor."""
-        shape = torch.Size((slice_.shape[0], self._length, *slice_.shape[2:]))
-        stride = torch.empty(shape, device="meta").stride()
-        sharded = DTensor.from_local(
-            slice_, self._mesh, [Shard(1)], run_check=False, shape=shape, stride=stride
-        )
-        return sharded.redistribute(placements=[Replicate()])
+        """The slices of all ranks as a replicated DTensor, without padding."""
+        sharded = DTensor.from_local(slice_, self._mesh, [Shard(SEQUENCE_DIM)], run_check=False)
+        padded = sharded.redistribute(placements=[Replicate()])
+        if padded.shape[SEQUENCE_DIM] == self._length:
+            return padded
+        return padded.narrow(SEQUENCE_DIM, 0, self._length)
 
     def leave(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
         """Hook of the last layer: gathers."""
         return self.whole(output).to_local()
+
+    def _slice(self, local: Tensor, placement: Placement) -> Tensor:
+        padding = -self._length % self._mesh.size()
+        padded = functional.pad(local, (0, 0, 0, padding)) if padding else local
+        whole = DTensor.from_local(padded, self._mesh, [placement], run_check=False)
+        return whole.redistribute(placements=[Shard(padded.ndim + SEQUENCE_DIM)]).to_local()
+
+
+class _RowwiseIntoSlices(ParallelStyle):
+    """A row-wise linear whose summed output is scattered over the sequence."""
+
+    def __init__(self, slices: _SequenceSlices) -> None:
+        super().__init__()
+        self._slices = slices
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = RowwiseParallel(output_layouts=Partial())._apply(module, device_mesh)
+        module.register_forward_hook(self._slices.reduce)
+        return module
+
+
+class _PackedQkv(ParallelStyle):
+    """An attention whose `qkv` linear holds queries, keys and values behind each other.
+
+    Every rank computes the rows of its own heads. The weights stay replicated, because no plain
+    sharding of their rows gives a rank its heads of all three; their gradients, zero for other
+    ranks' rows, are summed.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        attention: Any = module
+        qkv, heads, size = attention.qkv, attention.num_heads, device_mesh.size()
+        _replicate_parameters(qkv, device_mesh)
+
+        def own_rows(parameter: DTensor) -> Tensor:
+            rows = parameter.to_local(grad_placements=[Partial()]).unflatten(0, (3, heads, -1))
+            return rows.chunk(size, dim=1)[device_mesh.get_local_rank()].flatten(0, 2)
+
+        def forward(hidden: DTensor) -> Tensor:
+            x = hidden.to_local(grad_placements=[Partial()])
+            bias = None if qkv.bias is None else own_rows(qkv.bias)
+            return functional.linear(x, own_rows(qkv.weight), bias)
+
+        qkv.forward = forward
+        attention.num_heads = heads // size
+        return module
 
 
 class _GatherInput(ParallelStyle):
@@ -182,9 +237,7 @@ class _ReplicatedKeyValue(ParallelStyle):
         self.head_dim = head_dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            replicated = distribute_tensor(parameter, device_mesh, [Replicate()])
-            module.register_parameter(name, nn.Parameter(replicated, parameter.requires_grad))
+        _replicate_parameters(module, device_mesh)
         rank_of_head = device_mesh.size() // self.kv_heads
         first = device_mesh.get_local_rank() // rank_of_head * self.head_dim
 
@@ -194,3 +247,9 @@ class _ReplicatedKeyValue(ParallelStyle):
 
         module.register_forward_hook(keep_head)
         return module
+
+
+def _replicate_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        replicated = distribute_tensor(parameter, mesh, [Replicate()])
+        module.register_parameter(name, nn.Parameter(replicated, parameter.requires_grad))

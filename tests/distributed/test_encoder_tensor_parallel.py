@@ -1,0 +1,151 @@
+"""Encoders of every family split over ranks: outputs and gradients of the whole encoder.
+
+The image counts include lengths the ranks do not divide, and fewer positions than ranks.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import pytest
+import torch
+from launch import run_distributed
+from torch.distributed.tensor import DTensor
+
+from torchmm.batch import EncoderInputs
+from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig, ParallelConfig
+from torchmm.models.encoders import EncoderModule
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.tensor import apply_tensor_parallel
+
+LLM = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 4,
+}
+TOWERS = {
+    "clip": {"model_type": "clip_vision_model", **SIZES, "image_size": 8},
+    "siglip": {"model_type": "siglip_vision_model", **SIZES, "image_size": 8},
+    "siglip2": {"model_type": "siglip2_vision_model", **SIZES, "num_patches": 16},
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl_vision",
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+}
+GRIDS = {
+    "clip": [[(1, 2, 2)] * 3],
+    "siglip": [[(1, 2, 2)] * 3],
+    "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
+    "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
+}
+PATCH_VALUES = {"siglip2": 3 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An encoder in one layout."""
+
+    family: str
+    sequence_parallel: bool
+    frozen: bool = False
+
+
+CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
+CASES += [Case("qwen2_5_vl", True, frozen=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_split_encoders_equal_the_whole(ranks):
+    for outcomes in zip(*run_distributed(_compare_all, ranks, CASES), strict=True):
+        for case, errors in outcomes:
+            assert errors == {}, (case, errors)
+
+
+def test_every_layer_of_an_encoder_is_split():
+    model = _build("qwen2_5_vl")
+    styles = _encoder(model).tensor_parallel_plan()
+    assert styles["tower.blocks.*.attn"] == "packed_qkv"
+    assert styles["tower.blocks.*.norm1"] == "sequence"
+
+
+def _compare_all(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
+    return [(case, _compare(case)) for case in cases]
+
+
+def _compare(case: Case) -> dict[str, float]:
+    """Outputs and gradients that differ by more than 1e-5, relative."""
+    freeze = ("eye",) if case.frozen else ()
+    whole, split = (_build(case.family, freeze) for _ in range(2))
+    mesh = build_mesh(
+        ParallelConfig(shard=1, tensor=torch.distributed.get_world_size()), torch.device("cpu")
+    )
+    apply_tensor_parallel(_encoder(split), mesh.tensor, case.sequence_parallel)
+    errors = {}
+    for model in (whole, split):
+        materialize(model, "cpu")
+        init_weights(model, seed=1)
+    for grids in GRIDS[case.family]:
+        inputs = _inputs(case.family, grids)
+        expected, found = _encoder(whole)(inputs), _encoder(split)(inputs)
+        weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7))
+        for output in (expected, found):
+            (output * weights).sum().backward()
+        errors[f"output {grids}"] = _error(found, expected, expected.norm().item())
+    gradients = {n: p.grad for n, p in _encoder(whole).named_parameters() if p.requires_grad}
+    scale = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    for name, parameter in _encoder(split).named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None, name
+            continue
+        grad = parameter.grad
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        errors[name] = _error(grad, gradients.pop(name), scale)
+    assert not gradients
+    return {name: error for name, error in errors.items() if error > 1e-5}
+
+
+def _build(family: str, freeze: tuple[str, ...] = ()) -> MultimodalModel:
+    encoder = EncoderConfig(config=TOWERS[family])
+    config = ModelConfig(llm=LlmConfig(config=LLM), encoders={"eye": encoder})
+    return build_model(config, FreezeConfig(modules=list(freeze)))
+
+
+def _encoder(model: MultimodalModel) -> EncoderModule:
+    encoder = model.encoders["eye"]
+    assert isinstance(encoder, EncoderModule)
+    return encoder
+
+
+def _inputs(family: str, grids: list[tuple[int, int, int]]) -> EncoderInputs:
+    generator = torch.Generator().manual_seed(3)
+    shape: tuple[int, ...] = (len(grids), 3, 8, 8)
+    if family in PATCH_VALUES:
+        shape = (sum(map(prod, grids)), PATCH_VALUES[family])
+    return EncoderInputs(torch.randn(shape, generator=generator), grids, torch.empty(0))
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor, scale: float) -> float:
+    """Relative, or against `scale` where the reference is zero but for rounding (a key bias)."""
+    size = wanted.norm().item()
+    return (found - wanted).norm().item() / (size if size > 1e-6 * scale else scale)
