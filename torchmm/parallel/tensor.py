@@ -145,7 +145,7 @@ class _SequenceSlices:
         padded = sharded.redistribute(placements=[Replicate()])
         if padded.shape[SEQUENCE_DIM] == self._length:
             return padded
-        return padded.narrow(SEQUENCE_DIM, 0, self._length)
+        return padded[..., : self._length, :]  # type: ignore[return-value]
 
     def leave(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
         """Hook of the last layer: gathers."""
