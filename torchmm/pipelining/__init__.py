@@ -1,0 +1,1 @@
+"""Pipelining: plans, schedules, their execution and pictures."""

@@ -1,0 +1,237 @@
+"""Which stages there are, and which tasks of a step depend on which.
+
+`StageLayout` is fixed for a run: how the modality modules are cut into stages, on which ranks they
+lie and which stages feed which. `StageGraph` adds what one step brings: the number of microbatches
+and, per module and microbatch, the number of sub-microbatches, which may be 0. Both are plain data
+without tensors or torch.distributed, so that planners, simulator and viewer share them.
+
+A *gather edge* leads from a module with sub-microbatches to one without (encoder to LLM): one task
+consumes the outputs of 0..M tasks. A *scatter edge* is the reverse (LLM to generator). PipeWeaver
+§5 (segments, sub-microbatches), design of the stage graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Task(NamedTuple):
+    """What F, B, I and W apply to."""
+
+    stage: int
+    microbatch: int
+    sub_microbatch: int = 0
+
+
+class Message(NamedTuple):
+    """What a task hands to the task of another stage; gradients take the way back.
+
+    At most one end has sub-microbatches, or both have the same; `sub_microbatch` is that end's.
+    """
+
+    source: int
+    destination: int
+    microbatch: int
+    sub_microbatch: int = 0
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Consecutive layers [start, stop) of one module.
+
+    `ranks` has one entry per replica of the stage *within the plan*: one, unless a module is
+    replicated over ranks that other modules are not (Optimus, DistTrain).
+    """
+
+    index: int
+    module: str
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+    segment: int = 0
+    """Which pass over the module's ranks this stage belongs to."""
+    virtual_stage: int = -1
+    """Classic schedules treat stages of the same number as one; -1: its own index."""
+    trainable: bool = True
+    """Whether any parameter of the stage is trained."""
+    tied_to: int = -1
+    """Stage that holds a copy of one of this stage's weights (tied embeddings); -1: none."""
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """The stages of a run.
+
+    Attributes:
+        stages: by index.
+        edges: (source, destination) stages; a stage comes after all that feed it.
+        sub_microbatched: modules that may process a microbatch in any number of parts.
+
+    Raises:
+        ValueError: indices, edges or ranks do not make a graph that can be executed.
+    """
+
+    stages: tuple[StageSpec, ...]
+    edges: tuple[tuple[int, int], ...]
+    sub_microbatched: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        count = len(self.stages)
+        if [s.index for s in self.stages] != list(range(count)):
+            raise ValueError(f"stage indices must be 0..{count - 1} in order")
+        for source, destination in self.edges:
+            if not 0 <= source < destination < count:
+                raise ValueError(
+                    f"edge {source} -> {destination}: must lead to a later one of {count} stages"
+                )
+            parts = {self.stages[s].module in self.sub_microbatched for s in (source, destination)}
+            modules = {self.stages[s].module for s in (source, destination)}
+            if parts == {True} and len(modules) == 2:
+                raise ValueError(
+                    f"edge {source} -> {destination}: joins {sorted(modules)}, which both have "
+                    "sub-microbatches; put a module without them in between"
+                )
+
+    @cached_property
+    def rank_count(self) -> int:
+        """Ranks of the plan."""
+        return 1 + max(rank for stage in self.stages for rank in stage.ranks)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """By stage: the stages that feed it, in order."""
+        return tuple(tuple(s for s, d in self.edges if d == i) for i in range(len(self.stages)))
+
+    @cached_property
+    def destinations(self) -> tuple[tuple[int, ...], ...]:
+        """By stage: the stages it feeds, in order."""
+        return tuple(tuple(d for s, d in self.edges if s == i) for i in range(len(self.stages)))
+
+    @cached_property
+    def virtual_stages(self) -> tuple[tuple[int, ...], ...]:
+        """Stages that classic schedules treat as one, in pipeline order."""
+        groups: dict[int, list[int]] = {}
+        for stage in self.stages:
+            key = stage.index if stage.virtual_stage < 0 else stage.virtual_stage
+            groups.setdefault(key, []).append(stage.index)
+        return tuple(tuple(groups[key]) for key in sorted(groups))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages with a replica on a rank of the plan."""
+        return tuple(s.index for s in self.stages if rank in s.ranks)
+
+    def has_parts(self, stage: int) -> bool:
+        """Whether the stage's module has sub-microbatches."""
+        return self.stages[stage].module in self.sub_microbatched
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The tasks of one step.
+
+    Attributes:
+        microbatches: number of microbatches.
+        sub_microbatches: by module with sub-microbatches: how many, per microbatch.
+        replica: by (module, microbatch, sub_microbatch): which of `StageSpec.ranks` runs it,
+            where that is not 0.
+
+    Raises:
+        ValueError: the counts do not fit the layout.
+    """
+
+    layout: StageLayout
+    microbatches: int
+    sub_microbatches: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    replica: Mapping[tuple[str, int, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if set(self.sub_microbatches) != set(self.layout.sub_microbatched):
+            raise ValueError(
+                f"sub-microbatch counts of {sorted(self.sub_microbatches)} given, those of "
+                f"{sorted(self.layout.sub_microbatched)} needed"
+            )
+        for module, counts in self.sub_microbatches.items():
+            if len(counts) != self.microbatches or min(counts, default=0) < 0:
+                raise ValueError(
+                    f"{module}: sub-microbatch counts {list(counts)} for {self.microbatches} "
+                    "microbatches; give one count >= 0 for each"
+                )
+
+    def parts(self, stage: int, microbatch: int) -> int:
+        """Tasks of a stage for a microbatch: 1, or its number of sub-microbatches."""
+        counts = self.sub_microbatches.get(self.layout.stages[stage].module)
+        return 1 if counts is None else counts[microbatch]
+
+    def rank(self, task: Task) -> int:
+        """Rank of the plan that runs a task."""
+        stage = self.layout.stages[task.stage]
+        if len(stage.ranks) == 1:
+            return stage.ranks[0]
+        key = (stage.module, task.microbatch, task.sub_microbatch)
+        return stage.ranks[self.replica.get(key, 0)]
+
+    def tasks(self) -> Iterator[Task]:
+        """All tasks, by microbatch and stage: an order in which they can be run."""
+        for microbatch in range(self.microbatches):
+            for stage in range(len(self.layout.stages)):
+                for part in range(self.parts(stage, microbatch)):
+                    yield Task(stage, microbatch, part)
+
+    def incoming(self, task: Task) -> list[Message]:
+        """What a task consumes in its forward, in the order of edges and sub-microbatches."""
+        stage, microbatch, part = task
+        own = self.layout.has_parts(stage)
+        return [
+            Message(source, stage, microbatch, p)
+            for source in self.layout.sources[stage]
+            for p in ((part,) if own else range(self.parts(source, microbatch)))
+        ]
+
+    def outgoing(self, task: Task) -> list[Message]:
+        """What a task produces in its forward, in the order of edges and sub-microbatches."""
+        stage, microbatch, part = task
+        own = self.layout.has_parts(stage)
+        return [
+            Message(stage, destination, microbatch, p)
+            for destination in self.layout.destinations[stage]
+            for p in ((part,) if own else range(self.parts(destination, microbatch)))
+        ]
+
+    def producer(self, message: Message) -> Task:
+        """The task that produces a message."""
+        part = message.sub_microbatch if self.layout.has_parts(message.source) else 0
+        return Task(message.source, message.microbatch, part)
+
+    def consumer(self, message: Message) -> Task:
+        """The task that consumes a message."""
+        part = message.sub_microbatch if self.layout.has_parts(message.destination) else 0
+        return Task(message.destination, message.microbatch, part)
+
+    @cached_property
+    def _backward(self) -> frozenset[tuple[int, int]]:
+        """(stage, microbatch) pairs with a backward: something trained lies at or before them."""
+        found = set()
+        for microbatch in range(self.microbatches):
+            for stage in self.layout.stages:
+                reached = any(
+                    (source, microbatch) in found and self.parts(source, microbatch)
+                    for source in self.layout.sources[stage.index]
+                )
+                if stage.trainable or reached:
+                    found.add((stage.index, microbatch))
+        return frozenset(found)
+
+    def needs_backward(self, stage: int, microbatch: int) -> bool:
+        """Whether the stage's tasks of a microbatch have a backward.
+
+        Not if neither the stage nor anything that feeds it is trained: a frozen encoder, or a
+        frozen LLM in a microbatch without images.
+        """
+        return (stage, microbatch) in self._backward
+
+    def carries_gradient(self, message: Message) -> bool:
+        """Whether a gradient comes back for a message."""
+        return (message.source, message.microbatch) in self._backward
