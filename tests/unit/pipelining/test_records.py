@@ -1,0 +1,76 @@
+"""Recorded steps survive a file; damaged files are named."""
+
+import json
+
+import pytest
+
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan import ActionRecord
+from torchmm.pipelining.records import read_records, write_records
+
+
+def graph():
+    stages = (
+        StageSpec(0, "vision", 0, 2, (0, 1), segment=1, virtual_stage=3, trainable=False),
+        StageSpec(1, "llm", 0, 2, (2,), tied_to=2),
+        StageSpec(2, "llm", 2, 4, (3,), tied_to=1),
+    )
+    layout = StageLayout(stages, ((0, 1), (1, 2)), frozenset({"vision"}))
+    return StageGraph(layout, 2, {"vision": (2, 0)}, {("vision", 0, 1): 1})
+
+
+def test_every_kind_of_action_and_the_graph_come_back(tmp_path):
+    file = tmp_path / "step-7.json"
+    records = [
+        ActionRecord(i % 4, Action(kind, i % 3, i, i % 2, i - 1, 2), i / 3, i / 3 + 1 / 7)
+        for i, kind in enumerate(ActionType)
+    ]
+    write_records(file, records, graph())
+    write_records(file, records, graph())  # replaces
+    read, read_graph = read_records(file)
+    assert read == records
+    assert all(type(r.action) is Action and type(r.action.type) is ActionType for r in read)
+    assert read_graph == graph()
+    assert [p.name for p in tmp_path.iterdir()] == ["step-7.json"]
+
+
+def test_an_empty_step_comes_back(tmp_path):
+    empty = StageGraph(StageLayout((StageSpec(0, "llm", 0, 1, (0,)),), ()), 0)
+    write_records(tmp_path / "x.json", [], empty)
+    assert read_records(tmp_path / "x.json") == ([], empty)
+
+
+def test_times_that_are_no_numbers_are_not_written(tmp_path):
+    record = ActionRecord(0, Action(ActionType.F, 0, 0), 0.0, float("nan"))
+    with pytest.raises(ValueError, match="0F0.*nan"):
+        write_records(tmp_path / "x.json", [record], graph())
+    assert not list(tmp_path.iterdir())
+
+
+def change(content, key, value):
+    return json.dumps({**content, key: value})
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda c: json.dumps(c)[:-30], "char"),
+        (lambda c: json.dumps([1]), "format"),
+        (lambda c: change(c, "format", "another"), "format"),
+        (lambda c: change(c, "columns", c["columns"][1:]), "columns"),
+        (lambda c: change(c, "records", [[0, "F", 0]]), "3 values"),
+        (lambda c: change(c, "records", [[0, "G", 0, 0, 0, 0, 0, 0, 1]]), "'G'"),
+        (lambda c: change(c, "records", [[0, "F", "x", 0, 0, 0, 0, 0, 1]]), "whole numbers"),
+        (lambda c: change(c, "records", [[0, "F", 0, 0, 0, 0, 0, 0, None]]), "as times"),
+        (lambda c: change(c, "edges", [[2, 1]]), "edge 2 -> 1"),
+        (lambda c: json.dumps({k: v for k, v in c.items() if k != "stages"}), "no key 'stages'"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, damage, words):
+    file = tmp_path / "step-7.json"
+    write_records(file, [ActionRecord(0, Action(ActionType.F, 0, 0), 0, 1)], graph())
+    file.write_text(damage(json.loads(file.read_text())))
+    with pytest.raises(ValueError, match=r"step-7\.json") as error:
+        read_records(file)
+    assert words in str(error.value)
