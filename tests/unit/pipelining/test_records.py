@@ -43,7 +43,7 @@ def test_an_empty_step_comes_back(tmp_path):
 
 def test_times_that_are_no_numbers_are_not_written(tmp_path):
     record = ActionRecord(0, Action(ActionType.F, 0, 0), 0.0, float("nan"))
-    with pytest.raises(ValueError, match="0F0.*nan"):
+    with pytest.raises(ValueError, match=r"0F0.*nan"):
         write_records(tmp_path / "x.json", [record], graph())
     assert not list(tmp_path.iterdir())
 
