@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -91,6 +93,48 @@ class EncoderInputs:
     """Patches per image as (frames, rows, columns), one entry per image."""
     positions_K: Tensor
     """int64: position in the microbatch's T tokens of each output token, image after image."""
+
+    def select(self, images: range) -> EncoderInputs:
+        """The share of consecutive images; its tensors are views.
+
+        Raises:
+            ValueError: there are no such images.
+        """
+        if not 0 <= images.start < images.stop <= len(self.grids_thw) or images.step != 1:
+            raise ValueError(f"no images {images} among {len(self.grids_thw)}")
+        patches = [prod(grid) for grid in self.grids_thw]
+        start, stop = sum(patches[: images.start]), sum(patches[: images.stop])
+        # An output token stands for the same number of patches in all images of an encoder.
+        tokens, total = len(self.positions_K), sum(patches)
+        at = slice(start, stop) if self.pixels.ndim == 2 else slice(images.start, images.stop)
+        return EncoderInputs(
+            self.pixels[at],
+            self.grids_thw[images.start : images.stop],
+            self.positions_K[start * tokens // total : stop * tokens // total],
+        )
+
+    def split(self, parts: int) -> list[EncoderInputs]:
+        """`parts` groups of consecutive images whose numbers differ by at most one.
+
+        Raises:
+            ValueError: there are fewer images than parts.
+        """
+        return [self.select(images) for images in even_ranges(len(self.grids_thw), parts)]
+
+
+def even_ranges(count: int, parts: int) -> list[range]:
+    """`count` things in `parts` consecutive groups, the larger ones first.
+
+    Raises:
+        ValueError: a group would be empty.
+    """
+    if not 1 <= parts <= count:
+        raise ValueError(
+            f"{count} images cannot be processed in {parts} parts; plan between 1 and {count}"
+        )
+    size, larger = divmod(count, parts)
+    sizes = [size + 1] * larger + [size] * (parts - larger)
+    return [range(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 @dataclass

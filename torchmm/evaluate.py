@@ -8,7 +8,6 @@ cache; captions are short and recomputing keeps one code path for training and g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch, SampleMeta, StepBatch
+from torchmm.batch import IGNORE_TARGET, Microbatch, SampleMeta, StepBatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
 
@@ -109,7 +108,8 @@ def _prompts_of(microbatch: Microbatch) -> Iterator[tuple[Microbatch, Tensor, Sa
             continue
         cut = start + int(counted[0]) + 1
         images = range(first_image, first_image + len(sample.images))
-        inputs = _select_images(microbatch.encoders[sample.encoder], images, (start, stop))
+        inputs = microbatch.encoders[sample.encoder].select(images)
+        inputs.positions_K = inputs.positions_K - start
         if inputs.positions_K.numel() and int(inputs.positions_K.max()) >= cut - start:
             continue  # text before the last image: not a caption to be generated
         prompt = Microbatch(
@@ -121,19 +121,6 @@ def _prompts_of(microbatch: Microbatch) -> Iterator[tuple[Microbatch, Tensor, Sa
             meta=replace(microbatch.meta, samples=(sample,), tokens=cut - start),
         )
         yield prompt, targets[counted[:, 0]], sample
-
-
-def _select_images(inputs: EncoderInputs, images: range, segment: tuple[int, int]) -> EncoderInputs:
-    grids = inputs.grids_thw[images.start : images.stop]
-    if inputs.pixels.ndim == 4:
-        pixels = inputs.pixels[images.start : images.stop]
-    else:
-        patches = [math.prod(g) for g in inputs.grids_thw]
-        first = sum(patches[: images.start])
-        pixels = inputs.pixels[first : first + sum(patches[images.start : images.stop])]
-    inside = (inputs.positions_K >= segment[0]) & (inputs.positions_K < segment[1])
-    positions = inputs.positions_K[inside] - segment[0]
-    return EncoderInputs(pixels, grids, positions)
 
 
 def _generate(
