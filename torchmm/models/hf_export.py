@@ -6,7 +6,8 @@ writes the files, so names, shards and configs are its. Other pairs have no Hugg
 their parts are written side by side with `torchmm.json`, whose content is the `[model]` section
 of a recipe that puts them together again.
 
-Parameters are gathered one by one to rank 0's CPU memory; no other rank holds more than one.
+Parameters are gathered one by one to rank 0's CPU memory; no other rank holds more than one. Those
+of pipeline stages that rank 0 does not run are sent by the first rank that has them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from transformers import (
 from torchmm.models.composites import LLAVA_LLM, LLAVA_VISION
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.hf_io import CONNECTOR_FILE, names_in_files, open_files
-from torchmm.models.initialize import draw, named_tensors, units
+from torchmm.models.initialize import draw, named_tensors
+from torchmm.models.layered import units
 from torchmm.models.multimodal import MultimodalModel
 
 PARTS_FILE = "torchmm.json"
@@ -164,13 +166,19 @@ def _gather(
 ) -> dict[str, dict[str, Tensor]]:
     """Fill the targets' weights on the writing rank; returns connectors that are part of none."""
     connectors: dict[str, dict[str, Tensor]] = {}
-    for module in model.modality_modules():
-        tied = module.tied_parameters()
-        for name, tensor in module.state_dict().items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if not writes or name in tied:
+    first_with = _first_ranks_with(model)
+    device = next((t.device for t in model.state_dict().values()), torch.device("cpu"))
+    for prefix, module in model.named_modality_modules():
+        with torch.device("meta"):
+            whole = module.rebuild()
+        tied, ours = whole.tied_parameters(), module.state_dict()
+        for name, like in whole.state_dict().items():
+            if name in tied:
                 continue
-            value = whole.detach().cpu()
+            value = _to_rank_0(ours.get(name), like, first_with[f"{prefix}.{name}"], device)
+            if not writes:
+                continue
+            assert value is not None
             for target in targets:
                 if (theirs := hf_name(target.prefixes, module.name, name)) is not None:
                     target.weights[theirs] = value
@@ -178,6 +186,41 @@ def _gather(
             else:
                 connectors.setdefault(module.name, {})[name] = value
     return connectors
+
+
+def _first_ranks_with(model: MultimodalModel) -> dict[str, int]:
+    """Lowest rank that has a part of each parameter or buffer, by name; collective."""
+    own = list(model.state_dict())
+    by_rank: list[Any] = [own]
+    if dist.is_initialized():
+        by_rank = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, own)
+    return {name: rank for rank in reversed(range(len(by_rank))) for name in by_rank[rank]}
+
+
+def _to_rank_0(
+    ours: Tensor | None, like: Tensor, first: int, device: torch.device
+) -> Tensor | None:
+    """The whole of a tensor in rank 0's CPU memory; None on other ranks.
+
+    Args:
+        ours: this rank's part, if any; all ranks that have one must call.
+        like: on the meta device, with the shape and dtype of the whole.
+        first: the rank that sends it, if that is not rank 0.
+        device: where the ranks' parts lie.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    if first == 0:
+        return whole.detach().cpu() if rank == 0 and whole is not None else None
+    if rank == first:
+        assert whole is not None
+        dist.send(whole.detach().contiguous(), dst=0)
+    if rank != 0:
+        return None
+    received = torch.empty_like(like, device=device)
+    dist.recv(received, src=first)
+    return received.cpu()
 
 
 def _save(model: MultimodalModel, target: _Target) -> None:

@@ -1,9 +1,10 @@
 """Pretrained weights from safetensors files straight into (sharded) parameters.
 
 Every rank maps the files and reads only the slices it owns, so no rank holds a whole model.
-What is missing, unexpected or of the wrong shape is listed and refused before anything is read;
-only modules that did not exist before (a new connector) may be missing. Pickled weight files are
-never opened. Rejected: `from_pretrained` and a broadcast, which needs the whole model on a rank.
+What is missing, unexpected or of the wrong shape is listed and refused before anything is read,
+for the whole model, so that ranks with different stages of it all raise the same error; only
+modules that did not exist before (a new connector) may be missing. Pickled weight files are never
+opened. Rejected: `from_pretrained` and a broadcast, which needs the whole model on a rank.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ class FileTensor:
     name: str
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """A tensor of the whole model and where its value lies."""
+
+    name: str
+    shape: list[int]
+    file: FileTensor
+
+
 def load_weights(model: MultimodalModel) -> set[str]:
     """Fill the parameters of all modules that have a source.
 
@@ -57,6 +67,7 @@ def load_weights(model: MultimodalModel) -> set[str]:
         CheckpointError: the files do not fit the model.
     """
     problems: list[str] = []
+    expected: list[_Expected] = []
     found: dict[str, tuple[Tensor, FileTensor]] = {}
     for source, modules in _by_source(model).items():
         files = open_files(source)
@@ -64,13 +75,18 @@ def load_weights(model: MultimodalModel) -> set[str]:
         for prefix, module in modules:
             names = names_in_files(module, files)
             claimed |= set(names.values())
-            targets, missing = _match(module, names)
+            stored, missing = _match(module, names)
             problems += _listed(f"{source}: missing for {module.name!r}", missing)
-            found |= {f"{prefix}.{n}": (t, files[name]) for n, (t, name) in targets.items()}
+            expected += [
+                _Expected(f"{prefix}.{name}", shape, files[s])
+                for name, (shape, s) in stored.items()
+            ]
+            targets = _targets(module, stored)
+            found |= {f"{prefix}.{n}": (t, files[s]) for n, (t, s) in targets.items()}
         stray = [n for n in files if n not in claimed and not _COMPUTED.search(n)]
         if not modules[0][1].weights.partial:
             problems += _listed(f"{source}: not part of the model", stray)
-    problems += _shape_problems(found)
+    problems += _shape_problems(expected)
     if problems:
         raise CheckpointError("weights do not fit the model:\n  - " + "\n  - ".join(problems))
     _read(found)
@@ -145,22 +161,35 @@ def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[
 
 def _match(
     module: LayeredModule, names: dict[str, str]
-) -> tuple[dict[str, tuple[Tensor, str]], list[str]]:
-    """What to read, {name: (tensor to fill, name in the files)}, and what is missing."""
-    tied = module.tied_parameters()
-    stored_as = module.stored_as()
-    targets, missing = {}, []
-    for name, tensor in module.state_dict().items():
+) -> tuple[dict[str, tuple[list[int], str]], list[str]]:
+    """What the *whole* module needs, {name: (shape, name in the files)}, and what is missing."""
+    with torch.device("meta"):
+        whole = module.rebuild()
+    tied = whole.tied_parameters()
+    stored, missing = {}, []
+    for name, tensor in whole.state_dict().items():
         if name in tied:
             continue
-        stored = names.get(name) or names.get(stored_as.get(name, ""))
-        if stored is not None:
-            targets[name] = (tensor, stored)
+        if name in names:
+            stored[name] = (list(tensor.shape), names[name])
         else:
             missing.append(name)
-    if module.new_connector and not any(n.startswith("connector.") for n in targets):
+    if module.new_connector and not any(n.startswith("connector.") for n in stored):
         missing = [n for n in missing if not n.startswith("connector.")]
-    return targets, missing
+    return stored, missing
+
+
+def _targets(
+    module: LayeredModule, stored: dict[str, tuple[list[int], str]]
+) -> dict[str, tuple[Tensor, str]]:
+    """What this rank reads, {name: (tensor to fill, name in the files)}."""
+    here_once, copies = module.tied_parameters(), module.tied_copies()
+    targets = {}
+    for name, tensor in module.state_dict().items():
+        original = copies.get(name, name)
+        if name not in here_once and original in stored:
+            targets[name] = (tensor, stored[original][1])
+    return targets
 
 
 def _listed(what: str, names: list[str]) -> list[str]:
@@ -170,34 +199,31 @@ def _listed(what: str, names: list[str]) -> list[str]:
     return [f"{what}: {', '.join(names[:LISTED])}{more}"]
 
 
-def _shape_problems(found: dict[str, tuple[Tensor, FileTensor]]) -> list[str]:
+def _shape_problems(expected: list[_Expected]) -> list[str]:
+    by_file: dict[Path, list[_Expected]] = defaultdict(list)
+    for entry in expected:
+        by_file[entry.file.path].append(entry)
     problems = []
-    for path, entries in _by_file(found).items():
+    for path, entries in by_file.items():
         with safe_open(path, "pt") as opened:
-            for name, tensor, stored in entries:
-                shape = opened.get_slice(stored).get_shape()
-                if list(tensor.shape) != list(shape):
+            for entry in entries:
+                shape = opened.get_slice(entry.file.name).get_shape()
+                if entry.shape != list(shape):
                     problems.append(
-                        f"{path}: {stored} has shape {list(shape)}, the model's {name} "
-                        f"{list(tensor.shape)}"
+                        f"{path}: {entry.file.name} has shape {list(shape)}, the model's "
+                        f"{entry.name} {entry.shape}"
                     )
     return problems
 
 
 @torch.no_grad()
 def _read(found: dict[str, tuple[Tensor, FileTensor]]) -> None:
-    for path, entries in _by_file(found).items():
+    by_file: dict[Path, list[tuple[Tensor, str]]] = defaultdict(list)
+    for tensor, stored in found.values():
+        by_file[stored.path].append((tensor, stored.name))
+    for path, entries in by_file.items():
         with safe_open(path, "pt") as opened:
-            for _, tensor, stored in entries:
+            for tensor, name in entries:
                 local = local_tensor(tensor)
                 if local.numel():
-                    local.copy_(opened.get_slice(stored)[local_slices(tensor)])
-
-
-def _by_file(
-    found: dict[str, tuple[Tensor, FileTensor]],
-) -> dict[Path, list[tuple[str, Tensor, str]]]:
-    groups: dict[Path, list[tuple[str, Tensor, str]]] = defaultdict(list)
-    for name, (tensor, stored) in found.items():
-        groups[stored.path].append((name, tensor, stored.name))
-    return groups
+                    local.copy_(opened.get_slice(name)[local_slices(tensor)])

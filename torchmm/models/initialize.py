@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torchmm.models.layered import LayeredModule, units
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.shards import copy_slice
 
@@ -33,16 +35,30 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
     for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
             whole = module.rebuild()
-        ours = dict(named_tensors(module))
+        wanted = _by_drawn_name(module, prefix, skip)
         for unit_fqn, unit in units(whole, module.layers_fqn):
             names = [f"{unit_fqn}.{name}" for name, _ in named_tensors(unit)]
-            wanted = {n for n in names if n in ours and f"{prefix}.{n}" not in skip}
-            if not wanted:
+            if not wanted.keys() & set(names):
                 continue
             drawn = draw(unit, module.hf, f"{seed} {prefix}.{unit_fqn}")
             for name, value in named_tensors(drawn):
-                if f"{unit_fqn}.{name}" in wanted:
-                    copy_slice(ours[f"{unit_fqn}.{name}"], value)
+                for target in wanted.get(f"{unit_fqn}.{name}", ()):
+                    copy_slice(target, value)
+
+
+def _by_drawn_name(
+    module: LayeredModule, prefix: str, skip: Collection[str]
+) -> dict[str, list[Tensor]]:
+    """This rank's tensors to be filled, by the name whose value they get.
+
+    A copy of a weight that another stage has is drawn like the original.
+    """
+    copies = module.tied_copies()
+    wanted: dict[str, list[Tensor]] = defaultdict(list)
+    for name, tensor in named_tensors(module):
+        if f"{prefix}.{name}" not in skip:
+            wanted[copies.get(name, name)].append(tensor)
+    return wanted
 
 
 @torch.no_grad()
@@ -70,19 +86,6 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, those outside of the state dict included."""
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def units(module: nn.Module, layers_fqn: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every layer, and every largest submodule that contains none, with their names."""
-    for name, child in module.named_children():
-        fqn = f"{prefix}{name}"
-        if layers_fqn == fqn or layers_fqn.startswith(f"{fqn}."):
-            if layers_fqn == fqn:
-                yield from ((f"{fqn}.{i}", layer) for i, layer in child.named_children())
-            else:
-                yield from units(child, layers_fqn, f"{fqn}.")
-        else:
-            yield fqn, child
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

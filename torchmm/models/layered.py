@@ -6,15 +6,23 @@ inside, with their own names, which makes checkpoints map one to one. A pipeline
 module with foreign layers replaced in place by `Skip`: indices, names and the forward of the
 whole stay valid. Rejected: slicing the layer list, which breaks families whose forward indexes
 per-layer settings by position.
+
+A rank that runs several stages of a module keeps them in *one* module, so that names, weights and
+checkpoints do not depend on the number of stages. What runs is a `stage_view` of it: a second
+module around the same layers, with `Skip` for what belongs to the rank's other stages. Rejected:
+one module per stage in the model, which gives every stage copies of rotary tables and parameters
+names that depend on the cut.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,6 +34,34 @@ class Skip(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
+
+
+class StageRange(NamedTuple):
+    """What one stage has of a module: layers [start, stop) and perhaps what stands around them.
+
+    The two flags do not follow from the numbers: where the embedding is a stage without layers,
+    the stage behind it starts at layer 0 too.
+    """
+
+    start: int
+    stop: int
+    has_pre: bool
+    """Whether the stage has what stands before the layers."""
+    has_post: bool
+    """Whether the stage has what stands behind the layers."""
+
+
+def stage_ranges(layers: Sequence[tuple[int, int]]) -> list[StageRange]:
+    """All stages of one module from their layers [start, stop), in order.
+
+    Raises:
+        ValueError: a stage does not begin where the one before it ends.
+    """
+    stops = [0, *(stop for _, stop in layers)]
+    if [start for start, _ in layers] != stops[:-1] or stops != sorted(stops):
+        raise ValueError(f"stages with layers {list(layers)} do not follow each other from 0 on")
+    last = len(layers) - 1
+    return [StageRange(*ends, i == 0, i == last) for i, ends in enumerate(layers)]
 
 
 @dataclass(frozen=True)
@@ -52,7 +88,7 @@ class LayeredModule(nn.Module, ABC):
         forward_methods: further methods that need gathered parameters, beside `forward`.
         weights: where its pretrained weights come from.
         unused: names of Hugging Face parameters that are not built because nothing reads them.
-        is_first, is_last: whether this stage holds what stands before / behind the layers.
+        is_first, is_last: whether it holds what stands before / behind the layers.
     """
 
     kind: Literal["llm", "encoder"]
@@ -110,25 +146,58 @@ class LayeredModule(nn.Module, ABC):
         return found
 
     def keep_layers(self, start: int, stop: int) -> None:
-        """Turn the whole module (on the meta device) into the stage with layers [start, stop).
+        """`keep_stages` for one stage with layers [start, stop).
 
         What stands before the layers stays if `start` is 0, what stands behind them if `stop` is
-        the number of layers. Parameter names do not change.
+        the number of layers.
+        """
+        last = len(self._layer_list())
+        self.keep_stages([StageRange(start, stop, start == 0, stop == last)])
+
+    def keep_stages(self, stages: Sequence[StageRange]) -> None:
+        """Reduce the whole module (on the meta device) to the given stages of it; none: to nothing.
+
+        Parameter names do not change.
 
         Raises:
-            ValueError: the range is not one of this module's.
+            ValueError: a range is not one of this module's, or two stages share a layer.
         """
         every = self._layer_list()
-        if not 0 <= start <= stop <= len(every):
-            raise ValueError(f"{self.name}: no layers [{start}, {stop}) among {len(every)}")
+        kept: set[int] = set()
+        for stage in stages:
+            own = range(stage.start, stage.stop)
+            if not 0 <= stage.start <= stage.stop <= len(every) or kept & set(own):
+                raise ValueError(
+                    f"{self.name}: no layers [{stage.start}, {stage.stop}) among {len(every)}, or "
+                    "they belong to another stage already"
+                )
+            kept |= set(own)
         for index in range(len(every)):
-            if not start <= index < stop:
+            if index not in kept:
                 every[index] = Skip()
-        self.is_first, self.is_last = start == 0, stop == len(every)
+        self.is_first = any(stage.has_pre for stage in stages)
+        self.is_last = any(stage.has_post for stage in stages)
         for fqn in () if self.is_first else self._pre_fqns():
             self.set_submodule(fqn, Skip())
         for fqn in () if self.is_last else self._post_fqns():
             self.set_submodule(fqn, Skip())
+
+    def stage_view(self, stage: StageRange) -> LayeredModule:
+        """One of the stages this module was reduced to, as a module of its own.
+
+        Its layers, embeddings and heads are the objects of this module: loading into one of the
+        two, sharding or moving it changes the other.
+        """
+        with torch.device("meta"):
+            view = self.rebuild()
+        view.keep_stages([stage])
+        for fqn, unit in units(view, view.layers_fqn):
+            if not isinstance(unit, Skip):
+                view.set_submodule(fqn, self.get_submodule(fqn))
+        own = {id(p) for p in self.parameters()}
+        foreign = [name for name, p in view.named_parameters() if id(p) not in own]
+        assert not foreign, f"{self.name}: {foreign} are no parameters of the module"
+        return view
 
     def describe(self) -> ModuleDescription:
         """Sizes of this stage, from which costs and memory follow."""
@@ -146,6 +215,10 @@ class LayeredModule(nn.Module, ABC):
             merge=self.merge,
         )
 
+    def layer_sizes(self) -> list[LayerDescription]:
+        """Sizes of all layers, those of other stages included."""
+        return [self._describe_layer(i) for i in range(len(self._layer_list()))]
+
     @property
     def merge(self) -> int:
         """Input units per row and column that become one output unit."""
@@ -160,7 +233,7 @@ class LayeredModule(nn.Module, ABC):
         sequence slices under sequence parallelism).
         """
         styles = self._tensor_parallel_styles()
-        return {pattern: style for pattern, style in styles.items() if self._has(pattern)}
+        return {pattern: style for pattern, style in styles.items() if self.matching(pattern)}
 
     def tensor_parallel_scopes(self) -> list[str]:
         """Patterns of the submodules whose input is gathered once for all linears inside."""
@@ -169,18 +242,16 @@ class LayeredModule(nn.Module, ABC):
             for pattern, style in self._tensor_parallel_styles().items()
             if style in ("colwise", "rowwise")
         )
-        return [pattern for pattern in patterns if self._has(pattern)]
+        return [pattern for pattern in patterns if self.matching(pattern)]
 
-    def _has(self, pattern: str) -> bool:
+    def matching(self, pattern: str) -> list[nn.Module]:
+        """This stage's submodules with a name that fits ("*" is one name part)."""
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        return any(
-            expression.fullmatch(name) and not isinstance(module, Skip)
+        return [
+            module
             for name, module in self.named_modules()
-        )
-
-    def stored_as(self) -> dict[str, str]:
-        """Names under which files keep parameters that they do not keep under their own."""
-        return {}
+            if expression.fullmatch(name) and not isinstance(module, Skip)
+        ]
 
     @property
     def new_connector(self) -> bool:
@@ -191,8 +262,28 @@ class LayeredModule(nn.Module, ABC):
         """Names of parameters that are another one: {name: name of the one it is}."""
         return {}
 
+    def tied_copies(self) -> dict[str, str]:
+        """Names of parameters of which another stage, elsewhere, has the original: {name: name}.
+
+        A copy gets the same gradient as the original, so both stay equal.
+        """
+        return {}
+
     def tie_parameters(self) -> None:
         """Restore ties, which moving off the meta device undoes."""
         for target, source in self.tied_parameters().items():
             owner, _, leaf = target.rpartition(".")
             setattr(self.get_submodule(owner), leaf, self.get_parameter(source))
+
+
+def units(module: nn.Module, layers_fqn: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every layer, and every largest submodule that contains none, with their names."""
+    for name, child in module.named_children():
+        fqn = f"{prefix}{name}"
+        if layers_fqn == fqn or layers_fqn.startswith(f"{fqn}."):
+            if layers_fqn == fqn:
+                yield from ((f"{fqn}.{i}", layer) for i, layer in child.named_children())
+            else:
+                yield from units(child, layers_fqn, f"{fqn}.")
+        else:
+            yield fqn, child

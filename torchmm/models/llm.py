@@ -12,7 +12,7 @@ D features, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchmm.batch import LayerDescription, Microbatch
 from torchmm.models.attention import PACKED, Segments
-from torchmm.models.layered import LayeredModule, WeightFiles
+from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.loss import summed_cross_entropy
 
 
@@ -96,11 +96,17 @@ class LlmModule(LayeredModule):
     def tied_parameters(self) -> dict[str, str]:
         return self._tie if self._tied and self.is_first and self.is_last else {}
 
-    def stored_as(self) -> dict[str, str]:
-        return self._tie if self._tied else {}
+    def tied_copies(self) -> dict[str, str]:
+        return self._tie if self._tied and self.is_last and not self.is_first else {}
 
-    def keep_layers(self, start: int, stop: int) -> None:
-        super().keep_layers(start, stop)
+    def keep_stages(self, stages: Sequence[StageRange]) -> None:
+        super().keep_stages(stages)
+        whole = any(stage.has_pre and stage.has_post for stage in stages)
+        if self._tied and self.is_first and self.is_last and not whole:
+            raise ValueError(
+                f"{self.name}: embedding and head are one weight, but belong to two stages of the "
+                "same rank; put its first and last stage on different ranks, or make them one"
+            )
         if self.family.multiplier and not self.is_first:
             setattr(self.text_model, self.family.multiplier, 1.0)
 

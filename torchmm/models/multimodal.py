@@ -1,10 +1,15 @@
 """The multimodal model: encoders, whose outputs replace placeholders in the LLM's input.
 
+Under pipelining a rank has stages of it. `MultimodalModel.cut` reduces the model to them in place;
+all names stay, so that initialising, loading, saving and optimizing need not know. What runs are
+then `stages`.
+
 Shape legend: T tokens of the microbatch, K output tokens of one encoder, D features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from torchmm.batch import ImageSpec, Microbatch, TextSpec
 from torchmm.errors import ConfigError
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.layered import LayeredModule
+from torchmm.models.layered import LayeredModule, StageRange
 from torchmm.models.llm import LlmModule
 
 
@@ -37,6 +42,7 @@ class MultimodalModel(nn.Module):
         encoders: name -> encoder with its connector.
         llm: the backbone.
         composite: the Hugging Face config of the composite model it was built from, if any.
+        stages: by module name, what runs: the module itself, or the stages `cut` left of it.
     """
 
     def __init__(
@@ -51,6 +57,42 @@ class MultimodalModel(nn.Module):
         self.llm = llm
         self.text = text
         self.composite = composite
+        # Tuples, which nn.Module does not register: names and parameters stay the modules'.
+        self.stages: dict[str, tuple[LayeredModule, ...]] = {
+            module.name: (module,) for module in self.modality_modules()
+        }
+
+    def cut(self, parts: Mapping[str, Sequence[StageRange]]) -> None:
+        """Reduce the whole model (on the meta device) to the stages of one rank, in place.
+
+        Args:
+            parts: the rank's stages by module name, from `stage_ranges`; a module without any
+                loses all its parameters.
+
+        Raises:
+            ValueError: there is no such module or range, or a weight would be tied across two
+                stages of this rank.
+        """
+        modules = {module.name: module for module in self.modality_modules()}
+        if unknown := set(parts) - set(modules):
+            raise ValueError(f"no modules {sorted(unknown)}; the model has {sorted(modules)}")
+        for name, module in modules.items():
+            ranges = parts.get(name, ())
+            module.keep_stages(ranges)
+            # A single stage is what is left of the module; several need a view each.
+            views = [module] if len(ranges) == 1 else [module.stage_view(r) for r in ranges]
+            self.stages[name] = tuple(views)
+
+    def all_stages(self) -> list[LayeredModule]:
+        """Everything that runs on this rank: encoders' stages first."""
+        return [stage for stages in self.stages.values() for stage in stages]
+
+    def train(self, mode: bool = True) -> MultimodalModel:
+        """Also sets the stages, which have a mode of their own."""
+        super().train(mode)
+        for stage in self.all_stages():
+            stage.train(mode)
+        return self
 
     def modality_modules(self) -> list[LayeredModule]:
         """Encoders in the recipe's order, then the LLM."""
@@ -79,6 +121,18 @@ class MultimodalModel(nn.Module):
     def forward(self, microbatch: Microbatch) -> Tensor:
         """float32 scalar: sum of the cross entropies of all targets."""
         return self.llm(microbatch, self.encode(microbatch))
+
+    def tied_copies(self) -> dict[str, str]:
+        """Names of parameters of which another rank has the original: {name: its name}."""
+        return {
+            f"{prefix}.{copy}": f"{prefix}.{original}"
+            for prefix, module in self.named_modality_modules()
+            for copy, original in module.tied_copies().items()
+        }
+
+    def tied_copy_parameters(self) -> set[nn.Parameter]:
+        """The parameters `tied_copies` names: not counted again in norms and sums."""
+        return {self.get_parameter(name) for name in self.tied_copies()}
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         """Parameters by module name: (all, trainable)."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,25 @@ COMPOSITES = {
         "vision_end_token_id": 60,
     },
 }
+
+
+GRIDS = {
+    "clip": [(1, 4, 4), (1, 4, 4)],
+    "siglip": [(1, 4, 4), (1, 4, 4)],
+    "siglip2": [(1, 2, 5), (1, 4, 4), (1, 2, 5), (1, 3, 1)],
+    "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+}
+PATCH_VALUES = {"siglip2": 3 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
+
+
+def make_inputs(family: str) -> EncoderInputs:
+    generator = torch.Generator().manual_seed(3)
+    grids = GRIDS[family]
+    if family in PATCH_VALUES:
+        shape: tuple[int, ...] = (sum(map(prod, grids)), PATCH_VALUES[family])
+    else:
+        shape = (len(grids), 3, 16, 16)
+    return EncoderInputs(torch.randn(shape, generator=generator), grids, torch.empty(0))
 
 
 def build(config: ModelConfig, freeze: tuple[str, ...] = (), seed: int = 0) -> MultimodalModel:

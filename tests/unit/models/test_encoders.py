@@ -4,7 +4,15 @@ from math import prod
 
 import pytest
 import torch
-from model_cases import build, pair_config, relative_error, worst_gradient
+from model_cases import (
+    GRIDS,
+    PATCH_VALUES,
+    build,
+    make_inputs,
+    pair_config,
+    relative_error,
+    worst_gradient,
+)
 from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
@@ -13,24 +21,6 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 
 from torchmm.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
-
-GRIDS = {
-    "clip": [(1, 4, 4), (1, 4, 4)],
-    "siglip": [(1, 4, 4), (1, 4, 4)],
-    "siglip2": [(1, 2, 5), (1, 4, 4), (1, 2, 5), (1, 3, 1)],
-    "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
-}
-PATCH_VALUES = {"siglip2": 3 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
-
-
-def make_inputs(family: str) -> EncoderInputs:
-    generator = torch.Generator().manual_seed(3)
-    grids = GRIDS[family]
-    if family in PATCH_VALUES:
-        shape: tuple[int, ...] = (sum(map(prod, grids)), PATCH_VALUES[family])
-    else:
-        shape = (len(grids), 3, 16, 16)
-    return EncoderInputs(torch.randn(shape, generator=generator), grids, torch.empty(0))
 
 
 def plain_tower(encoder: EncoderModule) -> nn.Module:

@@ -1,0 +1,216 @@
+"""A model cut into stages is the whole model: same values, gradients and names."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from model_cases import (
+    ENCODERS,
+    LLMS,
+    composite_config,
+    make_inputs,
+    microbatch,
+    pair_config,
+    relative_error,
+)
+from torch import Tensor
+
+from torchmm.batch import EncoderInputs, Microbatch
+from torchmm.config import FreezeConfig, ModelConfig
+from torchmm.models.initialize import init_weights
+from torchmm.models.layered import LayeredModule, StageRange, stage_ranges
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+
+CONFIGS = {
+    **{f"{llm}+clip": pair_config(llm, "clip") for llm in LLMS},
+    **{f"llama+{encoder}": pair_config("llama", encoder) for encoder in ENCODERS},
+    "llava": composite_config("llava", vision_feature_layer=-1),
+    "qwen2_5_vl": composite_config("qwen2_5_vl"),
+    "tied qwen2_5_vl": composite_config("qwen2_5_vl", tie_word_embeddings=True),
+}
+
+Cut = list[tuple[int, int, int]]
+CUTS: dict[str, dict[str, Cut]] = {
+    # By module: (first layer, last layer + 1, rank) of each stage.
+    "two ranks": {"vision": [(0, 2, 0), (2, 3, 1)], "llm": [(0, 1, 0), (1, 3, 1)]},
+    "interleaved": {
+        "vision": [(0, 1, 0), (1, 2, 1), (2, 2, 0), (2, 3, 1)],
+        "llm": [(0, 1, 0), (1, 1, 1), (1, 2, 0), (2, 3, 1)],
+    },
+    "ends without layers": {
+        "vision": [(0, 0, 0), (0, 3, 1), (3, 3, 0)],
+        "llm": [(0, 0, 0), (0, 2, 1), (2, 3, 0), (3, 3, 1)],
+    },
+    "encoder on one rank": {"vision": [(0, 3, 0)], "llm": [(0, 2, 0), (2, 3, 1)]},
+    "a stage per layer and end": {
+        "vision": [(0, 0, 0), (0, 1, 1), (1, 2, 2), (2, 3, 0), (3, 3, 1)],
+        "llm": [(0, 0, 0), (0, 1, 1), (1, 2, 2), (2, 3, 0), (3, 3, 1)],
+    },
+}
+
+
+def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalModel:
+    """One rank's part, allocated and filled from seed 0."""
+    model = build_model(config, FreezeConfig())
+    vision = next(iter(model.encoders))
+    parts = defaultdict(list)
+    for module, of_module in stages.items():
+        ranges = stage_ranges([(start, stop) for start, stop, _ in of_module])
+        for stage, (_, _, own) in zip(ranges, of_module, strict=True):
+            if own == rank:
+                parts[vision if module == "vision" else module].append(stage)
+    model.cut(parts)
+    materialize(model, "cpu")
+    init_weights(model, 0)
+    return model
+
+
+def example(name: str, model: MultimodalModel) -> Microbatch:
+    """Two packed samples; all images stand in the first."""
+    inputs = make_inputs(next((family for family in ENCODERS if name.endswith(family)), "clip"))
+    encoder = next(iter(model.encoders.values()))
+    with torch.no_grad():
+        tokens = len(encoder(inputs))
+    positions = torch.arange(3, 3 + tokens)
+    images = {encoder.name: EncoderInputs(inputs.pixels, inputs.grids_thw, positions)}
+    batch = microbatch([tokens + 9, 7], images, positions)
+    if model.text.mrope:
+        batch.position_ids = batch.position_ids.expand(3, -1) * torch.tensor([[1], [2], [3]])
+    return batch
+
+
+def run(ranks: list[MultimodalModel], stages: dict[str, Cut], batch: Microbatch) -> Tensor:
+    """Loss of a batch, from one stage to the next."""
+    vision = next(iter(ranks[0].encoders))
+    views = {
+        (module, rank): iter(model.stages[vision if module == "vision" else module])
+        for module in stages
+        for rank, model in enumerate(ranks)
+    }
+    hidden = None
+    for _, _, rank in stages["vision"]:
+        hidden = next(views["vision", rank])(batch.encoders[vision], hidden)
+    inputs: dict[str, Tensor] | Tensor = {vision: hidden}
+    for _, _, rank in stages["llm"]:
+        inputs = next(views["llm", rank])(batch, inputs)
+    assert isinstance(inputs, Tensor)
+    return inputs
+
+
+@pytest.mark.parametrize("cut_name", list(CUTS))
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_stages_equal_the_whole(name: str, cut_name: str) -> None:
+    stages = CUTS[cut_name]
+    whole = build_model(CONFIGS[name], FreezeConfig())
+    materialize(whole, "cpu")
+    init_weights(whole, 0)
+    batch = example(name, whole)
+    loss = whole(batch)
+    loss.backward()
+    reference = dict(whole.named_parameters())
+
+    count = 1 + max(rank for of_module in stages.values() for _, _, rank in of_module)
+    ranks = [cut(CONFIGS[name], stages, rank) for rank in range(count)]
+    found = run(ranks, stages, batch)
+    assert relative_error(found, loss) < 1e-5
+    found.backward()
+    grads: dict[str, Tensor] = {}
+    for model in ranks:
+        copies = model.tied_copies()
+        for fqn, parameter in model.named_parameters():
+            original = copies.get(fqn, fqn)
+            assert torch.equal(parameter, reference[original]), fqn
+            assert parameter.grad is not None
+            assert original not in grads or original in copies.values() or fqn in copies, fqn
+            grads[original] = parameter.grad + grads.get(original, 0)
+    assert set(grads) == set(reference)
+    largest = max(p.grad.norm() for p in reference.values() if p.grad is not None)
+    for fqn, grad in grads.items():
+        wanted = reference[fqn].grad
+        assert wanted is not None
+        assert (grad - wanted).norm() <= 1e-5 * wanted.norm() + 1e-6 * largest, fqn
+
+
+@pytest.mark.parametrize("name", ["llama_tied+clip", "qwen2_5_vl"])
+def test_views_are_made_of_the_models_parameters(name: str) -> None:
+    for rank in (0, 1):
+        model = cut(CONFIGS[name], CUTS["interleaved"], rank)
+        in_views = [id(p) for stage in model.all_stages() for p in stage.parameters()]
+        assert sorted(in_views) == sorted(id(p) for p in model.parameters())
+        tensors = {id(b) for b in model.buffers()}
+        assert {id(b) for stage in model.all_stages() for b in stage.buffers()} <= tensors
+
+
+def test_names_and_buffers_are_those_of_the_whole() -> None:
+    whole = build_model(CONFIGS["llama_tied+clip"], FreezeConfig())
+    ranks = [cut(CONFIGS["llama_tied+clip"], CUTS["interleaved"], rank) for rank in (0, 1)]
+    first, second = (set(model.state_dict()) for model in ranks)
+    assert first | second == set(whole.state_dict())
+    assert not first & second
+    assert ranks[0].tied_copies() == {}
+    assert ranks[1].tied_copies() == {
+        "llm.backbone.lm_head.weight": "llm.backbone.model.embed_tokens.weight"
+    }
+    assert len(ranks[1].tied_copy_parameters()) == 1
+
+
+def test_a_module_without_a_stage_is_empty() -> None:
+    model = cut(CONFIGS["llama+siglip"], CUTS["encoder on one rank"], 1)
+    encoder = model.encoders["eye"]
+    assert isinstance(encoder, LayeredModule)
+    assert model.stages["eye"] == ()
+    assert list(encoder.parameters()) == [] and encoder.layers == []
+    assert encoder.describe().parameters == 0
+    assert [stage.name for stage in model.all_stages()] == ["llm"]
+
+
+def test_modes_reach_the_stages() -> None:
+    model = cut(CONFIGS["llama+clip"], CUTS["interleaved"], 0)
+    model.eval()
+    assert not any(m.training for stage in model.all_stages() for m in stage.modules())
+    model.train()
+    assert all(m.training for stage in model.all_stages() for m in stage.modules())
+
+
+def test_descriptions_of_ranks_add_up() -> None:
+    config = CONFIGS["granite+clip"]
+    whole = build_model(config, FreezeConfig())
+    ranks = [cut(config, CUTS["ends without layers"], rank) for rank in (0, 1)]
+    for index, module in enumerate(whole.modality_modules()):
+        parts = [model.modality_modules()[index].describe() for model in ranks]
+        entire = module.describe()
+        assert sum(p.parameters for p in parts) == entire.parameters
+        assert sum(len(p.layers) for p in parts) == len(entire.layers)
+        for key in ("pre_flops_per_unit", "post_flops_per_unit"):
+            assert sum(getattr(p, key) for p in parts) == getattr(entire, key)
+        assert len(ranks[0].modality_modules()[index].layer_sizes()) == len(entire.layers)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"eye": [StageRange(0, 4, True, True)]}, r"eye: no layers \[0, 4\) among 3"),
+        ({"llm": [StageRange(0, 2, True, False), StageRange(1, 3, False, True)]}, "another stage"),
+        ({"ear": [StageRange(0, 1, True, True)]}, r"no modules \['ear'\].*'eye', 'llm'"),
+        (
+            {"llm": [StageRange(0, 1, True, False), StageRange(2, 3, False, True)]},
+            "different ranks, or make them one",
+        ),
+    ],
+)
+def test_impossible_cuts_are_refused(parts: dict, message: str) -> None:
+    model = build_model(CONFIGS["llama_tied+clip"], FreezeConfig())
+    with pytest.raises(ValueError, match=message):
+        model.cut(parts)
+
+
+def test_stages_must_follow_each_other() -> None:
+    assert stage_ranges([(0, 0), (0, 2), (2, 2)]) == [
+        StageRange(0, 0, True, False),
+        StageRange(0, 2, False, False),
+        StageRange(2, 2, False, True),
+    ]
+    for wrong in ([(0, 1), (2, 3)], [(1, 2)], [(0, 2), (2, 1)]):
+        with pytest.raises(ValueError, match="do not follow each other"):
+            stage_ranges(wrong)
