@@ -1,0 +1,178 @@
+"""Modality-separated segments in natural order: PipeWeaver (§5, §6.2) without its search.
+
+Every module has its own stages, so microbatches with many images lengthen the encoder's tasks
+only, and ranks whose LLM task waits run other microbatches' encoder tasks. Orders come from playing
+the step through: a rank never idles while it has a task that can start; it takes forwards and
+backwards in turn if both can, each in the order of microbatches. Whatever durations are assumed,
+the resulting order is legal and keeps the bound on microbatches in flight; wrong ones cost time.
+
+Memory is bounded by admission: a microbatch may start once few enough are unfinished, and what has
+started can always finish. Rejected: switching a rank's forwards off when it is full, as the paper
+has it, because then all ranks may wait for each other. Rejected: an event list without ready
+queues (a rank must look at what became ready while it was busy, or it sleeps although it could
+work).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.graph import StageGraph, Task
+from torchmm.pipelining.orders import inputs_need_gradient
+from torchmm.pipelining.plan import ComputeOrder
+
+Durations = Callable[[Action], float]
+"""How long an action takes, in any unit."""
+
+
+def layer_durations(graph: StageGraph) -> Durations:
+    """One unit per layer for a forward, and for each gradient (inputs, weights) that is needed."""
+    layers = [float(stage.stop - stage.start) for stage in graph.layout.stages]
+
+    def duration(action: Action) -> float:
+        passes = 1
+        if action.type is ActionType.B:
+            trainable = graph.layout.stages[action.stage].trainable
+            passes = trainable + inputs_need_gradient(graph, action.stage, action.microbatch)
+        return passes * layers[action.stage]
+
+    return duration
+
+
+def separated(
+    graph: StageGraph,
+    durations: Durations | None = None,
+    microbatches_in_flight: int | None = None,
+) -> ComputeOrder:
+    """Work-conserving order over any layout, replicas too.
+
+    Args:
+        durations: of F and B actions; None: `layer_durations`.
+        microbatches_in_flight: how many microbatches may be between their first forward and their
+            last backward anywhere; None: twice the number of ranks, about what interleaved 1F1B
+            has at most.
+
+    Raises:
+        ValueError: the bound is below 1.
+    """
+    bound = (
+        2 * graph.layout.rank_count if microbatches_in_flight is None else microbatches_in_flight
+    )
+    if bound < 1:
+        raise ValueError(f"microbatches_in_flight = {bound}: must be at least 1")
+    return _Dispatcher(graph, durations or layer_durations(graph), bound).run()
+
+
+class _Dispatcher:
+    """Plays a step through. Actions are numbered; lists are indexed by that number."""
+
+    def __init__(self, graph: StageGraph, durations: Durations, bound: int) -> None:
+        self.actions: list[Action] = []
+        self.successors: list[list[int]] = []
+        self.missing: list[int] = []
+        """Predecessors that have not ended."""
+        self.sources: list[list[int]] = [[] for _ in range(graph.microbatches)]
+        """By microbatch: forwards without predecessors."""
+        self._number(graph)
+        self.ranks = [graph.rank(Task(*action[1:4])) for action in self.actions]
+        self.durations = [durations(action) for action in self.actions]
+        self.unfinished = [0] * graph.microbatches
+        for action in self.actions:
+            self.unfinished[action.microbatch] += 1
+        self.admitted = 0
+        self.bound = bound
+        count = graph.layout.rank_count
+        self.ready: list[tuple[list[int], list[int]]] = [([], []) for _ in range(count)]
+        """By rank: forwards and backwards that can start, as heaps: lower numbers first."""
+        self.rows: list[list[Action]] = [[] for _ in range(count)]
+        self.running: list[tuple[float, int]] = []
+        """Heap of (end, action)."""
+        self.idle = [True] * count
+
+    def _number(self, graph: StageGraph) -> None:
+        """Numbers are priorities: by microbatch, forwards along and backwards against the data."""
+        tasks: list[list[Task]] = [[] for _ in range(graph.microbatches)]
+        for task in graph.tasks():
+            tasks[task.microbatch].append(task)
+        for microbatch in range(graph.microbatches):
+            forward: dict[Task, int] = {}
+            backward: dict[Task, int] = {}
+            for task in tasks[microbatch]:
+                forward[task] = self._add(ActionType.F, task)
+            for task in reversed(tasks[microbatch]):
+                if graph.needs_backward(task.stage, microbatch):
+                    backward[task] = self._add(ActionType.B, task)
+            self._connect(graph, forward, backward)
+
+    def _add(self, kind: ActionType, task: Task) -> int:
+        self.actions.append(Action(kind, *task))
+        self.successors.append([])
+        self.missing.append(0)
+        return len(self.actions) - 1
+
+    def _connect(
+        self, graph: StageGraph, forward: dict[Task, int], backward: dict[Task, int]
+    ) -> None:
+        """Dependencies within a microbatch; there are no others."""
+        for task, number in forward.items():
+            producers = [graph.producer(message) for message in graph.incoming(task)]
+            if not producers:
+                self.sources[task.microbatch].append(number)
+            for producer in producers:
+                self._precede(forward[producer], number)
+                if producer in backward:
+                    self._precede(backward[task], backward[producer])
+            if task in backward:
+                self._precede(number, backward[task])
+
+    def _precede(self, before: int, after: int) -> None:
+        self.successors[before].append(after)
+        self.missing[after] += 1
+
+    def run(self) -> ComputeOrder:
+        for _ in range(min(self.bound, len(self.sources))):
+            self._admit()
+        for rank in range(len(self.rows)):
+            self._start(rank, 0.0)
+        while self.running:
+            now = self.running[0][0]
+            while self.running and self.running[0][0] == now:
+                self._end(heappop(self.running)[1])
+            for rank, idle in enumerate(self.idle):
+                if idle:
+                    self._start(rank, now)
+        return tuple(map(tuple, self.rows))
+
+    def _admit(self) -> None:
+        for number in self.sources[self.admitted]:
+            self._make_ready(number)
+        self.admitted += 1
+
+    def _make_ready(self, number: int) -> None:
+        heappush(self.ready[self.ranks[number]][self.actions[number].type is ActionType.B], number)
+
+    def _start(self, rank: int, now: float) -> None:
+        forwards, backwards = self.ready[rank]
+        row = self.rows[rank]
+        if forwards and backwards:
+            queue = backwards if row and row[-1].type is ActionType.F else forwards
+        else:
+            queue = forwards or backwards
+        self.idle[rank] = not queue
+        if queue:
+            number = heappop(queue)
+            row.append(self.actions[number])
+            heappush(self.running, (now + self.durations[number], number))
+
+    def _end(self, number: int) -> None:
+        self.idle[self.ranks[number]] = True
+        for successor in self.successors[number]:
+            self.missing[successor] -= 1
+            if not self.missing[successor]:
+                self._make_ready(successor)
+        microbatch = self.actions[number].microbatch
+        self.unfinished[microbatch] -= 1
+        if not self.unfinished[microbatch] and self.admitted < len(self.sources):
+            self._admit()
