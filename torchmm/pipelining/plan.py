@@ -46,12 +46,15 @@ class PipelinePlan:
     Attributes:
         graph: tasks and their dependencies.
         actions: by rank of the plan.
-        specs: of every message, those that stay on a rank included.
+        specs: of every message, those that stay on a rank included; empty in a plan that is only
+            to be simulated or drawn.
+        training: whether there are backwards; False when validating the model.
     """
 
     graph: StageGraph
     actions: tuple[tuple[Action, ...], ...]
     specs: MessageSpecs = field(default_factory=dict)
+    training: bool = True
 
 
 class ActionRecord(NamedTuple):
