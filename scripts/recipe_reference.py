@@ -86,6 +86,8 @@ def _sections(path: str, section: type[Section]) -> Iterator[tuple[str, type[Sec
             yield from _sections(
                 f"{key}.NAME" if get_origin(inner) is dict else f"[[{key}]]", below
             )
+    if section.named_tables is not None:
+        yield from _sections(f"{path}.NAME", section.named_tables)
 
 
 def _table(section: type[Section]) -> str:

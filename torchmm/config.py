@@ -8,7 +8,7 @@ Only the trainer and `train.py` see a whole `Recipe`; everything else takes its 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +23,8 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+    named_tables: ClassVar[type[Section] | None] = None
+    """Schema of tables under free names beside the section's own keys; None: there are none."""
 
 
 class LlmConfig(Section):
@@ -135,14 +137,52 @@ class DataConfig(Section):
     """Directory for the sample-length index of map-style sources."""
 
 
-class ParallelConfig(Section):
-    """How ranks share the work. replicate x shard x tensor = number of ranks."""
+class ModuleParallelConfig(Section):
+    """One module in the pipeline; NAME is "llm" or the name of an encoder."""
 
+    segments: int | None = Field(default=None, ge=1)
+    """Stages of this module per rank, under a schedule with separated modules ("separated",
+    "csv:..."). Default: `parallel.virtual_stages` for the LLM, 1 for encoders."""
+    sub_microbatch_images: int | None = Field(default=None, ge=1)
+    """Encoders: images processed together at most; a microbatch is cut into groups of nearly equal
+    size. Fewer fill gaps in the pipeline better, more keep the device busier. Default: 4 under a
+    schedule with separated modules, all images of a microbatch under the others."""
+
+
+SCHEDULES = (
+    "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "megatron", "megatron_balanced",
+    "separated",
+)  # fmt: skip
+"""Names `parallel.schedule` may have, beside "csv:PATH"."""
+
+
+class ParallelConfig(Section):
+    """How ranks share the work. pipeline x replicate x shard x tensor = number of ranks."""
+
+    model_config = ConfigDict(extra="allow")
+    named_tables: ClassVar[type[Section] | None] = ModuleParallelConfig
+    __pydantic_extra__: dict[str, ModuleParallelConfig] = Field(init=False)
+
+    pipeline: int = Field(default=1, ge=1)
+    """Pipeline ranks, among which every module's layers are divided."""
+    schedule: str = "separated"
+    """Order of forwards and backwards in a pipeline, and how modules are cut for it. "gpipe",
+    "1f1b", "interleaved_1f1b", "zero_bubble", "megatron_balanced": all layers as one chain in
+    equally costly stages; "megatron": whole encoders in front of the LLM's first stage;
+    "separated": every module in segments of its own over all ranks; "csv:PATH": an order from a
+    file, for separated modules."""
+    placement: Literal["interleaved"] = "interleaved"
+    """Where modules lie: "interleaved": on the same ranks."""
+    virtual_stages: int = Field(default=1, ge=1)
+    """Stages per rank; with separated modules: of the LLM."""
     replicate: int = Field(default=1, ge=-1)
     """Data-parallel replicas, each holding all parameters of its shards (HSDP); -1: what is
     left."""
     shard: int = Field(default=-1, ge=-1)
     """Ranks over which FSDP2 shards parameters, gradients and optimizer state; -1: what is left."""
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether FSDP2 frees gathered parameters behind each forward and gathers them again for
+    backward; "default": only without a pipeline, which gathers them once per step."""
     tensor: int = Field(default=1, ge=1)
     """Tensor-parallel ranks that split every layer."""
     sequence_parallel: bool = False
@@ -151,6 +191,26 @@ class ParallelConfig(Section):
     """Collective backend; "auto": NCCL on CUDA, gloo on CPU."""
     timeout_s: int = Field(default=300, ge=1)
     """Seconds a rank waits for a peer before the run stops with exit code 6."""
+
+    @property
+    def modules(self) -> dict[str, ModuleParallelConfig]:
+        """The tables [parallel.NAME], by name."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def separates_modules(self) -> bool:
+        """Whether the schedule gives every module stages of its own on all pipeline ranks."""
+        return self.schedule == "separated" or self.schedule.startswith("csv:")
+
+    def segments(self, name: str) -> int:
+        """Stages of a module per pipeline rank, under a schedule with separated modules."""
+        given = self.modules.get(name, ModuleParallelConfig()).segments
+        return given or (self.virtual_stages if name == "llm" else 1)
+
+    def sub_microbatch_images(self, name: str) -> int | None:
+        """Images an encoder processes together at most; None: all of a microbatch."""
+        given = self.modules.get(name, ModuleParallelConfig()).sub_microbatch_images
+        return given or (4 if self.separates_modules else None)
 
 
 class OptimizerConfig(Section):

@@ -41,8 +41,9 @@ def run_summary(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict
     for name, (total, trainable) in model.parameter_counts().items():
         state = "frozen" if trainable == 0 else "trained"
         lines[name] = f"{total / 1e6:,.1f} M parameters, {state}"
+    pipeline = f"pipeline {layout.pipeline} x " if layout.pipeline > 1 else ""
     lines["ranks"] = (
-        f"{world_size} = replicate {layout.replicate} x shard {layout.shard} "
+        f"{world_size} = {pipeline}replicate {layout.replicate} x shard {layout.shard} "
         f"x tensor {layout.tensor}"
     )
     lines["batch"] = (

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torchmm.config import ParallelConfig, Recipe, SourceConfig
 from torchmm.errors import ConfigError
+from torchmm.recipe_pipeline import check_pipeline
 from torchmm.recipe_schema import NO_VALUE, Problem, suggest
 
 Found = Iterator[Problem]
@@ -24,6 +25,7 @@ Found = Iterator[Problem]
 class Layout(NamedTuple):
     """Sizes of the device mesh; their product is the number of ranks."""
 
+    pipeline: int
     replicate: int
     shard: int
     tensor: int
@@ -40,7 +42,7 @@ def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
     Raises:
         ConfigError: when the sizes cannot make up `world_size`.
     """
-    sizes = {"replicate": parallel.replicate, "shard": parallel.shard, "tensor": parallel.tensor}
+    sizes: dict[str, int] = {name: getattr(parallel, name) for name in Layout._fields}
     open_keys = [k for k, size in sizes.items() if size == -1]
     fixed = prod(size for size in sizes.values() if size != -1)
     shown = " x ".join(f"{k} {size}" for k, size in sizes.items())
@@ -69,6 +71,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_data(recipe),
         *_check_layout(recipe, world_size),
         *_check_heads(recipe),
+        *check_pipeline(recipe),
         *_check_schedule(recipe),
         *_check_metrics(recipe),
     ]
@@ -198,7 +201,7 @@ def _check_path(key: str, source: SourceConfig) -> Found:
 
 def _check_layout(recipe: Recipe, world_size: int | None) -> Found:
     parallel, training = recipe.parallel, recipe.training
-    keys = ("parallel.replicate", "parallel.shard", "parallel.tensor")
+    keys = tuple(f"parallel.{name}" for name in Layout._fields)
     data_parallel = 1
     if world_size is not None:
         try:

@@ -56,7 +56,7 @@ def explain_error(item: Any) -> Problem:
     """One entry of `ValidationError.errors()` in the words of a recipe, with a remedy."""
     loc, kind, value, context = item["loc"], item["type"], item["input"], item.get("ctx", {})
     key = dotted(loc)
-    if kind == "extra_forbidden":
+    if kind == "extra_forbidden" or (kind == "model_type" and not _is_declared(loc)):
         return _explain_unknown(loc, value)
     if kind == "missing":
         return Problem(key, NO_VALUE, "is missing; add it")
@@ -84,7 +84,7 @@ def type_below(annotation: Any, part: int | str) -> Any:
     annotation = _strip_none(annotation)
     if is_section(annotation):
         field = annotation.model_fields.get(part)
-        return field.annotation if field else None
+        return field.annotation if field else annotation.named_tables
     if get_origin(annotation) in (dict, list):
         return get_args(annotation)[-1]
     return None
@@ -156,11 +156,17 @@ def _is_plain_value(text: str) -> bool:
         return False
 
 
+def _is_declared(loc: Loc) -> bool:
+    """Whether the schema has the key itself, not only a free name there."""
+    section = _strip_none(type_at(loc[:-1]))
+    return is_section(section) and loc[-1] in section.model_fields
+
+
 def _explain_unknown(loc: Loc, value: Any) -> Problem:
     key, parent, name = dotted(loc), dotted(loc[:-1]), str(loc[-1])
     siblings = list(_strip_none(type_at(loc[:-1])).model_fields)
     guess = difflib.get_close_matches(name, siblings, 1)
-    elsewhere = [t for t in Recipe.model_fields if type_at([t, name]) is not None]
+    elsewhere = [t for t in Recipe.model_fields if _is_declared((t, name))]
     if guess:
         better = f"{parent}.{guess[0]}" if parent else guess[0]
     elif elsewhere:

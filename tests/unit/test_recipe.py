@@ -255,10 +255,11 @@ def test_an_unquoted_name_with_a_dot_gets_a_hint(valid):
 @pytest.mark.parametrize(
     ("sizes", "world_size", "expected"),
     [
-        ({}, 8, (1, 8, 1)),
-        ({"tensor": 2}, 8, (1, 4, 2)),
-        ({"replicate": -1, "shard": 2, "tensor": 2}, 8, (2, 2, 2)),
-        ({"replicate": 2, "shard": 2}, 4, (2, 2, 1)),
+        ({}, 8, (1, 1, 8, 1)),
+        ({"tensor": 2}, 8, (1, 1, 4, 2)),
+        ({"replicate": -1, "shard": 2, "tensor": 2}, 8, (1, 2, 2, 2)),
+        ({"replicate": 2, "shard": 2}, 4, (1, 2, 2, 1)),
+        ({"pipeline": 2, "tensor": 2}, 8, (2, 1, 2, 2)),
     ],
 )
 def test_layout_fills_in_what_is_left(sizes, world_size, expected):

@@ -3,6 +3,9 @@
 The order is the documentation: tensor parallelism first (it defines the local shapes), then
 activation checkpointing inside of compilation, compilation per layer, and FSDP2 around it all;
 then memory is allocated and filled, so that no rank ever holds the whole model.
+
+In a pipeline the model has been cut before (`MultimodalModel.cut`), and all of this is done to each
+of the rank's stages, as if it were a module of its own.
 """
 
 from __future__ import annotations
@@ -26,15 +29,29 @@ def parallelize(
     compile_config: CompileConfig,
     dtype: torch.dtype,
 ) -> None:
-    """Applies the recipe's parallelism to every modality module, in place, on the meta device."""
-    for module in model.modality_modules():
+    """Applies the recipe's parallelism to every stage of the model, in place, on the meta device.
+
+    Without a pipeline a stage is a whole modality module.
+    """
+    computes_alone = mesh.world_size == mesh.pipeline_size
+    for module in model.all_stages():
         apply_tensor_parallel(module, mesh.tensor, parallel.sequence_parallel)
         mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
         apply_activation_checkpoint(module, mode)
         if compile_config.enabled and module.name in (compile_config.modules or [module.name]):
             _compile_layers(module)
-        if mesh.world_size > 1 or dtype != torch.float32:
-            apply_fsdp(module, mesh.fsdp, dtype)
+        if not computes_alone or dtype != torch.float32:
+            apply_fsdp(module, mesh.fsdp, dtype, reshards_after_forward(parallel))
+
+
+def reshards_after_forward(parallel: ParallelConfig) -> bool:
+    """Whether FSDP2 frees gathered parameters behind each forward, as the recipe says.
+
+    Not in a pipeline: every microbatch would gather them again.
+    """
+    if parallel.reshard_after_forward == "default":
+        return parallel.pipeline == 1
+    return parallel.reshard_after_forward == "always"
 
 
 def _compile_layers(module: LayeredModule) -> None:

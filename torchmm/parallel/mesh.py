@@ -1,10 +1,11 @@
 """The device mesh of a run: which ranks hold which part of the model and of the batch.
 
-One mesh with the dimensions (replicate, shard, tensor) covers all ranks. Ranks that differ only
-in `tensor` work on the same samples; `replicate` x `shard` together are the data-parallel ranks.
-FSDP2 shards over `shard` and, where `replicate` > 1, keeps copies over `replicate` (HSDP).
-Scalars are summed over the whole world and divided by the size of `tensor`, which avoids a
-flattened mesh and its extra process group.
+One mesh with the dimensions (pipeline, replicate, shard, tensor) covers all ranks. Ranks that
+differ only in `pipeline` or `tensor` work on the same samples; `replicate` x `shard` together are
+the data-parallel ranks. FSDP2 shards over `shard` and, where `replicate` > 1, keeps copies over
+`replicate` (HSDP). `pipeline` is the outermost dimension, because its ranks talk least: they are
+the ones to lie on different machines. Scalars are summed over the whole world and divided by the
+number of ranks that pass the same, which avoids a flattened mesh and its extra process group.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ParallelMesh:
 
     device: torch.device
     mesh: DeviceMesh
-    """Dimensions ("replicate", "shard", "tensor")."""
+    """Dimensions ("pipeline", "replicate", "shard", "tensor")."""
 
     @property
     def rank(self) -> int:
@@ -39,6 +40,26 @@ class ParallelMesh:
     def world_size(self) -> int:
         """Ranks in all."""
         return dist.get_world_size()
+
+    @property
+    def pipeline_size(self) -> int:
+        """Ranks that divide the layers of the model among them."""
+        return self.mesh["pipeline"].size()
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which of these ranks this is: its rank in a plan."""
+        return self.mesh.get_local_rank("pipeline")
+
+    @property
+    def pipeline(self) -> DeviceMesh:
+        """1-D mesh of the ranks of this rank's pipeline."""
+        return self.mesh["pipeline"]
+
+    @property
+    def pipeline_ranks(self) -> list[int]:
+        """Global ranks of this rank's pipeline, by their rank in a plan."""
+        return self.mesh["pipeline"].mesh.tolist()
 
     @property
     def replicate_size(self) -> int:
@@ -77,12 +98,16 @@ class ParallelMesh:
         return self.mesh["tensor"]
 
     def sum_over_data(self, values: list[float]) -> list[float]:
-        """Sums over the data-parallel ranks, in float64; every rank must call it."""
+        """Sums over the data-parallel ranks, in float64; every rank must call it.
+
+        Ranks of one pipeline, like those of one tensor-parallel group, must pass the same values;
+        what only one of them has (a loss) the others first have to be told.
+        """
         if self.world_size == 1:
             return list(values)
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(totals)
-        return (totals / self.tensor_size).tolist()
+        return (totals / (self.tensor_size * self.pipeline_size)).tolist()
 
 
 def select_device(device: str) -> torch.device:
@@ -126,6 +151,6 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
         ConfigError: the sizes do not multiply to the number of ranks.
     """
     sizes = resolve_layout(config, dist.get_world_size())
-    names = ("replicate", "shard", "tensor")
-    shape = (sizes.replicate, sizes.shard, sizes.tensor)
+    names = ("pipeline", "replicate", "shard", "tensor")
+    shape = (sizes.pipeline, sizes.replicate, sizes.shard, sizes.tensor)
     return ParallelMesh(device, init_device_mesh(device.type, shape, mesh_dim_names=names))

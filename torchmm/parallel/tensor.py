@@ -68,11 +68,12 @@ def apply_tensor_parallel(
     for pattern, name in plan.items():
         inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
         style = _style(pattern, name, module, size, inside)
-        if style is not None:
-            parallelize_module(module, mesh, {pattern: style})
+        for part in module.matching(pattern) if style is not None else ():
+            parallelize_module(part, mesh, style)
     for pattern in module.tensor_parallel_scopes():
         inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
-        parallelize_module(module, mesh, {pattern: _GatherInput(inside)})
+        for part in module.matching(pattern):
+            parallelize_module(part, mesh, _GatherInput(inside))
     if slices is not None and module.layers:
         module.layers[0].register_forward_pre_hook(slices.enter)
         module.layers[-1].register_forward_hook(slices.leave)
@@ -85,7 +86,7 @@ def _check_heads(module: LayeredModule, size: int) -> None:
     problems = [
         f"[parallel] tensor = {size} does not divide the attention heads of {module.name!r} "
         f"(heads={sizes.heads}, kv_heads={sizes.kv_heads}); choose a common divisor"
-        for sizes in set(module.describe().layers)
+        for sizes in dict.fromkeys(module.layer_sizes())
         if sizes.heads % size or (sizes.kv_heads % size and size % sizes.kv_heads)
     ]
     if problems:
@@ -95,7 +96,7 @@ def _check_heads(module: LayeredModule, size: int) -> None:
 def _style(
     pattern: str, name: str, module: LayeredModule, size: int, slices: _SequenceSlices | None
 ) -> ParallelStyle | None:
-    sizes = module.describe().layers[0]
+    sizes = module.layer_sizes()[0]
     if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
         return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim)
     styles: dict[str, ParallelStyle | None] = {
