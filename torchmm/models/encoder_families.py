@@ -75,6 +75,10 @@ class EncoderFamily:
         """(P, D) outputs, image after image, in the order of their placeholders."""
         return (hidden[:, 1:] if drop_class_token else hidden).flatten(0, 1)
 
+    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
+        """Shape of the hidden states between layers, from the number of patches of each image."""
+        return len(patches), patches[0] + self.has_class_token, config.hidden_size
+
     def output_size(self, config: Any) -> int:
         """D of what `finish` returns."""
         return config.hidden_size
@@ -151,6 +155,9 @@ class Siglip2Family(SiglipFamily):
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
         return hidden[0]
+
+    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
+        return 1, sum(patches), config.hidden_size
 
     def processor(self, config: Any) -> dict[str, Any]:
         return {"patch_size": config.patch_size, "max_num_patches": config.num_patches}
@@ -237,6 +244,9 @@ class Qwen2_5VisionFamily(EncoderFamily):  # noqa: N801 - as Hugging Face writes
     ) -> Tensor:
         x_PD = _reorder(hidden, context.order.argsort(), tower.config.spatial_merge_size**2)
         return x_PD if tower.merger is None else tower.merger(x_PD)
+
+    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
+        return sum(patches), config.hidden_size
 
     def output_size(self, config: Any) -> int:
         return config.out_hidden_size

@@ -4,6 +4,12 @@ Separate roots let encoder and LLM run their backward passes one after the other
 meshes and in orders of their own). Every layer is one communication unit; embeddings, norms and
 heads belong to the root's unit. Gradients are averaged over the data-parallel ranks, so losses
 are scaled by that size beforehand. Gradient accumulation reduces once, on the last microbatch.
+
+In a pipeline every stage is a root, and data-parallel replicas run plans of their own, with other
+numbers of forwards or none at all. FSDP's automatic collectives would then differ in number and
+order, so `StepSharding` gathers once before all computation and reduces once after it. Rejected:
+gathering per forward (as many collectives as forwards, which replicas do not agree on), and
+reducing right after a stage's last backward (which is the last differs between replicas).
 """
 
 from __future__ import annotations
@@ -18,17 +24,27 @@ from torch.distributed.fsdp import (
 )
 
 from torchmm.models.layered import LayeredModule
+from torchmm.parallel import torch_private
 
 
-def apply_fsdp(module: LayeredModule, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def apply_fsdp(
+    module: LayeredModule,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    reshard_after_forward: bool = True,
+) -> None:
     """Shards `module` in place over a 1-D mesh, or 2-D (replicate, shard) for HSDP.
 
     Parameters, gradients and reductions stay float32; computing is done in `dtype`.
+
+    Args:
+        reshard_after_forward: whether gathered layers are freed behind each forward and gathered
+            again for backward; False for stages that `StepSharding` drives.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in module.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+    reshard = None if reshard_after_forward else False  # None: all but the root
+    for part in (*module.layers, module):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for method in module.forward_methods:
         register_fsdp_forward_method(module, method)
 
@@ -39,3 +55,72 @@ def set_last_microbatch(modules: list[LayeredModule], last: bool) -> None:
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(last)
             module.set_is_last_backward(last)
+
+
+class StepSharding:
+    """Drives the FSDP2 of one stage: one all-gather and one reduction per unit and step.
+
+    `unshard` comes before the step's first forward of the stage and `reduce_gradients` (or, without
+    gradients, `reshard`) after its last action. All data-parallel replicas of a stage must call
+    them in the same order among their stages, whether they ran the stage or not.
+
+    Args:
+        module: a root of FSDP2 (see `apply_fsdp`), whose memory may still be unallocated.
+
+    Raises:
+        TypeError: FSDP2 was not applied to it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        if not isinstance(module, FSDPModule):
+            raise TypeError(f"{type(module).__name__} is not sharded; call apply_fsdp first")
+        self._root = module
+        self._units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        self._prepared = False
+        self._pending: list = []
+
+    def unshard(self) -> None:
+        """Starts gathering all parameters; the first forward of each unit waits for its own."""
+        if not self._prepared:
+            self._prepare()
+        handles = (unit.unshard(async_op=True) for unit in self._units)
+        self._pending = [handle for handle in handles if handle is not None]
+
+    def accumulate_gradients(self) -> None:
+        """Adds what `stage_backward_weight` left on the gathered parameters to the step's sums."""
+        torch_private.accumulate_gradients(self._root)
+
+    def reduce_gradients(self) -> None:
+        """Averages gradients over the data-parallel ranks and frees the gathered parameters.
+
+        Parameters that no backward has reached count as zeros.
+        """
+        self._wait()
+        torch_private.fill_missing_gradients(self._root)
+        self._set_reducing(True)
+        torch_private.reduce_gradients(self._root)
+        self._set_reducing(False)
+
+    def reshard(self) -> None:
+        """Frees the gathered parameters without a reduction."""
+        self._wait()
+        for unit in self._units:
+            unit.reshard()
+        torch_private.clear_forward_order(self._root)
+
+    def _prepare(self) -> None:
+        # Here and not on construction: FSDP's state settles once parameters have memory.
+        torch_private.initialize_fsdp(self._root)
+        self._root.set_reshard_after_forward(False)
+        self._set_reducing(False)
+        self._prepared = True
+
+    def _set_reducing(self, reducing: bool) -> None:
+        self._root.set_is_last_backward(reducing)
+        self._root.set_reshard_after_backward(reducing)
+        self._root.set_requires_gradient_sync(reducing)
+
+    def _wait(self) -> None:
+        for handle in self._pending:
+            handle.wait()
+        self._pending.clear()

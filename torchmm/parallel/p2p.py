@@ -1,0 +1,193 @@
+"""Sending tensors between the ranks of a pipeline, without deadlock on gloo and NCCL alike.
+
+A *channel* is an ordered pair of ranks; what is sent through it arrives in the order of sending.
+All channels from lower to higher ranks use one process group, all others a second one: NCCL gives
+a pair of ranks one communicator and stream per group, in which a receive that waits for its
+sender would block what goes the other way. Operations are posted one by one, never batched, for
+a batch is one operation to NCCL. Nothing but sends and receives runs in these groups.
+
+The receiver allocates what the plan says, and the sender checks that it sends just that: gloo
+takes a shorter message without a word and aborts the process on a longer one. Rejected: sending
+shapes along (one more round trip per tensor), and `Work.is_completed`, which gloo never sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchmm.errors import PeerError
+from torchmm.parallel.health import is_peer_trouble
+
+
+class ShapeAndDtype(Protocol):
+    """What a receiver has to know of a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class PendingTransfer:
+    """Tensors on their way; holds them until `wait`."""
+
+    def __init__(
+        self, tensors: tuple[Tensor, ...], works: list[dist.Work], where: _Whereabouts
+    ) -> None:
+        self._tensors = tensors
+        self._works = works
+        self._where = where
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Blocks until all tensors are through and returns them (on CUDA: the current stream
+        waits, not the process).
+
+        Raises:
+            PeerError: the peer was lost, or did not answer in time.
+        """
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._where.explain(error) from error
+        return self._tensors
+
+
+class _Whereabouts:
+    """Who waits for whom in which action: costs nothing until an error needs it."""
+
+    def __init__(self, rank: int, peer: int, action: object) -> None:
+        self.rank, self.peer, self.action = rank, peer, action
+
+    def explain(self, error: RuntimeError) -> RuntimeError | PeerError:
+        if not is_peer_trouble(error):
+            return error
+        reason = str(error).strip().partition("\n")[0]
+        return PeerError(
+            f"rank {self.rank} lost rank {self.peer} in action {self.action}: {reason}. Rank "
+            f"{self.peer} ended, hangs, or waits for another one itself: see its log; "
+            "parallel.timeout_s says how long to wait"
+        )
+
+
+class P2PChannels:
+    """The channels of one rank. Creating them is collective over all ranks of the world.
+
+    Args:
+        device: where tensors are sent from and received into.
+        ranks: global rank of each rank of the plan. Data-parallel replicas and tensor-parallel
+            ranks have plans, or copies of one, among ranks of their own.
+        timeout_s: how long gloo waits for a peer. NCCL waits on the device and its watchdog ends
+            the process after this time.
+    """
+
+    def __init__(self, device: torch.device, ranks: Sequence[int], timeout_s: float) -> None:
+        self.device = device
+        self._ranks = list(ranks)
+        self._rank = dist.get_rank()
+        if self._rank not in self._ranks:
+            raise ValueError(f"rank {self._rank} is not among the plan's ranks {self._ranks}")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=timeout_s)
+        self._up = dist.new_group(backend=backend, timeout=timeout, group_desc="p2p_up")
+        self._down = dist.new_group(backend=backend, timeout=timeout, group_desc="p2p_down")
+
+    @property
+    def plan_rank(self) -> int:
+        """This rank, counted within the plan."""
+        return self._ranks.index(self._rank)
+
+    def warm_up(self, pairs: Iterable[tuple[int, int]] | None = None) -> None:
+        """Uses every channel once, in an order that all ranks share.
+
+        The first use creates the connection and blocks until both ends are there, so it must not
+        happen in the middle of a step.
+
+        Args:
+            pairs: (source, destination) in ranks of the plan, the same on all of them; None: all.
+
+        Raises:
+            PeerError: a rank did not take part.
+        """
+        count = len(self._ranks)
+        if pairs is None:
+            pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+        own = self.plan_rank
+        for source, destination in sorted(set(pairs)):
+            probe = torch.zeros(1, device=self.device)
+            if source == own:
+                self.send((probe,), (probe,), destination, "warm-up").wait()
+            elif destination == own:
+                self.receive((probe,), source, "warm-up").wait()
+
+    def send(
+        self,
+        tensors: Sequence[Tensor],
+        specs: Sequence[ShapeAndDtype],
+        peer: int,
+        action: object,
+    ) -> PendingTransfer:
+        """Posts sends.
+
+        Args:
+            specs: what the receiver expects.
+            peer: rank of the plan.
+            action: what to call this in errors.
+
+        Raises:
+            ValueError: the tensors are not what the plan says.
+            PeerError: the peer is gone.
+        """
+        _check(tensors, specs, action)
+        rank = self._ranks[peer]
+        group = self._up if self._rank < rank else self._down
+        where = _Whereabouts(self._rank, rank, action)
+        sent = tuple(t.detach().contiguous() for t in tensors)
+        return PendingTransfer(sent, _post(dist.isend, sent, rank, group, where), where)
+
+    def receive(self, specs: Sequence[ShapeAndDtype], peer: int, action: object) -> PendingTransfer:
+        """Allocates memory and posts receives; arguments as in `send`.
+
+        Raises:
+            PeerError: the peer is gone.
+        """
+        rank = self._ranks[peer]
+        group = self._up if rank < self._rank else self._down
+        where = _Whereabouts(self._rank, rank, action)
+        buffers = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
+        return PendingTransfer(buffers, _post(dist.irecv, buffers, rank, group, where), where)
+
+
+def _post(
+    operation: Callable[..., dist.Work | None],
+    tensors: Sequence[Tensor],
+    rank: int,
+    group: dist.ProcessGroup,
+    where: _Whereabouts,
+) -> list[dist.Work]:
+    try:
+        # Both ends know which tensors are empty; there is nothing to send.
+        works = [operation(t, rank, group=group) for t in tensors if t.numel()]
+    except RuntimeError as error:
+        raise where.explain(error) from error
+    return [work for work in works if work is not None]
+
+
+def _check(tensors: Sequence[Tensor], specs: Sequence[ShapeAndDtype], action: object) -> None:
+    if len(tensors) == len(specs) and all(
+        t.shape == s.shape and t.dtype == s.dtype for t, s in zip(tensors, specs, strict=True)
+    ):
+        return
+    found = [f"{tuple(t.shape)} {t.dtype}" for t in tensors]
+    planned = [f"{tuple(s.shape)} {s.dtype}" for s in specs]
+    raise ValueError(
+        f"action {action} would send {found}, but the plan says {planned}; make the plan's specs "
+        "from the metadata of the same microbatches"
+    )

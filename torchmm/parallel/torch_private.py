@@ -1,0 +1,116 @@
+"""The private parts of torch that pipelining needs, in one place, for torch 2.11 to 2.13.
+
+- `torch.distributed.pipelining._backward`: backward of a stage, whole or split into the gradients
+  of its inputs and those of its weights. Up to 2.12 the split may be wrong for a weight that is
+  used twice; `supports_weight_split` finds out by trying.
+- FSDP2's state: gathering and reducing at moments of our own needs the state to be initialised
+  before the first forward, the groups of parameters, and the callback that ends a backward.
+
+Everything else uses public functions. Rejected: torch's `PipelineStage`, which has one number of
+microbatches for all stages, shapes that never change, and was rewritten between 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining._backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+__all__ = [
+    "accumulate_gradients",
+    "clear_forward_order",
+    "fill_missing_gradients",
+    "initialize_fsdp",
+    "is_view",
+    "reduce_gradients",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+    "supports_weight_split",
+]
+
+
+@cache
+def supports_weight_split() -> bool:
+    """Whether a backward split in two is right also for a weight that is used twice."""
+    weight = torch.nn.Parameter(torch.tensor([3.0]))
+    x = torch.tensor([2.0], requires_grad=True)
+    with torch.enable_grad():
+        output = x * weight * weight
+    _, groups = stage_backward_input([output], [torch.ones(1)], [x], iter([weight]))
+    stage_backward_weight(iter([weight]), groups)
+    assert weight.grad is not None
+    return weight.grad.item() == 12.0  # d(x w^2)/dw = 2 x w
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd counts `tensor` as a view, which cannot be detached in place."""
+    return tensor._is_view()
+
+
+def initialize_fsdp(module: FSDPModule) -> None:
+    """Makes `module` a root, as its first forward would."""
+    module._get_fsdp_state()._lazy_init()
+
+
+def accumulate_gradients(module: FSDPModule) -> None:
+    """Moves gradients in the compute dtype into sums in the dtype of the reduction.
+
+    A backward through FSDP's hooks does so by itself; `stage_backward_weight` bypasses them.
+    """
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
+def fill_missing_gradients(module: FSDPModule) -> None:
+    """Gives zeros to gathered parameters without a gradient, so that all ranks reduce alike.
+
+    2.13's `set_reduce_scatter_unused_params` is not used: 2.11 has no such setting, and its zeros
+    are in the compute dtype, which a group that has accumulated in another one rejects.
+    """
+    accumulate_gradients(module)
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            whole = parameter.unsharded_param
+            if not parameter.sharded_param.requires_grad or whole.grad is not None:
+                continue
+            if parameter.reduce_dtype in (None, whole.dtype):
+                whole.grad = torch.zeros_like(whole)
+            elif parameter.unsharded_accumulated_grad is None:
+                zeros = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
+                parameter.unsharded_accumulated_grad = zeros
+
+
+def reduce_gradients(module: FSDPModule) -> None:
+    """Reduces the gradients of all groups now and ends the backward: FSDP's own sequence."""
+    for group in _groups(module):
+        group.post_backward()
+    module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def clear_forward_order(module: FSDPModule) -> None:
+    """Forgets the order of forwards, which otherwise only the end of a backward does."""
+    module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+    for group in _groups(module):
+        group._post_forward_indices.clear()
+
+
+def _groups(module: FSDPModule) -> Iterator[Any]:
+    """FSDP's groups of parameters in `module`, which must be initialised."""
+    for state in module._get_fsdp_state()._state_ctx.all_states:
+        # A list since 2.13; before, a state has one group or none.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        yield from groups

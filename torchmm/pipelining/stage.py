@@ -1,0 +1,148 @@
+"""What a stage does: a task's received tensors in, its messages and loss out.
+
+The runtime knows stages only by `PipelineStage`. Two adapters make stages of the layered modules:
+an encoder's stage runs one sub-microbatch (some of a microbatch's images) at a time, an LLM's
+runs whole microbatches and joins the outputs of all sub-microbatches of all encoders. An encoder
+without images in a microbatch does not run for it at all. Rejected: a dummy image, as the
+automatic collectives of FSDP need; gathering and reducing are actions of their own here.
+
+Shape legend: T tokens of a microbatch, K output tokens of one encoder, D features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchmm.batch import even_ranges
+from torchmm.models.encoders import EncoderModule
+from torchmm.models.layered import LayeredModule
+from torchmm.models.llm import LlmModule
+from torchmm.parallel.fsdp import StepSharding
+from torchmm.pipelining.graph import StageGraph, Task
+
+
+@dataclass
+class StageOutput:
+    """What the forward of a task leaves.
+
+    Attributes:
+        messages: one tuple of tensors for each of `StageGraph.outgoing(task)`, in that order.
+        loss: float32 scalar, not yet scaled; of the last stage.
+    """
+
+    messages: Sequence[tuple[Tensor, ...]]
+    loss: Tensor | None = None
+
+
+class PipelineStage(ABC):
+    """One stage on one rank.
+
+    Args:
+        module: what holds its parameters.
+        sharding: how they are gathered and reduced; None: they are whole on every rank.
+    """
+
+    def __init__(self, module: nn.Module, sharding: StepSharding | None = None) -> None:
+        self.module = module
+        self.sharding = sharding
+
+    @abstractmethod
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        """Runs the stage's layers.
+
+        Args:
+            task: of this stage.
+            inputs: one tuple of tensors for each of `graph.incoming(task)`, in that order.
+            microbatch: all of the microbatch; the task may be a part of it.
+            graph: of the step.
+        """
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Parameters that need gradients; between gathering and resharding, the gathered ones."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def tied_parameter(self) -> nn.Parameter:
+        """The weight of which another stage holds a copy.
+
+        Raises:
+            ValueError: this kind of stage has none.
+        """
+        raise ValueError(f"{type(self).__name__} has no tied weight; remove StageSpec.tied_to")
+
+
+class EncoderStage(PipelineStage):
+    """Consecutive layers of an image encoder."""
+
+    module: EncoderModule
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        """One sub-microbatch: hidden states or pixels in; hidden states, or (K, D_llm) out."""
+        encoder = microbatch.encoders[self.module.name]
+        parts = graph.parts(task.stage, task.microbatch)
+        if parts > 1:
+            images = even_ranges(len(encoder.grids_thw), parts)[task.sub_microbatch]
+            encoder = encoder.select(images)
+        hidden = inputs[0][0] if inputs else None
+        return _to_all(self.module(encoder, hidden), task, graph)
+
+
+class LlmStage(PipelineStage):
+    """Consecutive layers of the LLM; the first embeds, the last gives the loss."""
+
+    module: LlmModule
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        """Encoder outputs or hidden states (T, D) in; hidden states or the summed loss out."""
+        if self.module.is_first:
+            given: dict[str, Tensor] | Tensor = self._features(task, inputs, graph)
+        else:
+            given = inputs[0][0]
+        output = self.module(microbatch, given)
+        if self.module.is_last:
+            return StageOutput((), output)
+        return _to_all(output, task, graph)
+
+    def _features(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], graph: StageGraph
+    ) -> dict[str, Tensor]:
+        """(K, D) by encoder: the outputs of its sub-microbatches behind each other."""
+        parts: dict[str, list[Tensor]] = {}
+        for message, (features,) in zip(graph.incoming(task), inputs, strict=True):
+            parts.setdefault(graph.layout.stages[message.source].module, []).append(features)
+        return {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in parts.items()}
+
+    def tied_parameter(self) -> nn.Parameter:
+        module = self.module
+        if module.is_first == module.is_last:
+            raise ValueError(f"{module.name}: only the first and the last of several stages tie")
+        holder = module.text_model.embed_tokens if module.is_first else module.backbone.lm_head
+        return holder.weight
+
+
+def make_stage(module: LayeredModule, sharding: StepSharding | None = None) -> PipelineStage:
+    """The stage that runs a layered module, cut or whole.
+
+    Raises:
+        TypeError: there is no stage for this kind of module.
+    """
+    if isinstance(module, EncoderModule):
+        return EncoderStage(module, sharding)
+    if isinstance(module, LlmModule):
+        return LlmStage(module, sharding)
+    raise TypeError(f"{module.name}: no pipeline stage for a {type(module).__name__}")
+
+
+def _to_all(output: Tensor, task: Task, graph: StageGraph) -> StageOutput:
+    return StageOutput([(output,)] * len(graph.outgoing(task)))
