@@ -98,11 +98,12 @@ def _task_problems(graph: StageGraph, task: Task, found: list[ActionType]) -> It
         yield f"{Action(ActionType.F, *task)} is missing"
     if backward in legal:
         return
+    has = ", ".join(str(Action(t, *task)) for t in COMPUTE if t in backward) or "no backward"
+    if not legal[0]:
+        yield f"{has} given, but nothing at or before it is trained: leave it out"
+        return
     wanted = " or ".join(
         " and ".join(str(Action(t, *task)) for t in COMPUTE if t in kinds)
         for kinds in (legal if legal[0] != legal[1] else legal[:1])
     )
-    if not legal[0]:
-        wanted = "no backward, because nothing at or before it is trained"
-    has = ", ".join(str(Action(t, *task)) for t in COMPUTE if t in backward) or "no backward"
     yield f"{has} given, {wanted} needed"

@@ -20,7 +20,6 @@ from heapq import heappop, heappush
 
 from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.graph import StageGraph, Task
-from torchmm.pipelining.orders import inputs_need_gradient
 from torchmm.pipelining.plan import ComputeOrder
 
 Durations = Callable[[Action], float]
@@ -28,15 +27,17 @@ Durations = Callable[[Action], float]
 
 
 def layer_durations(graph: StageGraph) -> Durations:
-    """One unit per layer for a forward, and for each gradient (inputs, weights) that is needed."""
-    layers = [float(stage.stop - stage.start) for stage in graph.layout.stages]
+    """One unit per layer for F, I and W each; B is I and W, without the W if the stage is frozen.
+
+    Layers of all modules count alike; pass `separated` measured or modelled times where they are
+    known.
+    """
+    stages = graph.layout.stages
 
     def duration(action: Action) -> float:
-        passes = 1
-        if action.type is ActionType.B:
-            trainable = graph.layout.stages[action.stage].trainable
-            passes = trainable + inputs_need_gradient(graph, action.stage, action.microbatch)
-        return passes * layers[action.stage]
+        stage = stages[action.stage]
+        passes = 1 + stage.trainable if action.type is ActionType.B else 1
+        return float(passes * (stage.stop - stage.start))
 
     return duration
 
