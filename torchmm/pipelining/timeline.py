@@ -204,7 +204,10 @@ def uniform_timeline(
 
     Raises:
         ValueError: the order cannot be executed; the message has each waiting rank's next action.
+            Or a time is negative.
     """
+    if transfer_ms < 0:
+        raise ValueError(f"transfer_ms = {transfer_ms}: must be 0 or more")
     queues = [[a for a in actions if a.type in COMPUTE] for actions in order]
     position, free_ms = [0] * len(queues), [0.0] * len(queues)
     finished: dict[tuple[ActionType, Task], tuple[int, float]] = {}

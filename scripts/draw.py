@@ -1,0 +1,191 @@
+"""Draw pipeline schedules, or steps that a run has recorded, as one SVG picture.
+
+A schedule is played through with the durations given here, not run; a layer's backward takes twice
+as long as its forward, or as long where its module is frozen. Several schedules or records are
+drawn one below the other on the same time axis.
+
+python scripts/draw.py --schedule 1f1b --stages 4 --microbatches 8
+python scripts/draw.py --schedule megatron separated --stages 4 --microbatches 8 \\
+    --layers vision=8,llm=16 --images 0,3,1,7,0,2,5,1
+python scripts/draw.py --records outputs/NAME/timeline/step-10.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchmm.errors import PlanError
+from torchmm.files import replace_atomically
+from torchmm.pipelining.actions import Action
+from torchmm.pipelining.draw import Panel, draw_timelines
+from torchmm.pipelining.exchange import write_chrome_trace, write_order
+from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.layouts import ModuleLayers
+from torchmm.pipelining.records import read_records
+from torchmm.pipelining.schedules import schedule_layout, schedule_named
+from torchmm.pipelining.separated import layer_durations
+from torchmm.pipelining.timeline import analyze_timeline, uniform_timeline
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Draws what the command line asks for; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        panels = [_recorded(path) for path in options.records]
+        panels += [_simulated(name, options) for name in options.schedule]
+        if not panels:
+            raise ValueError("nothing to draw: give --schedule or --records")
+        if options.trace is not None:
+            _only_one(panels, "--trace")
+            write_chrome_trace(options.trace, panels[0].records, panels[0].layout)
+        title = options.title or ", ".join(panel.label for panel in panels)
+        picture = draw_timelines(title, panels, options.width)
+        replace_atomically(options.out, picture.encode())
+    except (ValueError, OSError, PlanError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for panel in panels:
+        timeline = analyze_timeline(panel.records, panel.layout)
+        idle = f"bubbles {100 * timeline.bubble_fraction:.1f} %"
+        print(f"{panel.label}: {timeline.makespan_ms:.6g} ms, {idle}")
+    print(options.out)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    about, _, examples = (__doc__ or "").partition("\n\npython ")
+    parser = argparse.ArgumentParser(
+        description=about,
+        epilog="examples:\npython " + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--schedule", nargs="+", default=[], metavar="NAME", help="as in a recipe, or csv:PATH")
+    add("--records", nargs="+", default=[], type=Path, metavar="FILE", help="timeline/step-N.json")
+    add("--stages", type=int, default=4, help="pipeline ranks (4)")
+    add("--microbatches", type=int, help="number of microbatches (as many as --images, or 8)")
+    add(
+        "--layers",
+        type=_named(int),
+        metavar="NAME=N,...",
+        help="layers of each module, the LLM last (llm=16, with --images vision=8,llm=16)",
+    )
+    add("--images", type=_counts, metavar="N,N,...", help="images of each microbatch (none)")
+    add("--images-per-part", type=int, default=4, help="of a sub-microbatch, at most (4)")
+    add(
+        "--layer-ms",
+        type=_named(float),
+        default={},
+        metavar="NAME=MS,...",
+        help="forward of a layer: of the LLM for a microbatch, of an encoder for an image (1 each)",
+    )
+    add("--virtual-stages", type=int, default=1, help="virtual stages or LLM segments per rank (1)")
+    add("--freeze", type=_names, default=[], metavar="NAME,...", help="modules that do not train")
+    add("--transfer-ms", type=float, default=0.0, help="from one rank to another (0)")
+    add("--csv", type=Path, metavar="FILE", help="also write the compute order, of one --schedule")
+    add("--trace", type=Path, metavar="FILE", help="also write a Chrome trace, of one step")
+    add("--title", help="of the picture (what is drawn)")
+    add("--width", type=int, help="of the picture in pixels")
+    add("--out", type=Path, default=Path("schedule.svg"), help="(schedule.svg)")
+    return parser
+
+
+def _named(kind: type):
+    """Reads "vision=8,llm=16"."""
+
+    def read(text: str) -> dict:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {name: kind(value) for name, value in pairs}
+
+    read.__name__ = f"NAME={kind.__name__},..."  # for argparse's messages
+    return read
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _only_one(given: Sequence[object], option: str) -> None:
+    if len(given) != 1:
+        raise ValueError(f"{option} takes one step, {len(given)} given")
+
+
+def _recorded(path: Path) -> Panel:
+    records, graph = read_records(path)
+    return Panel(str(path), records, graph.layout)
+
+
+def _simulated(name: str, options: argparse.Namespace) -> Panel:
+    """The step of a schedule, played through."""
+    images = options.images or ()
+    microbatches = options.microbatches
+    if microbatches is None:
+        microbatches = len(images) or 8
+    if microbatches < 1 or (images and len(images) != microbatches):
+        raise ValueError(
+            f"--microbatches {microbatches}: give at least 1, and as many as --images has counts"
+        )
+    if options.images_per_part < 1:
+        raise ValueError(f"--images-per-part {options.images_per_part}: must be at least 1")
+    modules = _modules(options, sum(images) / microbatches)
+    layout = schedule_layout(name, modules, options.stages, options.virtual_stages)
+    parts = tuple(-(-count // options.images_per_part) for count in images)
+    graph = StageGraph(layout, microbatches, dict.fromkeys(layout.sub_microbatched, parts))
+    order = schedule_named(name).order(graph)
+    if options.csv is not None:
+        _only_one(options.schedule, "--csv")
+        write_order(options.csv, order, graph)
+    layers = layer_durations(graph)
+
+    def duration_ms(action: Action) -> float:
+        module = layout.stages[action.stage].module
+        duration = layers(action) * options.layer_ms.get(module, 1.0)
+        if module in graph.sub_microbatches:
+            # Images are dealt evenly: sub-microbatches differ by one image at most.
+            whole, larger = divmod(images[action.microbatch], parts[action.microbatch])
+            duration *= whole + (action.sub_microbatch < larger)
+        return duration
+
+    return Panel(name, uniform_timeline(order, graph, duration_ms, options.transfer_ms), layout)
+
+
+def _modules(options: argparse.Namespace, mean_images: float) -> list[ModuleLayers]:
+    """The modules to cut, with the costs of a mean microbatch."""
+    layers = options.layers or ({"vision": 8, "llm": 16} if options.images else {"llm": 16})
+    *encoders, llm = layers
+    if bool(encoders) != bool(options.images):
+        raise ValueError(
+            f"--layers {','.join(layers)}: encoders stand before the LLM and need --images"
+        )
+    unknown = {*options.freeze, *options.layer_ms} - set(layers)
+    if unknown:
+        raise ValueError(
+            f"no module {', '.join(sorted(unknown))}; --layers has {', '.join(layers)}"
+        )
+    modules = []
+    for name, count in layers.items():
+        trained = name not in options.freeze
+        cost = options.layer_ms.get(name, 1.0) * (mean_images if name != llm else 1)
+        modules.append(
+            ModuleLayers(
+                name,
+                "llm" if name == llm else "encoder",
+                (cost,) * count,
+                sub_microbatched=name != llm,
+                trainable=(trained,) * count,
+                pre_trainable=trained,
+                post_trainable=trained,
+            )
+        )
+    return modules
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""scripts/draw.py draws schedules and recorded steps, and says what is wrong with its arguments."""
+
+import importlib.util
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan import ActionRecord
+from torchmm.pipelining.records import write_records
+from torchmm.pipelining.schedules import SCHEDULES
+
+ROOT = Path(__file__).parents[3]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("draw_script", ROOT / "scripts" / "draw.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def draw(script, tmp_path, capsys):
+    """Runs the script; returns exit code, standard output and error, and the drawn actions."""
+
+    def run(*arguments):
+        out = tmp_path / "picture.svg"
+        code = script.main([*map(str, arguments), "--out", str(out)])
+        captured = capsys.readouterr()
+        titles = ET.parse(out).getroot().iter(f"{SVG}title") if out.exists() else ()
+        return code, captured.out, captured.err, [t.text.split()[0] for t in titles]
+
+    return run
+
+
+def test_every_schedule_is_drawn_with_all_tasks_of_every_stage(draw):
+    for name in SCHEDULES:
+        code, text, _, actions = draw("--schedule", name, "--stages", 2, "--images", "0,3,1,12")
+        assert code == 0 and text.startswith(f"{name}: ")
+        for kinds in ("F", "BI"):
+            found = Counter(
+                int(re.split(f"[{kinds}]", a)[0]) for a in actions if set(kinds) & set(a)
+            )
+            assert len(found) >= 3 and found[0] == 0 + 1 + 1 + 3 and found[max(found)] == 4
+
+
+def test_the_makespan_follows_from_the_durations(draw):
+    llm = ("--schedule", "1f1b", "--stages", 2, "--microbatches", 3, "--layers", "llm=8")
+    assert "1f1b: 48 ms" in draw(*llm)[1]  # (3 + 1) x (4 + 8)
+    slower = draw(*llm, "--layer-ms", "llm=0.5", "--transfer-ms", 1)[1]
+    assert "1f1b: 28 ms" in slower  # half of it, and four transfers that nothing hides
+    # Images 5 and 2 in parts of at most 3: forwards of 3, 2 and 2 ms; 2 x 1 ms for the LLM.
+    both = ("--schedule", "separated", "--stages", 1, "--images", "5,2", "--images-per-part", 3,
+            "--layers", "vision=1,llm=1")  # fmt: skip
+    _, text, _, actions = draw(*both)
+    assert "separated: 27 ms, bubbles 0.0 %" in text
+    assert sorted(a for a in actions if a.startswith("0F")) == ["0F0", "0F0.1", "0F1"]
+    _, text, _, actions = draw(*both, "--freeze", "vision,llm")
+    assert "separated: 9 ms" in text and not [a for a in actions if "B" in a]
+
+
+def test_an_order_survives_csv_and_a_trace_has_its_actions(draw, tmp_path):
+    options = ("--stages", 2, "--images", "1,0,6")
+    csv, trace = tmp_path / "order.csv", tmp_path / "trace.json"
+    _, text, _, actions = draw("--schedule", "separated", *options, "--csv", csv, "--trace", trace)
+    code, again, _, same = draw("--schedule", f"csv:{csv}", *options)
+    assert code == 0 and same == actions
+    assert again.split(": ")[1] == text.split(": ")[1]
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sorted(e["name"] for e in events if e["ph"] == "X") == sorted(actions)
+
+
+def test_recorded_steps_stand_above_schedules(draw, tmp_path):
+    file = tmp_path / "step-3.json"
+    graph = StageGraph(StageLayout((StageSpec(0, "llm", 0, 1, (0,)),), ()), 1)
+    write_records(file, [ActionRecord(0, Action(ActionType.F, 0, 0), 1.0, 4.0)], graph)
+    code, text, _, actions = draw("--records", file, "--schedule", "gpipe", "--stages", 1)
+    assert code == 0 and actions[0] == "0F0" and len(actions) == 1 + 16
+    assert text.splitlines()[0] == f"{file}: 4 ms, bubbles 25.0 %"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--schedule or --records"),
+        (["--schedule", "fast"], "no schedule 'fast'"),
+        (["--schedule", "1f1b", "--stages", "40"], "40 pipeline ranks"),
+        (["--schedule", "1f1b", "--microbatches", "0"], "at least 1"),
+        (["--schedule", "1f1b", "--microbatches", "3", "--images", "1,2"], "--microbatches 3"),
+        (["--schedule", "1f1b", "--layers", "vision=8,llm=8"], "--images"),
+        (["--schedule", "1f1b", "--layers", "llm=8", "--images", "1"], "--images"),
+        (["--schedule", "1f1b", "--freeze", "audio"], "no module audio"),
+        (["--schedule", "1f1b", "--transfer-ms", "-1"], "transfer_ms = -1.0"),
+        (["--schedule", "1f1b", "gpipe", "--trace", "x"], "--trace takes one step, 2 given"),
+        (["--schedule", "1f1b", "gpipe", "--csv", "x"], "--csv takes one step, 2 given"),
+        (["--schedule", "csv:/nowhere"], "/nowhere"),
+        (["--records", "/nowhere"], "/nowhere"),
+        (["--records", str(ROOT / "pyproject.toml")], "not a recorded step"),
+    ],
+)
+def test_wrong_arguments_end_with_a_message(draw, arguments, words):
+    code, _, error, actions = draw(*arguments)
+    assert code == 2 and words in error and not actions
