@@ -71,7 +71,8 @@ class Restored:
     rng: dict[str, Tensor] | None
     """This rank's random state for `restore_rng`, to be put back after the data loader's
     iterator exists (creating it draws random numbers). None if the checkpoint was saved by
-    another number of ranks; seed again, with `step` as a coordinate."""
+    another number of ranks or in another layout, in which ranks that must draw alike were others;
+    seed again, with `step` as a coordinate."""
 
 
 class CheckpointManager:
@@ -99,7 +100,7 @@ class CheckpointManager:
         self._logger = logger
         self._directory = CheckpointDirectory(run_dir / "checkpoints", logger)
         self._group = SideGroup.create()
-        self._facts = {
+        self._facts: dict[str, Any] = {
             "layout": layout,
             "recipe_sha256": recipe_sha256,
             "torch": str(torch.__version__),
@@ -284,10 +285,11 @@ class CheckpointManager:
                 "Restore [model] and [freeze] of the recipe, or start another run: with another "
                 'name, or checkpoint.resume = "none"'
             )
+        same_layout = _sizes(manifest["layout"]) == _sizes(self._facts["layout"])
         rng = {
             name: torch.empty(entry["shape"], dtype=torch.uint8)
             for name, entry in index.items()
-            if name.startswith(self._rng_prefix)
+            if name.startswith(self._rng_prefix) and same_layout
         }
         self._read(path, tensors | rng)
         if optimizer is not None:
@@ -297,10 +299,13 @@ class CheckpointManager:
             self._logger.warning("%s was saved under another recipe", path)
         if not rng:
             self._logger.warning(
-                "%s was saved by %s ranks, now there are %s: random streams start anew",
+                "%s was saved by %s ranks in layout %s, now there are %s in %s: random streams "
+                "start anew",
                 path,
                 manifest["world_size"],
+                _sizes(manifest["layout"]),
                 self._group.size,
+                _sizes(self._facts["layout"]),
             )
         rng = {name.removeprefix(self._rng_prefix): value for name, value in rng.items()}
         return Restored(path, manifest["step"], saved["state"], rng or None)
@@ -363,6 +368,11 @@ class CheckpointManager:
         write_manifest(temporary, [*files, entry], facts)
         final = self._directory.commit(temporary)
         self._logger.info("saved %s (%d bytes)", final, sum(f.size_bytes for f in files))
+
+
+def _sizes(layout: dict[str, int]) -> dict[str, int]:
+    """The dimensions that a layout has: size 1 is none."""
+    return {name: size for name, size in layout.items() if size != 1}
 
 
 def _as_checkpoint_error(what: str, error: CheckpointException) -> CheckpointError:

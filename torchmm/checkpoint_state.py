@@ -1,15 +1,16 @@
 """Model and optimizer as one flat dictionary of named tensors, the same in every layout.
 
 "model.FQN" names parameters and persistent buffers, "optimizer.FQN.NAME" optimizer state. A tied
-parameter has one entry, under the first of its names. Values are the live tensors (DTensors where
-sharded), so loading writes into the model itself. Plain tensors count as replicated.
+parameter has one entry, under the first of its names; so has one of which pipeline stages hold
+copies, which are bit-equal. Values are the live tensors (DTensors where sharded), so loading writes
+into the model itself. Plain tensors count as replicated.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,21 @@ _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 OptimizerState = dict[Tensor, dict[str, Tensor]]
 
 
+@runtime_checkable
+class HasCopies(Protocol):
+    """A model that may be a part of one, with copies of what other ranks have."""
+
+    def tied_copies(self) -> dict[str, str]:
+        """FQN of each copy -> FQN of the original."""
+        ...
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """ "model.FQN" -> parameter or persistent buffer; wrappers leave no trace in names."""
+    """ "model.FQN" -> parameter or persistent buffer; wrappers leave no trace in names.
+
+    A copy has the name of its original.
+    """
+    copies = model.tied_copies() if isinstance(model, HasCopies) else {}
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -29,7 +43,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             raise TypeError(f"{name} is a {type(value).__name__}; only tensors can be saved")
         if id(value) not in seen:
             seen.add(id(value))
-            tensors[f"model.{_plain_name(name)}"] = value
+            tensors[f"model.{_plain_name(copies.get(name, name))}"] = value
     return tensors
 
 

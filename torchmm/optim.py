@@ -3,31 +3,42 @@
 The learning rate is a pure function of the step, so there is no scheduler state to save.
 Parameters are grouped by module (each may have a learning rate of its own), by whether weight
 decay applies, and by device mesh: fused kernels and norms take lists of DTensors of one mesh.
+
+In a pipeline every rank has the optimizer of its own stages. A tied embedding has a copy in the
+last stage with an optimizer state of its own; copy and original start alike, get the same gradient
+and the same settings, and so stay bit-equal. In the gradient norm only the original counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchmm.config import OptimizerConfig
+from torchmm.parallel.mesh import ParallelMesh
 
 
 def build_optimizer(
-    model: nn.Module, module_of: Callable[[str], str], config: OptimizerConfig
+    model: nn.Module,
+    module_of: Callable[[str], str],
+    config: OptimizerConfig,
+    copies: Collection[nn.Parameter] = (),
 ) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters of `model`.
+    """Fused AdamW over the trainable parameters of `model`; there may be none on this rank.
 
     Args:
         module_of: maps a parameter's name to its module name ("llm", "NAME", "NAME.connector").
+        copies: parameters that are copies of another rank's embedding, and treated like it.
     """
     groups: dict[tuple, dict[str, Any]] = {}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings |= {id(copy) for copy in copies}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -47,9 +58,9 @@ def build_optimizer(
         )
         group["params"].append(parameter)
     beta1, beta2 = config.betas
-    return torch.optim.AdamW(
-        list(groups.values()), lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True
-    )
+    nothing = {"params": [], "module": "", "lr": config.lr, "peak_lr": config.lr}
+    found = list(groups.values()) or [nothing]
+    return torch.optim.AdamW(found, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
 
 
 def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -72,14 +83,30 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["peak_lr"] * factor
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter],
+    mesh: ParallelMesh | None = None,
+    copies: Collection[nn.Parameter] = (),
+) -> Tensor:
     """Euclidean norm of all gradients of all ranks, a float32 scalar equal on every rank.
 
-    Plain tensors count as replicated: they are the same on all ranks.
+    Plain tensors count as replicated: they are the same on all ranks of a stage.
+
+    Args:
+        mesh: over whose pipeline the stages are spread; all its ranks must call. None: over none.
+        copies: parameters that are copies of another rank's, which counts them.
     """
-    norms = [_norm(grads) for grads in _gradients_by_mesh(parameters).values()]
+    left_out = {id(copy) for copy in copies}
+    counted = [p for p in parameters if id(p) not in left_out]
+    norms = [_norm(grads) for grads in _gradients_by_mesh(counted).values()]
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-    return torch.linalg.vector_norm(torch.stack(whole))
+    if mesh is None or mesh.pipeline_size == 1:
+        return torch.linalg.vector_norm(torch.stack(whole))
+    square = torch.zeros((), dtype=torch.float64, device=mesh.device)  # all, where nothing trains
+    for norm in whole:
+        square += norm.double().square()
+    dist.all_reduce(square, group=mesh.pipeline.get_group())
+    return square.sqrt().float()
 
 
 def _norm(grads: list[Tensor]) -> Tensor:

@@ -48,6 +48,33 @@ def test_frozen_parameters_are_in_no_group():
     assert {g["module"] for g in groups} == {"vision"}
 
 
+def test_a_copy_of_an_embedding_does_not_decay():
+    model = _model()
+    copy = model["llm"][1].weight
+    groups = build_optimizer(model, _module_of, OptimizerConfig(), [copy]).param_groups
+    decays = {id(p): g["weight_decay"] > 0 for g in groups for p in g["params"]}
+    assert not decays[id(copy)] and decays[id(model["vision"].weight)]
+
+
+def test_a_rank_may_have_nothing_to_train():
+    model = _model().requires_grad_(False)
+    optimizer = build_optimizer(model, _module_of, OptimizerConfig(lr=2.0))
+    set_learning_rate(optimizer, 0.5)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert [(g["lr"], g["params"]) for g in optimizer.param_groups] == [(1.0, [])]
+
+
+def test_a_copy_is_not_counted_in_the_norm():
+    model = _model()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    copy = model["llm"][1].weight
+    count = sum(p.numel() for p in model.parameters()) - copy.numel()
+    norm = global_grad_norm(model.parameters(), copies=[copy]).item()
+    assert norm == pytest.approx(2.0 * math.sqrt(count))
+
+
 def test_learning_rate_follows_each_group_peak():
     model = _model()
     optimizer = build_optimizer(model, _module_of, OptimizerConfig(lr=2.0, module_lr={"llm": 4.0}))
