@@ -42,7 +42,8 @@ class ToyStage(PipelineStage):
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
         x = torch.randn(rows(task), WIDTH, generator=torch.Generator().manual_seed(microbatch))
-        for number, (tensor, *integers) in enumerate(inputs, 1):
+        for number, (first, *integers) in enumerate(inputs, 1):
+            tensor = first
             for each in integers:
                 tensor = tensor[each % len(tensor)]
             x = x + torch.tanh(tensor.mean(0) * tensor[-1]) / number

@@ -13,6 +13,7 @@ shapes along (one more round trip per tensor), and `Work.is_completed`, which gl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -39,15 +40,18 @@ class PendingTransfer:
     """Tensors on their way; holds them until `wait`."""
 
     def __init__(
-        self, tensors: tuple[Tensor, ...], works: list[dist.Work], where: _Whereabouts
+        self, tensors: tuple[Tensor, ...], works: list[dist.Work], rank: int, peer: int
     ) -> None:
         self._tensors = tensors
         self._works = works
-        self._where = where
+        self._rank, self._peer = rank, peer
 
-    def wait(self) -> tuple[Tensor, ...]:
+    def wait(self, action: object) -> tuple[Tensor, ...]:
         """Blocks until all tensors are through and returns them (on CUDA: the current stream
         waits, not the process).
+
+        Args:
+            action: what waits, for errors.
 
         Raises:
             PeerError: the peer was lost, or did not answer in time.
@@ -56,25 +60,10 @@ class PendingTransfer:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise self._where.explain(error) from error
+            if not is_peer_trouble(error):
+                raise
+            raise _lost(error, self._rank, self._peer, action) from error
         return self._tensors
-
-
-class _Whereabouts:
-    """Who waits for whom in which action: costs nothing until an error needs it."""
-
-    def __init__(self, rank: int, peer: int, action: object) -> None:
-        self.rank, self.peer, self.action = rank, peer, action
-
-    def explain(self, error: RuntimeError) -> RuntimeError | PeerError:
-        if not is_peer_trouble(error):
-            return error
-        reason = str(error).strip().partition("\n")[0]
-        return PeerError(
-            f"rank {self.rank} lost rank {self.peer} in action {self.action}: {reason}. Rank "
-            f"{self.peer} ended, hangs, or waits for another one itself: see its log; "
-            "parallel.timeout_s says how long to wait"
-        )
 
 
 class P2PChannels:
@@ -123,9 +112,9 @@ class P2PChannels:
         for source, destination in sorted(set(pairs)):
             probe = torch.zeros(1, device=self.device)
             if source == own:
-                self.send((probe,), (probe,), destination, "warm-up").wait()
+                self.send((probe,), (probe,), destination, "warm-up").wait("warm-up")
             elif destination == own:
-                self.receive((probe,), source, "warm-up").wait()
+                self.receive((probe,), source, "warm-up").wait("warm-up")
 
     def send(
         self,
@@ -148,9 +137,8 @@ class P2PChannels:
         _check(tensors, specs, action)
         rank = self._ranks[peer]
         group = self._up if self._rank < rank else self._down
-        where = _Whereabouts(self._rank, rank, action)
         sent = tuple(t.detach().contiguous() for t in tensors)
-        return PendingTransfer(sent, _post(dist.isend, sent, rank, group, where), where)
+        return self._post(dist.isend, sent, rank, group, action)
 
     def receive(self, specs: Sequence[ShapeAndDtype], peer: int, action: object) -> PendingTransfer:
         """Allocates memory and posts receives; arguments as in `send`.
@@ -160,24 +148,33 @@ class P2PChannels:
         """
         rank = self._ranks[peer]
         group = self._up if rank < self._rank else self._down
-        where = _Whereabouts(self._rank, rank, action)
         buffers = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
-        return PendingTransfer(buffers, _post(dist.irecv, buffers, rank, group, where), where)
+        return self._post(dist.irecv, buffers, rank, group, action)
+
+    def _post(
+        self,
+        operation: Callable[..., dist.Work | None],
+        tensors: tuple[Tensor, ...],
+        rank: int,
+        group: dist.ProcessGroup,
+        action: object,
+    ) -> PendingTransfer:
+        try:
+            # Both ends know which tensors are empty; there is nothing to send.
+            works = [operation(t, rank, group=group) for t in tensors if t.numel()]
+        except RuntimeError as error:
+            if not is_peer_trouble(error):
+                raise
+            raise _lost(error, self._rank, rank, action) from error
+        return PendingTransfer(tensors, [w for w in works if w is not None], self._rank, rank)
 
 
-def _post(
-    operation: Callable[..., dist.Work | None],
-    tensors: Sequence[Tensor],
-    rank: int,
-    group: dist.ProcessGroup,
-    where: _Whereabouts,
-) -> list[dist.Work]:
-    try:
-        # Both ends know which tensors are empty; there is nothing to send.
-        works = [operation(t, rank, group=group) for t in tensors if t.numel()]
-    except RuntimeError as error:
-        raise where.explain(error) from error
-    return [work for work in works if work is not None]
+def _lost(error: RuntimeError, rank: int, peer: int, action: object) -> PeerError:
+    reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition(". ")[0]  # where in gloo's source
+    return PeerError(
+        f"rank {rank} lost rank {peer} in action {action}: {reason}. Rank {peer} ended, hangs, or "
+        "waits for another rank itself: see its log; parallel.timeout_s says how long to wait"
+    )
 
 
 def _check(tensors: Sequence[Tensor], specs: Sequence[ShapeAndDtype], action: object) -> None:

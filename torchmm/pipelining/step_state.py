@@ -8,6 +8,7 @@ into it. Messages that stay on the rank go from producer to consumer without any
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
+from torchmm.parallel.fsdp import LayerSharding
 from torchmm.parallel.p2p import P2PChannels, PendingTransfer
 from torchmm.parallel.torch_private import (
     is_view,
@@ -119,6 +121,14 @@ class StepState:
             kind.REDUCE_GRAD: self._reduce_gradients,
             kind.REDUCE_TIED: self._reduce_tied,
         }
+
+    def begin(self) -> None:
+        """Tells stages that FSDP gathers layer by layer how many backwards are to come."""
+        actions = self._plan.actions[self._rank]
+        backwards = Counter(a.stage for a in actions if a.type is ActionType.B)
+        for index in self._graph.layout.stages_of(self._rank):
+            if isinstance(sharding := self._stages[index].sharding, LayerSharding):
+                sharding.begin_step(backwards[index])
 
     def finish(self) -> None:
         """Leaves no trained parameter without a gradient.
@@ -243,6 +253,8 @@ class StepState:
         kept = _take(self._kept, task, action)
         roots, gradients = self._roots(kept, action)
         leaves = [leaf for _, leaves in kept.leaves for leaf in leaves]
+        if isinstance(sharding := self._stages[task.stage].sharding, LayerSharding):
+            sharding.before_backward()
         # No roots: nothing that is trained was used.
         found = stage_backward(roots, gradients, leaves) if roots else [None] * len(leaves)
         self._return_gradients(kept, found)
@@ -303,20 +315,20 @@ class StepState:
 
     def _wait_forward(self, action: Action) -> None:
         message = _message(action.other, action.stage, action)
-        self._arrive(message, _take(self._forward_lane.receiving, message, action).wait())
+        self._arrive(message, _take(self._forward_lane.receiving, message, action).wait(action))
 
     def _wait_backward(self, action: Action) -> None:
         message = _message(action.stage, action.other, action)
-        arrived = _take(self._backward_lane.receiving, message, action).wait()
+        arrived = _take(self._backward_lane.receiving, message, action).wait(action)
         self._backward_lane.inbox[message] = arrived
 
     def _wait_send_forward(self, action: Action) -> None:
         message = _message(action.stage, action.other, action)
-        _take(self._forward_lane.sending, message, action).wait()
+        _take(self._forward_lane.sending, message, action).wait(action)
 
     def _wait_send_backward(self, action: Action) -> None:
         message = _message(action.other, action.stage, action)
-        _take(self._backward_lane.sending, message, action).wait()
+        _take(self._backward_lane.sending, message, action).wait(action)
 
     def _send(
         self, lane: _Lane, message: Message, specs: Sequence[TensorSpec], action: Action
@@ -354,8 +366,8 @@ class StepState:
         grad = parameter.grad
         own = grad.to_local() if isinstance(grad, DTensor) else grad
         sending = self._channels.send((own,), (own,), action.peer, action)
-        (other,) = self._channels.receive((own,), action.peer, action).wait()
-        sending.wait()
+        (other,) = self._channels.receive((own,), action.peer, action).wait(action)
+        sending.wait(action)
         own += other
 
 
