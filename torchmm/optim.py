@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchmm.config import OptimizerConfig
-from torchmm.parallel.mesh import ParallelMesh
 
 
 def build_optimizer(
@@ -85,27 +84,29 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 def global_grad_norm(
     parameters: Iterable[nn.Parameter],
-    mesh: ParallelMesh | None = None,
     copies: Collection[nn.Parameter] = (),
+    pipeline: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Euclidean norm of all gradients of all ranks, a float32 scalar equal on every rank.
 
     Plain tensors count as replicated: they are the same on all ranks of a stage.
 
     Args:
-        mesh: over whose pipeline the stages are spread; all its ranks must call. None: over none.
         copies: parameters that are copies of another rank's, which counts them.
+        pipeline: the ranks of this rank's pipeline, all of which must call; None: it is alone.
     """
     left_out = {id(copy) for copy in copies}
     counted = [p for p in parameters if id(p) not in left_out]
     norms = [_norm(grads) for grads in _gradients_by_mesh(counted).values()]
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-    if mesh is None or mesh.pipeline_size == 1:
+    if pipeline is None:
         return torch.linalg.vector_norm(torch.stack(whole))
-    square = torch.zeros((), dtype=torch.float64, device=mesh.device)  # all, where nothing trains
+    # A rank may have nothing to train, and then no tensor that tells the device.
+    device = torch.device("cuda" if dist.get_backend(pipeline) == "nccl" else "cpu")
+    square = torch.zeros((), dtype=torch.float64, device=device)
     for norm in whole:
-        square += norm.double().square()
-    dist.all_reduce(square, group=mesh.pipeline.get_group())
+        square += norm.to(device, torch.float64).square()
+    dist.all_reduce(square, group=pipeline)
     return square.sqrt().float()
 
 
