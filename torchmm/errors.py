@@ -32,6 +32,25 @@ class ConfigError(TorchmmError):
         super().__init__(f"{head} in the recipe:\n" + "\n".join(f"  - {p}" for p in self.problems))
 
 
+class PlanError(TorchmmError):
+    """A pipeline plan cannot be executed, or does not fit into memory; nothing was started.
+
+    Args:
+        problems: every problem found; the message lists the first ones, the gravest before others.
+    """
+
+    exit_code = 2
+    listed = 20
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = list(problems)
+        count, more = len(self.problems), len(self.problems) - self.listed
+        lines = ["1 problem" if count == 1 else f"{count} problems"]
+        lines[0] += " in the pipeline plan:"
+        lines += [f"  - {problem}" for problem in self.problems[: self.listed]]
+        super().__init__("\n".join(lines + ([f"  ... and {more} more"] if more > 0 else [])))
+
+
 class DataError(TorchmmError):
     """A source cannot be read, or more samples are corrupt than the recipe allows."""
 
