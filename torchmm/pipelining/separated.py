@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 
 from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.graph import StageGraph, Task
@@ -56,7 +57,7 @@ def separated(
             has at most.
 
     Raises:
-        ValueError: the bound is below 1.
+        ValueError: the bound is below 1, or a duration negative or not finite.
     """
     bound = (
         2 * graph.layout.rank_count if microbatches_in_flight is None else microbatches_in_flight
@@ -79,6 +80,11 @@ class _Dispatcher:
         self._number(graph)
         self.ranks = [graph.rank(Task(*action[1:4])) for action in self.actions]
         self.durations = [durations(action) for action in self.actions]
+        for action, duration in zip(self.actions, self.durations, strict=True):
+            if not 0 <= duration < inf:
+                raise ValueError(
+                    f"duration {duration} of {action}: must be finite and not negative"
+                )
         self.unfinished = [0] * graph.microbatches
         for action in self.actions:
             self.unfinished[action.microbatch] += 1

@@ -123,6 +123,17 @@ def test_forwards_and_backwards_alternate_where_both_can_start():
     assert kinds == [F, B] * 4
 
 
+def test_equal_microbatches_keep_their_order_and_backwards_are_mirrored():
+    layout = separated_layout([VISION, LLM], 2, {"llm": 2})
+    order = separated(StageGraph(layout, 6, {"vision": (2,) * 6}))
+    for stage in range(len(layout.stages)):
+        row = [action for action in order[stage % 2] if action.stage == stage]
+        forwards = [action[2:4] for action in row if action.type is F]
+        backwards = [action[2:4] for action in row if action.type is B]
+        assert forwards == sorted(forwards)
+        assert backwards == sorted(backwards, key=lambda task: (task[0], -task[1]))
+
+
 def test_skewed_images_take_less_time_than_with_the_encoder_in_the_chain():
     """Same layers and durations; 4 ranks, 0 to 7 image groups per microbatch."""
     times = {}
@@ -159,3 +170,9 @@ def test_default_durations_count_the_gradients_needed():
 def test_the_bound_must_let_something_in():
     with pytest.raises(ValueError, match="microbatches_in_flight = 0: must be at least 1"):
         separated(StageGraph(chain(2), 2), microbatches_in_flight=0)
+
+
+@pytest.mark.parametrize("duration", [-1.0, float("nan"), float("inf")])
+def test_durations_must_be_times(duration):
+    with pytest.raises(ValueError, match=r"duration .* of 0F0: must be finite and not negative"):
+        separated(StageGraph(chain(2), 2), lambda action: duration)
