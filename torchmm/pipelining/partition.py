@@ -24,7 +24,7 @@ def balanced_cuts(
     O(layers^2 * parts).
 
     Args:
-        costs: by layer, in any unit, not negative.
+        costs: by layer, in any unit, not negative. If all are 0, layers are counted.
         parts: how many; at most as many as layers.
         loads: what each part's rank has to do besides, in the same unit. Counts in the sum of
             squares only: the largest part is the least possible with and without.
@@ -37,6 +37,8 @@ def balanced_cuts(
         raise ValueError(f"{layers} layers cannot form {parts} parts of at least one layer")
     if min(costs) < 0:
         raise ValueError(f"negative cost {min(costs)} of a layer")
+    if not any(costs):  # a module that the typical microbatch does not use
+        costs, loads = [1.0] * layers, None
     ends = np.concatenate([[0.0], np.cumsum(costs)])
     sums = ends[None, :] - ends[:, None]  # of layers [row, column)
     sums[np.tril_indices(layers + 1)] = np.inf  # no empty parts

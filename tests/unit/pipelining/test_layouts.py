@@ -50,6 +50,7 @@ def test_cuts_are_optimal(seed):
     rng = random.Random(seed)
     layers = rng.randint(1, 9)
     costs = [float(rng.choice((0, 1, 2, 3, 7, rng.random()))) for _ in range(layers)]
+    costs[0] += 0.5
     for parts in range(1, layers + 1):
         loads = [rng.choice((0.0, 2.0, rng.random())) for _ in range(parts)]
         best = min(
@@ -63,6 +64,10 @@ def test_cuts_are_optimal(seed):
         cut = sums(costs, found)
         squares = sum((c + load) ** 2 for c, load in zip(cut, loads, strict=True))
         assert (max(cut), squares) == pytest.approx(best)
+
+
+def test_layers_that_cost_nothing_are_spread_evenly():
+    assert sorted(balanced_cuts([0.0] * 10, 4, [5e12, 1.0, 0.0, 0.0])) == [2, 2, 3, 3]
 
 
 def test_more_parts_never_have_a_larger_maximum():

@@ -1,0 +1,30 @@
+"""The named schedules: those a recipe knows, and whether their plans can be executed."""
+
+from __future__ import annotations
+
+import pytest
+from module_cases import MODELS, freezing, steps
+
+from torchmm import config
+from torchmm.pipelining.classic import forward_only
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.schedules import SCHEDULES, schedule_layout
+from torchmm.pipelining.validation import validate_plan
+
+
+def test_recipes_know_the_same_schedules():
+    assert set(config.SCHEDULES) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_plans_of_all_schedules_can_be_executed(name):
+    """Sent, received, reduced and freed, for each way to freeze; training and validation."""
+    for case, modules in enumerate(freezing(MODELS["generator"]).values()):
+        for ranks, chunks in ((1, 1), (2, 1), (4, 1), (4, 2)):
+            if name == "1f1b" and chunks == 2:
+                continue  # has one virtual stage per rank
+            layout = schedule_layout(name, modules, ranks, chunks)
+            for graph in steps(layout, 5, seed=case):
+                for training, planner in ((True, SCHEDULES[name].order), (False, forward_only)):
+                    plan = lower_plan(planner(graph), graph, {}, sharding="step", training=training)
+                    validate_plan(plan).raise_for_problems()
