@@ -1,0 +1,45 @@
+"""docs/pipelining.md: its code runs, its picture and figures are what its command gives today."""
+
+import importlib.util
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+TEXT = (ROOT / "docs" / "pipelining.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_the_example_runs(capsys):
+    (code,) = blocks("python")
+    names = {}
+    exec(compile(code, "docs/pipelining.md", "exec"), names)
+    ET.fromstring(names["picture"])
+    assert len(names["records"]) == 3 * 2 * 2 + 3 * 2 * 2  # tasks x stages x (F, B), per module
+    assert "warmup" in capsys.readouterr().out
+
+
+def test_the_picture_and_its_figures_are_up_to_date(tmp_path, capsys):
+    command = next(b for b in blocks("sh") if "scripts/draw.py" in b)
+    arguments = shlex.split(command.replace("\\\n", " "))[2:]
+    place = arguments.index("--out") + 1
+    picture = ROOT / arguments[place]
+    arguments[place] = str(tmp_path / "picture.svg")
+    spec = importlib.util.spec_from_file_location("draw_script", ROOT / "scripts" / "draw.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.main(arguments) == 0
+    stale = f"{picture.relative_to(ROOT)} is stale; run the command in docs/pipelining.md"
+    assert (tmp_path / "picture.svg").read_text() == picture.read_text(), stale
+    figures = re.findall(r": (\S+) ms,", capsys.readouterr().out)
+    caption = re.sub(r"\s+", " ", TEXT.split("```")[0])
+    assert len(figures) == 3 and all(f"{figure} ms" in caption for figure in figures), figures
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (ROOT / "docs" / target).exists(), target
