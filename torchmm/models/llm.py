@@ -159,13 +159,19 @@ class LlmModule(LayeredModule):
             arguments = self._arguments(microbatch, inputs)
             return self.text_model(**arguments).last_hidden_state[0]
         positions_L = microbatch.target_positions_L
-        logits_LV = self.logits(microbatch, inputs, positions_L)
+        # Not `logits`: FSDP gathers around it and would free in the middle of this forward.
+        logits_LV = self._logits(microbatch, inputs, positions_L)
         return summed_cross_entropy(logits_LV, microbatch.targets_T[positions_L])
 
     def logits(
         self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor, positions_L: Tensor
     ) -> Tensor:
         """(L, V) logits at the given positions, in the compute dtype; inputs as in `forward`."""
+        return self._logits(microbatch, inputs, positions_L)
+
+    def _logits(
+        self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor, positions_L: Tensor
+    ) -> Tensor:
         arguments = self._arguments(microbatch, inputs)
         return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
 
