@@ -1,0 +1,243 @@
+"""Executes a plan with names instead of tensors: slow, plain, and independent of validation.
+
+Every rank has a box of what is there, and takes from it what an action uses. Channels are two
+lists, posted sends and posted receives, which meet in order; waits block until both are posted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.graph import Message, Task
+from torchmm.pipelining.plan import PipelinePlan
+
+T = ActionType
+COMPUTES = (T.F, T.B, T.I, T.W)
+WAITING = (T.WAIT_F, T.WAIT_B, T.WAIT_SEND_F, T.WAIT_SEND_B)
+COLLECTIVE = (T.UNSHARD, T.REDUCE_GRAD, T.REDUCE_TIED)
+
+
+class Failure(Exception):  # noqa: N818
+    """The plan cannot be executed."""
+
+
+def expect(condition, *what):
+    if not condition:
+        raise Failure(*what)
+
+
+class Execution:
+    """One run of a plan; `run` raises `Failure`, or leaves all boxes empty."""
+
+    def __init__(self, plan: PipelinePlan):
+        self.plan, self.graph = plan, plan.graph
+        self.tasks = set(self.graph.tasks())
+        shards = (T.UNSHARD, T.RESHARD, T.REDUCE_GRAD)
+        self.sharded = any(a.type in shards for program in plan.actions for a in program)
+        self.boxes = [set() for _ in plan.actions]  # ("F" or "B", message): may be used here
+        self.outboxes = [set() for _ in plan.actions]  # made here, to be sent
+        self.handles = [{} for _ in plan.actions]  # by wait: (is a send, channel, index)
+        self.sends, self.receives = defaultdict(list), defaultdict(list)
+        self.steps = [{} for _ in plan.actions]  # by task: types of its actions so far
+        self.gathered = [set() for _ in plan.actions]
+        self.closed = [set() for _ in plan.actions]  # stages that are reduced or resharded
+        self.met = defaultdict(set)  # by tied pair of (rank, stage)s: who is there
+        self.position = [0] * len(plan.actions)
+
+    def run(self):
+        while any([self.advance(rank) for rank in range(len(self.position))]):
+            pass
+        stuck = [r for r, p in enumerate(self.position) if p < len(self.plan.actions[r])]
+        expect(not stuck, "stuck", stuck)
+        for what in (self.boxes, self.outboxes, self.handles):
+            expect(not any(what), "left", what)
+        for task in self.graph.tasks():
+            self.check_done(task)
+        for rank, program in enumerate(self.plan.actions):
+            self.check_collectives(rank, program)
+
+    def advance(self, rank, until=None) -> bool:
+        begin, program = self.position[rank], self.plan.actions[rank]
+        while self.position[rank] < len(program) and self.position[rank] != until:
+            if not self.execute(rank, program[self.position[rank]]):
+                break
+            self.position[rank] += 1
+        return self.position[rank] > begin
+
+    def execute(self, rank: int, action: Action) -> bool:
+        kind = action.type
+        if kind in COMPUTES:
+            expect((action.other, action.peer) == (-1, -1), action)
+            self.compute(rank, kind, Task(*action[1:4]))
+        elif kind in (T.UNSHARD, T.RESHARD, T.REDUCE_GRAD):
+            self.shard(rank, action)
+        elif kind is T.REDUCE_TIED:
+            return self.reduce_tied(rank, action)
+        elif kind.value.startswith("WAIT"):
+            return self.wait(rank, action)
+        else:
+            self.post(rank, action)
+        return True
+
+    def compute(self, rank, kind, task):
+        expect(task in self.tasks and self.graph.rank(task) == rank, "foreign", task)
+        done = self.steps[rank].setdefault(task, [])
+        expect(kind not in done and task.stage not in self.closed[rank], "again or late", task)
+        expect(not self.sharded or task.stage in self.gathered[rank], "not gathered", task)
+        backward = self.plan.training and self.graph.needs_backward(task.stage, task.microbatch)
+        uses, makes = self.graph.incoming(task), self.graph.outgoing(task)
+        if kind is T.F:
+            self.take(rank, [("F", m) for m in uses])
+            self.make(rank, [("F", m, self.graph.consumer(m)) for m in makes])
+        else:
+            expect(backward, "no backward", task)
+            if kind is T.W:
+                expect(T.I in done and self.graph.layout.stages[task.stage].trainable, "W", task)
+            else:
+                expect(T.F in done and not {T.B, T.I} & set(done), "order", task)
+                carries = self.graph.carries_gradient
+                self.take(rank, [("B", m) for m in makes if carries(m)])
+                back = [("B", m, self.graph.producer(m)) for m in uses if carries(m)]
+                self.make(rank, back)
+        done.append(kind)
+
+    def take(self, rank, what):
+        for each in what:
+            expect(each in self.boxes[rank], "not there", each)
+            self.boxes[rank].remove(each)
+
+    def make(self, rank, what):
+        for kind, message, user in what:
+            here = self.graph.rank(user) == rank
+            (self.boxes if here else self.outboxes)[rank].add((kind, message))
+
+    def post(self, rank, action):
+        name = tensor(action)
+        if action.type in (T.SEND_F, T.SEND_B):
+            expect(name in self.outboxes[rank], "not made", action)
+            self.outboxes[rank].remove(name)
+            user = self.graph.consumer if name[0] == "F" else self.graph.producer
+            expect(self.graph.rank(user(name[1])) == action.peer, "peer", action)
+            channel, posted = (rank, action.peer), self.sends
+        else:
+            channel, posted = (action.peer, rank), self.receives
+        wait = action._replace(type=WAIT_OF[action.type])
+        expect(wait not in self.handles[rank], "twice", action)
+        self.handles[rank][wait] = channel, len(posted[channel])
+        posted[channel].append(name)
+
+    def wait(self, rank, action) -> bool:
+        expect(action in self.handles[rank], "not posted", action)
+        channel, index = self.handles[rank][action]
+        if min(len(self.sends[channel]), len(self.receives[channel])) <= index:
+            return False
+        del self.handles[rank][action]
+        if action.type in (T.WAIT_F, T.WAIT_B):
+            name = tensor(action)
+            expect(self.sends[channel][index] == name == self.receives[channel][index], action)
+            expect(name not in self.boxes[rank], "twice", action)
+            self.boxes[rank].add(name)
+        return True
+
+    def shard(self, rank, action):
+        stage = action.stage
+        expect(rank in self.graph.layout.stages[stage].ranks, "foreign", action)
+        if action.type is T.UNSHARD:
+            expect(stage not in self.gathered[rank] | self.closed[rank], "again", action)
+            self.gathered[rank].add(stage)
+            return
+        expect(stage in self.gathered[rank], "not gathered", action)
+        trained = self.plan.training and self.graph.layout.stages[stage].trainable
+        expect((action.type is T.REDUCE_GRAD) == trained, action)
+        for task in self.graph.tasks():
+            if task.stage == stage and self.graph.rank(task) == rank:
+                self.check_done(task)
+        self.gathered[rank].remove(stage)
+        self.closed[rank].add(stage)
+
+    def reduce_tied(self, rank, action) -> bool:
+        stages = self.graph.layout.stages
+        own, other = stages[action.stage], stages[action.other]
+        expect(action.other in (own.tied_to,) or other.tied_to == action.stage, action)
+        expect(own.trainable and other.trainable and self.plan.training, action)
+        expect(own.ranks.index(rank) == other.ranks.index(action.peer), action)
+        expect(not self.sharded or action.stage in self.closed[rank], action)
+        met = self.met[frozenset([(rank, action.stage), (action.peer, action.other)])]
+        met.add(rank)
+        return len(met) == 2
+
+    def check_done(self, task):
+        stage = self.graph.layout.stages[task.stage]
+        done = set(self.steps[self.graph.rank(task)].get(task, ()))
+        if not (self.plan.training and self.graph.needs_backward(task.stage, task.microbatch)):
+            legal = [{T.F}]
+        else:
+            legal = [{T.F, T.B}, {T.F, T.I, T.W} if stage.trainable else {T.F, T.I}]
+        expect(done in legal, "incomplete", task, done)
+
+    def check_collectives(self, rank, program):
+        """What is there, and where it stands among what it must not come before or after."""
+        stages = self.graph.layout.stages_of(rank)
+        trained = [
+            s for s in stages if self.plan.training and self.graph.layout.stages[s].trainable
+        ]
+        pairs = []
+        for stage in self.graph.layout.stages:
+            pair = (stage.index, stage.tied_to)
+            trainable = [self.graph.layout.stages[s].trainable for s in pair]
+            if stage.tied_to >= 0 and self.plan.training and all(trainable):
+                pairs.append(tuple(sorted(pair)))
+        tied = [s for pair in sorted(set(pairs)) for s in pair if s in stages]
+        wanted = [(T.UNSHARD, s) for s in stages] + [(T.REDUCE_GRAD, s) for s in trained]
+        wanted = (wanted if self.sharded else []) + [(T.REDUCE_TIED, s) for s in tied]
+        expect([a[:2] for a in program if a.type in COLLECTIVE] == wanted, "collectives", rank)
+        expect(not self.sharded or self.closed[rank] == set(stages), "not closed", rank)
+        kinds = [a.type for a in program]
+        for position, kind in enumerate(kinds):
+            before, behind = set(kinds[:position]), set(kinds[position:])
+            expect(kind is not T.UNSHARD or not before & {*COMPUTES, *WAITING}, "late", rank)
+            reduces = kind in (T.REDUCE_GRAD, T.REDUCE_TIED)
+            expect(not reduces or not behind & set(COMPUTES), "early", rank)
+
+
+WAIT_OF = {T.SEND_F: T.WAIT_SEND_F, T.SEND_B: T.WAIT_SEND_B, T.RECV_F: T.WAIT_F, T.RECV_B: T.WAIT_B}
+FORWARD_SENDERS = (T.SEND_F, T.WAIT_SEND_F, T.RECV_B, T.WAIT_B)
+
+
+def tensor(action: Action) -> tuple[str, Message]:
+    """("F", message) or ("B", message whose gradient it is)."""
+    ends = action.stage, action.other
+    source, destination = ends if action.type in FORWARD_SENDERS else ends[::-1]
+    return action.type.value[-1], Message(
+        source, destination, action.microbatch, action.sub_microbatch
+    )
+
+
+def failure(plan: PipelinePlan) -> str:
+    """Why a plan cannot be executed; empty if it can."""
+    try:
+        Execution(plan).run()
+    except Failure as error:
+        return str(error) or "failure"
+    return ""
+
+
+def reach(plan: PipelinePlan, rank: int, position: int) -> Execution:
+    """All ranks no further than needed for one to be in front of an action."""
+    run = Execution(plan)
+
+    def drive(rank: int, until: int):
+        while run.position[rank] < until:
+            if run.advance(rank, run.position[rank] + 1):
+                continue
+            action = plan.actions[rank][run.position[rank]]
+            channel, index = run.handles[rank][action]
+            receives = action.type in (T.WAIT_F, T.WAIT_B)
+            peer = channel[0] if receives else channel[1]
+            posted = run.sends if receives else run.receives
+            while len(posted[channel]) <= index:
+                drive(peer, run.position[peer] + 1)
+
+    drive(rank, position)
+    return run
