@@ -37,7 +37,7 @@ def image_losses(recipe: Recipe, run_dir: Path, mesh: ParallelMesh) -> dict[str,
     model, tokenizer = build_unfilled_model(recipe)
     if any(spec.layout != "fixed" for spec in model.image_specs().values()):
         raise ConfigError("images can only be exchanged where an encoder's images have one size")
-    fill_model(recipe, model, mesh)
+    pipeline = fill_model(recipe, model, tokenizer, mesh)
     logger = logging.getLogger(__name__)
     with open_checkpoints(recipe, run_dir, mesh, logger) as checkpoints:
         path = checkpoints.latest_valid()
@@ -49,7 +49,7 @@ def image_losses(recipe: Recipe, run_dir: Path, mesh: ParallelMesh) -> dict[str,
     batches = list(islice(loader, recipe.validation.batches))
     ways = {"own": lambda p: p, "blank": torch.zeros_like, "other": lambda p: p.roll(1, dims=0)}
     return {
-        name: validation_loss(model, [change_images(b, way) for b in batches], mesh)
+        name: validation_loss(pipeline, [change_images(b, way) for b in batches], mesh)
         for name, way in ways.items()
     }
 
@@ -60,10 +60,10 @@ def text_only_loss(recipe: Recipe, mesh: ParallelMesh) -> float:
     freeze = recipe.freeze.model_copy(update={"modules": ["llm"]})
     recipe = recipe.model_copy(update={"model": text_model, "freeze": freeze})
     model, tokenizer = build_unfilled_model(recipe)
-    fill_model(recipe, model, mesh)
+    pipeline = fill_model(recipe, model, tokenizer, mesh)
     model.eval()
     loader = build_data(recipe, model, tokenizer, mesh, validation=True)
-    return validation_loss(model, islice(loader, recipe.validation.batches), mesh)
+    return validation_loss(pipeline, islice(loader, recipe.validation.batches), mesh)
 
 
 def change_images(batch: StepBatch, change: Callable[[Tensor], Tensor]) -> StepBatch:

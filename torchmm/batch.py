@@ -281,3 +281,5 @@ class ModuleDescription:
     """Encoders: whether the connector, which is part of post_flops_per_unit, is trained."""
     merge: int = 1
     """Patches per row and column that become one output token (encoders)."""
+    tied: bool = False
+    """Whether input and output embeddings are one weight (LLMs)."""

@@ -19,6 +19,7 @@ import transformers
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.checkpoint import CheckpointManager, Restored
 from torchmm.config import Recipe
 from torchmm.data.loader import Loader, build_loader
@@ -33,6 +34,8 @@ from torchmm.models.registry import build_model
 from torchmm.optim import build_optimizer
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipelining.cut import cut_for_rank
 from torchmm.recipe import dump_recipe
 from torchmm.report import print_summary
 from torchmm.rng import seed_everything
@@ -50,6 +53,10 @@ class RunParts:
     mesh: ParallelMesh
     tokenizer: PreTrainedTokenizerBase
     model: MultimodalModel
+    """This rank's part of it."""
+    descriptions: list[ModuleDescription]
+    """Of its modules, whole."""
+    pipeline: Pipeline
     optimizer: torch.optim.AdamW
     checkpoints: CheckpointManager
     restored: Restored | None
@@ -100,8 +107,10 @@ def build_run(
     if mesh.rank == 0:
         (run_dir / "recipe.toml").write_text(dump_recipe(recipe))
         print_summary(console, recipe.name, run_summary(recipe, model, mesh.world_size))
-    fill_model(recipe, model, mesh)
-    optimizer = build_optimizer(model, module_of, recipe.optimizer)
+    descriptions = [module.describe() for module in model.modality_modules()]
+    pipeline = fill_model(recipe, model, tokenizer, mesh)
+    copies = model.tied_copy_parameters()
+    optimizer = build_optimizer(model, module_of, recipe.optimizer, copies)
     checkpoints = open_checkpoints(recipe, run_dir, mesh, logger)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     restored = checkpoints.resume(model, optimizer, restarted)
@@ -125,7 +134,7 @@ def build_run(
     state = restored.state["data"] if restored else None
     loader = build_data(recipe, model, tokenizer, mesh, state=state)
     return RunParts(
-        recipe, run_dir, logger, mesh, tokenizer, model, optimizer,
+        recipe, run_dir, logger, mesh, tokenizer, model, descriptions, pipeline, optimizer,
         checkpoints, restored, loader, recorder,
     )  # fmt: skip
 
@@ -182,18 +191,41 @@ def build_data(
     )
 
 
-def fill_model(recipe: Recipe, model: MultimodalModel, mesh: ParallelMesh) -> None:
-    """Splits the model over the mesh, then allocates and fills only this rank's part of it."""
-    parallelize(
-        model,
-        mesh,
-        recipe.parallel,
-        recipe.activation_checkpoint,
-        recipe.compile,
-        DTYPES[recipe.training.dtype],
-    )
+def fill_model(
+    recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, mesh: ParallelMesh
+) -> Pipeline:
+    """Cuts the model and splits it over the mesh, then fills only this rank's part; collective.
+
+    Raises:
+        ConfigError: the model cannot be cut as the recipe says.
+        DataError: the samples whose sizes decide the cut cannot be read.
+    """
+    descriptions = [module.describe() for module in model.modality_modules()]
+    microbatches = typical_microbatches(recipe, model, tokenizer, mesh)
+    layout = plan_layout(recipe.parallel, descriptions, microbatches)
+    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    dtype = DTYPES[recipe.training.dtype]
+    parallelize(model, mesh, recipe.parallel, recipe.activation_checkpoint, recipe.compile, dtype)
     materialize(model, mesh.device)
     init_weights(model, recipe.training.seed, skip=load_weights(model))
+    return Pipeline(model, stages, layout, recipe.parallel, mesh, dtype)
+
+
+def typical_microbatches(
+    recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, mesh: ParallelMesh
+) -> list[MicrobatchMeta]:
+    """Metadata of the first step's microbatches, of all ranks; nothing is decoded.
+
+    Always those of the first step, so that a resumed run is cut as before.
+    """
+    empty = [MicrobatchMeta((), recipe.training.sequence_length)]
+    if mesh.pipeline_size == 1:
+        return empty  # nothing is cut
+    sources = recipe.data.sources or recipe.data.validation
+    data = recipe.data.model_copy(update={"workers": 0, "sources": sources})
+    first = recipe.model_copy(update={"data": data})
+    metas = build_data(first, model, tokenizer, mesh).next_metas() or []
+    return [meta for rank in metas for meta in rank] or empty
 
 
 def _quiet_libraries() -> None:
@@ -224,6 +256,7 @@ def open_checkpoints(
 ) -> CheckpointManager:
     """The checkpoints of a run directory; collective."""
     layout = {
+        "pipeline": mesh.pipeline_size,
         "replicate": mesh.replicate_size,
         "shard": mesh.shard_size,
         "tensor": mesh.tensor_size,

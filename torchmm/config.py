@@ -304,6 +304,9 @@ class MetricsConfig(Section):
     a short matrix-product measurement on CPU."""
     profile_step: int = Field(default=0, ge=0)
     """Step recorded by the PyTorch profiler as a trace in `profile/`; 0: none."""
+    timeline_step: int = Field(default=5, ge=0)
+    """Step of whose pipeline a picture, a trace and the records are saved in `timeline/` (the last
+    step if there are fewer); 0: none. Without a pipeline there is nothing to show."""
     memory_snapshot_step: int = Field(default=0, ge=0)
     """Step after which a CUDA memory snapshot is written to `profile/`; 0: none."""
 

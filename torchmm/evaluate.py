@@ -1,9 +1,10 @@
 """Held-out loss, and text the model generates for held-out images.
 
-Every rank runs the same number of forward passes. For generation all ranks work on the same
-sample in lockstep (FSDP gathers every layer's weights for all of them anyway) and rank 0's choice
-of each token is broadcast, so ranks can never disagree on when to stop. Rejected: a key-value
-cache; captions are short and recomputing keeps one code path for training and generation.
+Both are plans of forwards alone, run as training steps are. For generation all data-parallel ranks
+work on the same sample in lockstep (FSDP gathers every layer's weights for all of them anyway) and
+one rank's choice of each token is broadcast, so ranks can never disagree on when to stop. Rejected:
+a key-value cache; captions are short and recomputing keeps one code path for training and
+generation.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.batch import IGNORE_TARGET, Microbatch, SampleMeta, StepBatch
-from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
+from torchmm.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,24 @@ class GeneratedText:
 # saves, hence "force_eager".
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def validation_loss(
-    model: MultimodalModel, batches: Iterable[StepBatch], mesh: ParallelMesh
-) -> float:
+def validation_loss(pipeline: Pipeline, batches: Iterable[StepBatch], mesh: ParallelMesh) -> float:
     """Mean loss per target over all held-out batches and ranks."""
     loss = torch.zeros((), device=mesh.device)
     targets = 0
     for batch in batches:
-        for microbatch in batch.microbatches:
-            loss += model(microbatch.to(mesh.device))
-            targets += microbatch.target_count
-    total_loss, total_targets = mesh.sum_over_data([loss.item(), targets])
+        for microbatch_loss in pipeline.losses([m.to(mesh.device) for m in batch.microbatches]):
+            loss += microbatch_loss
+        targets += sum(m.target_count for m in batch.microbatches)
+    # Only one rank of a pipeline has losses, all have counted targets.
+    local = [loss.item() * mesh.pipeline_size, targets]
+    total_loss, total_targets = mesh.sum_over_data(local)
     return total_loss / max(1.0, total_targets)
 
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def generate_samples(
-    model: MultimodalModel,
+    pipeline: Pipeline,
     prompts: Iterable[tuple[Microbatch, Tensor, SampleMeta]],
     tokenizer: PreTrainedTokenizerBase,
     mesh: ParallelMesh,
@@ -67,7 +68,7 @@ def generate_samples(
     """
     texts = []
     for prompt, truth_ids, sample in prompts:
-        new_ids = _generate(model, prompt.to(mesh.device), tokenizer, max_new_tokens)
+        new_ids = _generate(pipeline, prompt.to(mesh.device), tokenizer, max_new_tokens, mesh)
         image_positions = torch.cat([e.positions_K for e in prompt.encoders.values()])
         shown = prompt.input_ids_T.clone()
         shown[image_positions] = -1
@@ -124,19 +125,21 @@ def _prompts_of(microbatch: Microbatch) -> Iterator[tuple[Microbatch, Tensor, Sa
 
 
 def _generate(
-    model: MultimodalModel,
+    pipeline: Pipeline,
     prompt: Microbatch,
     tokenizer: PreTrainedTokenizerBase,
     max_new_tokens: int,
+    mesh: ParallelMesh,
 ) -> list[int]:
-    features = model.encode(prompt)
+    source = mesh.global_rank(pipeline=pipeline.last_rank)
     new_ids: list[int] = []
     state = prompt
     for _ in range(max_new_tokens):
-        length = state.input_ids_T.numel()
-        last = torch.tensor([length - 1], device=state.input_ids_T.device)
-        token = model.llm.logits(state, features, last)[-1].argmax()
-        dist.broadcast(token, src=0)
+        logits_V = pipeline.next_token_logits(state)
+        token = torch.zeros((), dtype=torch.int64, device=mesh.device)
+        if logits_V is not None:
+            token = logits_V.argmax()
+        dist.broadcast(token, src=source)
         if int(token) == tokenizer.eos_token_id:
             break
         new_ids.append(int(token))
@@ -155,4 +158,5 @@ def _append(state: Microbatch, token: Tensor) -> Microbatch:
         targets_T=torch.cat([state.targets_T, ignored]),
         position_ids=torch.cat([positions, following.expand_as(positions[..., :1])], dim=-1),
         cu_seqlens=[0, length],
+        meta=replace(state.meta, tokens=length),
     )

@@ -55,8 +55,8 @@ PEAK_TFLOPS = {
 class RankStep:
     """What one rank did in one step.
 
-    Ranks of one tensor-parallel group work on the same samples: only the first of them counts
-    tokens, samples, images and FLOPs, the others give 0.
+    Ranks of one pipeline or tensor-parallel group work on the same samples: only the first of them
+    counts tokens, samples, images and FLOPs, the others give 0.
     """
 
     tokens: int = 0
@@ -71,6 +71,8 @@ class RankStep:
     data_wait_ms: float = 0.0
     encoder_ms: float = 0.0
     llm_ms: float = 0.0
+    pipeline_ms: float = 0.0
+    """From the first action of the step's plan to the end of the last; 0 without a pipeline."""
     peak_memory_bytes: int = 0
 
 
@@ -100,7 +102,8 @@ class StepRecord:
     """Forward and backward of all encoders, slowest rank; on CUDA that of the step before."""
     llm_ms: float | None
     bubble_fraction: float | None
-    """Idle share of the pipeline; None without one."""
+    """Share of the ranks' time between the plan's first and last action in which they neither
+    computed forwards nor backwards; None without a pipeline."""
     peak_memory_bytes: int
     """Highest use of one rank since its start: device memory on CUDA, process memory on CPU."""
     slowest_rank: int
@@ -201,11 +204,18 @@ def make_record(
         data_wait_ms=max(r.data_wait_ms for r in ranks),
         encoder_ms=max(r.encoder_ms for r in ranks) or None,
         llm_ms=max(r.llm_ms for r in ranks) or None,
-        bubble_fraction=None,
+        bubble_fraction=_bubble_fraction(ranks),
         peak_memory_bytes=max(r.peak_memory_bytes for r in ranks),
         slowest_rank=busy_ms.index(max(busy_ms)),
         skipped_samples=sum(r.skipped_samples for r in ranks),
     )
+
+
+def _bubble_fraction(ranks: Sequence[RankStep]) -> float | None:
+    span_ms = max(r.pipeline_ms for r in ranks)
+    if span_ms == 0.0:
+        return None
+    return 1.0 - sum(r.encoder_ms + r.llm_ms for r in ranks) / (span_ms * len(ranks))
 
 
 class MetricsRecorder:

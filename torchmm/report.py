@@ -101,6 +101,7 @@ def describe_step(record: Record, eta_s: float) -> str:
         None if share is None else f"data wait {share:.0f} %",
         part("encoder_ms", "encoder {:.0f} ms"),
         part("llm_ms", "LLM {:.0f} ms"),
+        part("bubble_fraction", "bubbles {:.0f} %", 100),
         f"ETA {timedelta(seconds=round(eta_s))}",
     ]
     return " | ".join(p for p in parts if p is not None)

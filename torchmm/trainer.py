@@ -51,7 +51,8 @@ from torchmm.preempt import Status, StopSignal, write_status
 from torchmm.profiling import StepProfiler
 from torchmm.report import draw_captions
 from torchmm.rng import restore_rng
-from torchmm.step import TrainStep
+from torchmm.step import StepOutcome, TrainStep
+from torchmm.step_timeline import save_timeline
 
 
 def train(recipe: Recipe) -> int:
@@ -105,9 +106,10 @@ class Trainer:
         self.step = run.restored.step if run.restored else 0
         self._stop = stop
         self._timer = PhaseTimer(mesh.device)
-        self._train_step = TrainStep(run.model, mesh.device, mesh.data_parallel_size, self._timer)
+        self._train_step = TrainStep(run.pipeline, mesh)
         self._parameters = [p for p in run.model.parameters() if p.requires_grad]
-        self._descriptions = [m.describe() for m in run.model.modality_modules()]
+        self._copies = run.model.tied_copy_parameters()
+        self._pipeline = mesh.pipeline.get_group() if mesh.pipeline_size > 1 else None
         self._peak_flops = (
             recipe.metrics.peak_tflops * 1e12
             if recipe.metrics.peak_tflops
@@ -119,6 +121,7 @@ class Trainer:
         if run.restored:
             self._corrupt.add(**run.restored.state["corrupt"])
         self._held_out: list[StepBatch] | None = None
+        self._timeline_step = min(recipe.metrics.timeline_step, recipe.training.steps)
         self._profiler = StepProfiler(recipe.metrics, run.run_dir, mesh.rank, mesh.device)
         self._health = Health(run.run_dir / "heartbeats", recipe.parallel.timeout_s)
         self._data_state: dict = {}
@@ -191,16 +194,20 @@ class Trainer:
         if save_failed:
             run.checkpoints.wait()
 
-        loss = self._train_step.run(batch.microbatches, global_targets)
-        grad_norm = global_grad_norm(self._parameters).item()
-        rows = gather_floats([loss.item(), grad_norm])
-        check_finite(self.step + 1, ("loss", "grad_norm"), rows)
+        step = self.step + 1
+        annotate = step == run.recipe.metrics.profile_step
+        outcome = self._train_step.run(batch.microbatches, global_targets, annotate)
+        grad_norm = global_grad_norm(self._parameters, self._copies, self._pipeline).item()
+        rows = gather_floats([outcome.loss.item(), grad_norm])
+        check_finite(step, ("loss", "grad_norm"), rows)
         loss_value = sum(row[0] for row in rows) / mesh.tensor_size
 
         lr = self._update(grad_norm)
         self._data_state = batch.state
-        self.step += 1
-        ranks = gather_rank_steps(self._measure(batch, begin_s))
+        self.step = step
+        ranks = gather_rank_steps(self._measure(batch, outcome, begin_s))
+        if mesh.pipeline_size > 1 and step == self._timeline_step:
+            save_timeline(run.run_dir / "timeline", step, outcome, mesh)
         record = make_record(
             self.step,
             ranks,
@@ -225,14 +232,15 @@ class Trainer:
         run.optimizer.zero_grad(set_to_none=True)
         return config.lr * factor
 
-    def _measure(self, batch: StepBatch, begin_s: float) -> RankStep:
+    def _measure(self, batch: StepBatch, outcome: StepOutcome, begin_s: float) -> RankStep:
         mesh = self.parts.mesh
         times_ms = self._timer.finish_step()
+        llm_ms = outcome.module_ms.get("llm", 0.0)
         counts = {}
-        if mesh.mesh.get_local_rank("tensor") == 0:
+        if mesh.mesh.get_local_rank("tensor") == 0 and mesh.pipeline_rank == 0:
             metas = [m.meta for m in batch.microbatches]
             flops = [
-                microbatch_flops(self._descriptions, m.meta, m.target_count)
+                microbatch_flops(self.parts.descriptions, m.meta, m.target_count)
                 for m in batch.microbatches
             ]
             counts = {
@@ -245,8 +253,9 @@ class Trainer:
         return RankStep(
             step_ms=(time.perf_counter() - begin_s) * 1e3,
             data_wait_ms=times_ms.get("data", 0.0),
-            encoder_ms=times_ms.get("encoder", 0.0),
-            llm_ms=times_ms.get("llm", 0.0),
+            encoder_ms=outcome.compute_ms - llm_ms,
+            llm_ms=llm_ms,
+            pipeline_ms=outcome.span_ms if mesh.pipeline_size > 1 else 0.0,
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             **counts,
         )
@@ -258,7 +267,7 @@ class Trainer:
         if self._held_out is None:
             loader = build_data(run.recipe, run.model, run.tokenizer, run.mesh, validation=True)
             self._held_out = list(islice(loader, config.batches))
-        loss = validation_loss(run.model, self._held_out, run.mesh)
+        loss = validation_loss(run.pipeline, self._held_out, run.mesh)
         if config.samples:
             self._generate()
         run.model.train()
@@ -271,7 +280,9 @@ class Trainer:
             run.recipe, run.model, run.tokenizer, run.mesh, validation=True, for_prompts=True
         )
         prompts = held_out_prompts(loader, config.samples)
-        texts = generate_samples(run.model, prompts, run.tokenizer, run.mesh, config.max_new_tokens)
+        texts = generate_samples(
+            run.pipeline, prompts, run.tokenizer, run.mesh, config.max_new_tokens
+        )
         if run.mesh.rank > 0 or not texts:
             return
         self._append_samples([{"step": self.step, **asdict(t)} for t in texts])

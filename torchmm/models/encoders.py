@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torchmm.batch import EncoderInputs, ImageSpec, LayerDescription
+from torchmm.batch import EncoderInputs, ImageMeta, ImageSpec, LayerDescription
 from torchmm.models.connectors import MlpConnector, fold_neighbours
 from torchmm.models.encoder_families import EncoderFamily
 from torchmm.models.layered import LayeredModule, WeightFiles
@@ -167,6 +168,13 @@ class EncoderModule(LayeredModule):
             drop_class_token=not kept,
             extra_tokens=int(kept),
         )
+
+    def dummy_image(self) -> ImageMeta:
+        """Sizes of the image in `dummy_inputs`."""
+        _, grid = self.family.smallest_image(self.spec.config)
+        patches = prod(grid)
+        kept = self.family.has_class_token and not self.spec.drop_class_token
+        return ImageMeta(0, 0, patches, patches // self.merge**2 + kept)
 
     def dummy_inputs(self, device: torch.device) -> EncoderInputs:
         """The smallest valid image, whose tokens go nowhere: for microbatches without images."""

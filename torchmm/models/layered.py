@@ -213,6 +213,7 @@ class LayeredModule(nn.Module, ABC):
             trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
             connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
             merge=self.merge,
+            tied=bool(self.tied_parameters()),
         )
 
     def layer_sizes(self) -> list[LayerDescription]:

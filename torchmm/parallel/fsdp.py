@@ -3,13 +3,15 @@
 Separate roots let encoder and LLM run their backward passes one after the other (and later, on
 meshes and in orders of their own). Every layer is one communication unit; embeddings, norms and
 heads belong to the root's unit. Gradients are averaged over the data-parallel ranks, so losses
-are scaled by that size beforehand. Gradient accumulation reduces once, on the last microbatch.
+are scaled by that size beforehand.
 
-In a pipeline every stage is a root, and data-parallel replicas run plans of their own, with other
-numbers of forwards or none at all. FSDP's automatic collectives would then differ in number and
-order, so `StepSharding` gathers once before all computation and reduces once after it. Rejected:
-gathering per forward (as many collectives as forwards, which replicas do not agree on), and
-reducing right after a stage's last backward (which is the last differs between replicas).
+Without a pipeline, FSDP gathers layer by layer and reduces in the last microbatch's backward
+(`LayerSharding`). In a pipeline every stage is a root, and data-parallel replicas run plans of
+their own, with other numbers of forwards or none at all. FSDP's automatic collectives would then
+differ in number and order, so `StepSharding` gathers once before all computation and reduces once
+after it. Rejected: gathering per forward (as many collectives as forwards, which replicas do not
+agree on), and reducing right after a stage's last backward (which is the last differs between
+replicas).
 """
 
 from __future__ import annotations
@@ -47,14 +49,6 @@ def apply_fsdp(
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for method in module.forward_methods:
         register_fsdp_forward_method(module, method)
-
-
-def set_last_microbatch(modules: list[LayeredModule], last: bool) -> None:
-    """Reduces gradients in the coming backward passes only if they are the step's last."""
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(last)
-            module.set_is_last_backward(last)
 
 
 class StepSharding:
@@ -124,3 +118,43 @@ class StepSharding:
         for handle in self._pending:
             handle.wait()
         self._pending.clear()
+
+
+class LayerSharding:
+    """Lets FSDP2 gather and free one stage's layers as they run, in forward and backward.
+
+    Gradients add up and are reduced in the step's last backward, while it runs. All data-parallel
+    replicas must run the same forwards and backwards. Memory for gathered parameters is that of a
+    layer, not of the stage; in return, every microbatch gathers all of them twice.
+
+    Args:
+        module: a root of FSDP2 (see `apply_fsdp`).
+
+    Raises:
+        TypeError: FSDP2 was not applied to it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        if not isinstance(module, FSDPModule):
+            raise TypeError(f"{type(module).__name__} is not sharded; call apply_fsdp first")
+        self._root = module
+        self._backwards = 0
+
+    def begin_step(self, backwards: int) -> None:
+        """Says how many backwards are to come; all but the last keep their gradients local."""
+        self._backwards = backwards
+        self._set_reducing(False)
+
+    def before_backward(self) -> None:
+        """To be called before each backward of the step."""
+        self._backwards -= 1
+        if self._backwards == 0:
+            self._set_reducing(True)
+
+    def _set_reducing(self, reducing: bool) -> None:
+        self._root.set_requires_gradient_sync(reducing)
+        self._root.set_is_last_backward(reducing)
+
+
+Sharding = StepSharding | LayerSharding
+"""How the parameters of a stage are gathered and its gradients reduced."""

@@ -97,6 +97,10 @@ class ParallelMesh:
         """1-D mesh of the tensor-parallel ranks."""
         return self.mesh["tensor"]
 
+    def global_rank(self, pipeline: int) -> int:
+        """Global rank of the first data- and tensor-parallel rank at a place in the pipeline."""
+        return int(self.mesh.mesh[pipeline].flatten()[0])
+
     def sum_over_data(self, values: list[float]) -> list[float]:
         """Sums over the data-parallel ranks, in float64; every rank must call it.
 

@@ -59,7 +59,7 @@ def message_specs(
         for message in graph.outgoing(task):
             shape: tuple[int, ...]
             if isinstance(module, EncoderModule):
-                every = images[name][task.microbatch]
+                every = images[name][task.microbatch] or [module.dummy_image()]
                 parts = even_ranges(len(every), graph.parts(task.stage, task.microbatch))
                 own = [every[i] for i in parts[task.sub_microbatch]]
                 leaves = graph.layout.stages[message.destination].module != name

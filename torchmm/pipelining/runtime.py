@@ -103,6 +103,7 @@ class PipelineRuntime:
         state = StepState(
             self.plan_rank, self.stages, self.channels, plan, microbatches, loss_scale
         )
+        state.begin()
         handlers = state.handlers()
         actions = plan.actions[self.plan_rank]
         clock = _Clock(self.device, self.plan_rank) if record else None

@@ -3,8 +3,8 @@
 The runtime knows stages only by `PipelineStage`. Two adapters make stages of the layered modules:
 an encoder's stage runs one sub-microbatch (some of a microbatch's images) at a time, an LLM's
 runs whole microbatches and joins the outputs of all sub-microbatches of all encoders. An encoder
-without images in a microbatch does not run for it at all. Rejected: a dummy image, as the
-automatic collectives of FSDP need; gathering and reducing are actions of their own here.
+without images in a microbatch has no tasks for it and does not run; only where FSDP gathers layer
+by layer, on all data-parallel ranks alike, does it have one task, with a dummy image.
 
 Shape legend: T tokens of a microbatch, K output tokens of one encoder, D features.
 """
@@ -23,7 +23,7 @@ from torchmm.batch import even_ranges
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
-from torchmm.parallel.fsdp import StepSharding
+from torchmm.parallel.fsdp import Sharding
 from torchmm.pipelining.graph import StageGraph, Task
 
 
@@ -48,7 +48,7 @@ class PipelineStage(ABC):
         sharding: how they are gathered and reduced; None: they are whole on every rank.
     """
 
-    def __init__(self, module: nn.Module, sharding: StepSharding | None = None) -> None:
+    def __init__(self, module: nn.Module, sharding: Sharding | None = None) -> None:
         self.module = module
         self.sharding = sharding
 
@@ -87,7 +87,9 @@ class EncoderStage(PipelineStage):
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
         """One sub-microbatch: hidden states or pixels in; hidden states, or (K, D_llm) out."""
-        encoder = microbatch.encoders[self.module.name]
+        encoder = microbatch.encoders.get(self.module.name)
+        if encoder is None:
+            encoder = self.module.dummy_inputs(microbatch.input_ids_T.device)
         parts = graph.parts(task.stage, task.microbatch)
         if parts > 1:
             images = even_ranges(len(encoder.grids_thw), parts)[task.sub_microbatch]
@@ -105,19 +107,18 @@ class LlmStage(PipelineStage):
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
         """Encoder outputs or hidden states (T, D) in; hidden states or the summed loss out."""
-        if self.module.is_first:
-            given: dict[str, Tensor] | Tensor = self._features(task, inputs, graph)
-        else:
-            given = inputs[0][0]
-        output = self.module(microbatch, given)
+        output = self.module(microbatch, self._given(task, inputs, graph))
         if self.module.is_last:
             return StageOutput((), output)
         return _to_all(output, task, graph)
 
-    def _features(
+    def _given(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], graph: StageGraph
-    ) -> dict[str, Tensor]:
-        """(K, D) by encoder: the outputs of its sub-microbatches behind each other."""
+    ) -> dict[str, Tensor] | Tensor:
+        """Hidden states (T, D); for the first stage (K, D) by encoder: the outputs of its
+        sub-microbatches behind each other."""
+        if not self.module.is_first:
+            return inputs[0][0]
         parts: dict[str, list[Tensor]] = {}
         for message, (features,) in zip(graph.incoming(task), inputs, strict=True):
             parts.setdefault(graph.layout.stages[message.source].module, []).append(features)
@@ -131,7 +132,19 @@ class LlmStage(PipelineStage):
         return holder.weight
 
 
-def make_stage(module: LayeredModule, sharding: StepSharding | None = None) -> PipelineStage:
+class NextTokenStage(LlmStage):
+    """The LLM's last stage when generating: (V,) logits behind the last token, not the loss."""
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        last = torch.tensor([microbatch.input_ids_T.numel() - 1])
+        positions_L = last.to(microbatch.input_ids_T.device)
+        given = self._given(task, inputs, graph)
+        return StageOutput((), self.module.logits(microbatch, given, positions_L)[0])
+
+
+def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> PipelineStage:
     """The stage that runs a layered module, cut or whole.
 
     Raises:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
-from torchmm.parallel.fsdp import LayerSharding
+from torchmm.parallel.fsdp import LayerSharding, StepSharding
 from torchmm.parallel.p2p import P2PChannels, PendingTransfer
 from torchmm.parallel.torch_private import (
     is_view,
@@ -245,8 +245,7 @@ class StepState:
             # next W would add in place.
             if weight.grad is not None:
                 weight.grad = weight.grad.clone()
-        sharding = self._stages[task.stage].sharding
-        if sharding is not None:
+        if isinstance(sharding := self._stages[task.stage].sharding, StepSharding):
             sharding.accumulate_gradients()
 
     def _whole_backward(self, task: Task, action: Action) -> None:
@@ -343,17 +342,17 @@ class StepState:
 
     def _unshard(self, action: Action) -> None:
         self._weights.pop(action.stage, None)
-        if (sharding := self._stages[action.stage].sharding) is not None:
+        if isinstance(sharding := self._stages[action.stage].sharding, StepSharding):
             sharding.unshard()
 
     def _reshard(self, action: Action) -> None:
         self._weights.pop(action.stage, None)
-        if (sharding := self._stages[action.stage].sharding) is not None:
+        if isinstance(sharding := self._stages[action.stage].sharding, StepSharding):
             sharding.reshard()
 
     def _reduce_gradients(self, action: Action) -> None:
         self._weights.pop(action.stage, None)
-        if (sharding := self._stages[action.stage].sharding) is not None:
+        if isinstance(sharding := self._stages[action.stage].sharding, StepSharding):
             sharding.reduce_gradients()
 
     def _reduce_tied(self, action: Action) -> None:

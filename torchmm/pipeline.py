@@ -1,0 +1,193 @@
+"""The pipeline of a run: how its model is cut into stages, and the plan of each step.
+
+    layout = plan_layout(recipe.parallel, descriptions, metas)     before the model is cut
+    pipeline = Pipeline(model, layout, recipe.parallel, mesh, dtype)
+    result = pipeline.run(microbatches, loss_scale=...)            every step
+
+Every rank of a pipeline makes the same plan from the same metadata, so nothing is sent around.
+A run without a pipeline has plans too, of one rank: microbatch after microbatch. There, FSDP2 may
+gather and free layer by layer instead of once per step (`reshard_after_forward`). All data-parallel
+ranks must then run the same forwards and backwards, so an encoder runs once per microbatch, on a
+dummy image if there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Literal
+
+import torch
+
+from torchmm.balance.layer_costs import module_layers
+from torchmm.batch import Microbatch, MicrobatchMeta, ModuleDescription
+from torchmm.config import ParallelConfig
+from torchmm.errors import ConfigError
+from torchmm.models.layered import LayeredModule
+from torchmm.models.llm import LlmModule
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.apply import reshards_after_forward
+from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.pipelining.classic import forward_only, one_f_one_b
+from torchmm.pipelining.graph import StageGraph, StageLayout
+from torchmm.pipelining.layouts import megatron_layout
+from torchmm.pipelining.lowering import Sharding, lower_plan
+from torchmm.pipelining.messages import message_specs
+from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.runtime import PipelineRuntime, StepResult, channel_pairs
+from torchmm.pipelining.schedules import schedule_layout, schedule_named
+from torchmm.pipelining.stage import NextTokenStage, PipelineStage, make_stage
+from torchmm.pipelining.validation import validate_plan
+
+
+def plan_layout(
+    config: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+) -> StageLayout:
+    """How the recipe's schedule cuts the modules.
+
+    Args:
+        modules: encoders and LLM, whole.
+        microbatches: typical ones, from which costs follow.
+
+    Raises:
+        ConfigError: the modules cannot be cut like this.
+    """
+    layers = module_layers(modules, microbatches)
+    if config.pipeline == 1:
+        return megatron_layout(layers, 1)
+    segments = {m.name: config.segments(m.name) for m in modules}
+    try:
+        return schedule_layout(
+            config.schedule,
+            layers,
+            config.pipeline,
+            config.virtual_stages,
+            segments if config.separates_modules else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"[parallel] schedule = {config.schedule!r}: {error}") from error
+
+
+class Pipeline:
+    """Plans and runs the steps of one rank.
+
+    Args:
+        model: cut to this rank's stages and parallelized.
+        modules: what runs on this rank, by stage index (from `cut_for_rank`).
+        layout: of all ranks.
+        dtype: in which modules compute.
+
+    Collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        modules: Mapping[int, LayeredModule],
+        layout: StageLayout,
+        config: ParallelConfig,
+        mesh: ParallelMesh,
+        dtype: torch.dtype,
+    ) -> None:
+        self.layout = layout
+        self._config = config
+        self._dtype = dtype
+        self._modules = {m.name: m for m in model.modality_modules()}
+        self._sharding: Literal["none", "step", "layer"] = "none"
+        if any(isinstance(module, FSDPModule) for module in modules.values()):
+            self._sharding = "layer" if reshards_after_forward(config) else "step"
+        stages = {i: make_stage(m, self._sharding_of(m)) for i, m in modules.items()}
+        for index, module in modules.items():
+            trained = any(p.requires_grad for p in module.parameters())
+            assert trained == layout.stages[index].trainable, layout.stages[index]
+        channels = None
+        if mesh.pipeline_size > 1:
+            channels = P2PChannels(mesh.device, mesh.pipeline_ranks, config.timeout_s)
+            channels.warm_up(channel_pairs(layout))
+        self._runtime = PipelineRuntime(mesh.pipeline_rank, stages, channels, mesh.device)
+        self._generator = PipelineRuntime(
+            mesh.pipeline_rank, _with_next_token(stages), channels, mesh.device
+        )
+
+    def _sharding_of(self, module: LayeredModule) -> StepSharding | LayerSharding | None:
+        if self._sharding == "none":
+            return None
+        return LayerSharding(module) if self._sharding == "layer" else StepSharding(module)
+
+    def plan(self, metas: Sequence[MicrobatchMeta], training: bool = True) -> PipelinePlan:
+        """The plan of a step with these microbatches.
+
+        Raises:
+            PlanError: the schedule cannot run them.
+        """
+        counts = {
+            name: tuple(self._parts(name, len(meta.patches(name))) for meta in metas)
+            for name in self.layout.sub_microbatched
+        }
+        graph = StageGraph(self.layout, len(metas), counts)
+        if not training:
+            order = forward_only(graph)
+        elif self.layout.rank_count == 1:
+            order = one_f_one_b(graph)
+        else:
+            order = schedule_named(self._config.schedule).order(graph)
+        specs = message_specs(graph, self._modules, metas, self._dtype)
+        # Layer by layer, FSDP gathers and reduces by itself.
+        sharding: Sharding = "step" if self._sharding == "step" else "none"
+        plan = lower_plan(order, graph, specs, sharding=sharding, training=training)
+        validate_plan(plan).raise_for_problems()
+        return plan
+
+    def _parts(self, encoder: str, images: int) -> int:
+        """Sub-microbatches of a microbatch."""
+        if self._sharding == "layer":
+            return 1  # what all replicas do, whatever images they have
+        size = self._config.sub_microbatch_images(encoder) or max(images, 1)
+        return ceil(images / size)
+
+    def run(
+        self, microbatches: Sequence[Microbatch], *, loss_scale: float = 1.0, annotate: bool = False
+    ) -> tuple[PipelinePlan, StepResult]:
+        """A training step: gradients into the parameters; every action is timed.
+
+        Args:
+            microbatches: of this data-parallel rank, on the device; the same on all its pipeline
+                ranks.
+            loss_scale: factor of the summed losses in backward.
+            annotate: name each action in profiles.
+        """
+        plan = self.plan([m.meta for m in microbatches])
+        result = self._runtime.step(
+            plan, microbatches, loss_scale=loss_scale, record=True, annotate=annotate
+        )
+        return plan, result
+
+    def losses(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """Summed losses by microbatch, without gradients; empty on ranks without the last stage."""
+        plan = self.plan([m.meta for m in microbatches], training=False)
+        result = self._runtime.step(plan, microbatches)
+        return [result.losses[index] for index in sorted(result.losses)]
+
+    def next_token_logits(self, microbatch: Microbatch) -> torch.Tensor | None:
+        """(V,) logits behind the last token; None on ranks without the last stage."""
+        plan = self.plan([microbatch.meta], training=False)
+        return self._generator.step(plan, [microbatch]).losses.get(0)
+
+    @property
+    def last_rank(self) -> int:
+        """Rank of the plan with the LLM's last stage, where losses and logits are."""
+        return next(s.ranks[0] for s in reversed(self.layout.stages) if s.module == "llm")
+
+
+def _with_next_token(stages: dict[int, PipelineStage]) -> dict[int, PipelineStage]:
+    """The same stages, but the LLM's last gives logits in the place of the loss."""
+
+    def generating(stage: PipelineStage) -> PipelineStage:
+        last = isinstance(stage.module, LlmModule) and stage.module.is_last
+        return NextTokenStage(stage.module, stage.sharding) if last else stage
+
+    return {index: generating(stage) for index, stage in stages.items()}
