@@ -239,7 +239,9 @@ class StepState:
             return
         weights = self._trained(task.stage)
         new = [weight for weight in weights if weight.grad is None]
-        stage_backward_weight(iter(weights), groups)
+        # The ways to a weight that is used twice may lead through other weights' parts of the graph.
+        shared = any(len(group["intermediates"]) > 1 for group in groups)
+        stage_backward_weight(iter(weights), groups, retain_graph=shared)
         for weight in new:
             # The first gradient may share memory with one that is being sent, to which the
             # next W would add in place.
