@@ -14,6 +14,7 @@ from torchmm.pipelining.rules import Rule, RuleBook
 
 Finding = tuple[ProblemKind, str, str]
 """Kind, text and remedy of a problem."""
+FORWARDS_ONLY = ("the plan is for forwards only", "remove it, or lower with training=True")
 Program = list[tuple[int, Rule]]
 """Positions and rules of the known actions of a rank."""
 
@@ -142,7 +143,7 @@ def _explain_compute(book: RuleBook, action: Action) -> Finding:
     if action.type is ActionType.W and facts.gradient >= 0:
         return "unknown", f"no parameter of stage {task.stage} is trained", "remove it"
     if not book.training:
-        return "unknown", "the plan is for forwards only", "remove it, or plan for training"
+        return "unknown", *FORWARDS_ONLY
     text = "neither this stage nor anything that feeds it is trained"
     return "unknown", text, "remove it"
 
@@ -150,7 +151,9 @@ def _explain_compute(book: RuleBook, action: Action) -> Finding:
 def _explain_other(book: RuleBook, rank: int, action: Action) -> tuple[str, str]:
     kind, stage = action.type, book.graph.layout.stages[action.stage]
     if kind in (ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD):
-        if rank not in stage.ranks:
+        if action != Action(kind, action.stage):
+            text, remedy = "has fields that only computation and transfers have", "leave them out"
+        elif rank not in stage.ranks:
             text, remedy = f"stage {stage.index} is not on this rank", "remove it"
         elif kind is ActionType.RESHARD:
             text, remedy = f"stage {stage.index} is trained", "use REDUCE_GRAD, which reshards too"
@@ -160,7 +163,11 @@ def _explain_other(book: RuleBook, rank: int, action: Action) -> tuple[str, str]
     if kind is ActionType.REDUCE_TIED:
         text = f"no trained weight of stage {stage.index} has a copy in stage {action.other}"
         return text, "remove it, or set tied_to in the layout"
-    ends = (action.stage, action.other)
+    return _explain_transfer(book, action)
+
+
+def _explain_transfer(book: RuleBook, action: Action) -> tuple[str, str]:
+    kind, ends = action.type, (action.stage, action.other)
     backward = kind in (ActionType.SEND_B, ActionType.RECV_B, ActionType.WAIT_B,
                         ActionType.WAIT_SEND_B)  # fmt: skip
     sends = "SEND" in kind.value
@@ -168,6 +175,8 @@ def _explain_other(book: RuleBook, rank: int, action: Action) -> tuple[str, str]
     message = Message(source, destination, action.microbatch, action.sub_microbatch)
     if message not in book.messages:
         return f"the graph has no {message}", "remove it, or plan with the graph of this step"
-    if backward and not (book.training and book.graph.carries_gradient(message)):
+    if backward and not book.training:
+        return FORWARDS_ONLY
+    if backward and not book.graph.carries_gradient(message):
         return "no gradient comes back for this message", "remove it"
     return "both ends are on one rank, which hands it over without transfer", "remove it"

@@ -161,6 +161,7 @@ class Execution:
         own, other = stages[action.stage], stages[action.other]
         expect(action.other in (own.tied_to,) or other.tied_to == action.stage, action)
         expect(own.trainable and other.trainable and self.plan.training, action)
+        expect(rank in own.ranks and action.peer in other.ranks, action)
         expect(own.ranks.index(rank) == other.ranks.index(action.peer), action)
         expect(not self.sharded or action.stage in self.closed[rank], action)
         met = self.met[frozenset([(rank, action.stage), (action.peer, action.other)])]

@@ -1,0 +1,450 @@
+"""Validation: what is wrong is found, named and placed; what is right passes; memory adds up."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from naive_execution import failure
+from random_orders import random_graph, random_order, random_specs
+
+from torchmm.errors import PlanError
+from torchmm.pipelining.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.classic import forward_only, gpipe, one_f_one_b
+from torchmm.pipelining.graph import Message, StageGraph, StageLayout, StageSpec, Task
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.plan import TensorSpec
+from torchmm.pipelining.rules import MemoryModel
+from torchmm.pipelining.transfers import transfers
+from torchmm.pipelining.validation import validate_plan
+
+T = ActionType
+
+
+def small_plan(seed=5):
+    """Two ranks, an encoder with sub-microbatches, frozen stages, tied weights, all actions."""
+    trained = (False, True, True, False, True, True)
+    modules = ("vision", "vision", "llm", "llm", "llm", "llm")
+    stages = [
+        StageSpec(i, module, i, i + 1, (i % 2,), trainable=flag)
+        for i, (module, flag) in enumerate(zip(modules, trained, strict=True))
+    ]
+    stages[2], stages[5] = replace(stages[2], tied_to=5), replace(stages[5], tied_to=2)
+    layout = StageLayout(tuple(stages), tuple((i, i + 1) for i in range(5)), frozenset({"vision"}))
+    graph = StageGraph(layout, 2, {"vision": (2, 1)})
+    order = random_order(graph, seed, split=0.5)
+    return lower_plan(order, graph, random_specs(graph, 0), sharding="step")
+
+
+PLAN = small_plan()
+PLACES = [(rank, i) for rank, program in enumerate(PLAN.actions) for i in range(len(program))]
+
+
+def changed(plan, rank, program):
+    return replace(plan, actions=(*plan.actions[:rank], tuple(program), *plan.actions[rank + 1 :]))
+
+
+def program_of(rank):
+    return list(PLAN.actions[rank])
+
+
+def found(plan, **options):
+    return [(p.kind, p.rank, p.position) for p in validate_plan(plan, **options).problems]
+
+
+def test_the_small_plan_has_all_actions_and_is_valid():
+    assert {a.type for program in PLAN.actions for a in program} == set(T)
+    assert found(PLAN) == [] and failure(PLAN) == ""
+
+
+@pytest.mark.parametrize(("rank", "position"), PLACES)
+def test_every_missing_action_is_found(rank, position):
+    """None is harmless: every action is there to be used, or to end or free something."""
+    program = program_of(rank)
+    action = program.pop(position)
+    plan = changed(PLAN, rank, program)
+    named = action._replace(type=T.B) if action.type is T.I else action
+    problems = validate_plan(plan).problems
+    assert ("missing", rank, named) in [(p.kind, p.rank, p.action) for p in problems]
+    assert str(action) in " ".join(p.text for p in problems if p.kind == "missing")
+    assert failure(plan)
+
+
+@pytest.mark.parametrize(("rank", "position"), PLACES)
+def test_every_doubled_action_is_found(rank, position):
+    program = program_of(rank)
+    program.insert(position, program[position])
+    plan = changed(PLAN, rank, program)
+    assert ("duplicate", rank, position + 1) in found(plan)
+    assert failure(plan)
+
+
+@pytest.mark.parametrize(("rank", "position"), PLACES)
+def test_every_changed_field_is_found(rank, position):
+    """Another end, another rank, another task."""
+    program = program_of(rank)
+    action = program[position]
+
+    def problems(**fields):
+        altered = [*program[:position], action._replace(**fields), *program[position + 1 :]]
+        return found(changed(PLAN, rank, altered))
+
+    if action.peer >= 0:
+        assert ("wrong_peer", rank, position) in problems(peer=rank)
+        assert ("wrong_peer", rank, position) in problems(peer=7)
+        assert ("unknown", rank, position) in problems(other=action.stage)
+    else:
+        assert ("unknown", rank, position) in problems(peer=1 - rank)
+    for fields in ({"stage": 99}, {"stage": -2}, {"microbatch": 99}, {"sub_microbatch": 7}):
+        assert ("unknown", rank, position) in problems(**fields)
+    there = program_of(1 - rank)
+    there.insert(20, program.pop(position))
+    plan = changed(changed(PLAN, rank, program), 1 - rank, there)
+    assert ("wrong_rank", 1 - rank, 20) in found(plan)
+    assert ("missing", rank, -1) in found(plan)
+
+
+def test_moved_and_renamed_actions_are_judged_as_their_execution_goes():
+    """All neighbours exchanged, all types replaced, and many far moves; some are harmless."""
+    verdicts = {"bad": 0, "harmless": 0}
+
+    def judge(rank, program, what):
+        plan = changed(PLAN, rank, program)
+        problems = validate_plan(plan).problems
+        assert bool(problems) == bool(failure(plan)), (what, failure(plan), *map(str, problems))
+        verdicts["bad" if problems else "harmless"] += 1
+
+    rng = random.Random(0)
+    for rank, position in PLACES:
+        program = program_of(rank)
+        for kind in T:
+            if kind is not program[position].type:
+                renamed = program[position]._replace(type=kind)
+                judge(rank, [*program[:position], renamed, *program[position + 1 :]], renamed)
+        for target in [position + 1, *(rng.randrange(len(program)) for _ in range(8))]:
+            if target < len(program):
+                moved = program_of(rank)
+                moved.insert(target, moved.pop(position))
+                judge(rank, moved, (rank, position, target))
+    assert verdicts["bad"] > 1000 and verdicts["harmless"] > 200
+
+
+def exchange(rank, first, second):
+    """The plan in which a rank does two actions in each other's place."""
+    program = program_of(rank)
+    program[first], program[second] = program[second], program[first]
+    return changed(PLAN, rank, program)
+
+
+def place(rank, *types, after=0):
+    return next(i for i, a in enumerate(PLAN.actions[rank]) if a.type in types and i >= after)
+
+
+def test_an_action_before_what_it_needs_is_named():
+    for kinds in [(T.WAIT_F, T.F), (T.RECV_B, T.WAIT_B), (T.SEND_F, T.WAIT_SEND_F), (T.I, T.W),
+                  (T.WAIT_B, T.I, T.B)]:  # fmt: skip
+        first, *then = kinds
+        for rank in range(2):
+            position = place(rank, first)
+            action = PLAN.actions[rank][position]
+            user = next(
+                i for i, a in enumerate(PLAN.actions[rank])
+                if a.type in then and a[1:4] == action[1:4] and i > position
+            )  # fmt: skip
+            problems = validate_plan(exchange(rank, position, user)).problems
+            named = [p for p in problems if (p.kind, p.rank, p.position) ==
+                     ("dependency", rank, position)]  # fmt: skip
+            assert any(str(action) in p.text and str(action) in p.remedy for p in named)
+            assert str(named[0]).startswith(
+                f"rank {rank}, action {position} ({PLAN.actions[rank][user]}): "
+            )
+
+
+def test_receives_in_another_order_than_the_sends_are_named():
+    for rank in range(2):
+        first = place(rank, T.RECV_F, T.RECV_B)
+        second = place(rank, T.RECV_F, T.RECV_B, after=first + 1)
+        plan = exchange(rank, first, second)
+        assert found(plan)[0] == ("channel", rank, first)
+        (problem, *_) = validate_plan(plan).problems
+        assert f"receive 0 from rank {1 - rank}" in problem.text
+
+
+@pytest.mark.parametrize("kind", [T.UNSHARD, T.REDUCE_GRAD])
+def test_collectives_in_another_order_are_named(kind):
+    for rank in range(2):
+        first = place(rank, kind)
+        assert found(exchange(rank, first, first + 1))[0] == ("collective", rank, first + 1)
+    program = program_of(0)
+    late, early = program_of(0), program_of(0)
+    late.insert(place(0, T.F) + 1, late.pop(2))
+    assert ("collective", 0, place(0, T.F) + 1) in found(changed(PLAN, 0, late))
+    last = max(i for i, a in enumerate(program) if a.type in COMPUTE)
+    early.insert(last, early.pop(place(0, T.REDUCE_GRAD)))
+    assert ("collective", 0, last) in found(changed(PLAN, 0, early))
+
+
+def chain(stages, ranks):
+    return StageLayout(
+        tuple(StageSpec(s, "llm", s, s + 1, (s % ranks,)) for s in range(stages)),
+        tuple((s, s + 1) for s in range(stages - 1)),
+    )
+
+
+def test_a_deadlock_names_who_waits_for_whom():
+    """Rank 0 wants to run the second pass first."""
+    graph = StageGraph(chain(4, 2), 1)
+    order = [list(program) for program in gpipe(graph)]
+    order[0][0], order[0][1] = order[0][1], order[0][0]
+    plan = lower_plan(tuple(map(tuple, order)), graph, {})
+    assert failure(plan).startswith("('stuck'")
+    first, second = validate_plan(plan).problems
+    waits = [plan.actions[p.rank][p.position] for p in (first, second)]
+    assert [str(a) for a in waits] == ["2WAIT_F0>1@1", "1WAIT_F0>0@0"]
+    assert (first.kind, first.rank, second.kind, second.rank) == ("deadlock", 0, "deadlock", 1)
+    assert "rank 1, which does not come to action" in first.text
+    assert "(1SEND_F0>2@0) but is stuck in action" in first.text
+    assert "(1WAIT_F0>0@0)" in first.text
+    assert "rank 0, which does not come to action" in second.text
+
+
+def test_a_rank_that_waits_for_one_at_its_end_is_named():
+    graph = StageGraph(chain(2, 2), 1)
+    plan = lower_plan(forward_only(graph), graph, {}, training=False)
+    program = [a for a in plan.actions[0] if a.type is T.F]
+    *missing, last = validate_plan(changed(plan, 0, program)).problems
+    assert [p.kind for p in missing] == ["missing", "missing"]
+    assert (last.kind, last.rank, str(last.action)) == ("deadlock", 1, "1WAIT_F0>0@0")
+    assert last.text == (
+        "waits for ever for rank 0, which posts 0 of the 1 tensors that this takes"
+    )  # fmt: skip
+
+
+def test_tied_copies_in_another_order_deadlock():
+    layout = chain(4, 2)
+    pairs = {0: 3, 3: 0, 1: 2, 2: 1}
+    stages = tuple(replace(s, tied_to=pairs[s.index]) for s in layout.stages)
+    graph = StageGraph(StageLayout(stages, layout.edges), 1)
+    plan = lower_plan(gpipe(graph), graph, {})
+    assert found(plan) == []
+    program = plan.actions[1]
+    plan = changed(plan, 1, (*program[:-2], program[-1], program[-2]))
+    kinds = [p.kind for p in validate_plan(plan).problems]
+    assert kinds == ["collective", "deadlock", "deadlock"]
+    assert failure(plan).startswith("('stuck'")
+
+
+def test_blocking_sends_are_judged_by_rendezvous():
+    """Every send is waited for at once, every receive posted when it is needed: many deadlock."""
+    stuck = 0
+    for seed in range(150):
+        graph = random_graph(seed)
+        plan = lower_plan(random_order(graph, seed), graph, {}, receives_ahead=0)
+        blocking = []
+        for program in plan.actions:
+            actions = []
+            for action in program:
+                if action.type in (T.SEND_F, T.SEND_B):
+                    wait = T.WAIT_SEND_F if action.type is T.SEND_F else T.WAIT_SEND_B
+                    actions += [action, action._replace(type=wait)]
+                elif action.type not in (T.WAIT_SEND_F, T.WAIT_SEND_B):
+                    actions.append(action)
+            blocking.append(tuple(actions))
+        plan = replace(plan, actions=tuple(blocking))
+        kinds = {p.kind for p in validate_plan(plan).problems}
+        assert kinds == ({"deadlock"} if failure(plan) else set()), seed
+        stuck += bool(kinds)
+    assert 20 < stuck < 130
+
+
+def test_forward_only_plans_must_say_so():
+    graph = StageGraph(chain(2, 2), 2)
+    plan = lower_plan(forward_only(graph), graph, {})
+    problem = validate_plan(plan).problems[0]
+    assert problem.kind == "missing" and "training=False" in problem.remedy
+    plan = replace(lower_plan(one_f_one_b(graph), graph, {}), training=False)
+    problem = validate_plan(plan).problems[0]
+    assert problem.kind == "unknown" and "forwards only" in problem.text
+
+
+def test_programs_for_more_or_fewer_ranks_are_found():
+    graph = StageGraph(chain(2, 2), 1)
+    plan = lower_plan(gpipe(graph), graph, {})
+    assert ("missing", 1, -1) in found(replace(plan, actions=plan.actions[:1]))
+    more = replace(plan, actions=(*plan.actions, (Action(T.F, 0, 0),)))
+    assert found(more) == [("wrong_rank", 2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (Action(T.W, 3, 0), "no parameter of stage 3 is trained"),
+        (Action(T.B, 0, 0), "neither this stage nor anything that feeds it is trained"),
+        (Action(T.F, 0, 0, 2), "stage 0 has 2 task(s) for microbatch 0 of 2"),
+        (Action(T.F, 0, 5), "stage 0 has 0 task(s) for microbatch 5 of 2"),
+        (Action(T.REDUCE_GRAD, 3), "stage 3 is not trained"),
+        (Action(T.RESHARD, 5), "stage 5 is trained"),
+        (Action(T.UNSHARD, 5, 3), "has fields that only computation and transfers have"),
+        (Action(T.REDUCE_TIED, 1, other=4, peer=0), "no trained weight of stage 1"),
+        (Action(T.RECV_B, 1, 0, 0, 0, 0), "the graph has no Message(source=1, destination=0"),
+        (Action(T.SEND_B, 1, 0, 0, 0, 0), "no gradient comes back"),
+    ],
+)
+def test_why_an_action_has_no_place_is_told(action, text):
+    rank = action.stage % 2
+    plan = changed(PLAN, rank, [*PLAN.actions[rank], action])
+    (problem,) = [p for p in validate_plan(plan).problems if p.kind == "unknown"]
+    assert text in problem.text and problem.remedy and problem.action == action
+
+
+def test_a_transfer_within_a_rank_is_told():
+    graph = StageGraph(chain(2, 1), 1)
+    plan = lower_plan(gpipe(graph), graph, {})
+    plan = changed(plan, 0, [*plan.actions[0], Action(T.SEND_F, 0, 0, 0, 1, 0)])
+    assert "both ends are on one rank" in validate_plan(plan).problems[0].text
+
+
+def test_wrong_specs_are_named():
+    def problem(message, specs):
+        altered = {m: s for m, s in PLAN.specs.items() if m != message}
+        altered |= {} if specs is None else {message: specs}
+        (only,) = validate_plan(replace(PLAN, specs=altered)).problems
+        assert only.kind == "specs"
+        return only
+
+    message = Message(1, 2, 0, 1)
+    position = PLAN.actions[1].index(Action(T.F, 1, 0, 1))
+    for specs, text in [
+        (None, "no tensors"),
+        ((), "no tensors"),
+        ((TensorSpec((3, -1), torch.float32),), "[3, -1] has a negative size"),
+        ((TensorSpec((3,), torch.int64),), "torch.int64 cannot have a gradient"),
+        ((TensorSpec((3,), torch.float32, False),), "no tensor to bring a gradient"),
+    ]:
+        found = problem(message, specs)
+        assert text in found.text and "to stage 2" in found.text
+        assert (found.rank, found.position) == (1, position)
+    frozen = Message(0, 1, 0, 1)  # no gradient comes back for it
+    altered = {**PLAN.specs, frozen: (TensorSpec((3,), torch.float32, False),)}
+    assert found_nothing(replace(PLAN, specs=altered))
+    foreign = problem(Message(0, 5, 0), (TensorSpec((3,), torch.float32),))
+    assert "destination=5" in foreign.text
+    assert found_nothing(replace(PLAN, specs={}))  # a plan to be simulated
+
+
+def found_nothing(plan) -> bool:
+    return not validate_plan(plan).problems
+
+
+def naive_memory(plan, model) -> list[list[int]]:
+    """By rank and position: bytes, from when each thing comes and goes."""
+    where = {a: i for program in plan.actions for i, a in enumerate(program)}
+    usage = [[n] * len(p) for n, p in zip(model.static_bytes, plan.actions, strict=True)]
+
+    def hold(rank, nbytes, first, last):
+        for position in range(first, last + 1):
+            usage[rank][position] += nbytes
+
+    def backward(task):
+        return min(where.get(Action(kind, *task), 10**9) for kind in (T.B, T.I))
+
+    for task in plan.graph.tasks():
+        forward = where[Action(T.F, *task)]
+        if plan.training and plan.graph.needs_backward(task.stage, task.microbatch):
+            rank, kept, end = plan.graph.rank(task), model.kept_bytes(task), backward(task)
+            last = where.get(Action(T.W, *task), end)
+            for_weights = model.kept_for_weights_bytes(task) if last > end else 0
+            hold(rank, kept - for_weights, forward, end)
+            hold(rank, for_weights, forward, last)
+    for t in transfers(plan.graph, plan.training):
+        nbytes = sum(s.nbytes for s in plan.specs[t.message] if s.requires_grad or not t.backward)
+        used = backward(t.consumer) if t.backward else where[Action(T.F, *t.consumer)]
+        made = backward(t.producer) if t.backward else where[Action(T.F, *t.producer)]
+        if t.source == t.destination:
+            hold(t.source, nbytes, made, used)
+        else:
+            kinds = ("SEND_B", "WAIT_SEND_B", "RECV_B") if t.backward else (
+                "SEND_F", "WAIT_SEND_F", "RECV_F")  # fmt: skip
+            send, wait, receive = (T(kind) for kind in kinds)
+            hold(t.source, nbytes, where[t.sending(send)], where[t.sending(wait)])
+            hold(t.destination, nbytes, where[t.receiving(receive)], used)
+    return usage
+
+
+def test_memory_peaks_are_those_of_a_plain_recount():
+    for seed in range(150):
+        graph = random_graph(seed)
+        order = random_order(graph, seed)
+        plan = lower_plan(order, graph, random_specs(graph, seed), receives_ahead=seed % 3)
+        if seed % 5 == 0:
+            plan = lower_plan(
+                forward_only(graph) if graph.layout.rank_count == 1 else
+                tuple(tuple(a for a in p if a.type is T.F) for p in order),
+                graph, plan.specs, training=False,
+            )  # fmt: skip
+        rng = random.Random(seed)
+        kept = {task: rng.randrange(1000) for task in graph.tasks()}
+        later = {task: nbytes // 3 for task, nbytes in kept.items()}
+        static = [rng.randrange(99) for _ in order]
+        model = MemoryModel(kept.__getitem__, later.__getitem__, static)
+        report = validate_plan(plan, memory=model)
+        assert not report.problems
+        usage = naive_memory(plan, model)
+        peaks = [max(u, default=n) for u, n in zip(usage, model.static_bytes, strict=True)]
+        assert list(report.peak_bytes) == peaks, seed
+        for rank, program in enumerate(usage):
+            if program and max(program) > program[0]:
+                assert report.peak_positions[rank] == program.index(max(program))
+
+
+def test_all_is_freed_at_the_end_and_i_alone_frees_as_much_as_b():
+    graph = StageGraph(chain(1, 1), 3)
+    model = MemoryModel(lambda task: 10 + task.microbatch)
+    actions = [(T.F, 0), (T.F, 1), (T.I, 0), (T.F, 2), (T.W, 0), (T.B, 1), (T.B, 2)]
+    plan = lower_plan((tuple(Action(t, 0, m) for t, m in actions),), graph, {})
+    report = validate_plan(plan, memory=model)
+    assert (report.problems, report.peak_bytes, report.peak_positions) == ((), (33,), (3,))
+    split = replace(model, kept_for_weights_bytes=lambda task: 4)
+    assert validate_plan(plan, memory=split).peak_bytes == (27,)
+
+
+def test_memory_beyond_the_limit_is_a_problem():
+    model = MemoryModel(lambda task: 2**30 * (task.stage + 1), static_bytes=(0, 2**30))
+    graph = StageGraph(chain(2, 2), 4)
+    plan = lower_plan(gpipe(graph), graph, {})
+    assert validate_plan(plan, memory=model).peak_bytes == (4 * 2**30, 9 * 2**30)
+    assert found(plan, memory=model, memory_limit_bytes=9 * 2**30) == []
+    report = validate_plan(plan, memory=model, memory_limit_bytes=8 * 2**30)
+    (problem,) = report.problems
+    assert (problem.kind, problem.rank, str(problem.action)) == ("memory", 1, "1F3")
+    assert "9.000 GiB of 8.000 GiB" in problem.text
+    by_rank = found(plan, memory=model, memory_limit_bytes=[2**30, 9 * 2**30])
+    assert [p[:2] for p in by_rank] == [("memory", 0)]
+    better = lower_plan(one_f_one_b(graph), graph, {})
+    assert found(better, memory=model, memory_limit_bytes=8 * 2**30) == []
+
+
+def test_problems_become_one_error():
+    validate_plan(PLAN).raise_for_problems()
+    plan = changed(PLAN, 0, program_of(0)[: place(0, T.F)])
+    with pytest.raises(PlanError) as caught:
+        validate_plan(plan).raise_for_problems()
+    error = caught.value
+    assert error.exit_code == 2 and len(error.problems) > error.listed
+    lines = str(error).splitlines()
+    assert lines[0] == f"{len(error.problems)} problems in the pipeline plan:"
+    assert len(lines) == error.listed + 2
+    assert lines[-1] == f"  ... and {len(error.problems) - error.listed} more"
+    assert str(PlanError(["x"])) == "1 problem in the pipeline plan:\n  - x"
+
+
+def test_replicas_of_an_encoder_belong_to_different_ranks():
+    stages = (StageSpec(0, "vision", 0, 1, (0, 1)), StageSpec(1, "llm", 0, 1, (2,)))
+    layout = StageLayout(stages, ((0, 1),), frozenset({"vision"}))
+    graph = StageGraph(layout, 1, {"vision": (2,)}, {("vision", 0, 1): 1})
+    plan = lower_plan(random_order(graph, 0), graph, {}, sharding="step")
+    assert found(plan) == [] and failure(plan) == ""
+    assert [graph.rank(Task(0, 0, part)) for part in range(2)] == [0, 1]
+    program = list(plan.actions[1])
+    program.remove(Action(T.REDUCE_GRAD, 0))
+    assert found(changed(plan, 1, program)) == [("missing", 1, -1)]
