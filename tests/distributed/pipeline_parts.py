@@ -1,0 +1,206 @@
+"""A tiny tied LLaVA, cut over the ranks of a layout and trained there."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from microbatches import VOCAB, random_microbatch
+from torch.distributed.tensor import DTensor
+
+from torchmm.checkpoint import CheckpointManager
+from torchmm.checkpoint_state import model_tensors, optimizer_tensors
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from torchmm.models.hf_io import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize, module_of
+from torchmm.models.registry import build_model
+from torchmm.optim import build_optimizer, global_grad_norm
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.fsdp import FSDPModule, StepSharding
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.pipelining.graph import StageGraph, StageLayout
+from torchmm.pipelining.layouts import ModuleLayers, separated_layout
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.messages import message_specs
+from torchmm.pipelining.runtime import PipelineRuntime
+from torchmm.pipelining.separated import separated
+from torchmm.pipelining.stage import make_stage
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+LLAVA = {
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        **SIZES,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 8,
+    },
+    "text_config": {
+        "model_type": "llama",
+        **SIZES,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+    },
+    "image_token_index": VOCAB - 1,
+    "image_seq_length": 4,
+    "vision_feature_layer": -1,
+    "tie_word_embeddings": True,
+}
+IMAGES = [2, 0, 3, 1]
+"""Images in each sequence of the global batch."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout; `segments` are stages of the LLM per pipeline rank."""
+
+    name: str
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    segments: int = 1
+    freeze: tuple[str, ...] = ()
+
+
+class Layout:
+    """What all parts of one layout share: everything that takes process groups."""
+
+    def __init__(self, case: Case, directory: Path) -> None:
+        self.case = case
+        self.config = ParallelConfig(
+            pipeline=case.pipeline,
+            replicate=case.replicate,
+            shard=case.shard,
+            tensor=case.tensor,
+            virtual_stages=case.segments,
+        )
+        self.mesh: ParallelMesh = build_mesh(self.config, torch.device("cpu"))
+        self.channels = P2PChannels(torch.device("cpu"), self.mesh.pipeline_ranks, 60)
+        names = ("pipeline", "replicate", "shard", "tensor")
+        sizes = {name: self.mesh.mesh[name].size() for name in names}
+        self.run_dir = directory / "runs" / case.name
+        self.checkpoints = manager(self.run_dir, sizes)
+
+
+class Part:
+    """What one rank has of the model, and how it trains it."""
+
+    def __init__(self, of: Layout, source: Path) -> None:
+        case = of.case
+        self.mesh, self.channels = of.mesh, of.channels
+        self.model = whole_model(source, case.freeze)
+        self.layout = layout(case)
+        self.stages = cut_for_rank(self.model, self.layout, self.mesh.pipeline_rank)
+        plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
+        parallelize(self.model, self.mesh, of.config, *plain)
+        materialize(self.model, "cpu")
+        init_weights(self.model, seed=1)
+        self.copies = self.model.tied_copy_parameters()
+        assert bool(self.copies) == (self.mesh.pipeline_rank == case.pipeline - 1 > 0)
+        self.optimizer = optimizer_of(self.model)
+
+    def train(self) -> tuple[float, float]:
+        """One step; its loss and gradient norm."""
+        batch = [random_microbatch(seed, n) for seed, n in enumerate(IMAGES)]
+        targets = sum(m.target_count for m in batch)
+        share = batch[self.mesh.data_parallel_rank :: self.mesh.data_parallel_size]
+        metas = [m.meta for m in share]
+        parts = tuple((len(meta.patches("vision")) + 1) // 2 for meta in metas)
+        graph = StageGraph(self.layout, len(metas), {"vision": parts})
+        modules = {m.name: m for m in self.model.modality_modules()}
+        specs = message_specs(graph, modules, metas, torch.float32)
+        sharded = any(isinstance(stage, FSDPModule) for stage in self.stages.values())
+        plan = lower_plan(separated(graph), graph, specs, sharding="step" if sharded else "none")
+        stages = {
+            index: make_stage(stage, StepSharding(stage) if sharded else None)
+            for index, stage in self.stages.items()
+        }
+        runtime = PipelineRuntime(self.mesh.pipeline_rank, stages, self.channels)
+        scale = self.mesh.data_parallel_size / targets
+        result = runtime.step(plan, share, loss_scale=scale)
+        losses = [float(loss) for loss in result.losses.values()]
+        ranks = torch.tensor(sum(losses) / targets, dtype=torch.float64)
+        dist.all_reduce(ranks)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        group = self.mesh.pipeline.get_group() if self.mesh.pipeline_size > 1 else None
+        norm = global_grad_norm(trained, self.copies, group).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(ranks) / self.mesh.tensor_size, norm
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything a checkpoint has of this rank's part, whole; collective within a stage."""
+        return everything(self.model, self.optimizer)
+
+
+def layout(case: Case) -> StageLayout:
+    trains = {name: name not in case.freeze for name in ("vision", "llm")}
+    modules = [
+        ModuleLayers(
+            "vision",
+            "encoder",
+            (1.0,) * 4,
+            sub_microbatched=True,
+            trainable=(trains["vision"],) * 4,
+            pre_trainable=trains["vision"],
+        ),
+        ModuleLayers(
+            "llm",
+            "llm",
+            (1.0,) * 4,
+            trainable=(trains["llm"],) * 4,
+            pre_trainable=trains["llm"],
+            post_trainable=trains["llm"],
+            tied=True,
+        ),
+    ]
+    return separated_layout(modules, case.pipeline, {"llm": case.segments})
+
+
+def whole_model(source: Path, freeze: tuple[str, ...] = ()) -> MultimodalModel:
+    return build_model(ModelConfig(source=str(source)), FreezeConfig(modules=list(freeze)))
+
+
+def filled(source: Path, pretrained: bool) -> MultimodalModel:
+    model = whole_model(source)
+    materialize(model, "cpu")
+    init_weights(model, 1, skip=load_weights(model) if pretrained else ())
+    return model
+
+
+def optimizer_of(model: MultimodalModel) -> torch.optim.AdamW:
+    copies = model.tied_copy_parameters()
+    return build_optimizer(model, module_of, OptimizerConfig(lr=1e-2), copies)
+
+
+def manager(run_dir: Path, sizes: dict[str, int]) -> CheckpointManager:
+    config = CheckpointConfig(asynchronous=False)
+    return CheckpointManager(config, run_dir, logging.getLogger(__name__), sizes, "recipe")
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def everything(model: MultimodalModel, optimizer: Any) -> dict[str, torch.Tensor]:
+    tensors = model_tensors(model) | optimizer_tensors(model, optimizer.state)
+    return {name: gathered(tensor).detach() for name, tensor in tensors.items()}
+
+
+def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, value in found.items() if not torch.equal(value, wanted[name])]
