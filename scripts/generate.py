@@ -33,6 +33,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
+from torchmm.pipeline import whole_pipeline
 
 
 def main() -> int:
@@ -86,7 +87,8 @@ def _generate(arguments: argparse.Namespace) -> None:
             validation=True,
         )
         prompts = held_out_prompts(loader, len(rows))
-        texts = generate_samples(model, prompts, tokenizer, mesh, arguments.max_new_tokens)
+        pipeline = whole_pipeline(model, mesh, torch.float32)
+        texts = generate_samples(pipeline, prompts, tokenizer, mesh, arguments.max_new_tokens)
     for text in sorted(texts, key=lambda t: t.index):
         print(f"{arguments.images[text.index]}: {text.generated}")
 

@@ -208,7 +208,7 @@ def fill_model(
     parallelize(model, mesh, recipe.parallel, recipe.activation_checkpoint, recipe.compile, dtype)
     materialize(model, mesh.device)
     init_weights(model, recipe.training.seed, skip=load_weights(model))
-    return Pipeline(model, stages, layout, recipe.parallel, mesh, dtype)
+    return Pipeline(model, stages, layout, descriptions, recipe.parallel, mesh, dtype)
 
 
 def typical_microbatches(

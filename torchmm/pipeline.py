@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from torchmm.balance.layer_costs import module_layers
+from torchmm.balance.layer_costs import module_layers, task_durations
 from torchmm.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.errors import ConfigError
@@ -31,6 +31,7 @@ from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.classic import forward_only, one_f_one_b
+from torchmm.pipelining.cut import cut_for_rank
 from torchmm.pipelining.graph import StageGraph, StageLayout
 from torchmm.pipelining.layouts import megatron_layout
 from torchmm.pipelining.lowering import Sharding, lower_plan
@@ -72,6 +73,15 @@ def plan_layout(
         raise ConfigError(f"[parallel] schedule = {config.schedule!r}: {error}") from error
 
 
+def whole_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtype) -> Pipeline:
+    """The pipeline of a model that is not split over pipeline ranks."""
+    config = ParallelConfig()
+    descriptions = [module.describe() for module in model.modality_modules()]
+    layout = plan_layout(config, descriptions, [MicrobatchMeta((), 1)])
+    stages = cut_for_rank(model, layout, 0)
+    return Pipeline(model, stages, layout, descriptions, config, mesh, dtype)
+
+
 class Pipeline:
     """Plans and runs the steps of one rank.
 
@@ -79,6 +89,7 @@ class Pipeline:
         model: cut to this rank's stages and parallelized.
         modules: what runs on this rank, by stage index (from `cut_for_rank`).
         layout: of all ranks.
+        descriptions: of the modules, whole.
         dtype: in which modules compute.
 
     Collective over all ranks.
@@ -89,11 +100,14 @@ class Pipeline:
         model: MultimodalModel,
         modules: Mapping[int, LayeredModule],
         layout: StageLayout,
+        descriptions: Sequence[ModuleDescription],
         config: ParallelConfig,
         mesh: ParallelMesh,
         dtype: torch.dtype,
     ) -> None:
         self.layout = layout
+        self._descriptions = descriptions
+        self._schedule = schedule_named(config.schedule)
         self._config = config
         self._dtype = dtype
         self._modules = {m.name: m for m in model.modality_modules()}
@@ -118,8 +132,16 @@ class Pipeline:
             return None
         return LayerSharding(module) if self._sharding == "layer" else StepSharding(module)
 
-    def plan(self, metas: Sequence[MicrobatchMeta], training: bool = True) -> PipelinePlan:
+    def plan(
+        self,
+        metas: Sequence[MicrobatchMeta],
+        targets: Sequence[int] | None = None,
+        training: bool = True,
+    ) -> PipelinePlan:
         """The plan of a step with these microbatches.
+
+        Args:
+            targets: positions that count in the loss, by microbatch; None: all text.
 
         Raises:
             PlanError: the schedule cannot run them.
@@ -134,7 +156,8 @@ class Pipeline:
         elif self.layout.rank_count == 1:
             order = one_f_one_b(graph)
         else:
-            order = schedule_named(self._config.schedule).order(graph)
+            durations = task_durations(graph, self._descriptions, metas, targets)
+            order = self._schedule.order(graph, durations)
         specs = message_specs(graph, self._modules, metas, self._dtype)
         # Layer by layer, FSDP gathers and reduces by itself.
         sharding: Sharding = "step" if self._sharding == "step" else "none"
@@ -160,7 +183,7 @@ class Pipeline:
             loss_scale: factor of the summed losses in backward.
             annotate: name each action in profiles.
         """
-        plan = self.plan([m.meta for m in microbatches])
+        plan = self.plan([m.meta for m in microbatches], [m.target_count for m in microbatches])
         result = self._runtime.step(
             plan, microbatches, loss_scale=loss_scale, record=True, annotate=annotate
         )

@@ -23,7 +23,7 @@ from torchmm.pipelining.layouts import (
     separated_layout,
 )
 from torchmm.pipelining.plan import ComputeOrder
-from torchmm.pipelining.separated import separated
+from torchmm.pipelining.separated import Durations, separated
 
 CSV_PREFIX = "csv:"
 
@@ -31,17 +31,22 @@ CSV_PREFIX = "csv:"
 class Schedule(NamedTuple):
     """What a name stands for."""
 
-    order: Callable[[StageGraph], ComputeOrder]
+    order: Callable[..., ComputeOrder]
+    """Of a graph and, optionally, `Durations`, which matter to planners that play the step through."""
     layout: Literal["separated", "megatron", "balanced"]
 
 
+def _fixed(order: Callable[[StageGraph], ComputeOrder]) -> Callable[..., ComputeOrder]:
+    return lambda graph, durations=None: order(graph)
+
+
 SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(gpipe, "balanced"),
-    "1f1b": Schedule(one_f_one_b, "balanced"),
-    "interleaved_1f1b": Schedule(interleaved_1f1b, "balanced"),
-    "zero_bubble": Schedule(zero_bubble, "balanced"),
-    "megatron": Schedule(interleaved_1f1b, "megatron"),
-    "megatron_balanced": Schedule(interleaved_1f1b, "balanced"),
+    "gpipe": Schedule(_fixed(gpipe), "balanced"),
+    "1f1b": Schedule(_fixed(one_f_one_b), "balanced"),
+    "interleaved_1f1b": Schedule(_fixed(interleaved_1f1b), "balanced"),
+    "zero_bubble": Schedule(_fixed(zero_bubble), "balanced"),
+    "megatron": Schedule(_fixed(interleaved_1f1b), "megatron"),
+    "megatron_balanced": Schedule(_fixed(interleaved_1f1b), "balanced"),
     "separated": Schedule(separated, "separated"),
 }
 
@@ -57,7 +62,7 @@ def schedule_named(name: str) -> Schedule:
     """
     if name.startswith(CSV_PREFIX):
         path = Path(name.removeprefix(CSV_PREFIX))
-        return Schedule(partial(read_order, path), "separated")
+        return Schedule(_fixed(partial(read_order, path)), "separated")
     if name not in SCHEDULES:
         raise ValueError(f"no schedule {name!r}; there are {', '.join(SCHEDULES)} and csv:PATH")
     return SCHEDULES[name]
