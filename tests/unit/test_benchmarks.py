@@ -61,6 +61,14 @@ def test_single_device_writes_rows_of_the_schema(tmp_path):
     assert padding["tiny, equal lengths, float32"] == 0 < padding["tiny, real lengths, float32"]
 
 
+def test_planning_is_measured_at_the_size_it_says(load):
+    rows = load("pipeline_planning").measure("separated", repetitions=1)
+    assert [row.metric for row in rows] == ["compute order", "lowering", "validation"]
+    assert all(row.ours > 0 and row.better == "lower" for row in rows)
+    actions = int(rows[0].case.split()[-2])
+    assert 7000 <= actions <= 8000, rows[0].case
+
+
 def test_losses_that_differ_stop_the_benchmark(load):
     benchmark = load("single_device")
     benchmark._check_losses("same", 2.0, 2.0 + 1e-6, 1e-5)

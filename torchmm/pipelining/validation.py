@@ -35,7 +35,8 @@ def validate_plan(
 
     Memory counts the messages (from posting a receive to the end of the consumer, from a send to
     its WAIT_SEND, on one rank from the producer to the end of the consumer) and, with a model,
-    what tasks keep between F and B, or I and W. Parameters are held from begin to end.
+    what tasks keep between F and B, or I and W. Parameters are held from begin to end. If any
+    stage of the plan is gathered or reduced, all must be.
 
     Args:
         plan: without specs, messages take no memory.

@@ -1,0 +1,96 @@
+"""How long planning a step takes: compute order, lowering, validation.
+
+Planning happens in every step, because the numbers of images change. The step is a large one: 8
+pipeline ranks, 32 microbatches, 7,000 actions or more. The best of many repetitions is reported: it
+is one thread of Python, and everything above the best is other programs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import torch
+from harness import Row, describe_machine, make_parser, report
+
+from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.layouts import ModuleLayers
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.plan import MessageSpecs, TensorSpec
+from torchmm.pipelining.rules import MemoryModel
+from torchmm.pipelining.schedules import SCHEDULES, schedule_layout
+from torchmm.pipelining.validation import validate_plan
+
+RANKS, MICROBATCHES = 8, 32
+GOAL_MS = 30.0
+SEGMENTS = {"separated": 2, "interleaved_1f1b": 3, "zero_bubble": 1}
+"""By schedule: virtual stages per rank, or segments of the LLM."""
+
+
+def step_graph(schedule: str) -> StageGraph:
+    """0 to 2 sub-microbatches per microbatch, 1 on average."""
+    modules = [
+        ModuleLayers("vision", "encoder", (1.0,) * 24, sub_microbatched=True),
+        ModuleLayers("llm", "llm", (2.0,) * 32),
+    ]
+    layout = schedule_layout(schedule, modules, RANKS, SEGMENTS[schedule])
+    counts = [0, 1, 1, 2] * (MICROBATCHES // 4)
+    random.Random(0).shuffle(counts)
+    return StageGraph(layout, MICROBATCHES, {"vision": tuple(counts)})
+
+
+def varying_specs(graph: StageGraph) -> MessageSpecs:
+    """One bfloat16 tensor per message, of another length each."""
+    rng = random.Random(0)
+    return {
+        message: (TensorSpec((rng.randrange(1000, 8000), 4096), torch.bfloat16),)
+        for task in graph.tasks()
+        for message in graph.incoming(task)
+    }
+
+
+def best_ms(function: Callable[[], object], repetitions: int) -> float:
+    """Shortest of a number of calls."""
+    best = float("inf")
+    for _ in range(repetitions):
+        begin_s = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - begin_s)
+    return best * 1e3
+
+
+def measure(schedule: str, repetitions: int) -> list[Row]:
+    """Rows of one schedule."""
+    graph = step_graph(schedule)
+    specs = varying_specs(graph)
+    order = SCHEDULES[schedule].order(graph)
+    plan = lower_plan(order, graph, specs, sharding="step")
+    memory = MemoryModel(lambda task: 1 << 20)
+    validate_plan(plan, memory=memory).raise_for_problems()
+    count = sum(map(len, plan.actions))
+    case = f"{schedule}, {RANKS} ranks, {MICROBATCHES} microbatches, {count} actions"
+
+    def row(metric: str, function: Callable[[], object], goal: float | None = None) -> Row:
+        ours = best_ms(function, repetitions)
+        return Row(case, metric, "ms", ours, goal=goal, better="lower")
+
+    return [
+        row("compute order", lambda: SCHEDULES[schedule].order(graph)),
+        row("lowering", lambda: lower_plan(order, graph, specs, sharding="step")),
+        row("validation", lambda: validate_plan(plan, memory=memory), GOAL_MS),
+    ]
+
+
+def main() -> None:
+    """Prints the table."""
+    arguments = make_parser(__doc__ or "").parse_args()
+    torch.set_num_threads(1)
+    repetitions = 10 if arguments.quick else 100
+    rows = [row for schedule in SEGMENTS for row in measure(schedule, repetitions)]
+    title = f"Planning a step, best of {repetitions}; {describe_machine(torch.device('cpu'))}"
+    report(title, rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
