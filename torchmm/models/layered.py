@@ -89,6 +89,7 @@ class LayeredModule(nn.Module, ABC):
         weights: where its pretrained weights come from.
         unused: names of Hugging Face parameters that are not built because nothing reads them.
         is_first, is_last: whether it holds what stands before / behind the layers.
+        recomputes: whether backward runs layers again instead of keeping all activations.
     """
 
     kind: Literal["llm", "encoder"]
@@ -102,6 +103,7 @@ class LayeredModule(nn.Module, ABC):
         self.unused: set[str] = set()
         self.is_first = True
         self.is_last = True
+        self.recomputes = False
 
     @property
     @abstractmethod

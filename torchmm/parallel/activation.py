@@ -36,6 +36,7 @@ def apply_activation_checkpoint(module: LayeredModule, mode: str) -> None:
     """Recomputes layers in backward: all of it ("full"), or the cheap operators ("selective")."""
     if mode == "none":
         return
+    module.recomputes = True
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)

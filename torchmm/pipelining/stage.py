@@ -51,6 +51,9 @@ class PipelineStage(ABC):
     def __init__(self, module: nn.Module, sharding: Sharding | None = None) -> None:
         self.module = module
         self.sharding = sharding
+        self.splits_backward = not (isinstance(module, LayeredModule) and module.recomputes)
+        """Whether backward may be done in two parts, I and W. Layers that are recomputed would be
+        so in both, and torch's selective recomputation allows it only once."""
 
     @abstractmethod
     def forward(

@@ -214,7 +214,8 @@ class StepState:
         kept = self._kept.get(task)
         if kept is not None and not any(leaves for _, leaves in kept.leaves):
             return  # nobody needs gradients of inputs: W does everything
-        if not weights or not supports_weight_split():
+        splits = self._stages[task.stage].splits_backward and supports_weight_split()
+        if not weights or not splits:
             self._whole_backward(task, action)
             if weights:
                 self._split[task] = None
@@ -239,7 +240,7 @@ class StepState:
             return
         weights = self._trained(task.stage)
         new = [weight for weight in weights if weight.grad is None]
-        # The ways to a weight that is used twice may lead through other weights' parts of the graph.
+        # Ways to a weight that is used twice may lead through the parts of other weights.
         shared = any(len(group["intermediates"]) > 1 for group in groups)
         stage_backward_weight(iter(weights), groups, retain_graph=shared)
         for weight in new:

@@ -1,0 +1,240 @@
+"""Pipelines give the losses and gradients of one process: any layout, order and image counts."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_distributed
+from pipeline_cases import Case, CaseRun
+from random_orders import random_graph, random_order
+from torch import Tensor
+from toy_stages import ToyStage, compare, gradients, reference, toy_specs, toy_stages
+
+from torchmm.config import ParallelConfig
+from torchmm.parallel.mesh import start_process_group
+from torchmm.parallel.p2p import P2PChannels, PendingTransfer
+from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec, Task
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.runtime import PipelineRuntime
+from torchmm.pipelining.stage import StageOutput
+from torchmm.pipelining.validation import validate_plan
+
+CPU = torch.device("cpu")
+FREEZES = {
+    "nothing": (),
+    "the tower": ("vision",),
+    "the LLM": ("llm",),
+    "all but the connector": ("vision", "llm"),
+}
+BF16_TOLERANCE = 2e-2
+CASES = {
+    2: [
+        *(Case(f"pp2, {n} frozen", 2, freeze=f) for n, f in FREEZES.items()),
+        Case("pp2, images of any size", 2, encoder="siglip2"),
+        Case("pp2, only the connector, images of any size", 2, encoder="siglip2",
+             freeze=("vision", "llm")),
+        Case("pp2, untied", 2, tied=False),
+        Case("pp2, recomputation", 2, recompute="full"),
+        Case("pp2, selective recomputation", 2, recompute="selective"),
+        Case("pp2, bf16", 2, dtype=torch.bfloat16, tolerance=BF16_TOLERANCE),
+        Case("fsdp2 gathered once", shard=2, seeds=(0, 1)),
+    ],
+    4: [
+        *(Case(f"pp4, {n} frozen", 4, freeze=f, seeds=(0, 1)) for n, f in FREEZES.items()),
+        *(Case(f"pp2 x fsdp2, {n} frozen", 2, shard=2, freeze=f, seeds=(0, 1))
+          for n, f in FREEZES.items()),
+        Case("pp2 x fsdp2, images of any size", 2, shard=2, encoder="siglip2", seeds=(0, 1)),
+        Case("pp2 x fsdp2, bf16", 2, shard=2, dtype=torch.bfloat16, tolerance=BF16_TOLERANCE,
+             seeds=(0, 1)),
+        Case("pp2 x replicate2", 2, replicate=2, seeds=(0, 1)),
+        Case("pp2 x tp2", 2, tensor=2, seeds=(0,)),
+        Case("pp2 x tp2, the LLM frozen", 2, tensor=2, freeze=("llm",), seeds=(1,)),
+        Case("pp2 x tp2, sequence parallel", 2, tensor=2, sequence_parallel=True, seeds=(0,)),
+    ],
+}  # fmt: skip
+TOY_SEEDS = {2: range(200), 4: range(200, 250)}
+LOSS_SCALE = 0.3
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def outcomes(request) -> list[dict[str, Any]]:
+    """What all ranks of a world of 2 or 4 found."""
+    return run_distributed(_run_all, request.param, request.param)
+
+
+def _run_all(ranks: int) -> dict[str, Any]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    found = _toys(TOY_SEEDS[ranks])
+    found["cases"], found["collectives"] = [], []
+    for case in CASES[ranks]:
+        run = CaseRun(case)
+        for seed in case.seeds:
+            found["cases"].append((case.name, seed, run.errors(seed), run.tied_digest()))
+        if case.shard > 1:
+            found["collectives"] += [(case.name, *run.collectives(s)) for s in case.seeds[:2]]
+    if ranks == 2:
+        found["controls"] = _controls()
+    return found
+
+
+@pytest.mark.slow
+def test_random_orders_of_random_graphs_equal_one_process(outcomes):
+    for found in outcomes:
+        assert found["steps"] == len(TOY_SEEDS[len(outcomes)])
+        assert found["wrong"] == {}
+
+
+@pytest.mark.slow
+def test_real_models_in_random_orders_equal_one_process(outcomes):
+    for found in outcomes:
+        for name, seed, errors, _ in found["cases"]:
+            assert errors == {}, (name, seed, errors)
+
+
+@pytest.mark.slow
+def test_copies_of_a_tied_weight_have_the_same_gradient_bit_by_bit(outcomes):
+    compared = 0
+    for entries in zip(*(found["cases"] for found in outcomes), strict=True):
+        name, seed = entries[0][:2]
+        digests = [digest for *_, digest in entries if digest is not None]
+        if "untied" in name:
+            assert len(set(digests)) == 2, "the control: different weights, different gradients"
+        elif len(digests) > 1:
+            assert len(set(digests)) == 1, (name, seed)
+            compared += 1
+    assert compared
+
+
+@pytest.mark.slow
+def test_every_unit_is_gathered_and_reduced_once_per_step(outcomes):
+    for found in outcomes:
+        assert found["collectives"]
+        for name, counted, wanted in found["collectives"]:
+            assert counted == wanted, name
+            assert wanted["all-gather"] > 1, name
+
+
+@pytest.mark.slow
+def test_mistakes_are_found_by_the_comparison(outcomes):
+    if "controls" not in outcomes[0]:
+        pytest.skip("made with two ranks")
+    wrong: dict[str, list[bool]] = {}
+    for found in outcomes:
+        for name, errors in found["controls"].items():
+            wrong.setdefault(name, []).append(bool(errors))
+    assert not any(wrong.pop("nothing wrong"))
+    assert len(wrong) == 4
+    for name, by_rank in wrong.items():
+        assert any(by_rank), f"{name}: not noticed"
+
+
+def _toys(seeds: Sequence[int]) -> dict[str, Any]:
+    """Steps of random graphs; by seed, what differs from one process."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    channels = P2PChannels(CPU, range(world), 60.0)
+    channels.warm_up()
+    wrong: dict[int, Any] = {}
+    for seed in seeds:
+        graph = random_graph(seed, ranks=world)
+        data = [10 * seed + i for i in range(graph.microbatches)]
+        found = _toy_step(graph, seed, data, channels, toy_stages(graph, rank))
+        if errors := _toy_errors(graph, data, found):
+            wrong[seed] = errors
+    return {"steps": len(seeds), "wrong": wrong}
+
+
+Found = tuple[dict[int, float], dict[str, Tensor]]
+
+
+def _toy_step(
+    graph: StageGraph,
+    seed: int,
+    data: Sequence[int],
+    channels: P2PChannels,
+    stages: dict[int, ToyStage],
+) -> Found:
+    rank = dist.get_rank()
+    if rank >= graph.layout.rank_count:
+        return {}, {}
+    plan = lower_plan(random_order(graph, seed), graph, toy_specs(graph), receives_ahead=seed % 4)
+    validate_plan(plan).raise_for_problems()
+    result = PipelineRuntime(rank, stages, channels).step(plan, data, loss_scale=LOSS_SCALE)
+    return {m: loss.item() for m, loss in result.losses.items()}, gradients(stages)
+
+
+def _toy_errors(graph: StageGraph, data: Sequence[int], found: Found) -> dict[str, float]:
+    """Relative errors of the sums over ranks: LLM and generator, and replicas, lie on several."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    losses, grads = reference(graph, data, LOSS_SCALE)
+    summed: dict[str, Tensor] = {}
+    errors = {}
+    for _, own in of_ranks:
+        for name, grad in own.items():
+            summed[name] = summed[name] + grad if name in summed else grad
+    for index, wanted in losses.items():
+        loss = sum(own.get(index, 0.0) for own, _ in of_ranks)
+        if not abs(loss - wanted) <= 1e-5 * abs(wanted):
+            errors[f"loss {index}"] = abs(loss / wanted - 1)
+    return errors | compare(summed, grads)
+
+
+class _CorruptChannels(P2PChannels):
+    """Scales the first gradient that is sent by 1.001."""
+
+    corrupt = False
+
+    def send(
+        self, tensors: Sequence[Tensor], specs: Sequence[Any], peer: int, action: Any
+    ) -> PendingTransfer:
+        if self.corrupt and "SEND_B" in str(action):
+            self.corrupt = False
+            tensors = [tensors[0] * 1.001, *tensors[1:]]
+        return super().send(tensors, specs, peer, action)
+
+
+class _DroppingStage(ToyStage):
+    """Loses the second sub-microbatch of each microbatch: `outputs` or only `gradients`."""
+
+    lost = "outputs"
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        output = super().forward(task, inputs, microbatch, graph)
+        if graph.parts(task.stage, task.microbatch) > 1 and task.sub_microbatch == 1:
+            factor = 0.0 if self.lost == "outputs" else 1.0
+            output.messages = [
+                (first.detach() * factor, *others) for first, *others in output.messages
+            ]
+        return output
+
+
+def _controls() -> dict[str, dict[str, float]]:
+    """By mistake: what the comparison says to it."""
+    rank = dist.get_rank()
+    chain = [("vision", 0), ("vision", 1), ("llm", 0), ("llm", 1)]
+    stages = tuple(StageSpec(i, m, i % 2, i % 2 + 1, (r,)) for i, (m, r) in enumerate(chain))
+    layout = StageLayout(stages, ((0, 1), (1, 2), (2, 3)), frozenset({"vision"}))
+    graph = StageGraph(layout, 4, {"vision": (2, 0, 3, 1)})
+    channels = _CorruptChannels(CPU, [0, 1], 60.0)
+    data = [random.Random(i).randrange(1000) for i in range(4)]
+    swapped = [data[0], data[2], data[1], data[3]] if rank == 0 else data
+
+    def errors(given: Sequence[int], lost: str | None = None) -> dict[str, float]:
+        own = toy_stages(graph, rank)
+        if lost is not None and rank == 1:
+            own[1] = _DroppingStage(own[1].module)
+            own[1].lost = lost
+        return _toy_errors(graph, data, _toy_step(graph, 5, given, channels, own))
+
+    found = {"nothing wrong": errors(data)}
+    channels.corrupt = rank == 1
+    found["a gradient changed by 0.1 %"] = errors(data)
+    found["a sub-microbatch dropped"] = errors(data, "outputs")
+    found["the gradient of a sub-microbatch dropped"] = errors(data, "gradients")
+    found["two microbatches swapped on one rank"] = errors(swapped)
+    return found

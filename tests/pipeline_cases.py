@@ -1,0 +1,319 @@
+"""Tiny real models in pipelines: random cuts and orders, compared with the whole model."""
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from random_orders import random_order
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchmm.batch import (
+    IGNORE_TARGET,
+    EncoderInputs,
+    ImageMeta,
+    Microbatch,
+    MicrobatchMeta,
+    SampleMeta,
+)
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.fsdp import StepSharding, apply_fsdp
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.pipelining.graph import StageGraph, StageLayout
+from torchmm.pipelining.layouts import Cut, ModuleLayers, build_layout
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.messages import message_specs
+from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.runtime import PipelineRuntime, channel_pairs
+from torchmm.pipelining.stage import make_stage
+from torchmm.pipelining.validation import validate_plan
+
+CPU = torch.device("cpu")
+VOCAB, LAYERS = 64, 4
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+LLM = {
+    "model_type": "qwen3",
+    **SIZES,
+    "vocab_size": VOCAB,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+TOWER = {**SIZES, "num_hidden_layers": LAYERS, "patch_size": 8}
+TOWERS = {
+    "clip": {"model_type": "clip_vision_model", **TOWER, "image_size": 16},
+    "siglip2": {"model_type": "siglip2_vision_model", **TOWER, "num_patches": 16},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout; every seed is a step with other microbatches in another order."""
+
+    name: str
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = False
+    encoder: str = "clip"
+    freeze: tuple[str, ...] = ()
+    tied: bool = True
+    recompute: str = "none"
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-5
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(
+            pipeline=self.pipeline,
+            replicate=self.replicate,
+            shard=self.shard,
+            tensor=self.tensor,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def build(self) -> MultimodalModel:
+        """The whole model, on the meta device."""
+        config = {
+            "llm": {"config": {**LLM, "tie_word_embeddings": self.tied}},
+            "encoders": {"vision": {"config": TOWERS[self.encoder]}},
+        }
+        model = ModelConfig.model_validate(config)
+        return build_model(model, FreezeConfig(modules=list(self.freeze)))
+
+    def layout(self) -> StageLayout:
+        """Random numbers of stages of random sizes; the LLM's are on all ranks in turn."""
+        rng = random.Random(self.name)
+        tower, llm = ("vision" not in self.freeze), ("llm" not in self.freeze)
+        costs = (1.0,) * LAYERS
+        vision = ModuleLayers(
+            "vision", "encoder", costs, True, (tower,) * LAYERS, pre_trainable=tower
+        )
+        trunk = ModuleLayers(
+            "llm", "llm", costs, False, (llm,) * LAYERS,
+            pre_trainable=llm, post_trainable=llm, tied=self.tied,
+        )  # fmt: skip
+        ranks = rng.sample(range(self.pipeline), self.pipeline)
+        laps = rng.randint(1, LAYERS // self.pipeline)
+        parts = rng.randint(1, LAYERS)
+        cuts = {
+            "vision": [Cut(n, (rng.randrange(self.pipeline),)) for n in sizes(rng, parts)],
+            "llm": [
+                Cut(n, (ranks[i % self.pipeline],))
+                for i, n in enumerate(sizes(rng, laps * self.pipeline if self.pipeline > 1 else 1))
+            ],
+        }
+        return build_layout([vision, trunk], cuts)
+
+
+def sizes(rng: random.Random, parts: int) -> list[int]:
+    """LAYERS in parts, none empty."""
+    ends = sorted(rng.sample(range(1, LAYERS), parts - 1))
+    return [b - a for a, b in pairwise([0, *ends, LAYERS])]
+
+
+def varied_microbatch(seed: int, images: int, encoder: str) -> Microbatch:
+    """One sample per image, one of text, padding; lengths and images' sizes follow the seed."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    fixed = encoder == "clip"
+    grids = [
+        (1, 2, 2) if fixed else (1, rng.randint(1, 3), rng.randint(1, 4)) for _ in range(images)
+    ]
+    placeholders = [prod(grid) for grid in grids] + [0]
+    lengths = [count + rng.randint(3, 8) for count in placeholders]
+    starts = [*accumulate(lengths, initial=0)]
+    total = starts[-1] + rng.randint(1, 9)
+    ids = torch.randint(5, VOCAB, (total,), generator=generator)
+    targets = torch.full((total,), IGNORE_TARGET)
+    samples, positions = [], []
+    for index, (start, length, count) in enumerate(
+        zip(starts, lengths, placeholders, strict=False)
+    ):
+        positions += range(start, start + count)
+        targets[start + count : start + length - 1] = ids[start + count + 1 : start + length]
+        shown = (ImageMeta(8, 8, count, count),) * (count > 0)
+        samples.append(SampleMeta("random", index, length, shown, "vision" if shown else None))
+    inputs = {}
+    if images:
+        shape = (images, 3, 16, 16) if fixed else (sum(placeholders), 3 * 8 * 8)
+        pixels = torch.randn(shape, generator=generator)
+        inputs["vision"] = EncoderInputs(pixels, grids, torch.tensor(positions))
+    position_ids = torch.cat([torch.arange(b - a) for a, b in pairwise([*starts, total])])
+    meta = MicrobatchMeta(tuple(samples), total)
+    return Microbatch(ids, targets, position_ids, [*starts, total], inputs, meta)
+
+
+def step_of(case: Case, seed: int, replica: int) -> tuple[list[Microbatch], list[int]]:
+    """Microbatches of a data-parallel rank, and the encoder's sub-microbatches for each."""
+    rng = random.Random(f"{seed} {replica}")
+    without = (replica == 1 and seed % 3 == 0) or seed % 10 == 9
+    counts = [0 if without else rng.choice((0, 1, 2, 3, 5)) for _ in range(rng.randint(1, 4))]
+    batch = [
+        varied_microbatch(1000 * seed + 100 * replica + i, count, case.encoder)
+        for i, count in enumerate(counts)
+    ]
+    return batch, [rng.randint(1, min(3, count)) if count else 0 for count in counts]
+
+
+class CaseRun:
+    """One rank of a case. Creating it is collective."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.mesh: ParallelMesh = build_mesh(case.parallel, CPU)
+        self.layout = case.layout()
+        self.model = case.build()
+        modules = cut_for_rank(self.model, self.layout, self.mesh.pipeline_rank)
+        recompute = ActivationCheckpointConfig(mode=case.recompute)
+        parallelize(self.model, self.mesh, case.parallel, recompute, CompileConfig(), case.dtype)
+        materialize(self.model, CPU)
+        init_weights(self.model, seed=1)
+        self.sharded = any(isinstance(m, FSDPModule) for m in modules.values())
+        self.stages = {
+            i: make_stage(m, StepSharding(m) if self.sharded else None) for i, m in modules.items()
+        }
+        self.channels = None
+        if case.pipeline > 1:
+            self.channels = P2PChannels(CPU, self.mesh.pipeline_ranks, 60.0)
+            self.channels.warm_up(channel_pairs(self.layout))
+        self.runtime = PipelineRuntime(self.mesh.pipeline_rank, self.stages, self.channels)
+        self.whole = case.build()
+        if case.dtype != torch.float32:
+            alone = init_device_mesh(
+                "cpu", (self.mesh.world_size, 1), mesh_dim_names=("all", "own")
+            )
+            for module in self.whole.modality_modules():
+                apply_fsdp(module, alone["own"], case.dtype)
+        materialize(self.whole, "cpu")
+        init_weights(self.whole, seed=1)
+
+    def plan(self, seed: int) -> tuple[PipelinePlan, list[Microbatch]]:
+        """A random order of this data-parallel rank's step."""
+        batch, parts = step_of(self.case, seed, self.mesh.data_parallel_rank)
+        graph = StageGraph(self.layout, len(batch), {"vision": tuple(parts)})
+        modules = {m.name: m for m in self.model.modality_modules()}
+        specs = message_specs(graph, modules, [m.meta for m in batch], self.case.dtype)
+        order = random_order(graph, seed)
+        plan = lower_plan(order, graph, specs, sharding="step" if self.sharded else "none")
+        validate_plan(plan).raise_for_problems()
+        return plan, batch
+
+    def errors(self, seed: int) -> dict[str, float]:
+        """Runs a step; relative errors of losses and gradients beyond the tolerance."""
+        plan, batch = self.plan(seed)
+        every = [step_of(self.case, seed, r)[0] for r in range(self.mesh.data_parallel_size)]
+        targets = sum(m.target_count for microbatches in every for m in microbatches)
+        self.model.zero_grad()
+        result = self.runtime.step(plan, batch, loss_scale=self.mesh.data_parallel_size / targets)
+        losses, expected = self._reference(every, targets)
+        errors = {}
+        for index, loss in result.losses.items():
+            wanted = losses[self.mesh.data_parallel_rank][index]
+            errors[f"loss {index}"] = abs(loss.item() / wanted - 1)
+        scale = max(1e-12, *(g.norm().item() for g in expected.values()), 1e-12)
+        copies = self.model.tied_copies()
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None, f"frozen {name} has a gradient"
+                continue
+            wanted = expected[copies.get(name, name)]
+            errors[name] = relative_error(whole(parameter.grad), wanted, scale)
+        return {n: e for n, e in errors.items() if not e <= self.case.tolerance}
+
+    def _reference(
+        self, every: Sequence[Sequence[Microbatch]], targets: int
+    ) -> tuple[list[list[float]], dict[str, Tensor]]:
+        self.whole.zero_grad()
+        losses = []
+        for batch in every:
+            losses.append([])
+            for microbatch in batch:
+                loss = self.whole(microbatch)
+                losses[-1].append(loss.item())
+                (loss / targets).backward()
+        named = self.whole.named_parameters()
+        return losses, {n: whole(p.grad) for n, p in named if p.requires_grad}
+
+    def tied_digest(self) -> str | None:
+        """Of the gradient of this rank's copy of the tied weight."""
+        for name, parameter in self.model.named_parameters():
+            tied = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+            if tied and parameter.grad is not None:
+                data = whole(parameter.grad).numpy().tobytes()
+                return hashlib.sha256(data).hexdigest()
+        return None
+
+    def collectives(self, seed: int) -> tuple[Counter, Counter]:
+        """(counted, wanted) all-gathers and reduce-scatters of one step."""
+        plan, batch = self.plan(seed)
+        self.model.zero_grad()
+        counter = CountCollectives()
+        with counter:
+            self.runtime.step(plan, batch)
+        wanted: Counter = Counter()
+        for stage in self.stages.values():
+            for unit in stage.module.modules():
+                if isinstance(unit, FSDPModule):
+                    own = own_parameters(unit)
+                    wanted["all-gather"] += bool(own)
+                    wanted["reduce-scatter"] += any(p.requires_grad for p in own)
+        return counter.counts, wanted
+
+
+def own_parameters(unit: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of an FSDP unit that are not those of a unit inside."""
+    inner = {
+        p for m in unit.modules() if m is not unit and isinstance(m, FSDPModule)
+        for p in m.parameters()
+    }  # fmt: skip
+    return [p for p in unit.parameters() if p not in inner]
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts FSDP's collectives, whatever torch calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.name().replace("_", "")
+            self.counts["all-gather"] += "allgather" in name
+            self.counts["reduce-scatter"] += "reducescatter" in name
+        return func(*args, **(kwargs or {}))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def relative_error(found: Tensor, wanted: Tensor, scale: float) -> float:
+    """Against the whole gradient where the reference is zero but for rounding (a key's bias)."""
+    size = wanted.norm().item()
+    return (found - wanted).norm().item() / (size if size > 1e-6 * scale else scale)
