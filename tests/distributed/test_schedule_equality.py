@@ -1,0 +1,202 @@
+"""Every schedule gives the loss and the gradients of the single process, whatever is frozen.
+
+Each case runs three steps with other images: skewed, none on one data-parallel replica, and none at
+all. The sums over all steps' gradients are not compared, but each step's own.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from launch import run_distributed
+from microbatches import MODEL, random_microbatch
+from torch.distributed.tensor import DTensor
+
+from torchmm.batch import Microbatch
+from torchmm.config import (
+    SCHEDULES,
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.optim import global_grad_norm
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
+from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.step import TrainStep
+
+CPU = torch.device("cpu")
+FREEZES = {
+    "nothing": (),
+    "encoder": ("vision",),
+    "llm": ("llm",),
+    "all but the connector": ("vision", "llm"),
+}
+STEPS = [[2, 0, 3, 0, 5, 1], [2, 0, 1, 0, 3, 0], [0] * 6]
+"""Images in each sequence of the global batch; of two replicas, each has every other sequence."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule in a layout."""
+
+    schedule: str
+    freeze: str
+    sizes: tuple[tuple[str, int], ...]
+    virtual_stages: int = 1
+
+    @property
+    def tied(self) -> bool:
+        """Embeddings: not where chains of two stages per rank may put both on one rank."""
+        return self.virtual_stages == 1
+
+
+def deep_model(tied: bool) -> ModelConfig:
+    """The tiny model with enough layers for four ranks."""
+    config = MODEL.model_copy(deep=True)
+    config.llm.config["tie_word_embeddings"] = tied
+    config.llm.config["num_hidden_layers"] = 5
+    config.encoders["vision"].config["num_hidden_layers"] = 4
+    return config
+
+
+def cases(**sizes: int) -> list[Case]:
+    found = [Case(s, f, tuple(sizes.items())) for s in SCHEDULES for f in FREEZES]
+    if sizes == {"pipeline": 2}:
+        interleaved = ("interleaved_1f1b", "megatron", "megatron_balanced", "separated")
+        found += [Case(s, f, tuple(sizes.items()), 2) for s in interleaved for f in FREEZES]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pipeline": 2},
+        {"pipeline": 4},
+        {"pipeline": 2, "shard": 2},
+        {"pipeline": 2, "tensor": 2},
+    ],
+    ids=["pp2", "pp4", "pp2 x fsdp2", "pp2 x tp2"],
+)
+def test_schedules_equal_single_process(sizes):
+    ranks = 4 if sum(sizes.values()) == 4 else 2
+    outcomes = run_distributed(_compare_all, ranks, cases(**sizes))
+    for rank, found in enumerate(outcomes):
+        assert len(found) == len(cases(**sizes))
+        for case, problems in found:
+            assert not problems, (rank, case, problems)
+
+
+def _compare_all(every: list[Case]) -> list[tuple[Case, list[str]]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    config = ParallelConfig(shard=1, **{k: v for k, v in every[0].sizes if k != "shard"})
+    config = config.model_copy(update=dict(every[0].sizes))
+    mesh = build_mesh(config, CPU)
+    references = {
+        (freeze, tied): _references(freeze, tied)
+        for freeze, tied in dict.fromkeys((case.freeze, case.tied) for case in every)
+    }
+    return [
+        (case, _compare(case, config, mesh, references[case.freeze, case.tied])) for case in every
+    ]
+
+
+@dataclass
+class Reference:
+    """A step of the single process."""
+
+    batch: list[Microbatch]
+    targets: int
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+    @property
+    def norm(self) -> float:
+        return torch.stack([g.norm() for g in self.gradients.values()]).norm().item()
+
+
+def _references(freeze: str, tied: bool) -> list[Reference]:
+    model = _filled(build_model(deep_model(tied), FreezeConfig(modules=list(FREEZES[freeze]))))
+    found = []
+    for number, images in enumerate(STEPS):
+        lengths = (64, 72, 56)
+        batch = [
+            random_microbatch(10 * number + i, n, lengths[i % 3]) for i, n in enumerate(images)
+        ]
+        targets = sum(m.target_count for m in batch)
+        model.zero_grad(set_to_none=True)
+        total = 0.0
+        for microbatch in batch:
+            loss = model(microbatch) / targets
+            if loss.requires_grad:
+                loss.backward()
+            total += loss.item()
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+        found.append(Reference(batch, targets, total, gradients))
+    return found
+
+
+def _filled(model: MultimodalModel) -> MultimodalModel:
+    materialize(model, "cpu")
+    init_weights(model, seed=1)
+    return model
+
+
+def _compare(
+    case: Case, config: ParallelConfig, mesh: ParallelMesh, references: list[Reference]
+) -> list[str]:
+    config = config.model_copy(
+        update={"schedule": case.schedule, "virtual_stages": case.virtual_stages}
+    )
+    model = build_model(deep_model(case.tied), FreezeConfig(modules=list(FREEZES[case.freeze])))
+    descriptions = [module.describe() for module in model.modality_modules()]
+    layout = plan_layout(config, descriptions, [m.meta for m in references[0].batch])
+    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    parallelize(model, mesh, config, ActivationCheckpointConfig(), CompileConfig(), torch.float32)
+    _filled(model)
+    pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
+    step = TrainStep(pipeline, mesh)
+    problems = []
+    for number, reference in enumerate(references):
+        model.zero_grad(set_to_none=True)
+        share = reference.batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+        outcome = step.run(share, reference.targets)
+        loss = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
+        if abs(loss / reference.loss - 1) > 1e-5:
+            problems.append(f"step {number}: loss {loss}, expected {reference.loss}")
+        problems += _gradient_problems(number, model, reference, mesh)
+    return problems
+
+
+def _gradient_problems(
+    number: int, model: MultimodalModel, reference: Reference, mesh: ParallelMesh
+) -> list[str]:
+    problems = []
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    copies = model.tied_copies()
+    for name, parameter in trained.items():
+        wanted = reference.gradients[copies.get(name, name)]
+        grad = parameter.grad
+        found = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        size = wanted.norm().item()
+        # Zero but for rounding (a key bias cannot change attention): against the whole gradient.
+        scale = size if size > 1e-6 * reference.norm else max(reference.norm, 1e-6)
+        error = (found - wanted).norm().item() / scale
+        if error > 1e-5:
+            problems.append(f"step {number}: {name} is off by {error}")
+    group = mesh.pipeline.get_group()
+    norm = global_grad_norm(trained.values(), model.tied_copy_parameters(), group).item()
+    if abs(norm - reference.norm) > 1e-5 * max(reference.norm, 1e-6):
+        problems.append(f"step {number}: gradient norm {norm}, expected {reference.norm}")
+    return problems
