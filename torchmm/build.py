@@ -118,7 +118,7 @@ def build_run(
     if restored:
         logger.info("resumed from %s", restored.path)
         if restored.rng is None:
-            seed_everything(recipe.training.seed, mesh.data_parallel_rank, step)
+            seed_everything(recipe.training.seed, *_random_stream(mesh), step)
     recorder = None
     if mesh.rank == 0:
         recorder = MetricsRecorder(
@@ -242,9 +242,17 @@ def _quiet_libraries() -> None:
     transformers.logging.disable_progress_bar()
 
 
+def _random_stream(mesh: ParallelMesh) -> tuple[int, ...]:
+    """Coordinates of the random stream of a rank: its samples and its place in the pipeline.
+
+    Ranks of one tensor-parallel group share both and must share dropout masks.
+    """
+    place = (mesh.pipeline_rank,) if mesh.pipeline_size > 1 else ()
+    return mesh.data_parallel_rank, *place
+
+
 def _set_numerics(recipe: Recipe, mesh: ParallelMesh) -> None:
-    # Ranks of one tensor-parallel group share their samples and must share dropout masks.
-    seed_everything(recipe.training.seed, mesh.data_parallel_rank)
+    seed_everything(recipe.training.seed, *_random_stream(mesh))
     if recipe.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
