@@ -27,6 +27,7 @@ SIZES = {
     VISION + "num_attention_heads": 4,
     VISION + "image_size": 32,
     VISION + "patch_size": 16,
+    "--parallel.pipeline": 1,
     "--training.global_batch_size": 8,
     "--training.microbatch_size": 1,
     "--training.sequence_length": 128,

@@ -23,6 +23,12 @@ LAYOUTS = {
             "training__microbatch_size": 4,
         },
         "fsdp2-mb2": {"parallel__shard": 2, "training__microbatch_size": 2},
+        "pp2": {"parallel__pipeline": 2, "parallel__vision.sub_microbatch_images": 2},
+        "pp2-1f1b": {
+            "parallel__pipeline": 2,
+            "parallel__schedule": "1f1b",
+            "training__microbatch_size": 2,
+        },
     },
     4: {
         "hsdp": {"parallel__replicate": 2, "parallel__shard": 2},
@@ -31,6 +37,7 @@ LAYOUTS = {
             "parallel__tensor": 2,
             "training__microbatch_size": 4,
         },
+        "pp2-fsdp2": {"parallel__pipeline": 2, "parallel__shard": 2},
     },
 }
 
@@ -71,11 +78,12 @@ def test_layouts_give_the_single_process_curve(ranks, single, tmp_path, real_dat
     assert single[-1]["loss"] < 0.9 * single[0]["loss"], "the model must learn something"
 
 
+@pytest.mark.parametrize("layout", ["shard", "pipeline"])
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0)], ids=["0 then 2", "2 then 0"])
-def test_resume_continues_with_the_same_bits(workers, tmp_path, real_data):
+def test_resume_continues_with_the_same_bits(workers, layout, tmp_path, real_data):
     """6 steps at once, or 3 and 3 with another number of workers: same losses, same weights."""
     first, then = workers
-    common = {"checkpoint__interval": 3, "parallel__shard": 2}
+    common = {"checkpoint__interval": 3, f"parallel__{layout}": 2}
     whole = tiny_recipe(
         tmp_path / "whole", real_data, 2, training__steps=6, data__workers=first, **common
     )
@@ -106,11 +114,19 @@ def test_checkpoint_of_one_layout_continues_in_another(single, tmp_path, real_da
         run_dir, real_data, 2, training__steps=6, checkpoint__interval=3, parallel__tensor=2
     )
     alone = tiny_recipe(run_dir, real_data, 1, training__steps=9, checkpoint__interval=3)
+    pipeline = {"checkpoint__interval": 3, "parallel__pipeline": 2}
+    pp = tiny_recipe(run_dir, real_data, 2, training__steps=12, **pipeline)
+    pp_fsdp = tiny_recipe(run_dir, real_data, 4, training__steps=15, **pipeline)
+    again = fsdp.model_copy(deep=True)
+    again.training.steps = 18
     run(2, fsdp)
     run(2, tp)
     run(1, alone)
+    run(2, pp)
+    run(4, pp_fsdp)
+    run(2, again)
     found = records(run_dir)
-    assert [r["step"] for r in found] == list(range(1, 10))
+    assert [r["step"] for r in found] == list(range(1, 19))
     for ours, reference in zip(found, single, strict=False):
         assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-3)
     assert read_status(run_dir).state == "done"

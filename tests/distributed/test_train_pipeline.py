@@ -1,0 +1,91 @@
+"""A pipeline through train.py on real data: what the user gets beside the same numbers."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_recipe import arguments, records
+
+from torchmm.pipelining.records import read_records
+from torchmm.pipelining.timeline import analyze_timeline
+
+pytestmark = pytest.mark.slow
+CHANGES = {
+    "training__steps": 4,
+    "training__global_batch_size": 4,
+    "validation__interval": 2,
+    "validation__batches": 1,
+    "validation__samples": 2,
+    "validation__max_new_tokens": 3,
+    "checkpoint__export_hf": "true",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, real_data, train_server) -> dict[int, Path]:
+    """The same recipe on one rank and as a pipeline of two."""
+    root = tmp_path_factory.mktemp("pipeline")
+    for ranks in (1, 2):
+        pipeline = {"parallel__pipeline": ranks, "metrics__timeline_step": 3}
+        command = arguments(root / str(ranks), real_data, **CHANGES, **pipeline)
+        codes, output = train_server.run(command, root / f"log{ranks}", ranks)
+        assert codes == [0] * ranks, output
+    return {ranks: root / str(ranks) for ranks in (1, 2)}
+
+
+def test_losses_held_out_losses_and_texts_are_the_same(runs):
+    alone, pipeline = (records(run_dir) for run_dir in runs.values())
+    for one, two in zip(alone, pipeline, strict=True):
+        for key in ("loss", "grad_norm", "validation_loss"):
+            assert two[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), key
+    one, two = (json.loads((run / "samples.json").read_text()) for run in runs.values())
+    assert [s["prompt"] for s in one] == [s["prompt"] for s in two]
+    assert [s["truth"] for s in one] == [s["truth"] for s in two]
+    assert [s["generated"] for s in one] == [s["generated"] for s in two]
+
+
+def test_every_sample_is_counted_once(runs):
+    """Rates times the time they are taken over are the counts, which do not depend on layout."""
+    alone, pipeline = (records(run_dir) for run_dir in runs.values())
+    for one, two in zip(alone, pipeline, strict=True):
+        for key in ("tokens_per_s", "samples_per_s", "images_per_s"):
+            counts = [r[key] * r["step_ms"] / 1e3 for r in (one, two)]
+            assert counts[0] == pytest.approx(counts[1]), key
+
+
+def test_bubbles_are_measured_only_where_there_is_a_pipeline(runs):
+    assert all(r["bubble_fraction"] is None for r in records(runs[1]))
+    for record in records(runs[2]):
+        assert 0 < record["bubble_fraction"] < 1
+        assert 0 < record["encoder_ms"] < record["step_ms"]
+        assert 0 < record["llm_ms"] < record["step_ms"]
+
+
+def test_timeline_of_one_step_is_saved(runs):
+    assert not (runs[1] / "timeline").exists()
+    directory = runs[2] / "timeline"
+    assert {f.name for f in directory.iterdir()} == {
+        "step-3.svg",
+        "step-3.json",
+        "step-3.trace.json",
+    }
+    ET.parse(directory / "step-3.svg")
+    assert json.loads((directory / "step-3.trace.json").read_text())
+    found, graph = read_records(directory / "step-3.json")
+    assert {r.rank for r in found} == {0, 1}
+    assert graph.sub_microbatches["vision"]
+    assert analyze_timeline(found, graph.layout).bubble_fraction > 0
+
+
+def test_export_is_that_of_one_rank(runs):
+    one, two = (
+        {k: v for f in (run / "hf").glob("*.safetensors") for k, v in load_file(f).items()}
+        for run in runs.values()
+    )
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        # AdamW turns the rounding of gradients that should be zero (key biases) into small steps.
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
