@@ -3,11 +3,11 @@
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from random_orders import random_order
@@ -62,10 +62,41 @@ LLM = {
     "max_position_embeddings": 256,
 }
 TOWER = {**SIZES, "num_hidden_layers": LAYERS, "patch_size": 8}
-TOWERS = {
-    "clip": {"model_type": "clip_vision_model", **TOWER, "image_size": 16},
-    "siglip2": {"model_type": "siglip2_vision_model", **TOWER, "num_patches": 16},
-}
+FOLDED = {"connector": "pixel_shuffle_mlp", "shuffle": 2}
+
+
+class Kind(NamedTuple):
+    """An encoder and the images it takes."""
+
+    section: dict[str, Any]
+    grids: list[tuple[int, int, int]]
+    """To choose from."""
+    pixels: tuple[int, ...]
+    """Shape of an image, or of a patch."""
+    merge: int = 1
+
+
+ANY_GRID = [(1, rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3, 4)]
+KINDS = {
+    "clip": Kind(
+        {"config": {"model_type": "clip_vision_model", **TOWER, "image_size": 16}},
+        [(1, 2, 2)], (3, 16, 16),
+    ),
+    "siglip, folded": Kind(
+        {"config": {"model_type": "siglip_vision_model", **TOWER, "image_size": 32}, **FOLDED},
+        [(1, 4, 4)], (3, 32, 32), 2,
+    ),
+    "siglip2": Kind(
+        {"config": {"model_type": "siglip2_vision_model", **TOWER, "num_patches": 16}},
+        ANY_GRID, (3 * 8 * 8,),
+    ),
+    "qwen2_5_vl": Kind(
+        {"config": {"model_type": "qwen2_5_vl_vision", "depth": LAYERS, "hidden_size": 32,
+                    "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32,
+                    "patch_size": 8, "window_size": 32, "fullatt_block_indexes": [1]}},
+        [(1, 2, 2), (1, 4, 6), (2, 2, 4)], (3 * 2 * 8 * 8,), 2,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,6 +110,8 @@ class Case:
     tensor: int = 1
     sequence_parallel: bool = False
     encoder: str = "clip"
+    second: str | None = None
+    """Kind of a second encoder, which is always trained."""
     freeze: tuple[str, ...] = ()
     tied: bool = True
     recompute: str = "none"
@@ -96,38 +129,49 @@ class Case:
             sequence_parallel=self.sequence_parallel,
         )
 
-    def build(self) -> MultimodalModel:
-        """The whole model, on the meta device."""
+    def build(self, dtype: torch.dtype = torch.float32) -> MultimodalModel:
+        """The whole model, on the meta device, with parameters in `dtype`."""
         config = {
             "llm": {"config": {**LLM, "tie_word_embeddings": self.tied}},
-            "encoders": {"vision": {"config": TOWERS[self.encoder]}},
+            "encoders": {name: kind.section for name, kind in self.kinds.items()},
         }
         model = ModelConfig.model_validate(config)
-        return build_model(model, FreezeConfig(modules=list(self.freeze)))
+        return build_model(model, FreezeConfig(modules=list(self.freeze)), dtype)
 
-    def layout(self) -> StageLayout:
-        """Random numbers of stages of random sizes; the LLM's are on all ranks in turn."""
-        rng = random.Random(self.name)
-        tower, llm = ("vision" not in self.freeze), ("llm" not in self.freeze)
-        costs = (1.0,) * LAYERS
-        vision = ModuleLayers(
-            "vision", "encoder", costs, True, (tower,) * LAYERS, pre_trainable=tower
-        )
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Encoders by name."""
+        second = {} if self.second is None else {"glance": KINDS[self.second]}
+        return {"vision": KINDS[self.encoder], **second}
+
+    def modules(self) -> list[ModuleLayers]:
+        """What can be cut, and which of it is trained."""
+        costs, found = (1.0,) * LAYERS, []
+        for name in self.kinds:
+            tower = name not in self.freeze
+            layers = (tower,) * LAYERS
+            found.append(ModuleLayers(name, "encoder", costs, True, layers, pre_trainable=tower))
+        llm = "llm" not in self.freeze
         trunk = ModuleLayers(
             "llm", "llm", costs, False, (llm,) * LAYERS,
             pre_trainable=llm, post_trainable=llm, tied=self.tied,
         )  # fmt: skip
+        return [*found, trunk]
+
+    def layout(self) -> StageLayout:
+        """Random numbers of stages of random sizes; the LLM's are on all ranks in turn."""
+        rng = random.Random(self.name)
+        cuts = {}
+        for name in self.kinds:
+            parts = sizes(rng, rng.randint(1, LAYERS))
+            cuts[name] = [Cut(n, (rng.randrange(self.pipeline),)) for n in parts]
         ranks = rng.sample(range(self.pipeline), self.pipeline)
         laps = rng.randint(1, LAYERS // self.pipeline)
-        parts = rng.randint(1, LAYERS)
-        cuts = {
-            "vision": [Cut(n, (rng.randrange(self.pipeline),)) for n in sizes(rng, parts)],
-            "llm": [
-                Cut(n, (ranks[i % self.pipeline],))
-                for i, n in enumerate(sizes(rng, laps * self.pipeline if self.pipeline > 1 else 1))
-            ],
-        }
-        return build_layout([vision, trunk], cuts)
+        if self.pipeline == 1 and self.tied:
+            laps = 1
+        parts = sizes(rng, laps * self.pipeline)
+        cuts["llm"] = [Cut(n, (ranks[i % self.pipeline],)) for i, n in enumerate(parts)]
+        return build_layout(self.modules(), cuts)
 
 
 def sizes(rng: random.Random, parts: int) -> list[int]:
@@ -136,48 +180,67 @@ def sizes(rng: random.Random, parts: int) -> list[int]:
     return [b - a for a, b in pairwise([0, *ends, LAYERS])]
 
 
-def varied_microbatch(seed: int, images: int, encoder: str) -> Microbatch:
-    """One sample per image, one of text, padding; lengths and images' sizes follow the seed."""
+def varied_microbatch(
+    seed: int, images: Mapping[str, int], kinds: Mapping[str, Kind]
+) -> Microbatch:
+    """One sample per image, one of text, padding; lengths and images' sizes follow the seed.
+
+    Args:
+        images: number by encoder.
+    """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    fixed = encoder == "clip"
-    grids = [
-        (1, 2, 2) if fixed else (1, rng.randint(1, 3), rng.randint(1, 4)) for _ in range(images)
-    ]
-    placeholders = [prod(grid) for grid in grids] + [0]
-    lengths = [count + rng.randint(3, 8) for count in placeholders]
-    starts = [*accumulate(lengths, initial=0)]
+    owners: list[str | None] = [name for name, count in images.items() for _ in range(count)]
+    rng.shuffle(owners)
+    starts, samples = [0], []
+    shares: dict[str, tuple[list, list]] = {}
+    for index, owner in enumerate([*owners, None]):
+        shown, tokens = (), 0
+        if owner is not None:
+            grid = rng.choice(kinds[owner].grids)
+            tokens = prod(grid) // kinds[owner].merge ** 2
+            grids, positions = shares.setdefault(owner, ([], []))
+            grids.append(grid)
+            positions += range(starts[-1], starts[-1] + tokens)
+            shown = (ImageMeta(8, 8, prod(grid), tokens),)
+        length = tokens + rng.randint(3, 8)
+        samples.append(SampleMeta("random", index, length, shown, owner))
+        starts.append(starts[-1] + length)
     total = starts[-1] + rng.randint(1, 9)
     ids = torch.randint(5, VOCAB, (total,), generator=generator)
     targets = torch.full((total,), IGNORE_TARGET)
-    samples, positions = [], []
-    for index, (start, length, count) in enumerate(
-        zip(starts, lengths, placeholders, strict=False)
-    ):
-        positions += range(start, start + count)
-        targets[start + count : start + length - 1] = ids[start + count + 1 : start + length]
-        shown = (ImageMeta(8, 8, count, count),) * (count > 0)
-        samples.append(SampleMeta("random", index, length, shown, "vision" if shown else None))
+    for start, sample in zip(starts, samples, strict=False):
+        first, last = start + sum(i.tokens for i in sample.images), start + sample.tokens - 1
+        targets[first:last] = ids[first + 1 : last + 1]
     inputs = {}
-    if images:
-        shape = (images, 3, 16, 16) if fixed else (sum(placeholders), 3 * 8 * 8)
-        pixels = torch.randn(shape, generator=generator)
-        inputs["vision"] = EncoderInputs(pixels, grids, torch.tensor(positions))
+    for name, (grids, positions) in shares.items():
+        shape = kinds[name].pixels
+        count = len(grids) if len(shape) == 3 else sum(map(prod, grids))
+        pixels = torch.randn((count, *shape), generator=generator)
+        inputs[name] = EncoderInputs(pixels, grids, torch.tensor(positions))
     position_ids = torch.cat([torch.arange(b - a) for a, b in pairwise([*starts, total])])
     meta = MicrobatchMeta(tuple(samples), total)
     return Microbatch(ids, targets, position_ids, [*starts, total], inputs, meta)
 
 
-def step_of(case: Case, seed: int, replica: int) -> tuple[list[Microbatch], list[int]]:
-    """Microbatches of a data-parallel rank, and the encoder's sub-microbatches for each."""
+def step_of(
+    case: Case, seed: int, replica: int = 0
+) -> tuple[list[Microbatch], dict[str, tuple[int, ...]]]:
+    """Microbatches of a data-parallel rank, and sub-microbatches of each by encoder.
+
+    A replica's number of microbatches is its own. In every third step the second replica has no
+    images, in every tenth nobody has.
+    """
     rng = random.Random(f"{seed} {replica}")
     without = (replica == 1 and seed % 3 == 0) or seed % 10 == 9
-    counts = [0 if without else rng.choice((0, 1, 2, 3, 5)) for _ in range(rng.randint(1, 4))]
-    batch = [
-        varied_microbatch(1000 * seed + 100 * replica + i, count, case.encoder)
-        for i, count in enumerate(counts)
-    ]
-    return batch, [rng.randint(1, min(3, count)) if count else 0 for count in counts]
+    batch, parts = [], []
+    for index in range(rng.randint(1, 4)):
+        images = {n: 0 if without else rng.choice((0, 1, 2, 3, 5)) for n in case.kinds}
+        batch.append(varied_microbatch(1000 * seed + 100 * replica + index, images, case.kinds))
+        parts.append(
+            {n: rng.randint(1, min(3, count)) if count else 0 for n, count in images.items()}
+        )
+    return batch, {name: tuple(p[name] for p in parts) for name in case.kinds}
 
 
 class CaseRun:
@@ -215,7 +278,7 @@ class CaseRun:
     def plan(self, seed: int) -> tuple[PipelinePlan, list[Microbatch]]:
         """A random order of this data-parallel rank's step."""
         batch, parts = step_of(self.case, seed, self.mesh.data_parallel_rank)
-        graph = StageGraph(self.layout, len(batch), {"vision": tuple(parts)})
+        graph = StageGraph(self.layout, len(batch), parts)
         modules = {m.name: m for m in self.model.modality_modules()}
         specs = message_specs(graph, modules, [m.meta for m in batch], self.case.dtype)
         order = random_order(graph, seed)
@@ -226,38 +289,16 @@ class CaseRun:
     def errors(self, seed: int) -> dict[str, float]:
         """Runs a step; relative errors of losses and gradients beyond the tolerance."""
         plan, batch = self.plan(seed)
-        every = [step_of(self.case, seed, r)[0] for r in range(self.mesh.data_parallel_size)]
+        size = self.mesh.data_parallel_size
+        every = [step_of(self.case, seed, replica)[0] for replica in range(size)]
         targets = sum(m.target_count for microbatches in every for m in microbatches)
         self.model.zero_grad()
-        result = self.runtime.step(plan, batch, loss_scale=self.mesh.data_parallel_size / targets)
-        losses, expected = self._reference(every, targets)
-        errors = {}
-        for index, loss in result.losses.items():
-            wanted = losses[self.mesh.data_parallel_rank][index]
-            errors[f"loss {index}"] = abs(loss.item() / wanted - 1)
-        scale = max(1e-12, *(g.norm().item() for g in expected.values()), 1e-12)
-        copies = self.model.tied_copies()
-        for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                assert parameter.grad is None, f"frozen {name} has a gradient"
-                continue
-            wanted = expected[copies.get(name, name)]
-            errors[name] = relative_error(whole(parameter.grad), wanted, scale)
+        result = self.runtime.step(plan, batch, loss_scale=size / targets)
+        losses = reference_losses(self.whole, every, targets)
+        wanted = losses[self.mesh.data_parallel_rank]
+        errors = {f"loss {i}": abs(x.item() / wanted[i] - 1) for i, x in result.losses.items()}
+        errors |= gradient_errors(self.model, self.whole)
         return {n: e for n, e in errors.items() if not e <= self.case.tolerance}
-
-    def _reference(
-        self, every: Sequence[Sequence[Microbatch]], targets: int
-    ) -> tuple[list[list[float]], dict[str, Tensor]]:
-        self.whole.zero_grad()
-        losses = []
-        for batch in every:
-            losses.append([])
-            for microbatch in batch:
-                loss = self.whole(microbatch)
-                losses[-1].append(loss.item())
-                (loss / targets).backward()
-        named = self.whole.named_parameters()
-        return losses, {n: whole(p.grad) for n, p in named if p.requires_grad}
 
     def tied_digest(self) -> str | None:
         """Of the gradient of this rank's copy of the tied weight."""
@@ -283,6 +324,35 @@ class CaseRun:
                     wanted["all-gather"] += bool(own)
                     wanted["reduce-scatter"] += any(p.requires_grad for p in own)
         return counter.counts, wanted
+
+
+def reference_losses(
+    model: MultimodalModel, every: Sequence[Sequence[Microbatch]], targets: int
+) -> list[list[float]]:
+    """Losses of all replicas' microbatches on the whole model, whose gradients are left there."""
+    model.zero_grad()
+    losses: list[list[float]] = []
+    for batch in every:
+        losses.append([])
+        for microbatch in batch:
+            loss = model(microbatch)
+            losses[-1].append(loss.item())
+            (loss / targets).backward()
+    return losses
+
+
+def gradient_errors(cut: MultimodalModel, model: MultimodalModel) -> dict[str, float]:
+    """Relative errors of all gradients of a cut model against those of the whole one."""
+    expected = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+    scale = max([1e-12, *(g.norm().item() for g in expected.values())])
+    copies, errors = cut.tied_copies(), {}
+    for name, parameter in cut.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None, f"frozen {name} has a gradient"
+            continue
+        wanted = expected[copies.get(name, name)]
+        errors[name] = relative_error(whole(parameter.grad), wanted, scale)
+    return errors
 
 
 def own_parameters(unit: torch.nn.Module) -> list[torch.nn.Parameter]:

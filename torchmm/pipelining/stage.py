@@ -157,7 +157,9 @@ def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> Pipel
         return EncoderStage(module, sharding)
     if isinstance(module, LlmModule):
         return LlmStage(module, sharding)
-    raise TypeError(f"{module.name}: no pipeline stage for a {type(module).__name__}")
+    raise TypeError(
+        f"no pipeline stage for a {type(module).__name__}; there are some for encoders and LLMs"
+    )
 
 
 def _to_all(output: Tensor, task: Task, graph: StageGraph) -> StageOutput:
