@@ -29,6 +29,7 @@ def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> Memor
         compute_bytes=2 if training.dtype == "bfloat16" else 4,
         microbatches=max(1, training.global_batch_size // ranks),
         recompute={m.name: checkpointing.modules.get(m.name, checkpointing.mode) for m in modules},
+        pipeline=layout.pipeline,
     )
 
 

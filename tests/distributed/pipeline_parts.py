@@ -74,6 +74,7 @@ class Case:
     shard: int = 1
     tensor: int = 1
     segments: int = 1
+    sequence_parallel: bool = False
     freeze: tuple[str, ...] = ()
 
 
@@ -88,6 +89,7 @@ class Layout:
             shard=case.shard,
             tensor=case.tensor,
             virtual_stages=case.segments,
+            sequence_parallel=case.sequence_parallel,
         )
         self.mesh: ParallelMesh = build_mesh(self.config, torch.device("cpu"))
         self.channels = P2PChannels(torch.device("cpu"), self.mesh.pipeline_ranks, 60)

@@ -54,7 +54,13 @@ CASES = [
     Case("pp2 x fsdp2, 2 segments", pipeline=2, shard=2, segments=2),
     Case("pp4", pipeline=4),
     Case("fsdp4", shard=4),
-    Case("pp2 x tp2", pipeline=2, tensor=2),
+    Case(
+        "pp2 x tp2, sequence parallel, 2 segments",
+        pipeline=2,
+        tensor=2,
+        segments=2,
+        sequence_parallel=True,
+    ),
     Case("pp2 x replicate2", pipeline=2, replicate=2),
     Case("pp4, connector only", pipeline=4, freeze=("llm", "vision")),
 ]

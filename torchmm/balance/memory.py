@@ -4,6 +4,10 @@ Weights, gradients and optimizer state are exact under FSDP2 (float32 master wei
 two moments, gradients not sharded between the microbatches of a step). Activations are counted
 per layer from the tensors that backward needs: with flash-style attention no (tokens x tokens)
 matrix is kept. What is left out: temporary buffers, fragmentation and the framework itself.
+
+A pipeline is taken to be cut evenly: a rank has its share of every layer list and keeps the
+activations of as many microbatches as it has peers, as in 1F1B. Its weights stay gathered, and its
+gradients whole, for the length of the step.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ class MemoryEstimate:
     """Bytes on one rank, by what they hold."""
 
     weight_bytes: int
-    """Sharded float32 weights, plus what FSDP2 gathers of the largest layer in compute dtype."""
+    """Sharded float32 weights, plus what FSDP2 gathers in compute dtype: a layer and the next, or,
+    in a pipeline, all of the rank's."""
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
@@ -41,6 +46,7 @@ def estimate_memory(
     compute_bytes: int,
     microbatches: int,
     recompute: dict[str, str],
+    pipeline: int = 1,
 ) -> MemoryEstimate:
     """Peak bytes of one rank.
 
@@ -52,21 +58,23 @@ def estimate_memory(
         compute_bytes: bytes per element of the compute dtype.
         microbatches: per step; with several, gradients stay whole until the last.
         recompute: activation checkpointing mode by module name.
+        pipeline: ranks among which the layers are divided.
     """
     weights = gradients = optimizer = activations = 0
     for module in modules:
-        parameters = module.parameters // tensor
-        layer = parameters // max(1, len(module.layers))
-        weights += 4 * parameters // shard + (2 * layer * compute_bytes if shard > 1 else 0)
+        parameters = module.parameters // (tensor * pipeline)
+        gathered = 2 * parameters // max(1, len(module.layers)) if pipeline == 1 else parameters
+        weights += 4 * parameters // shard + (gathered * compute_bytes if shard > 1 else 0)
         if module.trainable:
-            held_by = shard if microbatches == 1 else 1
+            held_by = shard if microbatches == pipeline == 1 else 1
             gradients += 4 * parameters // held_by
             optimizer += 8 * parameters // shard
         mode = recompute.get(module.name, "none")
-        per_token = [_activation_elements(s, mode) for s in module.layers]
+        per_token = sum(_activation_elements(sizes, mode) for sizes in module.layers)
+        per_token = per_token * min(pipeline, microbatches) // pipeline
         if mode == "full" and module.layers:  # one layer at a time is recomputed whole
-            per_token.append(_activation_elements(module.layers[0], "none"))
-        activations += tokens.get(module.name, 0) * sum(per_token) * compute_bytes // tensor
+            per_token += _activation_elements(module.layers[0], "none")
+        activations += tokens.get(module.name, 0) * per_token * compute_bytes // tensor
     return MemoryEstimate(weights, gradients, optimizer, activations)
 
 

@@ -11,23 +11,20 @@ checking a plan is one dictionary look-up and a few list operations per action.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.graph import Message, StageGraph, Task
 from torchmm.pipelining.plan import MessageSpecs
 from torchmm.pipelining.transfers import (
-    RECV,
-    SEND,
-    WAIT,
-    WAIT_SEND,
     Transfer,
     tied_reductions,
     transfers,
 )
 
 NONE = -1
+SHARDED = {ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD}
 UNPAIRED = (NONE, NONE, NONE)
 
 
@@ -80,9 +77,9 @@ class RuleBook:
     """All rules of a step.
 
     Attributes:
-        rules: by rank: its actions. A plan is complete if each is there once (of B on the one, I
-            and W on the other hand only one).
-        givers: by fact: rank and action that establish it.
+        rules: by rank: its actions; I and W only if the plan has any.
+        givers: by fact: the action that establishes it.
+        giver_ranks: by fact: the rank of that action.
         counters: by counter: the rank that raises it, and the rank that waits for it.
         tasks: the facts of every task.
         messages: all messages of the step.
@@ -93,13 +90,24 @@ class RuleBook:
         graph: StageGraph,
         specs: MessageSpecs,
         training: bool,
-        sharded: bool,
+        kinds: Set[ActionType],
         memory: MemoryModel | None,
     ) -> None:
+        """The rules of a graph.
+
+        Args:
+            graph: the step.
+            specs: sizes of the messages.
+            training: whether there are backwards.
+            kinds: types of the actions in the plan.
+            memory: sizes of what tasks keep.
+        """
         self.graph, self.specs, self.training, self.memory = graph, specs, training, memory
         ranks = range(graph.layout.rank_count)
+        self._split = ActionType.I in kinds or ActionType.W in kinds
         self.rules: list[dict[Action, Rule]] = [{} for _ in ranks]
-        self.givers: list[tuple[int, Action]] = []
+        self.givers: list[Action] = []
+        self.giver_ranks: list[int] = []
         self.counters: list[tuple[int, int]] = []
         self.messages: list[Message] = []
         self._first_counter: dict[tuple[int, ...], int] = {}
@@ -109,7 +117,7 @@ class RuleBook:
             self._add_transfer(transfer)
         self._gathered = {
             (rank, stage): self._fact(rank, Action(ActionType.UNSHARD, stage))
-            for rank in ranks if sharded
+            for rank in ranks if kinds & SHARDED
             for stage in graph.layout.stages_of(rank)
         }  # fmt: skip
         done: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -121,13 +129,14 @@ class RuleBook:
 
     def name(self, fact: int) -> str:
         """What to call the action that establishes a fact."""
-        action = self.givers[fact][1]
+        action = self.givers[fact]
         if action.type is ActionType.B:
             return f"{action} (or {action._replace(type=ActionType.I)})"
         return str(action)
 
     def _fact(self, rank: int, action: Action) -> int:
-        self.givers.append((rank, action))
+        self.givers.append(action)
+        self.giver_ranks.append(rank)
         return len(self.givers) - 1
 
     def _add_task(self, task: Task) -> TaskFacts:
@@ -143,10 +152,12 @@ class RuleBook:
 
     def _nbytes(self, transfer: Transfer) -> int:
         specs = self.specs.get(transfer.message, ())
-        if specs not in self._bytes:
-            sizes = [(spec.nbytes, spec.requires_grad) for spec in specs]
-            self._bytes[specs] = sum(s for s, _ in sizes), sum(s for s, grad in sizes if grad)
-        return self._bytes[specs][transfer.backward]
+        sizes = self._bytes.get(specs)
+        if sizes is None:
+            each = [(spec.nbytes, spec.requires_grad) for spec in specs]
+            sizes = sum(s for s, _ in each), sum(s for s, grad in each if grad)
+            self._bytes[specs] = sizes
+        return sizes[transfer.backward]
 
     def _add_transfer(self, transfer: Transfer) -> None:
         message, backward, producer, consumer, source, destination = transfer
@@ -159,38 +170,35 @@ class RuleBook:
             used.inputs[backward].append(origin)
             made.allocates[backward] += nbytes
             return
-        send = transfer.sending(SEND[backward])
-        wait_send = transfer.sending(WAIT_SEND[backward])
-        receive = transfer.receiving(RECV[backward])
-        wait = transfer.receiving(WAIT[backward])
-        sent = pair = len(self.givers)
-        let_go, posted, arrived = sent + 1, sent + 2, sent + 3
-        self.givers += (
-            (source, send), (source, wait_send), (destination, receive), (destination, wait)
-        )  # fmt: skip
-        used.inputs[backward].append(arrived)
+        send, wait_send, receive, wait = transfer.actions()
+        pair = len(self.givers)
+        sent, let_go, posted, arrived = (pair,), (pair + 1,), (pair + 2,), (pair + 3,)
+        self.givers += (send, wait_send, receive, wait)
+        self.giver_ranks += (source, source, destination, destination)
+        used.inputs[backward] += arrived
         sends = self._counter(source, destination)
         receives = sends + 1
         here, there = self.rules[source], self.rules[destination]
-        here[send] = ((origin,), (sent,), nbytes, 0, sends, NONE, pair)
-        here[wait_send] = ((sent,), (let_go,), 0, nbytes, NONE, receives, pair)
-        there[receive] = ((), (posted,), nbytes, 0, receives, NONE, pair)
-        there[wait] = ((posted,), (arrived,), 0, 0, NONE, sends, pair)
+        here[send] = ((origin,), sent, nbytes, 0, sends, NONE, pair)
+        here[wait_send] = (sent, let_go, 0, nbytes, NONE, receives, pair)
+        there[receive] = ((), posted, nbytes, 0, receives, NONE, pair)
+        there[wait] = (posted, arrived, 0, 0, NONE, sends, pair)
 
     def _counter(self, source: int, destination: int, *tied: int) -> int:
         """The counter of what a rank posts for another; that of the way back is the next one."""
         key = (source, destination, *tied)
-        if key not in self._first_counter:
-            self._first_counter[key] = len(self.counters)
+        first = self._first_counter.get(key)
+        if first is None:
+            first = self._first_counter[key] = len(self.counters)
             self.counters += [(source, destination), (destination, source)]
-        return self._first_counter[key]
+        return first
 
     def _add_compute(self, task: Task, facts: TaskFacts) -> None:
         rules, stage = self.rules[facts.rank], task.stage
         gathered = self._gathered.get((facts.rank, stage), NONE)
         kept = self.memory.kept_bytes(task) if self.memory and facts.gradient >= 0 else 0
         (needs, gradients), allocates, frees = facts.inputs, facts.allocates, facts.frees
-        rules[self.givers[facts.output][1]] = (
+        rules[self.givers[facts.output]] = (
             tuple(needs) if gathered < 0 else (gathered, *needs),
             (facts.output,),
             allocates[0] + kept,
@@ -200,18 +208,25 @@ class RuleBook:
         if facts.gradient < 0:
             return
         for_inputs = (facts.output, *gradients)
-        gives: tuple[int, ...] = (facts.gradient,)
+        gives = (facts.gradient,) if facts.weights < 0 else (facts.gradient, facts.weights)
+        b = (for_inputs, gives, allocates[1], frees[1] + kept, *UNPAIRED)
+        rules[self.givers[facts.gradient]] = b
+        if self._split:
+            self._add_halves(task, facts, for_inputs, kept)
+
+    def _add_halves(
+        self, task: Task, facts: TaskFacts, for_inputs: tuple[int, ...], kept: int
+    ) -> None:
+        """The rules of I and W."""
+        rules, (_, allocates), (_, frees) = self.rules[facts.rank], facts.allocates, facts.frees
         later = 0
         if facts.weights >= 0:
             later = kept
             if self.memory and self.memory.kept_for_weights_bytes:
                 later = self.memory.kept_for_weights_bytes(task)
-            gives = (facts.gradient, facts.weights)
             w = ((facts.gradient,), (facts.weights,), 0, later, *UNPAIRED)
-            rules[self.givers[facts.weights][1]] = w
-        b = (for_inputs, gives, allocates[1], frees[1] + kept, *UNPAIRED)
-        rules[self.givers[facts.gradient][1]] = b
-        i = (for_inputs, gives[:1], allocates[1], frees[1] + kept - later, *UNPAIRED)
+            rules[self.givers[facts.weights]] = w
+        i = (for_inputs, (facts.gradient,), allocates, frees + kept - later, *UNPAIRED)
         rules[Action(ActionType.I, *task)] = i
 
     def _add_ends(self, rank: int, done: dict[tuple[int, int], list[int]]) -> None:

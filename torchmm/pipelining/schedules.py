@@ -23,7 +23,7 @@ from torchmm.pipelining.layouts import (
     separated_layout,
 )
 from torchmm.pipelining.plan import ComputeOrder
-from torchmm.pipelining.separated import Durations, separated
+from torchmm.pipelining.separated import separated
 
 CSV_PREFIX = "csv:"
 

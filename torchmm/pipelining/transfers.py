@@ -58,6 +58,18 @@ class Transfer(NamedTuple):
             self.source,
         )
 
+    def actions(self) -> tuple[Action, Action, Action, Action]:
+        """Send and its wait, of the source; receive and its wait, of the destination."""
+        (_, _, microbatch, part), backward = self.message, self.backward
+        here, there = self.producer.stage, self.consumer.stage
+        to, origin = self.destination, self.source
+        return (
+            Action(SEND[backward], here, microbatch, part, there, to),
+            Action(WAIT_SEND[backward], here, microbatch, part, there, to),
+            Action(RECV[backward], there, microbatch, part, here, origin),
+            Action(WAIT[backward], there, microbatch, part, here, origin),
+        )
+
 
 def transfers(graph: StageGraph, training: bool = True) -> Iterator[Transfer]:
     """All transfers of a step; no gradients unless training.

@@ -20,7 +20,6 @@ from torchmm.pipelining.rendezvous import find_stuck
 from torchmm.pipelining.rules import MemoryModel, RuleBook
 from torchmm.pipelining.scan import Scan
 
-SHARDED = (ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD)
 COLLECTIVES = (ActionType.UNSHARD, ActionType.REDUCE_GRAD, ActionType.REDUCE_TIED)
 WAITS = (ActionType.WAIT_F, ActionType.WAIT_B, ActionType.WAIT_SEND_F, ActionType.WAIT_SEND_B)
 
@@ -43,8 +42,8 @@ def validate_plan(
         memory: what tasks keep.
         memory_limit_bytes: of every rank, or by rank; more is a problem.
     """
-    sharded = any(a.type in SHARDED for program in plan.actions for a in program)
-    book = RuleBook(plan.graph, plan.specs, plan.training, sharded, memory)
+    kinds = {action.type for program in plan.actions for action in program}
+    book = RuleBook(plan.graph, plan.specs, plan.training, kinds, memory)
     scan = Scan(book, plan)
     for rank in range(len(plan.actions)):
         scan.run(rank)
@@ -112,7 +111,7 @@ def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iter
     for fact, found in enumerate(established):
         if found or (fact in with_gradient and not established[with_gradient[fact]]):
             continue
-        rank, action = book.givers[fact]
+        rank, action = book.giver_ranks[fact], book.givers[fact]
         remedy = "make the plan with lower_plan"
         if action.type in COMPUTE:
             remedy = "make the order from the graph of this step"

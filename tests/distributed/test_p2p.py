@@ -1,0 +1,133 @@
+"""Channels between pipeline ranks: order, empty tensors, checks, and peers that are lost."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_distributed
+from toy_stages import toy_specs, toy_stages
+
+from torchmm.config import ParallelConfig
+from torchmm.errors import PeerError
+from torchmm.parallel.mesh import start_process_group
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.plan import TensorSpec
+from torchmm.pipelining.runtime import PipelineRuntime
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 2.0
+SIZES = [(5, 3), (0, 3), (1,), (), (1000, 700)]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, Any]]:
+    """What both ranks of a pair met; the second leaves in the end without saying so."""
+    return run_distributed(_meet, 2)
+
+
+def _meet() -> dict[str, Any]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    rank = dist.get_rank()
+    found: dict[str, Any] = {"arrived": _exchange(P2PChannels(CPU, [1, 0], 20.0), rank)}
+    if rank == 0:
+        found["refused"] = _refused(P2PChannels(CPU, [0, 1], 20.0))
+    else:
+        P2PChannels(CPU, [0, 1], 20.0)
+    for trouble in ("sleeps", "sleeps before receiving", "ends"):
+        channels = P2PChannels(CPU, [0, 1], TIMEOUT_S)
+        channels.warm_up()
+        if rank == 0:
+            found[trouble] = _wait_in_vain(channels, trouble)
+        elif trouble != "ends":
+            time.sleep(2 * TIMEOUT_S)
+    return found
+
+
+def _exchange(channels: P2PChannels, rank: int) -> list[bool]:
+    """Both ranks send much before either waits; the plan's ranks are not in the world's order."""
+    channels.warm_up([(0, 1), (1, 0)])
+    peer = 1 - channels.plan_rank
+    assert channels.plan_rank == 1 - rank
+
+    def tensors(sender: int) -> list[torch.Tensor]:
+        made = [torch.full(size, 10.0 * sender + i) for i, size in enumerate(SIZES)]
+        made[0] = torch.randn(3, 5, generator=torch.Generator().manual_seed(sender)).T
+        return [*made, torch.tensor([2**40, sender]), torch.ones(3, dtype=torch.bfloat16)]
+
+    specs = [TensorSpec(tuple(t.shape), t.dtype) for t in tensors(0)]
+    sends = [channels.send(tensors(rank), specs, peer, "send") for _ in range(3)]
+    sends.append(channels.send((torch.ones(2),), (torch.ones(2),), peer, "last"))
+    receives = [channels.receive(specs, peer, "receive") for _ in range(3)]
+    receives.append(channels.receive([torch.ones(2)], peer, "last"))
+    arrived = [
+        torch.equal(got, wanted)
+        for receive in receives[:3]
+        for got, wanted in zip(receive.wait("wait"), tensors(1 - rank), strict=True)
+    ]
+    arrived.append(torch.equal(receives[3].wait("wait")[0], torch.ones(2)))
+    for send in sends:
+        send.wait("wait")
+    return arrived
+
+
+def _refused(channels: P2PChannels) -> list[str]:
+    specs = [TensorSpec((2, 3), torch.float32)]
+    texts = []
+    for tensors in ([torch.ones(2, 4)], [torch.ones(2, 3).bfloat16()], [], [torch.ones(2, 3)] * 2):
+        with pytest.raises(ValueError) as error:
+            channels.send(tensors, specs, 1, "0SEND_F2>1@1")
+        texts.append(str(error.value))
+    with pytest.raises(ValueError, match=r"rank 0 is not among the plan's ranks \[1, 2\]"):
+        P2PChannels(CPU, [1, 2], 1.0)
+    return texts
+
+
+def _wait_in_vain(channels: P2PChannels, trouble: str) -> str:
+    """The error of a step whose other rank does nothing."""
+    frozen = trouble == "sleeps before receiving"  # then no gradient comes back to wait for
+    stages = (StageSpec(i, "llm", i, i + 1, (i,), trainable=not frozen) for i in (0, 1))
+    layout = StageLayout(tuple(stages), ((0, 1),))
+    kinds = (ActionType.F,) if frozen else (ActionType.F, ActionType.B)
+    order = tuple(tuple(Action(kind, stage, 0) for kind in kinds) for stage in (0, 1))
+    graph = StageGraph(layout, 1)
+    plan = lower_plan(order, graph, toy_specs(graph))
+    with pytest.raises(PeerError) as error:
+        PipelineRuntime(0, toy_stages(graph, 0), channels).step(plan, [1])
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_messages_arrive_in_order_whatever_their_size(outcomes):
+    for found in outcomes:
+        assert len(found["arrived"]) == 3 * (len(SIZES) + 2) + 1
+        assert all(found["arrived"])
+
+
+@pytest.mark.slow
+def test_what_the_plan_does_not_say_is_not_sent(outcomes):
+    shape, dtype, missing, more = outcomes[0]["refused"]
+    for text in (shape, dtype, missing, more):
+        assert "action 0SEND_F2>1@1 would send" in text
+        assert "the plan says ['(2, 3) torch.float32']" in text
+    assert "['(2, 4) torch.float32']" in shape
+    assert "['(2, 3) torch.bfloat16']" in dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trouble", "action"),
+    [
+        ("sleeps", "0WAIT_B0>1@1: Timed out waiting 2000ms"),
+        ("sleeps before receiving", "0WAIT_SEND_F0>1@1: Timed out waiting 2000ms"),
+        ("ends", "0WAIT_B0>1@1: Connection closed by peer"),
+    ],
+)
+def test_a_lost_peer_is_named_with_the_action_in_time(outcomes, trouble, action):
+    text = outcomes[0][trouble]
+    assert text.startswith(f"rank 0 lost rank 1 in action {action}")
+    assert "parallel.timeout_s" in text

@@ -1,0 +1,44 @@
+"""Memory estimates: what a pipeline divides among its ranks and what it does not."""
+
+import pytest
+
+from torchmm.balance.memory import MemoryEstimate, estimate_memory
+from torchmm.batch import LayerDescription, ModuleDescription
+
+LAYER = LayerDescription(
+    hidden_size=8, heads=2, kv_heads=2, head_dim=4, ffn_size=16, gated_ffn=True, causal=True
+)
+MODULE = ModuleDescription("llm", "llm", (LAYER,) * 4, 0, 0, parameters=800)
+
+
+def estimate(**settings: object) -> MemoryEstimate:
+    defaults: dict = {"shard": 1, "tensor": 1, "compute_bytes": 2, "microbatches": 8}
+    defaults |= {"recompute": {}, **settings}
+    return estimate_memory([MODULE], {"llm": 10}, **defaults)
+
+
+def test_a_pipeline_divides_parameters_but_keeps_as_many_microbatches_as_ranks() -> None:
+    alone, cut = estimate(), estimate(pipeline=4)
+    assert cut.weight_bytes * 4 == alone.weight_bytes == 4 * 800
+    assert cut.gradient_bytes * 4 == alone.gradient_bytes == 4 * 800
+    assert cut.optimizer_bytes * 4 == alone.optimizer_bytes == 8 * 800
+    assert cut.activation_bytes == alone.activation_bytes
+
+
+def test_fewer_microbatches_than_ranks_keep_less() -> None:
+    few, many = estimate(pipeline=4, microbatches=1), estimate(pipeline=4, microbatches=4)
+    assert few.activation_bytes * 4 == many.activation_bytes
+
+
+def test_the_layer_being_recomputed_is_whole_in_a_pipeline_too() -> None:
+    alone = estimate(recompute={"llm": "full"}, microbatches=1)
+    cut = estimate(recompute={"llm": "full"}, microbatches=1, pipeline=4)
+    kept = 10 * 4 * LAYER.hidden_size * 2  # inputs of four layers
+    assert alone.activation_bytes - cut.activation_bytes == kept * 3 // 4
+
+
+@pytest.mark.parametrize(("pipeline", "gathered"), [(1, 2 * 200), (2, 400)])
+def test_a_pipeline_keeps_all_its_weights_gathered(pipeline: int, gathered: int) -> None:
+    found = estimate(shard=2, pipeline=pipeline, microbatches=1)
+    assert found.weight_bytes == 4 * 800 // pipeline // 2 + 2 * gathered
+    assert found.gradient_bytes == 4 * 800 // 2  # sharded, or half of the layers
