@@ -1,8 +1,8 @@
 """How long planning a step takes: compute order, lowering, validation.
 
 Planning happens in every step, because the numbers of images change. The step is a large one: 8
-pipeline ranks, 32 microbatches, 7,000 actions or more. Reported is the least CPU time of many repetitions:
-all of it is one thread of Python, so on an idle core that is the time that passes.
+pipeline ranks, 32 microbatches, 7,000 actions or more. Reported is the least CPU time of many
+repetitions: all of it is one thread of Python, so on an idle core that is the time that passes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchmm.errors import PlanError
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _named(kind: type):
+def _named(kind: type) -> Callable[[str], dict]:
     """Reads "vision=8,llm=16"."""
 
     def read(text: str) -> dict:

@@ -32,7 +32,7 @@ class Schedule(NamedTuple):
     """What a name stands for."""
 
     order: Callable[..., ComputeOrder]
-    """Of a graph and, optionally, `Durations`, which matter to planners that play the step through."""
+    """Of a graph and, optionally, `Durations`: for planners that play the step through."""
     layout: Literal["separated", "megatron", "balanced"]
 
 
