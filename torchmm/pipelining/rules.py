@@ -175,7 +175,7 @@ class RuleBook:
         sent, let_go, posted, arrived = (pair,), (pair + 1,), (pair + 2,), (pair + 3,)
         self.givers += (send, wait_send, receive, wait)
         self.giver_ranks += (source, source, destination, destination)
-        used.inputs[backward] += arrived
+        used.inputs[backward].append(pair + 3)
         sends = self._counter(source, destination)
         receives = sends + 1
         here, there = self.rules[source], self.rules[destination]
