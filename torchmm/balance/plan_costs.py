@@ -1,0 +1,47 @@
+"""What a step's plan costs, as data: the one thing a simulator needs beside the plan itself.
+
+Durations, bytes and FLOPs are kept by action, task, stage, message and rank of the plan, so that
+whoever simulates, searches or draws a plan knows nothing of devices or layers, and tests can write
+costs by hand. PipeWeaver §4 (SEMU): operator costs first, then the simulation of a graph of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchmm.pipelining.actions import Action
+from torchmm.pipelining.graph import Message, Task
+
+
+@dataclass(frozen=True)
+class PlanCosts:
+    """Costs of every action of one step, whatever the order they are planned in.
+
+    Attributes:
+        compute_ms: of every F, B, I and W that a plan of the step may hold: the whole duration,
+            exposed tensor-parallel communication included.
+        tensor_ms: of these, exposed tensor-parallel communication; 0 where missing.
+        gather_ms: by stage: gathering its parameters over data-parallel ranks (UNSHARD).
+        reduce_ms: by stage: reducing its gradients (REDUCE_GRAD).
+        transfer_ms: by (message, whether it is the gradient that goes back): time on the wire;
+            0 where missing, as for messages that stay on a rank.
+        kept_bytes: by task: activations from its F until its B or W (until the end of F for a task
+            without a backward).
+        kept_for_weights_bytes: by task: how much of `kept_bytes` stays between its I and its W.
+        static_bytes: by rank of the plan: weights, gradients, optimizer state.
+        memory_limit_bytes: of every rank; None: unlimited.
+        flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
+            a tensor-parallel group together.
+    """
+
+    compute_ms: Mapping[Action, float]
+    tensor_ms: Mapping[Action, float] = field(default_factory=dict)
+    gather_ms: Mapping[int, float] = field(default_factory=dict)
+    reduce_ms: Mapping[int, float] = field(default_factory=dict)
+    transfer_ms: Mapping[tuple[Message, bool], float] = field(default_factory=dict)
+    kept_bytes: Mapping[Task, int] = field(default_factory=dict)
+    kept_for_weights_bytes: Mapping[Task, int] = field(default_factory=dict)
+    static_bytes: tuple[int, ...] = ()
+    memory_limit_bytes: int | None = None
+    flops: Mapping[Action, float] = field(default_factory=dict)
