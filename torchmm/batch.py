@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchmm.generated import GeneratedMeta, GeneratorInputs
+
 IGNORE_TARGET = -100
 """Target value of a position that does not count in the loss."""
 
@@ -36,6 +38,8 @@ class ImageMeta:
     """Patches the encoder processes, after resizing."""
     tokens: int
     """Tokens the image takes in the LLM's sequence (placeholders only, no marker tokens)."""
+    frames: int = 1
+    """Frames of a video, which share its patches evenly."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class SampleMeta:
     images: tuple[ImageMeta, ...] = ()
     encoder: str | None = None
     """Name of the encoder that reads the images; None for a text-only sample."""
+    generated: tuple[GeneratedMeta, ...] = ()
+    """Images and clips that the generator has to draw; they take no tokens."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,18 @@ class MicrobatchMeta:
         return [i.patches for s in self.samples if s.encoder == encoder for i in s.images]
 
     @property
+    def generated(self) -> list[GeneratedMeta]:
+        """Images and clips that the generator has to draw, in order."""
+        return [image for sample in self.samples for image in sample.generated]
+
+    @property
     def used_tokens(self) -> int:
         """Tokens without padding."""
         return sum(s.tokens for s in self.samples)
 
     @property
     def image_count(self) -> int:
-        """Images in the microbatch."""
+        """Images in the microbatch that encoders read."""
         return sum(len(s.images) for s in self.samples)
 
 
@@ -152,6 +163,8 @@ class Microbatch:
     encoders: dict[str, EncoderInputs]
     """By encoder name. An encoder without images in this microbatch has no entry."""
     meta: MicrobatchMeta
+    generator: GeneratorInputs | None = None
+    """None without images to be drawn."""
 
     @cached_property
     def target_positions_L(self) -> Tensor:
@@ -163,6 +176,11 @@ class Microbatch:
         """Positions that count in the loss."""
         return self.target_positions_L.numel()
 
+    @property
+    def generated_count(self) -> int:
+        """Images to be drawn that count in the loss."""
+        return self.generator.count if self.generator else 0
+
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Microbatch:
         """Copy with every tensor on `device`; metadata stays in Python."""
 
@@ -173,7 +191,9 @@ class Microbatch:
             name: replace(e, pixels=move(e.pixels), positions_K=move(e.positions_K))
             for name, e in self.encoders.items()
         }
-        moved = replace(self, encoders=encoders, **_map_tensors(self, move))
+        generator = self.generator and self.generator.to(device, non_blocking)
+        tensors = _map_tensors(self, move)
+        moved = replace(self, encoders=encoders, generator=generator, **tensors)
         moved.target_positions_L = move(self.target_positions_L)
         return moved
 
@@ -183,7 +203,9 @@ class Microbatch:
             name: replace(e, pixels=e.pixels.pin_memory(), positions_K=e.positions_K.pin_memory())
             for name, e in self.encoders.items()
         }
-        pinned = replace(self, encoders=encoders, **_map_tensors(self, lambda x: x.pin_memory()))
+        generator = self.generator and self.generator.pin_memory()
+        tensors = _map_tensors(self, lambda x: x.pin_memory())
+        pinned = replace(self, encoders=encoders, generator=generator, **tensors)
         pinned.target_positions_L = self.target_positions_L.pin_memory()
         return pinned
 
@@ -262,6 +284,9 @@ class LayerDescription:
     causal: bool
     window: int | None = None
     """Attention reach in tokens (LLM) or patches per window (encoder); None for full attention."""
+    cross_attention: bool = False
+    """Whether a second attention of the same sizes reads the context (generators), which has
+    `hidden_size` features behind the connector."""
 
 
 @dataclass(frozen=True)
@@ -269,17 +294,35 @@ class ModuleDescription:
     """A modality module as the planners see it: layers and what stands around them."""
 
     name: str
-    kind: Literal["llm", "encoder"]
+    kind: Literal["llm", "encoder", "generator"]
     layers: tuple[LayerDescription, ...]
     pre_flops_per_unit: int
     """Forward FLOPs per unit (token or patch) before the layers, e.g. the patch embedding."""
     post_flops_per_unit: int
-    """Forward FLOPs per output unit behind the layers: connector, or LM head per target."""
+    """Forward FLOPs per output unit behind the layers: an encoder's connector per token, the LM
+    head per target, a generator's output per patch."""
     parameters: int
     trainable: bool = True
     connector_trainable: bool = True
-    """Encoders: whether the connector, which is part of post_flops_per_unit, is trained."""
+    """Whether the connector is trained: an encoder's is part of post_flops_per_unit, a generator's
+    has context_flops_per_unit."""
     merge: int = 1
     """Patches per row and column that become one output token (encoders)."""
     tied: bool = False
     """Whether input and output embeddings are one weight (LLMs)."""
+    pre_linears: tuple[tuple[int, int], ...] = ()
+    """(inputs, outputs) of the matrix products in `pre_flops_per_unit`; for their traffic only."""
+    post_linears: tuple[tuple[int, int], ...] = ()
+    """The same of `post_flops_per_unit`."""
+    pre_parameters: int = 0
+    """What stands before the layers: patch embedding, or the LLM's table of embeddings."""
+    post_parameters: int = 0
+    """What stands behind the layers: connector, or final norm and head, tied or not."""
+    extra_tokens: int = 0
+    """Positions per image beside its patches: a class token (encoders)."""
+    dummy_patches: int = 0
+    """Patches of the image that stands in for none (encoders)."""
+    context_flops_per_unit: int = 0
+    """Generators: forward FLOPs of the connector per context token, before the layers."""
+    flops_per_image: int = 0
+    """Generators: forward FLOPs per image before the layers, whatever its size (time embedding)."""

@@ -24,7 +24,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 GROUND_FLOOR = {
     "__init__", "errors", "config", "recipe", "recipe_checks", "recipe_pipeline",
-    "recipe_schema", "batch", "log", "rng", "files",
+    "recipe_schema", "batch", "generated", "log", "rng", "files",
 }  # fmt: skip
 LEVELS = {"data": 1, "models": 1, "parallel": 2, "pipelining": 3, "balance": 4, "trainer": 6}
 LEVEL_OF_OTHERS = 5  # metrics, optim, checkpoint, ...: what the trainer puts together

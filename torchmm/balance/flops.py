@@ -1,4 +1,4 @@
-"""FLOPs of one microbatch, forward and backward, for the LLM *and* the encoders.
+"""FLOPs of one microbatch, forward and backward, for the LLM, the encoders *and* the generator.
 
 Counted is what the mathematics needs, not what a kernel executes: two FLOPs per multiply-add of
 matrix products; norms, softmax and element-wise work are left out, padding and recomputed
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchmm.batch import LayerDescription, MicrobatchMeta, ModuleDescription
+from torchmm.generated import GeneratedMeta
 
 
 class ModuleFlops(NamedTuple):
@@ -33,7 +34,7 @@ def microbatch_flops(
     """FLOPs by module name.
 
     Args:
-        modules: encoders and LLM.
+        modules: encoders, LLM and generator.
         meta: what the microbatch contains.
         targets: positions that count in the loss, for the LM head; None: all used tokens.
     """
@@ -50,6 +51,12 @@ def microbatch_flops(
             lengths = [sample.tokens for sample in meta.samples]
             heads = meta.used_tokens if targets is None else targets
             result[module.name] = _llm_flops(module, lengths, heads, gradient_reaches_llm)
+    llm_has_backward = gradient_reaches_llm or any(
+        module.trainable for module in modules if module.kind == "llm"
+    )
+    for module in modules:
+        if module.kind == "generator":
+            result[module.name] = _generator_flops(module, meta.generated, llm_has_backward)
     return result
 
 
@@ -80,6 +87,49 @@ def _llm_flops(
     if gradient_arrives:
         return ModuleFlops(forward, dense + 2 * attention + post)
     return ModuleFlops(forward, 0)
+
+
+def _generator_flops(
+    module: ModuleDescription, images: list[GeneratedMeta], context_needs_gradient: bool
+) -> ModuleFlops:
+    """Its loss is behind its layers, so whatever is trained before them needs their gradients.
+
+    Noisy pixels and times need none; every layer's context does, if the connector is trained or
+    what comes before it.
+    """
+    patches, contexts = [i.patches for i in images], [i.context for i in images]
+    embedding = sum(patches) * module.pre_flops_per_unit + len(images) * module.flops_per_image
+    connector = sum(contexts) * module.context_flops_per_unit
+    post = sum(patches) * module.post_flops_per_unit
+    dense, attention = _layer_flops(module.layers, patches)
+    cross_dense, cross_attention = _cross_flops(module.layers, patches, contexts)
+    dense, attention = dense + cross_dense, attention + cross_attention
+    forward = embedding + connector + dense + attention + post
+    connector_trained = module.connector_trainable
+    if not (module.trainable or connector_trained or context_needs_gradient):
+        return ModuleFlops(forward, 0)
+    backward = dense + 2 * attention + post + connector * connector_trained
+    if context_needs_gradient:
+        backward += connector
+    elif connector_trained:
+        backward += connector // 2  # the first of two linear layers has no input gradient
+    if module.trainable:
+        backward += embedding + dense + post
+    return ModuleFlops(forward, backward)
+
+
+def _cross_flops(
+    layers: Sequence[LayerDescription], lengths: list[int], contexts: list[int]
+) -> tuple[int, int]:
+    """What attention to the context adds to `_layer_flops`."""
+    dense = attention = 0
+    for layer in layers:
+        if layer.cross_attention:
+            query, key_value = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+            dense += 4 * layer.hidden_size * (query * sum(lengths) + key_value * sum(contexts))
+            pairs = sum(n * m for n, m in zip(lengths, contexts, strict=True))
+            attention += 4 * query * pairs
+    return dense, attention
 
 
 def _layer_flops(layers: Sequence[LayerDescription], lengths: list[int]) -> tuple[int, int]:

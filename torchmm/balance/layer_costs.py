@@ -25,7 +25,7 @@ def module_layers(
     """Modules as `torchmm.pipelining.layouts` cuts them; costs are of forward and backward.
 
     Args:
-        modules: encoders and LLM, whole.
+        modules: encoders, LLM and generator, whole.
         microbatches: over which costs are averaged.
 
     Raises:
@@ -44,18 +44,19 @@ def module_layers(
     result = []
     for module in modules:
         around = mean(module, ())
+        draws = module.kind == "generator"  # and has its connector before its layers
         by_layer = {layer: mean(module, (layer,)) - around for layer in set(module.layers)}
         result.append(
             ModuleLayers(
                 name=module.name,
                 kind=module.kind,
                 costs=tuple(by_layer[layer] for layer in module.layers),
-                sub_microbatched=module.kind == "encoder",
+                sub_microbatched=module.kind != "llm",
                 trainable=(module.trainable,) * len(module.layers),
-                pre_cost=mean(replace(module, post_flops_per_unit=0), ()),
-                post_cost=mean(replace(module, pre_flops_per_unit=0), ()),
-                pre_trainable=module.trainable,
-                post_trainable=module.trainable or module.connector_trainable,
+                pre_cost=mean(_stage(module, 0, 0), ()),
+                post_cost=mean(_stage(module, len(module.layers), len(module.layers)), ()),
+                pre_trainable=module.trainable or (draws and module.connector_trainable),
+                post_trainable=module.trainable or (not draws and module.connector_trainable),
                 tied=module.tied,
             )
         )
@@ -74,7 +75,7 @@ def task_durations(
     for the weights' gradients, where they are needed.
 
     Args:
-        modules: encoders and LLM, whole.
+        modules: encoders, LLM and generator, whole.
         microbatches: of the graph.
         targets: positions that count in the loss, by microbatch; None: all text.
     """
@@ -101,11 +102,14 @@ def task_durations(
 
 
 def _stage(module: ModuleDescription, start: int, stop: int) -> ModuleDescription:
+    first, last = start == 0, stop == len(module.layers)
     return replace(
         module,
         layers=module.layers[start:stop],
-        pre_flops_per_unit=module.pre_flops_per_unit if start == 0 else 0,
-        post_flops_per_unit=module.post_flops_per_unit if stop == len(module.layers) else 0,
+        pre_flops_per_unit=module.pre_flops_per_unit * first,
+        context_flops_per_unit=module.context_flops_per_unit * first,
+        flops_per_image=module.flops_per_image * first,
+        post_flops_per_unit=module.post_flops_per_unit * last,
     )
 
 

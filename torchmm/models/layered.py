@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ class LayeredModule(nn.Module, ABC):
         recomputes: whether backward runs layers again instead of keeping all activations.
     """
 
-    kind: Literal["llm", "encoder"]
+    kind: Literal["llm", "encoder", "generator"]
     layers_fqn: str
     forward_methods: tuple[str, ...] = ()
 
@@ -129,8 +129,9 @@ class LayeredModule(nn.Module, ABC):
     def _describe_layer(self, index: int) -> LayerDescription: ...
 
     @abstractmethod
-    def _flops_around(self) -> tuple[int, int]:
-        """Forward FLOPs per input unit before the layers and per output unit behind them."""
+    def _linears_around(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """(inputs, outputs) of the matrix products before the layers, which every input unit
+        passes, and behind them, which every output unit passes."""
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -203,20 +204,34 @@ class LayeredModule(nn.Module, ABC):
 
     def describe(self) -> ModuleDescription:
         """Sizes of this stage, from which costs and memory follow."""
-        before, behind = self._flops_around()
+        before, behind = self._linears_around()
+        before, behind = before if self.is_first else (), behind if self.is_last else ()
         trainable = {n: p.requires_grad for n, p in self.named_parameters()}
         return ModuleDescription(
             name=self.name,
             kind=self.kind,
-            layers=tuple(self._describe_layer(i) for i, _ in self.indexed_layers()),
-            pre_flops_per_unit=before if self.is_first else 0,
-            post_flops_per_unit=behind if self.is_last else 0,
+            layers=tuple(
+                replace(self._describe_layer(i), parameters=sum(p.numel() for p in l.parameters()))
+                for i, l in self.indexed_layers()
+            ),
+            pre_flops_per_unit=sum(2 * i * o for i, o in before),
+            post_flops_per_unit=sum(2 * i * o for i, o in behind),
             parameters=sum(p.numel() for p in self.parameters()),
             trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
             connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
             merge=self.merge,
             tied=bool(self.tied_parameters()),
+            pre_linears=before,
+            post_linears=behind,
+            pre_parameters=self._count(self._pre_fqns()),
+            post_parameters=self._count(self._post_fqns()),
+            extra_tokens=self.extra_tokens,
+            dummy_patches=self.dummy_patches,
         )
+
+    def _count(self, fqns: Sequence[str]) -> int:
+        """Parameters of submodules."""
+        return sum(p.numel() for fqn in fqns for p in self.get_submodule(fqn).parameters())
 
     def layer_sizes(self) -> list[LayerDescription]:
         """Sizes of all layers, those of other stages included."""
@@ -226,6 +241,16 @@ class LayeredModule(nn.Module, ABC):
     def merge(self) -> int:
         """Input units per row and column that become one output unit."""
         return 1
+
+    @property
+    def extra_tokens(self) -> int:
+        """Positions in the layers per image, beside its patches."""
+        return 0
+
+    @property
+    def dummy_patches(self) -> int:
+        """Patches of the image that stands in for none."""
+        return 0
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """Style of each linear, embedding and norm, by name pattern ("*" is one name part).

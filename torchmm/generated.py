@@ -1,0 +1,122 @@
+"""What data, models and planners share about images and clips that a generator has to draw.
+
+A sample may end in, or contain, an image that is not read but drawn: the *generated* image. It
+takes no place in the LLM's sequence. What is drawn depends on the *context*: the LLM's hidden
+states of the sample's tokens before it. Training is flow matching (Lipman et al., arXiv 2210.02747,
+with the straight paths of arXiv 2209.03003): between the image x and noise e lies
+(1 - t) x + t e, and the generator learns the velocity e - x.
+
+Noise and time belong to the sample and come with the data, so that losses do not depend on how
+ranks, microbatches and stages share the work.
+
+Shape legend: P patches of all generated images, V values of a patch, N images, T tokens of the
+microbatch, K context tokens of all images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GeneratedMeta:
+    """What planning needs to know of one generated image or clip."""
+
+    grid_thw: tuple[int, int, int]
+    """Patches as (frames, rows, columns); an image has one frame."""
+    context: int
+    """Tokens of the LLM it depends on."""
+
+    @property
+    def patches(self) -> int:
+        """Patches the generator processes."""
+        return prod(self.grid_thw)
+
+
+@dataclass(frozen=True)
+class GeneratorSpec:
+    """How a generator wants its images; made by `torchmm.models`, obeyed by `torchmm.data`."""
+
+    size_px: int
+    """Rows and columns of pixels of every frame."""
+    patch_size_px: int
+    frames: int = 1
+    """Most frames of a clip; 1: only images."""
+    context_tokens: int = 128
+    """Most tokens an image may depend on: those directly before it."""
+    time_sampling: str = "logit_normal"
+    """Distribution of times: "uniform", or "logit_normal" (arXiv 2403.03206, section 3.1)."""
+
+    def grid(self, frames: int) -> tuple[int, int, int]:
+        """Patches of an image or clip of so many frames."""
+        side = self.size_px // self.patch_size_px
+        return min(frames, self.frames), side, side
+
+
+@dataclass
+class GeneratorInputs:
+    """The generator's share of a microbatch, image after image."""
+
+    patches_PV: Tensor
+    """float32 in [-1, 1]: pixels; V = channels x rows x columns of a patch, in this order."""
+    noise_PV: Tensor
+    """float32, standard normal."""
+    times: list[float]
+    """Time of each image, between 0 (no noise) and 1 (nothing but noise)."""
+    grids_thw: list[tuple[int, int, int]]
+    context_positions_K: Tensor
+    """int64: position in the microbatch's T tokens of each context token."""
+    contexts: list[int]
+    """Context tokens of each image."""
+    counted: list[bool]
+    """Whether an image counts in the loss: not if it could not be decoded."""
+
+    @property
+    def count(self) -> int:
+        """Images that count in the loss."""
+        return sum(self.counted)
+
+    def select(self, images: range) -> GeneratorInputs:
+        """The share of consecutive images; its tensors are views.
+
+        Raises:
+            ValueError: there are no such images.
+        """
+        if not 0 <= images.start < images.stop <= len(self.grids_thw) or images.step != 1:
+            raise ValueError(f"no generated images {images} among {len(self.grids_thw)}")
+        own = slice(images.start, images.stop)
+        patches = list(accumulate(map(prod, self.grids_thw), initial=0))
+        tokens = list(accumulate(self.contexts, initial=0))
+        of_patches = slice(patches[images.start], patches[images.stop])
+        of_tokens = slice(tokens[images.start], tokens[images.stop])
+        return GeneratorInputs(
+            self.patches_PV[of_patches],
+            self.noise_PV[of_patches],
+            self.times[own],
+            self.grids_thw[own],
+            self.context_positions_K[of_tokens],
+            self.contexts[own],
+            self.counted[own],
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> GeneratorInputs:
+        """Copy with every tensor on `device`."""
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> GeneratorInputs:
+        """Copy in page-locked memory."""
+        return self._map(lambda x: x.pin_memory())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> GeneratorInputs:
+        return replace(
+            self,
+            patches_PV=function(self.patches_PV),
+            noise_PV=function(self.noise_PV),
+            context_positions_K=function(self.context_positions_K),
+        )
