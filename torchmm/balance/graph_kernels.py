@@ -1,0 +1,255 @@
+"""Compiled loops of the simulator over flat arrays; `operator_graph` and `incremental` call them.
+
+Times are whole picoseconds: integer sums do not depend on their order, so a subgraph timed on its
+own, a graph timed as a whole and one timed again after an edit agree to the last bit. Nodes are
+numbered along the edges (*topological order*), which makes a full pass one walk through memory.
+
+Kernels are cached on disk. Numba does not notice when a function that a cached one calls changes
+in another file, so no kernel here calls one of another file.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from torchmm.balance.bits import trailing_zeros
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Words = NDArray[np.uint64]
+
+
+@njit(cache=True)
+def sort_topologically(pointers: Int32s, targets: Int32s, missing: Int32s) -> Int32s:
+    """Nodes in an order in which edges lead forward (Kahn), first come, first served.
+
+    Args:
+        pointers: the edges of node n lead to `targets[pointers[n] : pointers[n + 1]]`.
+        missing: by node: edges that lead to it; overwritten, left above 0 on and behind cycles.
+
+    Returns:
+        The sorted nodes; fewer than all if there is a cycle.
+    """
+    order = np.empty(len(missing), np.int32)
+    count = 0
+    for node in range(len(missing)):
+        if missing[node] == 0:
+            order[count] = node
+            count += 1
+    done = 0
+    while done < count:
+        node = order[done]
+        done += 1
+        for edge in range(pointers[node], pointers[node + 1]):
+            target = targets[edge]
+            missing[target] -= 1
+            if missing[target] == 0:
+                order[count] = target
+                count += 1
+    return order[:count]
+
+
+@njit(cache=True)
+def time_nodes(
+    duration_ps: Int64s, pointers: Int32s, sources: Int32s, start_ps: Int64s, end_ps: Int64s
+) -> int:
+    """Earliest start and end of every node; the arrays are in topological order.
+
+    Args:
+        pointers: node n comes after `sources[pointers[n] : pointers[n + 1]]`.
+        start_ps, end_ps: written.
+
+    Returns:
+        The last end.
+    """
+    makespan = 0
+    first = pointers[0]
+    for node in range(len(duration_ps)):
+        start = 0
+        last = pointers[node + 1]
+        for edge in range(first, last):
+            end = end_ps[sources[edge]]
+            start = max(start, end)
+        first = last
+        end = start + duration_ps[node]
+        start_ps[node] = start
+        end_ps[node] = end
+        makespan = max(makespan, end)
+    return makespan
+
+
+class LinkedEdges(NamedTuple):
+    """Edges that can be added and removed: lists linked by edge numbers, -1 at their ends."""
+
+    source: Int32s
+    """By edge."""
+    target: Int32s
+    next_in: Int32s
+    """By edge: the next one of the same target."""
+    next_out: Int32s
+    first_in: Int32s
+    """By node."""
+    first_out: Int32s
+
+
+class Times(NamedTuple):
+    """By node: what an incremental simulation keeps up to date."""
+
+    duration_ps: Int64s
+    start_ps: Int64s
+    end_ps: Int64s
+
+
+class Ordering(NamedTuple):
+    """A topological order that edits may change, and which places of it are to be timed again."""
+
+    position: Int32s
+    """By node."""
+    node_at: Int32s
+    """By position."""
+    dirty: Words
+    """One bit by position."""
+
+
+@njit(cache=True)
+def link_edges(edges: LinkedEdges, begin: int, stop: int) -> None:
+    """Enters the edges [begin, stop) into the lists of their ends."""
+    for edge in range(begin, stop):
+        source, target = edges.source[edge], edges.target[edge]
+        edges.next_in[edge] = edges.first_in[target]
+        edges.first_in[target] = edge
+        edges.next_out[edge] = edges.first_out[source]
+        edges.first_out[source] = edge
+
+
+@njit(cache=True)
+def unlink_edge(edges: LinkedEdges, source: int, target: int) -> int:
+    """Takes one edge between two nodes out of both lists.
+
+    Returns:
+        Its number, or -1 if there is none.
+    """
+    before, edge = -1, edges.first_out[source]
+    while edge >= 0 and edges.target[edge] != target:
+        before, edge = edge, edges.next_out[edge]
+    if edge < 0:
+        return -1
+    if before < 0:
+        edges.first_out[source] = edges.next_out[edge]
+    else:
+        edges.next_out[before] = edges.next_out[edge]
+    before, other = -1, edges.first_in[target]
+    while other != edge:
+        before, other = other, edges.next_in[other]
+    if before < 0:
+        edges.first_in[target] = edges.next_in[edge]
+    else:
+        edges.next_in[before] = edges.next_in[edge]
+    return edge
+
+
+@njit(cache=True)
+def mark_dirty(order: Ordering, nodes: Int64s) -> None:
+    """Notes that nodes are to be timed again."""
+    for node in nodes:
+        place = order.position[node]
+        order.dirty[place >> 6] |= np.uint64(1) << np.uint64(place & 63)
+
+
+@njit(cache=True)
+def settle(times: Times, order: Ordering, edges: LinkedEdges) -> int:
+    """Times dirty nodes again, and behind them those whose start moves; along the order, so each
+    node at most once.
+
+    Returns:
+        How many nodes were timed.
+    """
+    timed = 0
+    for index in range(len(order.dirty)):
+        while order.dirty[index]:
+            bit = trailing_zeros(order.dirty[index])
+            order.dirty[index] ^= np.uint64(1) << bit
+            node = order.node_at[(index << 6) + np.int64(bit)]
+            timed += 1
+            start = 0
+            edge = edges.first_in[node]
+            while edge >= 0:
+                start = max(start, times.end_ps[edges.source[edge]])
+                edge = edges.next_in[edge]
+            end = start + times.duration_ps[node]
+            times.start_ps[node] = start
+            if end == times.end_ps[node]:
+                continue
+            times.end_ps[node] = end
+            edge = edges.first_out[node]
+            while edge >= 0:
+                place = order.position[edges.target[edge]]
+                order.dirty[place >> 6] |= np.uint64(1) << np.uint64(place & 63)
+                edge = edges.next_out[edge]
+    return timed
+
+
+@njit(cache=True)
+def _reach(
+    begin: int, forward: bool, limit: int, position: Int32s, edges: LinkedEdges, found: Int32s
+) -> int:
+    """Writes to `found` the nodes that can be reached along (or against) the edges without leaving
+    the places up to (or from) a limit; returns their number."""
+    seen = {begin}
+    found[0] = begin
+    count, done = 1, 0
+    while done < count:
+        node = found[done]
+        done += 1
+        edge = edges.first_out[node] if forward else edges.first_in[node]
+        while edge >= 0:
+            other = edges.target[edge] if forward else edges.source[edge]
+            inside = position[other] <= limit if forward else position[other] >= limit
+            if inside and other not in seen:
+                seen.add(other)
+                found[count] = other
+                count += 1
+            edge = edges.next_out[edge] if forward else edges.next_in[edge]
+    return count
+
+
+@njit(cache=True)
+def make_room(source: int, target: int, order: Ordering, edges: LinkedEdges) -> bool:
+    """Changes the order so that a new edge leads forward (Pearce and Kelly, JEA 2006): only places
+    between those of its ends are dealt anew.
+
+    Returns:
+        False, with nothing changed, if the edge would close a cycle.
+    """
+    position, node_at, dirty = order
+    low, high = position[target], position[source]
+    if high < low:
+        return True
+    behind, before = np.empty(len(position), np.int32), np.empty(len(position), np.int32)
+    behind_count = _reach(target, True, high, position, edges, behind)
+    for index in range(behind_count):
+        if behind[index] == source:
+            return False
+    before_count = _reach(source, False, low, position, edges, before)
+    first, last = before[:before_count], behind[:behind_count]
+    first = first[np.argsort(position[first])]
+    last = last[np.argsort(position[last])]
+    moved = np.concatenate((first, last))
+    places = np.sort(position[moved])
+    was_dirty = np.empty(len(moved), np.bool_)
+    for index in range(len(moved)):
+        place = position[moved[index]]
+        mask = np.uint64(1) << np.uint64(place & 63)
+        was_dirty[index] = (dirty[place >> 6] & mask) != 0
+        dirty[place >> 6] &= ~mask
+    for index in range(len(moved)):
+        node, place = moved[index], places[index]
+        position[node] = place
+        node_at[place] = node
+        if was_dirty[index]:
+            dirty[place >> 6] |= np.uint64(1) << np.uint64(place & 63)
+    return True
