@@ -287,6 +287,18 @@ class LayerDescription:
     cross_attention: bool = False
     """Whether a second attention of the same sizes reads the context (generators), which has
     `hidden_size` features behind the connector."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Kind of the layer's two norms."""
+    activation: str = "silu"
+    """Function inside the feed-forward part, by Hugging Face's name."""
+    rotary: bool = True
+    """Whether queries and keys are rotated."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalized."""
+    packed_qkv: bool = False
+    """Whether one linear gives queries, keys and values."""
+    parameters: int = 0
+    """All of the layer, with biases and norms; 0: those of its matrix products."""
 
 
 @dataclass(frozen=True)

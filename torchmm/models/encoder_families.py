@@ -113,6 +113,9 @@ class EncoderFamily:
             ffn_size=config.intermediate_size,
             gated_ffn=False,
             causal=False,
+            norm="layer",
+            activation=config.hidden_act,
+            rotary=False,
         )
 
 
@@ -272,7 +275,10 @@ class Qwen2_5VisionFamily(EncoderFamily):  # noqa: N801 - as Hugging Face writes
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         whole = index in config.fullatt_block_indexes
         window = None if whole else (config.window_size // config.patch_size) ** 2
-        return replace(super().describe_layer(config, index), gated_ffn=True, window=window)
+        sizes = super().describe_layer(config, index)
+        return replace(
+            sizes, gated_ffn=True, window=window, norm="rms", rotary=True, packed_qkv=True
+        )
 
 
 ENCODER_FAMILIES: dict[str, EncoderFamily] = {

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from torchmm.batch import EncoderInputs, ImageMeta, ImageSpec, LayerDescription
 from torchmm.models.connectors import MlpConnector, fold_neighbours
 from torchmm.models.encoder_families import EncoderFamily
-from torchmm.models.layered import LayeredModule, WeightFiles
+from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class EncoderModule(LayeredModule):
         self.layers_fqn = f"tower.{spec.family.layers}"
         self.tower: Any = self.uncut_tower()
         self.connector = self._build_connector()
-        self._around = self._count_flops_around()
+        self._around = self._list_linears_around()
         self._remove_unused()
 
     def _build_connector(self) -> nn.Module:
@@ -117,14 +117,26 @@ class EncoderModule(LayeredModule):
         return self.family.merge(self.spec.config) * self.spec.shuffle
 
     def _flops_around(self) -> tuple[int, int]:
+        before, behind = self._around
+        return sum(2 * i * o for i, o in before), sum(2 * i * o for i, o in behind)
+
+    def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
         return self._around
 
-    def _count_flops_around(self) -> tuple[int, int]:
-        embedding = self.tower.get_submodule(self.family.patch_embedding)
-        before = sum(2 * w.numel() for n, w in embedding.named_parameters() if n == "weight")
+    def _list_linears_around(self) -> tuple[LinearSizes, LinearSizes]:
+        weight = self.tower.get_submodule(self.family.patch_embedding).weight
         behind = [self.get_submodule(fqn) for fqn in self._post_fqns()]
         linears = [m for part in behind for m in part.modules() if isinstance(m, nn.Linear)]
-        return before, sum(2 * m.weight.numel() for m in linears)
+        before = (weight.numel() // len(weight), len(weight))
+        return (before,), tuple((m.in_features, m.out_features) for m in linears)
+
+    @property
+    def extra_tokens(self) -> int:
+        return int(self.family.has_class_token)
+
+    @property
+    def dummy_patches(self) -> int:
+        return self.dummy_image().patches
 
     def forward(self, inputs: EncoderInputs, hidden: Tensor | None = None) -> Tensor:
         """Images to tokens.

@@ -28,6 +28,9 @@ from transformers import PreTrainedModel
 
 from torchmm.batch import LayerDescription, ModuleDescription
 
+LinearSizes = tuple[tuple[int, int], ...]
+"""(inputs, outputs) of linear layers."""
+
 
 class Skip(nn.Module):
     """Stands where another stage has a layer, an embedding or a head: returns its first input."""
@@ -129,9 +132,13 @@ class LayeredModule(nn.Module, ABC):
     def _describe_layer(self, index: int) -> LayerDescription: ...
 
     @abstractmethod
-    def _linears_around(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """(inputs, outputs) of the matrix products before the layers, which every input unit
-        passes, and behind them, which every output unit passes."""
+    def _flops_around(self) -> tuple[int, int]:
+        """Forward FLOPs per input unit before the layers and per output unit behind them."""
+
+    def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
+        """Matrix products before the layers, which every input unit passes, and behind them, which
+        every output unit passes. Only their traffic depends on it."""
+        return (), ()
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -204,34 +211,30 @@ class LayeredModule(nn.Module, ABC):
 
     def describe(self) -> ModuleDescription:
         """Sizes of this stage, from which costs and memory follow."""
-        before, behind = self._linears_around()
-        before, behind = before if self.is_first else (), behind if self.is_last else ()
+        before, behind = self._flops_around()
+        linears_before, linears_behind = self._linears_around()
         trainable = {n: p.requires_grad for n, p in self.named_parameters()}
         return ModuleDescription(
             name=self.name,
             kind=self.kind,
             layers=tuple(
-                replace(self._describe_layer(i), parameters=sum(p.numel() for p in l.parameters()))
-                for i, l in self.indexed_layers()
+                replace(self._describe_layer(index), parameters=_parameters(layer))
+                for index, layer in self.indexed_layers()
             ),
-            pre_flops_per_unit=sum(2 * i * o for i, o in before),
-            post_flops_per_unit=sum(2 * i * o for i, o in behind),
+            pre_flops_per_unit=before if self.is_first else 0,
+            post_flops_per_unit=behind if self.is_last else 0,
             parameters=sum(p.numel() for p in self.parameters()),
             trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
             connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
             merge=self.merge,
             tied=bool(self.tied_parameters()),
-            pre_linears=before,
-            post_linears=behind,
-            pre_parameters=self._count(self._pre_fqns()),
-            post_parameters=self._count(self._post_fqns()),
+            pre_linears=linears_before if self.is_first else (),
+            post_linears=linears_behind if self.is_last else (),
+            pre_parameters=sum(_parameters(self.get_submodule(f)) for f in self._pre_fqns()),
+            post_parameters=sum(_parameters(self.get_submodule(f)) for f in self._post_fqns()),
             extra_tokens=self.extra_tokens,
             dummy_patches=self.dummy_patches,
         )
-
-    def _count(self, fqns: Sequence[str]) -> int:
-        """Parameters of submodules."""
-        return sum(p.numel() for fqn in fqns for p in self.get_submodule(fqn).parameters())
 
     def layer_sizes(self) -> list[LayerDescription]:
         """Sizes of all layers, those of other stages included."""
@@ -302,6 +305,10 @@ class LayeredModule(nn.Module, ABC):
         for target, source in self.tied_parameters().items():
             owner, _, leaf = target.rpartition(".")
             setattr(self.get_submodule(owner), leaf, self.get_parameter(source))
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def units(module: nn.Module, layers_fqn: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchmm.batch import LayerDescription, Microbatch
 from torchmm.models.attention import PACKED, Segments
-from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
+from torchmm.models.layered import LayeredModule, LinearSizes, StageRange, WeightFiles
 from torchmm.models.loss import summed_cross_entropy
 
 
@@ -83,6 +83,9 @@ class LlmModule(LayeredModule):
 
     @property
     def hf(self) -> PreTrainedModel:
+        first = self._layer_list()[0]
+        self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in first.modules())
+        self._has_qk_norm = any(name.endswith("q_norm") for name, _ in first.named_modules())
         return self.backbone
 
     @property
@@ -138,10 +141,16 @@ class LlmModule(LayeredModule):
         )
 
     def _flops_around(self) -> tuple[int, int]:
+            activation=c.hidden_act,
+            norm="layer" if self._has_layer_norm else "rms",
+            qk_norm=self._has_qk_norm,
         return 0, 2 * self.text_config.hidden_size * self.text_config.vocab_size
 
     def forward(self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor) -> Tensor:
         """Loss of a microbatch, or this stage's part of the way to it.
+
+    def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
+        return (), ((self.text_config.hidden_size, self.text_config.vocab_size),)
 
         Args:
             inputs: whole model or first stage: (K, D) outputs by encoder name; the outputs of an
