@@ -101,11 +101,16 @@ def size_problems(key: str, config: Any) -> list[str]:
             f"[{key}] num_attention_heads = {heads} is not divisible by the {kv_heads} "
             "num_key_value_heads"
         )
-    if getattr(config, "attention_dropout", 0.0):
-        problems.append(
-            f"[{key}] attention_dropout = {config.attention_dropout} is not "
-            "implemented; override it with 0.0"
-        )
+    problems += [
+        f"[{key}] {name} = {rate} is not implemented; override it with 0.0"
+        for name in ("attention_dropout", "residual_dropout", "embedding_dropout")
+        if (rate := getattr(config, name, 0.0))
+    ]
     if getattr(config, "use_sliding_window", False):
         problems.append(f"[{key}] use_sliding_window is not implemented; override it with false")
+    elif not hasattr(config, "use_sliding_window") and getattr(config, "sliding_window", None):
+        problems.append(
+            f"[{key}] sliding_window = {config.sliding_window} is not implemented; use a model "
+            "whose attention reaches all tokens"
+        )
     return problems

@@ -42,6 +42,8 @@ class LlmFamily:
     multiplier: str | None = None
     """Attribute of the text model with which its forward scales `inputs_embeds`; set to 1 on
     later stages, where that input is a hidden state."""
+    gated_ffn: bool = True
+    """Whether the feed-forward network has a gate: three weight matrices instead of two."""
 
 
 LLM_FAMILIES = {
@@ -49,6 +51,7 @@ LLM_FAMILIES = {
     "qwen2": LlmFamily(),
     "qwen3": LlmFamily(),
     "granite": LlmFamily(multiplier="embedding_multiplier"),
+    "starcoder2": LlmFamily(gated_ffn=False),  # GPT's layers: LayerNorm, biases, no gate
 }
 """Supported families by Hugging Face model_type. One is supported when its parity test passes."""
 
@@ -80,12 +83,12 @@ class LlmModule(LayeredModule):
         head, table = "backbone.lm_head.weight", f"{self.text_fqn}.embed_tokens.weight"
         self._tied = self.get_parameter(head) is self.get_parameter(table)
         self._tie = {head: table}
-
-    @property
-    def hf(self) -> PreTrainedModel:
         first = self._layer_list()[0]
         self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in first.modules())
         self._has_qk_norm = any(name.endswith("q_norm") for name, _ in first.named_modules())
+
+    @property
+    def hf(self) -> PreTrainedModel:
         return self.backbone
 
     @property
@@ -136,21 +139,21 @@ class LlmModule(LayeredModule):
             kv_heads=c.num_key_value_heads,
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
             ffn_size=c.intermediate_size,
-            gated_ffn=True,
+            gated_ffn=self.family.gated_ffn,
             causal=True,
-        )
-
-    def _flops_around(self) -> tuple[int, int]:
             activation=c.hidden_act,
             norm="layer" if self._has_layer_norm else "rms",
             qk_norm=self._has_qk_norm,
-        return 0, 2 * self.text_config.hidden_size * self.text_config.vocab_size
+        )
 
-    def forward(self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor) -> Tensor:
-        """Loss of a microbatch, or this stage's part of the way to it.
+    def _flops_around(self) -> tuple[int, int]:
+        return 0, 2 * self.text_config.hidden_size * self.text_config.vocab_size
 
     def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
         return (), ((self.text_config.hidden_size, self.text_config.vocab_size),)
+
+    def forward(self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor) -> Tensor:
+        """Loss of a microbatch, or this stage's part of the way to it.
 
         Args:
             inputs: whole model or first stage: (K, D) outputs by encoder name; the outputs of an

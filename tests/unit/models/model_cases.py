@@ -39,6 +39,7 @@ LLMS = {
         "logits_scaling": 2.0,
         "attention_multiplier": 0.3,
     },
+    "starcoder2": {"model_type": "starcoder2", **_LLM},
 }
 _VISION = {
     "hidden_size": 32,

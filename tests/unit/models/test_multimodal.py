@@ -165,6 +165,14 @@ def test_all_mistakes_of_a_model_are_listed() -> None:
     assert "feature_layer = -9, but the tower has 3 layers" in text
 
 
+def test_what_layers_of_starcoder2_may_ask_for_is_refused() -> None:
+    asked = {"residual_dropout": 0.1, "embedding_dropout": 0.2, "sliding_window": 16}
+    with pytest.raises(ConfigError) as caught:
+        build(ModelConfig(llm=LlmConfig(config={**LLMS["starcoder2"], **asked})))
+    for (key, value), problem in zip(asked.items(), caught.value.problems, strict=True):
+        assert f"{key} = {value} is not implemented" in problem
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "nonsense"])
 def test_an_unsupported_llm_is_refused_with_a_remedy(model_type: str) -> None:
     config = ModelConfig(llm=LlmConfig(config={"model_type": model_type}))
