@@ -24,6 +24,8 @@ class PlanCosts:
         tensor_ms: of these, exposed tensor-parallel communication; 0 where missing.
         gather_ms: by stage: gathering its parameters over data-parallel ranks (UNSHARD).
         reduce_ms: by stage: reducing its gradients (REDUCE_GRAD).
+        tied_ms: by stage: exchanging the gradient of a weight that another stage has a copy of
+            (REDUCE_TIED); 0 where missing.
         transfer_ms: by (message, whether it is the gradient that goes back): time on the wire;
             0 where missing, as for messages that stay on a rank.
         kept_bytes: by task: activations from its F until its B or W (until the end of F for a task
@@ -39,6 +41,7 @@ class PlanCosts:
     tensor_ms: Mapping[Action, float] = field(default_factory=dict)
     gather_ms: Mapping[int, float] = field(default_factory=dict)
     reduce_ms: Mapping[int, float] = field(default_factory=dict)
+    tied_ms: Mapping[int, float] = field(default_factory=dict)
     transfer_ms: Mapping[tuple[Message, bool], float] = field(default_factory=dict)
     kept_bytes: Mapping[Task, int] = field(default_factory=dict)
     kept_for_weights_bytes: Mapping[Task, int] = field(default_factory=dict)

@@ -1,0 +1,140 @@
+"""Times a plan by letting every rank go on while it can: slow, plain, without a graph.
+
+Also random plans with random costs. Times are whole picoseconds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+from random_orders import random_graph, random_order, random_specs
+
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.pipelining.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.transfers import transfers
+
+T = ActionType
+
+
+def ps(ms: float) -> int:
+    return round(ms * 10**9)
+
+
+class Play:
+    """One run; afterwards `times` has (start, end) of every action, rank by rank."""
+
+    def __init__(self, plan: PipelinePlan, costs: PlanCosts):
+        self.plan, self.costs = plan, costs
+        ranks = len(plan.actions)
+        self.now = [0] * ranks
+        self.gather_free = [0] * ranks
+        self.gathered: dict[tuple[int, int], int] = {}
+        self.sent, self.received = defaultdict(list), defaultdict(list)  # by channel: times
+        self.wire_ms = defaultdict(list)  # by channel: durations
+        self.number: dict[tuple[int, Action], tuple[tuple[int, int], int]] = {}
+        self.reached: dict[tuple, int] = {}
+        self.times: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        on_wire = {}
+        for transfer in transfers(plan.graph, plan.training):
+            send, wait_send, receive, wait = transfer.actions()
+            duration_ms = costs.transfer_ms.get((transfer.message, transfer.backward), 0)
+            on_wire[transfer.source, send] = duration_ms, wait_send
+            on_wire[transfer.destination, receive] = duration_ms, wait
+        self.on_wire = on_wire
+        moved = True
+        while moved:
+            moved = False
+            for rank, program in enumerate(plan.actions):
+                while len(self.times[rank]) < len(program):
+                    span = self.act(rank, program[len(self.times[rank])])
+                    if span is None:
+                        break
+                    self.times[rank].append(span)
+                    moved = True
+        assert [len(t) for t in self.times] == [len(p) for p in plan.actions], "stuck"
+
+    def act(self, rank: int, action: Action) -> tuple[int, int] | None:
+        kind, start = action.type, self.now[rank]
+        if kind is T.UNSHARD:
+            begin = max(start, self.gather_free[rank])
+            end = begin + ps(self.costs.gather_ms.get(action.stage, 0))
+            self.gather_free[rank] = self.gathered[rank, action.stage] = end
+            return begin, end
+        if kind in COMPUTE or kind in (T.RESHARD, T.REDUCE_GRAD):
+            start = max(start, self.gathered.get((rank, action.stage), 0))
+            duration_ms = self.costs.compute_ms.get(action, 0)
+            if kind is T.REDUCE_GRAD:
+                duration_ms = self.costs.reduce_ms.get(action.stage, 0)
+            end = start + ps(duration_ms)
+        elif kind is T.REDUCE_TIED:
+            self.reached.setdefault((rank, action.stage), start)
+            other = self.reached.get((action.peer, action.other))
+            if other is None:
+                return None
+            end = max(start, other) + ps(self.costs.tied_ms.get(action.stage, 0))
+        elif (rank, action) in self.on_wire:
+            self.post(rank, action)
+            end = start
+        else:
+            end = self.arrival(*self.number[rank, action])
+            if end is None:
+                return None
+            end = max(start, end)
+        self.now[rank] = end
+        return start, end
+
+    def post(self, rank: int, action: Action):
+        sends = action.type in (T.SEND_F, T.SEND_B)
+        channel = (rank, action.peer) if sends else (action.peer, rank)
+        posted = (self.sent if sends else self.received)[channel]
+        duration_ms, wait = self.on_wire[rank, action]
+        self.number[rank, wait] = channel, len(posted)
+        posted.append(self.now[rank])
+        if sends:
+            self.wire_ms[channel].append(duration_ms)
+
+    def arrival(self, channel: tuple[int, int], index: int) -> int | None:
+        sent, received = self.sent[channel], self.received[channel]
+        if min(len(sent), len(received)) <= index:
+            return None
+        before = self.arrival(channel, index - 1) if index else 0
+        return max(before, sent[index], received[index]) + ps(self.wire_ms[channel][index])
+
+
+def random_plan(seed: int) -> PipelinePlan:
+    """Any shape, any legal order, sharded or not."""
+    rng = random.Random(seed)
+    graph = random_graph(seed)
+    return lower_plan(
+        random_order(graph, seed),
+        graph,
+        random_specs(graph, seed),
+        sharding=rng.choice(("none", "step")),
+        receives_ahead=rng.randrange(4),
+    )
+
+
+def random_costs(plan: PipelinePlan, seed: int) -> PlanCosts:
+    """Few different durations, so that much happens at the same time."""
+    rng = random.Random(seed)
+    graph, stages = plan.graph, range(len(plan.graph.layout.stages))
+    compute = [a for program in plan.actions for a in program if a.type in COMPUTE]
+    kept = {task: rng.randint(0, 50) for task in graph.tasks()}
+    return PlanCosts(
+        compute_ms={a: rng.choice((0, 0.5, 1, 2, 3.7)) for a in compute},
+        tensor_ms={a: 0.0 for a in compute if rng.random() < 0.5},
+        gather_ms={stage: rng.choice((0, 1, 2.5)) for stage in stages},
+        reduce_ms={stage: rng.choice((0, 1, 2.5)) for stage in stages if rng.random() < 0.9},
+        tied_ms={stage: rng.choice((0, 1)) for stage in stages},
+        transfer_ms={
+            (transfer.message, transfer.backward): rng.choice((0, 0.25, 1.5))
+            for transfer in transfers(graph, plan.training)
+            if rng.random() < 0.9
+        },
+        kept_bytes=kept,
+        kept_for_weights_bytes={task: rng.randint(0, n) for task, n in kept.items()},
+        static_bytes=tuple(rng.randrange(100) for _ in plan.actions),
+    )

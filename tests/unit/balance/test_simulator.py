@@ -1,0 +1,292 @@
+"""Simulated steps: against a naive play of the plan, by hand, and against validation's memory."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from naive_plan import Play, random_costs, random_plan
+
+from torchmm.balance.operator_graph import SimulationError
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.simulator import PlanSimulation, simulate
+from torchmm.pipelining.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.draw import Panel, draw_timelines
+from torchmm.pipelining.graph import Message, StageGraph, Task
+from torchmm.pipelining.layouts import ModuleLayers
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.rules import MemoryModel
+from torchmm.pipelining.schedules import SCHEDULES, schedule_layout
+from torchmm.pipelining.timeline import uniform_timeline
+from torchmm.pipelining.validation import validate_plan
+
+T = ActionType
+
+
+def llm_plan(
+    schedule: str, ranks: int, microbatches: int, virtual: int = 1, tied: bool = False, **options
+) -> PipelinePlan:
+    llm = ModuleLayers("llm", "llm", (1.0,) * (ranks * virtual), tied=tied)
+    graph = StageGraph(schedule_layout(schedule, [llm], ranks, virtual), microbatches)
+    return lower_plan(SCHEDULES[schedule].order(graph), graph, {}, **options)
+
+
+def flat_costs(plan: PipelinePlan, forward_ms=1.0, backward_ms=2.0, **others) -> PlanCosts:
+    durations = {T.F: forward_ms, T.B: backward_ms, T.I: backward_ms / 2, T.W: backward_ms / 2}
+    compute = [a for program in plan.actions for a in program if a.type in COMPUTE]
+    return PlanCosts(compute_ms={a: durations[a.type] for a in compute}, **others)
+
+
+def test_records_equal_a_naive_play_of_the_plan():
+    for seed in range(520):
+        plan = random_plan(seed)
+        costs = random_costs(plan, seed)
+        step = simulate(plan, costs)
+        spans = [span for times in Play(plan, costs).times for span in times]
+        assert [(r.start_ms, r.end_ms) for r in step.records] == [
+            (start / 1e9, end / 1e9) for start, end in spans
+        ], seed
+        by_rank = [(rank, a) for rank, program in enumerate(plan.actions) for a in program]
+        assert [(r.rank, r.action) for r in step.records] == by_rank, seed
+        assert step.makespan_ms == max(end for _, end in spans) / 1e9
+
+
+def test_tied_weights_meet_where_both_ranks_are():
+    for seed in range(20):
+        plan = llm_plan("1f1b", 3, 4, tied=True, sharding="step" if seed % 2 else "none")
+        costs = random_costs(plan, seed)
+        step = simulate(plan, costs)
+        spans = [s for times in Play(plan, costs).times for s in times]
+        assert [(r.start_ms, r.end_ms) for r in step.records] == [
+            (start / 1e9, end / 1e9) for start, end in spans
+        ]
+        meetings = [r for r in step.records if r.action.type is T.REDUCE_TIED]
+        assert len(meetings) == 2
+        tied_ms = [costs.tied_ms[r.action.stage] for r in meetings]
+        met_ms = [r.end_ms - ms for r, ms in zip(meetings, tied_ms, strict=True)]
+        assert met_ms[0] == pytest.approx(met_ms[1]) >= max(r.start_ms for r in meetings)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (4, 4), (4, 9), (8, 16)])
+def test_1f1b_takes_its_textbook_time(ranks, microbatches):
+    plan = llm_plan("1f1b", ranks, microbatches)
+    step = simulate(plan, flat_costs(plan, 1.5, 2.5))
+    assert step.makespan_ms == (microbatches + ranks - 1) * 4.0
+    bubbles_ms = (ranks - 1) * 4.0 * ranks
+    assert step.timeline.bubble_fraction == pytest.approx(bubbles_ms / ranks / step.makespan_ms)
+
+
+def test_interleaved_1f1b_takes_its_textbook_time():
+    plan = llm_plan("interleaved_1f1b", 4, 8, virtual=3)
+    step = simulate(plan, flat_costs(plan, 1.0, 2.0))
+    assert step.makespan_ms == 8 * 3 * 3.0 + 3 * 3.0
+
+
+def test_without_transfers_it_is_the_timeline_that_pictures_assume():
+    for seed in range(60):
+        plan = random_plan(seed)
+        costs = replace(random_costs(plan, seed), transfer_ms={}, gather_ms={}, reduce_ms={})
+        own = [r for r in simulate(plan, costs).records if r.action.type in COMPUTE]
+        drawn = uniform_timeline(plan.actions, plan.graph, costs.compute_ms.__getitem__)
+        drawn = {(r.rank, r.action): (r.start_ms, r.end_ms) for r in drawn}
+        for rank, action, start_ms, end_ms in own:
+            assert (start_ms, end_ms) == pytest.approx(drawn[rank, action], abs=1e-6), seed
+
+
+def test_a_gather_runs_beside_computation_and_what_is_left_of_it_is_a_bubble():
+    plan = llm_plan("gpipe", 1, 1, virtual=2, sharding="step")
+    costs = flat_costs(plan, 2.0, 2.0, gather_ms={0: 1.0, 1: 3.0}, reduce_ms={0: 4.0, 1: 4.0})
+    step = simulate(plan, costs)
+    spans = {str(r.action): (r.start_ms, r.end_ms) for r in step.records}
+    assert spans["0UNSHARD"] == (0, 1) and spans["1UNSHARD"] == (1, 4)
+    assert spans["0F0"] == (1, 3) and spans["1F0"] == (4, 6)
+    assert step.makespan_ms == 18
+    assert step.timeline.bubble_ms["dp_all_gather"] == 2
+    assert step.timeline.bubble_ms["dp_reduce_scatter"] == 8
+
+
+def test_a_channel_carries_one_transfer_at_a_time_and_directions_do_not_meet():
+    plan = llm_plan("gpipe", 2, 3, receives_ahead=3)
+    wire = {(Message(0, 1, m), back): 5.0 for m in range(3) for back in (False, True)}
+    step = simulate(plan, flat_costs(plan, 1.0, 1.0, transfer_ms=wire))
+    ends = [r.end_ms for r in step.records if r.rank == 1 and r.action.type is T.WAIT_F]
+    assert ends == [6, 11, 16]
+    # Backwards end at 18, 19, 20; their gradients arrive 5 ms apart, then 0 has its backwards.
+    assert step.makespan_ms == 18 + 15 + 1
+
+
+def test_a_receive_that_is_posted_late_delays_its_transfer():
+    wire = {(Message(0, 1, m), False): 1.0 for m in range(3)}
+    makespans = {}
+    for ahead in (0, 3):
+        plan = llm_plan("gpipe", 2, 3, receives_ahead=ahead)
+        makespans[ahead] = simulate(plan, flat_costs(plan, 1.0, 1.0, transfer_ms=wire)).makespan_ms
+    assert makespans == {3: 1 + 1 + 6 + 1, 0: 1 + 1 + 6 + 2 + 1}
+
+
+def test_exposed_tensor_parallel_communication_is_a_bubble_and_not_busy():
+    plan = llm_plan("1f1b", 2, 4)
+    costs = flat_costs(plan)
+    tensor_ms = {a: 0.25 for a in costs.compute_ms}
+    with_tp = simulate(plan, replace(costs, tensor_ms=tensor_ms)).timeline
+    without = simulate(plan, costs).timeline
+    assert with_tp.bubble_ms["tp"] == 16 * 0.25
+    for rank in range(2):
+        assert with_tp.busy_ms[rank] == without.busy_ms[rank] - 8 * 0.25
+    total_ms = sum(with_tp.busy_ms) + sum(with_tp.bubble_ms.values())
+    assert total_ms == pytest.approx(2 * with_tp.makespan_ms)
+
+
+def test_memory_peaks_are_those_of_validation():
+    for seed in range(200):
+        plan = random_plan(seed)
+        costs = random_costs(plan, seed)
+        backward = plan.graph.needs_backward
+        kept = {t: n for t, n in costs.kept_bytes.items() if backward(t.stage, t.microbatch)}
+        later = {t: n for t, n in costs.kept_for_weights_bytes.items() if t in kept}
+        costs = replace(costs, kept_bytes=kept, kept_for_weights_bytes=later)
+        model = MemoryModel(
+            lambda t, kept=kept: kept.get(t, 0),
+            lambda t, later=later: later[t],
+            costs.static_bytes,
+        )
+        report = validate_plan(plan, memory=model)
+        step = simulate(plan, costs)
+        assert step.peak_bytes == report.peak_bytes, seed
+        for timeline, static in zip(step.memory, costs.static_bytes, strict=True):
+            assert timeline.used_bytes[0] == timeline.used_bytes[-1] == static
+            assert (timeline.times_ms[1:] >= timeline.times_ms[:-1]).all()
+
+
+def test_a_forward_without_backward_needs_its_memory_while_it_runs():
+    llm = ModuleLayers("llm", "llm", (1.0,) * 2, trainable=(False, True), pre_trainable=False)
+    graph = StageGraph(schedule_layout("1f1b", [llm], 2), 3)
+    plan = lower_plan(SCHEDULES["1f1b"].order(graph), graph, {})
+    kept = {task: 10 for task in graph.tasks()}
+    step = simulate(plan, flat_costs(plan, kept_bytes=kept, static_bytes=(5, 7)))
+    assert step.peak_bytes == (15, 17)
+    assert step.memory[0].times_ms.tolist() == [0, 0, 1, 1, 2, 2, 3]
+
+
+def test_a_step_fits_up_to_its_limit():
+    plan = llm_plan("1f1b", 2, 2)
+    costs = flat_costs(plan, kept_bytes={task: 10 for task in plan.graph.tasks()})
+    peak = max(simulate(plan, costs).peak_bytes)
+    assert peak == 20
+    assert simulate(plan, costs).fits
+    assert simulate(plan, replace(costs, memory_limit_bytes=peak)).fits
+    assert not simulate(plan, replace(costs, memory_limit_bytes=peak - 1)).fits
+
+
+def test_model_flops_are_those_of_the_plans_actions():
+    plan = llm_plan("1f1b", 2, 3)
+    costs = flat_costs(plan)
+    flops = {a: 5.0 for a in costs.compute_ms} | {Action(T.W, 0, 0): 1e9}
+    assert simulate(plan, replace(costs, flops=flops)).model_flops == 5.0 * 12
+
+
+def test_a_simulated_step_is_drawn_like_a_measured_one():
+    plan = random_plan(3)
+    step = simulate(plan, random_costs(plan, 3))
+    picture = draw_timelines("predicted", [Panel("ours", step.records, plan.graph.layout)])
+    assert f"{step.makespan_ms:.4g} ms" in picture
+
+
+def test_changed_costs_give_the_records_of_a_new_simulation():
+    done = 0
+    for seed in range(60):
+        plan = random_plan(seed)
+        costs = random_costs(plan, seed)
+        rng = random.Random(seed)
+        simulation = PlanSimulation(plan, costs)
+        kept = simulation.checkpoint()
+        for _ in range(20):
+            microbatch = rng.randrange(plan.graph.microbatches)
+            compute = {
+                a: rng.choice((0, 1, 2.5)) for a in costs.compute_ms if a.microbatch == microbatch
+            }
+            wire = {key: 0.75 for key in costs.transfer_ms if rng.random() < 0.1}
+            wire = {key: ms for key, ms in wire.items() if key in simulation.nodes.transfers}
+            simulation.change(compute, wire)
+            costs = replace(
+                costs,
+                compute_ms={**costs.compute_ms, **compute},
+                transfer_ms={**costs.transfer_ms, **wire},
+            )
+            scratch = simulate(plan, costs)
+            assert simulation.makespan_ms == scratch.makespan_ms, seed
+            assert simulation.step().records == scratch.records, seed
+            done += 1
+        simulation.restore(kept)
+        assert simulation.step().records == simulate(plan, random_costs(plan, seed)).records
+        assert simulation.costs == random_costs(plan, seed)
+    assert done >= 1000
+
+
+def test_all_problems_of_costs_are_named_at_once():
+    plan = llm_plan("1f1b", 2, 2, sharding="step")
+    costs = flat_costs(plan)
+    compute_ms = {**costs.compute_ms, Action(T.F, 1, 1): math.nan, Action(T.B, 0, 0): -2.0}
+    del compute_ms[Action(T.F, 0, 0)]
+    bad = PlanCosts(
+        compute_ms=compute_ms,
+        tensor_ms={Action(T.F, 1, 0): 3.0, Action(T.B, 1, 0): -1.0},
+        reduce_ms={1: math.inf},
+        transfer_ms={(Message(0, 1, 0), False): -0.5},
+        kept_bytes={Task(0, 0): 4, Task(0, 1): -4},
+        kept_for_weights_bytes={Task(0, 0): 5},
+        static_bytes=(1, 2, -3),
+        memory_limit_bytes=0,
+    )
+    with pytest.raises(SimulationError) as caught:
+        simulate(plan, bad)
+    text = str(caught.value)
+    for part in (
+        "(1F1 on rank 1) has a duration of nan ms",
+        "(0B0 on rank 0) has a duration of -2.0 ms",
+        "0F0 on rank 0 has no duration",
+        "1F0: 3.0 ms of exposed communication in 1.0 ms",
+        "1B0: its exposed communication has a duration of -1.0 ms",
+        "(1REDUCE_GRAD on rank 1) has a duration of inf ms",
+        "(transfer of 0SEND_F0>1@1 from rank 0) has a duration of -0.5 ms",
+        "keeps 4 bytes, 5 of them",
+        "keeps -4 bytes",
+        "static_bytes of 3 ranks for a plan of 2",
+        "rank 2 has -3 static bytes",
+        "a memory limit of 0 bytes",
+    ):
+        assert part in text, (part, text)
+    assert len(caught.value.problems) == 12
+
+
+def test_a_plan_whose_ranks_wait_for_each_other_is_refused():
+    plan = llm_plan("1f1b", 2, 2)
+    first, second = map(list, plan.actions)
+    # Rank 0 wants its first gradient before it sends the forward that this comes from.
+    late = next(a for a in first if a.type is T.WAIT_B)
+    first.remove(late)
+    begin = next(i for i, a in enumerate(first) if a.type is T.F)
+    receive = next(a for a in first if a.type is T.RECV_B)
+    first.remove(receive)
+    first[begin:begin] = [receive, late]
+    with pytest.raises(SimulationError, match="circle"):
+        simulate(replace(plan, actions=(tuple(first), tuple(second))), flat_costs(plan))
+
+
+def test_a_plan_that_lacks_a_send_is_refused():
+    plan = llm_plan("1f1b", 2, 2)
+    sends = [a for a in plan.actions[0] if a.type is T.SEND_F]
+    actions = tuple(a for a in plan.actions[0] if a != sends[0])
+    with pytest.raises(SimulationError, match="nobody sends that"):
+        simulate(replace(plan, actions=(actions, plan.actions[1])), flat_costs(plan))
+
+
+def test_changes_of_what_the_plan_lacks_are_refused():
+    simulation = PlanSimulation(plan := llm_plan("1f1b", 2, 2), flat_costs(plan))
+    before_ms = simulation.makespan_ms
+    with pytest.raises(SimulationError, match="the plan has no 0W0"):
+        simulation.change({Action(T.F, 0, 0): 9.0, Action(T.W, 0, 0): 1.0})
+    with pytest.raises(SimulationError, match="duration of -1"):
+        simulation.change({Action(T.F, 0, 0): -1})
+    assert simulation.makespan_ms == before_ms
