@@ -13,6 +13,7 @@ from torchmm.config import (
     ActivationCheckpointConfig,
     CompileConfig,
     FreezeConfig,
+    ModelConfig,
     ParallelConfig,
 )
 from torchmm.models.initialize import init_weights
@@ -44,6 +45,16 @@ class Case:
     tokens: int = 64
     pipeline: dict = field(default_factory=dict)
     """Further keys of [parallel]."""
+    llm: str = "qwen3"
+
+    def model(self) -> MultimodalModel:
+        """Whole, on the meta device."""
+        config = MODEL.model_dump()
+        config["llm"]["config"]["model_type"] = self.llm
+        if self.llm == "starcoder2":  # which has no such key
+            del config["llm"]["config"]["head_dim"]
+        freeze = FreezeConfig(modules=list(self.freeze))
+        return build_model(ModelConfig.model_validate(config), freeze)
 
 
 CASES_OF_4 = [
@@ -66,6 +77,8 @@ CASES_OF_2 = [
     Case("tp2", tensor=2),
     Case("tp2, sequence parallel", tensor=2, sequence_parallel=True),
     Case("tp2, sequence parallel, odd length", tensor=2, sequence_parallel=True, tokens=65),
+    Case("tp2, biases", tensor=2, llm="starcoder2"),
+    Case("tp2, sequence parallel, biases", tensor=2, sequence_parallel=True, llm="starcoder2"),
 ]
 
 
@@ -98,7 +111,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
         **case.pipeline,
     )
     mesh = build_mesh(config, torch.device("cpu"))
-    model = build_model(MODEL, FreezeConfig(modules=list(case.freeze)))
+    model = case.model()
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch])
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
@@ -131,7 +144,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
 
 
 def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[MultimodalModel, float]:
-    model = build_model(MODEL, FreezeConfig(modules=list(case.freeze)))
+    model = case.model()
     materialize(model, "cpu")
     init_weights(model, seed=1)
     total = 0.0
