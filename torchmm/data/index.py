@@ -121,7 +121,7 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
             corrupt[i] = str(error)
         else:
             tokens.append(len(sample.text.ids))
-            images.extend(dataclasses.astuple(image) for image in sample.images)
+            images.extend((i.width_px, i.height_px, i.patches, i.tokens) for i in sample.images)
         offsets.append(len(images))
         if time.monotonic() - last > PROGRESS_INTERVAL_S:
             last = time.monotonic()
