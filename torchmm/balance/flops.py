@@ -17,8 +17,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torchmm.balance.parts import Flag, Part, gradients, layer_linears, stage_parts
+from torchmm.balance.task_sizes import (
+    Array,
+    TaskSizes,
+    encoder_images,
+    encoder_sizes,
+    generator_sizes,
+    llm_sizes,
+)
 from torchmm.batch import LayerDescription, MicrobatchMeta, ModuleDescription
-from torchmm.generated import GeneratedMeta
 
 
 class ModuleFlops(NamedTuple):
@@ -26,6 +34,16 @@ class ModuleFlops(NamedTuple):
 
     forward: int
     backward: int
+
+
+class PassFlops(NamedTuple):
+    """FLOPs of the passes over consecutive parts, by task."""
+
+    forward_N: Array
+    inputs_N: Array
+    """Backward for inputs."""
+    weights_N: Array
+    """Backward for weights."""
 
 
 def microbatch_flops(
@@ -38,110 +56,87 @@ def microbatch_flops(
         meta: what the microbatch contains.
         targets: positions that count in the loss, for the LM head; None: all used tokens.
     """
+    count = meta.used_tokens if targets is None else targets
+    reached = gradients_arrive(modules, meta)
     result = {}
-    gradient_reaches_llm = False
     for module in modules:
-        if module.kind == "encoder":
-            patches = meta.patches(module.name)
-            result[module.name] = _encoder_flops(module, patches)
-            trained = module.trainable or module.connector_trainable
-            gradient_reaches_llm |= bool(patches) and trained
-    for module in modules:
-        if module.kind == "llm":
-            lengths = [sample.tokens for sample in meta.samples]
-            heads = meta.used_tokens if targets is None else targets
-            result[module.name] = _llm_flops(module, lengths, heads, gradient_reaches_llm)
-    llm_has_backward = gradient_reaches_llm or any(
-        module.trainable for module in modules if module.kind == "llm"
-    )
-    for module in modules:
-        if module.kind == "generator":
-            result[module.name] = _generator_flops(module, meta.generated, llm_has_backward)
+        sizes = module_sizes(module, meta, count)
+        if sizes is None:
+            result[module.name] = ModuleFlops(0, 0)
+            continue
+        parts = stage_parts(module, 0, len(module.layers))
+        flops = pass_flops(module, parts, sizes, reached[module.name])
+        backward = flops.inputs_N + flops.weights_N
+        result[module.name] = ModuleFlops(round(flops.forward_N.sum()), round(backward.sum()))
     return result
 
 
-def _encoder_flops(module: ModuleDescription, patches: list[int]) -> ModuleFlops:
-    """Pixels need no gradient: the patch embedding has weight gradients only."""
-    units, outputs = sum(patches), sum(patches) // module.merge**2
-    pre = units * module.pre_flops_per_unit
-    post = outputs * module.post_flops_per_unit
-    dense, attention = _layer_flops(module.layers, patches)
-    backward = post * (module.trainable + module.connector_trainable)
-    if module.connector_trainable and not module.trainable:
-        # Two linear layers, the first without input gradient; taken as equally large.
-        backward = 3 * post // 2
-    if module.trainable:
-        backward += pre + 2 * dense + 2 * attention
-    return ModuleFlops(pre + dense + attention + post, backward)
+def gradients_arrive(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> dict[str, bool]:
+    """By module: whether something trained before it feeds it in a microbatch."""
+    encoders = any(
+        encoder_images(meta, m.name) and (m.trainable or m.connector_trainable)
+        for m in modules
+        if m.kind == "encoder"
+    )
+    llm = encoders or any(m.trainable for m in modules if m.kind == "llm")
+    return {m.name: {"encoder": False, "llm": encoders, "generator": llm}[m.kind] for m in modules}
 
 
-def _llm_flops(
-    module: ModuleDescription, lengths: list[int], targets: int, gradient_arrives: bool
-) -> ModuleFlops:
-    pre = sum(lengths) * module.pre_flops_per_unit
-    post = targets * module.post_flops_per_unit
-    dense, attention = _layer_flops(module.layers, lengths)
-    forward = pre + dense + attention + post
-    if module.trainable:  # the embedding is trained, so every layer passes gradients on
-        return ModuleFlops(forward, pre + 2 * (dense + attention + post))
-    if gradient_arrives:
-        return ModuleFlops(forward, dense + 2 * attention + post)
-    return ModuleFlops(forward, 0)
+def module_sizes(module: ModuleDescription, meta: MicrobatchMeta, targets: int) -> TaskSizes | None:
+    """A whole microbatch as one task, without padding; None if there is nothing to process."""
+    if module.kind == "llm":
+        return llm_sizes([meta], [targets], padding=False)
+    if module.kind == "generator":
+        return generator_sizes([meta.generated]) if meta.generated else None
+    images = encoder_images(meta, module.name)
+    return encoder_sizes(module, [images]) if images else None
 
 
-def _generator_flops(
-    module: ModuleDescription, images: list[GeneratedMeta], context_needs_gradient: bool
-) -> ModuleFlops:
-    """Its loss is behind its layers, so whatever is trained before them needs their gradients.
+def pass_flops(
+    module: ModuleDescription, parts: Sequence[Part], sizes: TaskSizes, arrives: Flag
+) -> PassFlops:
+    """FLOPs of a chain of parts.
 
-    Noisy pixels and times need none; every layer's context does, if the connector is trained or
-    what comes before it.
+    Args:
+        arrives: whether a gradient goes back to what stands before the chain; an array: by task.
     """
-    patches, contexts = [i.patches for i in images], [i.context for i in images]
-    embedding = sum(patches) * module.pre_flops_per_unit + len(images) * module.flops_per_image
-    connector = sum(contexts) * module.context_flops_per_unit
-    post = sum(patches) * module.post_flops_per_unit
-    dense, attention = _layer_flops(module.layers, patches)
-    cross_dense, cross_attention = _cross_flops(module.layers, patches, contexts)
-    dense, attention = dense + cross_dense, attention + cross_attention
-    forward = embedding + connector + dense + attention + post
-    connector_trained = module.connector_trainable
-    if not (module.trainable or connector_trained or context_needs_gradient):
-        return ModuleFlops(forward, 0)
-    backward = dense + 2 * attention + post + connector * connector_trained
-    if context_needs_gradient:
-        backward += connector
-    elif connector_trained:
-        backward += connector // 2  # the first of two linear layers has no input gradient
-    if module.trainable:
-        backward += embedding + dense + post
-    return ModuleFlops(forward, backward)
+    forward_N, inputs_N, weights_N = (sizes.inputs_N * 0.0 for _ in range(3))
+    for part, inputs, weights in gradients(parts, arrives):
+        dense_N, attention_N = part_flops(module, part, sizes)
+        forward_N += dense_N + attention_N
+        inputs_N += inputs * (dense_N + 2 * attention_N)
+        weights_N += weights * dense_N
+    return PassFlops(forward_N, inputs_N, weights_N)
 
 
-def _cross_flops(
-    layers: Sequence[LayerDescription], lengths: list[int], contexts: list[int]
-) -> tuple[int, int]:
-    """What attention to the context adds to `_layer_flops`."""
-    dense = attention = 0
-    for layer in layers:
-        if layer.cross_attention:
-            query, key_value = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-            dense += 4 * layer.hidden_size * (query * sum(lengths) + key_value * sum(contexts))
-            pairs = sum(n * m for n, m in zip(lengths, contexts, strict=True))
-            attention += 4 * query * pairs
-    return dense, attention
+def part_flops(module: ModuleDescription, part: Part, sizes: TaskSizes) -> tuple[Array, Array]:
+    """Forward FLOPs: (products with weights, products between activations)."""
+    nothing_N = sizes.inputs_N * 0.0
+    if part.layer is not None:
+        return _layer_flops(part.layer, part.count, sizes)
+    rows_N = {"embedding": sizes.inputs_N, "context": sizes.contexts_N, "output": sizes.outputs_N}
+    dense_N = nothing_N.copy()
+    if part.linear is not None:
+        dense_N += 2 * part.linear[0] * part.linear[1] * rows_N[part.role]
+    if part.role == "embedding":
+        dense_N += module.flops_per_image * sizes.images_N
+    return dense_N, nothing_N
 
 
-def _layer_flops(layers: Sequence[LayerDescription], lengths: list[int]) -> tuple[int, int]:
-    """Forward FLOPs of all layers: (products with weights, products between activations)."""
-    dense = attention = 0
-    for layer in layers:
-        query = layer.heads * layer.head_dim
-        key_value = layer.kv_heads * layer.head_dim
-        weights = layer.hidden_size * (
-            2 * query + 2 * key_value + (3 if layer.gated_ffn else 2) * layer.ffn_size
-        )
-        dense += 2 * weights * sum(lengths)
-        pairs = sum(n * min(n, layer.window or n) for n in lengths)
-        attention += 4 * query * pairs
-    return dense, attention
+def _layer_flops(layer: LayerDescription, count: int, sizes: TaskSizes) -> tuple[Array, Array]:
+    linears = layer_linears(layer)
+    weights = sum(inputs * outputs for inputs, outputs in linears.values())
+    dense_N = 2 * weights * sizes.units_N
+    pairs_N = sizes.pairs_N(layer.window)
+    if layer.cross_attention:
+        for name, rows_N in cross_rows(sizes).items():
+            dense_N = dense_N + 2 * linears[name][0] * linears[name][1] * rows_N
+        pairs_N = pairs_N + sizes.cross_pairs_N
+    attention_N = 4 * layer.heads * layer.head_dim * pairs_N
+    return count * dense_N, count * attention_N
+
+
+def cross_rows(sizes: TaskSizes) -> dict[str, Array]:
+    """Rows of each linear of a layer's attention to the context, which has the sizes of its own."""
+    own_N, context_N = sizes.units_N, sizes.contexts_N
+    return {"query": own_N, "key": context_N, "value": context_N, "attention_output": own_N}

@@ -9,14 +9,15 @@ differ in efficiency, which only a measurement tells.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from torchmm.balance.flops import microbatch_flops
-from torchmm.batch import LayerDescription, MicrobatchMeta, ModuleDescription
+from torchmm.balance.flops import gradients_arrive, module_sizes, part_flops, pass_flops
+from torchmm.balance.parts import Part, gradients, stage_parts
+from torchmm.balance.step_tasks import module_tasks
+from torchmm.balance.task_sizes import text_tokens
+from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.graph import StageGraph
 from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.orders import inputs_need_gradient
 
 
 def module_layers(
@@ -33,34 +34,49 @@ def module_layers(
     """
     if not microbatches:
         raise ValueError("no microbatches to average costs over")
-
-    def mean(module: ModuleDescription, layers: tuple[LayerDescription, ...]) -> float:
-        """FLOPs of a module as if it had only `layers`; the others decide what reaches it."""
-        own = replace(module, layers=layers)
-        shown = [own if m.name == module.name else m for m in modules]
-        found = [microbatch_flops(shown, m, _text_tokens(m))[module.name] for m in microbatches]
-        return sum(f.forward + f.backward for f in found) / len(found)
-
     result = []
     for module in modules:
-        around = mean(module, ())
+        parts = stage_parts(module, 0, len(module.layers))
+        costs = _mean_costs(modules, module, parts, microbatches)
+        of_layers = [i for i, part in enumerate(parts) if part.role == "layer"]
+        layers = [costs[i] / parts[i].count for i in of_layers for _ in range(parts[i].count)]
+        first = of_layers[0] if of_layers else len(parts)
         draws = module.kind == "generator"  # and has its connector before its layers
-        by_layer = {layer: mean(module, (layer,)) - around for layer in set(module.layers)}
         result.append(
             ModuleLayers(
                 name=module.name,
                 kind=module.kind,
-                costs=tuple(by_layer[layer] for layer in module.layers),
+                costs=tuple(layers),
                 sub_microbatched=module.kind != "llm",
                 trainable=(module.trainable,) * len(module.layers),
-                pre_cost=mean(_stage(module, 0, 0), ()),
-                post_cost=mean(_stage(module, len(module.layers), len(module.layers)), ()),
+                pre_cost=sum(costs[:first]),
+                post_cost=sum(costs[first + len(of_layers) :]),
                 pre_trainable=module.trainable or (draws and module.connector_trainable),
                 post_trainable=module.trainable or (not draws and module.connector_trainable),
                 tied=module.tied,
             )
         )
     return result
+
+
+def _mean_costs(
+    modules: Sequence[ModuleDescription],
+    module: ModuleDescription,
+    parts: Sequence[Part],
+    microbatches: Sequence[MicrobatchMeta],
+) -> list[float]:
+    """FLOPs of forward and backward of every part of a whole module, mean over microbatches."""
+    costs = [0.0] * len(parts)
+    for meta in microbatches:
+        sizes = module_sizes(module, meta, text_tokens(meta))
+        if sizes is None:
+            continue
+        arrives = gradients_arrive(modules, meta)[module.name]
+        for index, (part, inputs, weights) in enumerate(gradients(parts, arrives)):
+            dense, attention = (float(flops_N[0]) for flops_N in part_flops(module, part, sizes))
+            backward = bool(inputs) * (dense + 2 * attention) + weights * dense
+            costs[index] += (dense + attention + backward) / len(microbatches)
+    return costs
 
 
 def task_durations(
@@ -71,48 +87,30 @@ def task_durations(
 ) -> Callable[[Action], float]:
     """FLOPs of the F, B, I and W of a step's tasks, for planners.
 
-    Sub-microbatches of a microbatch count alike. A backward costs a forward for the inputs' and one
-    for the weights' gradients, where they are needed.
-
     Args:
         modules: encoders, LLM and generator, whole.
         microbatches: of the graph.
         targets: positions that count in the loss, by microbatch; None: all text.
+
+    Raises:
+        ValueError: the graph has another number of microbatches, or more sub-microbatches than
+            there are images.
     """
-    counts = targets or [_text_tokens(meta) for meta in microbatches]
-    by_name = {module.name: module for module in modules}
-    forward: dict[tuple[int, int], float] = {}
-    passes: dict[tuple[int, int], dict[ActionType, int]] = {}
+    counts = targets or [text_tokens(meta) for meta in microbatches]
+    by_name = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
+    flops: dict[tuple[ActionType, int, int, int], float] = {}
     for stage in graph.layout.stages:
-        part = _stage(by_name[stage.module], stage.start, stage.stop)
-        for index, (meta, count) in enumerate(zip(microbatches, counts, strict=True)):
-            key = stage.index, index
-            whole = microbatch_flops([part], meta, count)[stage.module].forward
-            forward[key] = whole / max(1, graph.parts(*key))
-            inputs = int(inputs_need_gradient(graph, *key))
-            weights = int(stage.trainable)
-            both = {ActionType.F: 1, ActionType.B: inputs + weights}
-            passes[key] = both | {ActionType.I: inputs, ActionType.W: weights}
+        tasks = by_name[stage.module]
+        parts = stage_parts(tasks.module, stage.start, stage.stop)
+        arrives_N = tasks.gradient_arrives_N(graph, stage.index)
+        found = pass_flops(tasks.module, parts, tasks.useful, arrives_N)
+        backward_N = found.inputs_N + found.weights_N
+        values = (found.forward_N, backward_N, found.inputs_N, found.weights_N)
+        for kind, values_N in zip(_KINDS, values, strict=True):
+            for key, value in zip(tasks.keys, values_N.tolist(), strict=True):
+                flops[kind, stage.index, *key] = value
 
-    def duration(action: Action) -> float:
-        key = action.stage, action.microbatch
-        return forward[key] * passes[key][action.type]
-
-    return duration
+    return lambda action: flops[action[:4]]
 
 
-def _stage(module: ModuleDescription, start: int, stop: int) -> ModuleDescription:
-    first, last = start == 0, stop == len(module.layers)
-    return replace(
-        module,
-        layers=module.layers[start:stop],
-        pre_flops_per_unit=module.pre_flops_per_unit * first,
-        context_flops_per_unit=module.context_flops_per_unit * first,
-        flops_per_image=module.flops_per_image * first,
-        post_flops_per_unit=module.post_flops_per_unit * last,
-    )
-
-
-def _text_tokens(meta: MicrobatchMeta) -> int:
-    """Tokens that may be targets: no images, no padding."""
-    return meta.used_tokens - sum(i.tokens for s in meta.samples for i in s.images)
+_KINDS = (ActionType.F, ActionType.B, ActionType.I, ActionType.W)

@@ -1,0 +1,158 @@
+"""A module as a chain of parts, and which gradients each of them needs.
+
+Costs, FLOPs and memory all walk the same chain: what stands before the layers, the layers, what
+stands behind them. A part needs weight gradients if it is trained, and input gradients if anything
+before it in the chain is trained or a gradient is to go back to the stage before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import sqrt
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchmm.batch import LayerDescription, ModuleDescription
+
+Role = Literal["embedding", "context", "layer", "output"]
+Flag = bool | NDArray[np.bool_]
+Linear = tuple[float, float]
+"""(inputs, outputs) of a matrix product with weights."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive equal pieces of a module.
+
+    Attributes:
+        role: embedding: patches to features, or the LLM's table. context: a linear of a generator's
+            connector. layer. output: a linear behind the layers.
+        trained: whether its weights are.
+        count: how many equal ones stand behind each other.
+        layer: sizes, of layers.
+        linear: sizes, of the other parts; None where they have no matrix product.
+        leaf: its input never needs a gradient: pixels.
+        first, last: whether it is the first or last part of its role in the module.
+    """
+
+    role: Role
+    trained: bool
+    count: int = 1
+    layer: LayerDescription | None = None
+    linear: Linear | None = None
+    leaf: bool = False
+    first: bool = False
+    last: bool = False
+
+
+def stage_parts(module: ModuleDescription, start: int, stop: int) -> list[Part]:
+    """The chain of the stage with layers [start, stop) of a whole module."""
+    parts: list[Part] = []
+    if start == 0:
+        parts += _before(module)
+    parts += (
+        Part("layer", module.trainable, len(list(equal)), layer)
+        for layer, equal in groupby(module.layers[start:stop])
+    )
+    if stop == len(module.layers):
+        parts += _behind(module)
+    return parts
+
+
+def gradients(parts: Sequence[Part], arrives: Flag) -> Iterator[tuple[Part, Flag, bool]]:
+    """(part, whether it needs input gradients, whether weight gradients).
+
+    Args:
+        arrives: whether a gradient goes back to the stage before; an array: by task.
+    """
+    needed = arrives
+    for part in parts:
+        # Inside a trained layer gradients pass from product to product, whatever is before it.
+        inputs = needed | (part.role == "layer" and part.trained)
+        yield part, inputs & (not part.leaf), part.trained
+        needed = needed | part.trained
+
+
+def layer_linears(layer: LayerDescription) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of a layer's matrix products with weights, by what they are."""
+    hidden, ffn = layer.hidden_size, layer.ffn_size
+    query, key_value = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    found = {"query": (hidden, query), "key": (hidden, key_value), "value": (hidden, key_value)}
+    found |= {"attention_output": (query, hidden)}
+    if layer.gated_ffn:
+        found["gate"] = (hidden, ffn)
+    return found | {"up": (hidden, ffn), "down": (ffn, hidden)}
+
+
+def layer_parameters(layer: LayerDescription) -> int:
+    """Parameters of a layer; without biases and norms where the description does not say."""
+    cross = 2 if layer.cross_attention else 1
+    linears = layer_linears(layer)
+    attention = sum(linears[k][0] * linears[k][1] for k in linears if _is_attention(k))
+    return layer.parameters or (cross - 1) * attention + sum(i * o for i, o in linears.values())
+
+
+def stage_parameters(module: ModuleDescription, start: int, stop: int) -> tuple[int, int]:
+    """Parameters of a stage of a whole module: (all, trained).
+
+    Where a description does not say how many stand before and behind the layers, the rest of the
+    module's is taken to stand before them.
+    """
+    layers = [layer_parameters(layer) for layer in module.layers]
+    before, behind = module.pre_parameters, module.post_parameters
+    if not before and not behind:
+        before = max(0, module.parameters - sum(layers))
+    if module.tied and start == 0 and stop == len(layers):
+        before = max(0, module.parameters - sum(layers) - behind)  # the table is the head
+    ends = before * (start == 0), behind * (stop == len(layers))
+    trained = [
+        before * (module.trainable or (module.kind == "generator" and module.connector_trainable)),
+        behind * (module.trainable or (module.kind == "encoder" and module.connector_trainable)),
+    ]
+    inside = sum(layers[start:stop])
+    return inside + sum(ends), inside * module.trainable + (
+        trained[0] * (start == 0) + trained[1] * (stop == len(layers))
+    )
+
+
+def _is_attention(name: str) -> bool:
+    return name in ("query", "key", "value", "attention_output")
+
+
+def _before(module: ModuleDescription) -> list[Part]:
+    parts = []
+    if module.kind == "generator" and module.context_flops_per_unit:
+        size = sqrt(module.context_flops_per_unit / 4)  # two linears, taken as equally large
+        parts += [
+            Part("context", module.connector_trainable, linear=(size, size), first=i == 0)
+            for i in range(2)
+        ]
+    linear: Linear | None = None
+    if module.pre_flops_per_unit:
+        linear = next(iter(module.pre_linears), None) or _square(module.pre_flops_per_unit)
+    embedding = Part("embedding", module.trainable, linear=linear, leaf=module.kind != "llm")
+    return [*parts, embedding]
+
+
+def _behind(module: ModuleDescription) -> list[Part]:
+    linears: Sequence[Linear] = module.post_linears
+    if not linears and module.post_flops_per_unit:
+        # A connector has two linears, taken as equally large.
+        halves = 2 if module.kind == "encoder" else 1
+        linears = [_square(module.post_flops_per_unit / halves)] * halves
+    found = []
+    for index, linear in enumerate(linears):
+        of_connector = module.kind == "encoder" and index >= len(linears) - 2
+        trained = module.connector_trainable if of_connector else module.trainable
+        first, last = index == 0, index == len(linears) - 1
+        found.append(Part("output", trained, linear=linear, first=first, last=last))
+    return found
+
+
+def _square(flops: float) -> Linear:
+    size = sqrt(flops / 2)
+    return size, size
