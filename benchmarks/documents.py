@@ -1,0 +1,107 @@
+"""What microbatches of interleaved documents contain: image counts as in real data.
+
+`gimp_help_documents.json` has, for every training page of the manual that
+`scripts/prepare_data.py gimp_help` prepares, its text runs and images in reading order; text and
+pixels are left out, so benchmarks need no data. It was written by
+
+    python scripts/prepare_data.py gimp_help smollm2_135m
+    python benchmarks/documents.py data
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow.parquet
+from transformers import AutoTokenizer
+
+from torchmm.data.packing import Packer
+
+FILE = Path(__file__).with_name("gimp_help_documents.json")
+OPEN_PACKS = 32
+IMAGE = 0
+"""Stands in a document where an image is; other numbers are tokens of a run of text."""
+
+
+class Sample(NamedTuple):
+    """A document in a microbatch, truncated to fit."""
+
+    images: int
+    tokens: int
+    """Text and images."""
+
+
+class Documents(NamedTuple):
+    """Pages in the order of the data set."""
+
+    source: str
+    """Name, version, licence and tokenizer, for reports."""
+    pages: list[list[int]]
+
+
+def load_documents() -> Documents:
+    """The committed pages."""
+    content = json.loads(FILE.read_text())
+    return Documents(content["source"], content["documents"])
+
+
+def pack_documents(
+    documents: Documents, tokens: int, image_tokens: int, shorten: int = 1, seed: int = 0
+) -> list[list[Sample]]:
+    """All pages in random order, packed into microbatches as in training.
+
+    Args:
+        tokens: of a microbatch.
+        image_tokens: of an image.
+        shorten: divides the length of every run of text, to go with a scaled-down microbatch.
+    """
+    pages = list(documents.pages)
+    random.Random(seed).shuffle(pages)
+    packer: Packer[Sample] = Packer(tokens, OPEN_PACKS)
+    for page in pages:
+        sample = _truncate(page, tokens, image_tokens, shorten)
+        if sample.tokens:
+            packer.add(sample, sample.tokens)
+    return list(packer.closed)
+
+
+def _truncate(page: Sequence[int], limit: int, image_tokens: int, shorten: int) -> Sample:
+    """The page's beginning that fits, never a part of an image: as `torchmm.data.text` does."""
+    images = length = 0
+    for run in page:
+        size = image_tokens if run == IMAGE else -(-run // shorten)
+        if length + size > limit:
+            return Sample(images, length if run == IMAGE else limit)
+        length += size
+        images += run == IMAGE
+    return Sample(images, length)
+
+
+def main() -> None:
+    """Writes the file from prepared data."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("data", type=Path, help="where prepare_data.py has put its sets")
+    data = parser.parse_args().data
+    manifest = json.loads((data / "MANIFEST.json").read_text())["gimp_help"]
+    tokenizer = AutoTokenizer.from_pretrained(data / "smollm2_135m")
+    pages = []
+    for file in sorted((data / "gimp_help" / "train").glob("*.parquet")):
+        texts = pyarrow.parquet.read_table(file, columns=["texts"])["texts"].to_pylist()
+        pages += [[IMAGE if t is None else len(tokenizer(t).input_ids) for t in p] for p in texts]
+    package = manifest["packages"][0]
+    source = (
+        f"{package['name']} {package['version']} (Debian; {manifest['licence']}), training pages, "
+        "text lengths in tokens of SmolLM2"
+    )
+    lines = ",\n".join(json.dumps(page) for page in pages)
+    FILE.write_text(f'{{"source": {json.dumps(source)},\n"documents": [\n{lines}\n]}}\n')
+    print(f"wrote {FILE}: {len(pages)} pages, {sum(p.count(IMAGE) for p in pages)} images")
+
+
+if __name__ == "__main__":
+    main()

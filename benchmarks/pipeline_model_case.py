@@ -1,0 +1,311 @@
+"""Real wall clock on two ranks: torch's schedules against separated segments with sub-microbatches.
+
+Both sides run the same weights on the same microbatches in the same processes. What each side may
+choose, it chooses the same way: all candidates are played through with the layers' measured speed,
+the best few of each kind run for real, the fastest stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import ceil
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from harness import Row
+from pipeline_model import Size, load_steps, stages_of_rank
+from ranks import Comparison, Program, compare, fastest, time_steps
+from stock_pipeline import Split, StockProgram
+
+from torchmm.balance.layer_costs import module_layers, task_durations
+from torchmm.batch import Microbatch, ModuleDescription
+from torchmm.config import ParallelConfig
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipelining.actions import COMPUTE, Action
+from torchmm.pipelining.classic import interleaved_1f1b
+from torchmm.pipelining.graph import StageGraph, StageLayout
+from torchmm.pipelining.layouts import Cut, ModuleLayers, build_layout
+from torchmm.pipelining.plan import ComputeOrder
+from torchmm.pipelining.separated import separated
+from torchmm.pipelining.timeline import uniform_timeline
+
+RANKS = 2
+GOAL, TOLERANCE = 1.15, 1e-5
+FRONT, SPREAD, OURS = "stock, tower in stage 0", "stock, tower cut too", "ours"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How long to measure what."""
+
+    size: Size
+    microbatches: int
+    steps: int
+    runs: int
+    tried: int
+    """Candidates of each kind that run for real."""
+
+
+FULL = Setting(Size(8, 8, 96, 256), microbatches=8, steps=3, runs=7, tried=4)
+QUICK = Setting(Size(4, 4, 64, 128), microbatches=8, steps=1, runs=3, tried=2)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a recipe can set for separated modules."""
+
+    tower_segments: int
+    llm_segments: int
+    images: int
+    """Per sub-microbatch, at most."""
+
+    def config(self) -> ParallelConfig:
+        return ParallelConfig.model_validate(
+            {
+                "pipeline": RANKS,
+                "schedule": "separated",
+                "virtual_stages": self.llm_segments,
+                "vision": {
+                    "segments": self.tower_segments,
+                    "sub_microbatch_images": self.images,
+                },
+            }
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"segments {self.tower_segments} (tower) and {self.llm_segments} (LLM), "
+            f"{self.images} images per sub-microbatch"
+        )
+
+
+class OurProgram:
+    """Steps through `Pipeline`, as the trainer runs them; planning each is part of it."""
+
+    def __init__(
+        self,
+        name: str,
+        model: MultimodalModel,
+        steps: Sequence[Sequence[Microbatch]],
+        choice: Choice,
+        mesh: ParallelMesh,
+    ) -> None:
+        self.name, self.choice = name, choice
+        self.model, self.steps = model, steps
+        config = choice.config()
+        descriptions = [module.describe() for module in model.modality_modules()]
+        layout = plan_layout(config, descriptions, [m.meta for s in steps for m in s])
+        stages = stages_of_rank(model, layout, mesh.pipeline_rank)
+        self.pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
+        self.busy_by_module: dict[str, float] = {}
+        """Of the last step."""
+
+    def step(self, index: int) -> float:
+        microbatches = self.steps[index]
+        self.model.zero_grad()
+        targets = sum(m.target_count for m in microbatches)
+        plan, result = self.pipeline.run(microbatches, loss_scale=1 / targets)
+        stages = plan.graph.layout.stages
+        self.busy_by_module = dict.fromkeys(("vision", "llm"), 0.0)
+        for record in result.records or ():
+            if record.action.type in COMPUTE:
+                name = stages[record.action.stage].module
+                self.busy_by_module[name] += (record.end_ms - record.start_ms) / 1e3
+        return sum(self.busy_by_module.values())
+
+
+class Costs:
+    """Durations of tasks in seconds: FLOPs by the measured speed of each module."""
+
+    def __init__(self, descriptions: Sequence[ModuleDescription], first: OurProgram) -> None:
+        self.descriptions = descriptions
+        self.steps = first.steps
+        self.metas = [m.meta for step in first.steps for m in step]
+        """Of all steps."""
+        self.modules: list[ModuleLayers] = module_layers(descriptions, self.metas)
+        layout = first.pipeline.layout
+        flops = dict.fromkeys(("vision", "llm"), 0.0)
+        graph, duration = self._step(layout, 0, lambda images: ceil(images / first.choice.images))
+        for order in separated(graph):
+            for action in order:
+                flops[layout.stages[action.stage].module] += duration(action)
+        for _ in range(2):  # the first warms up
+            time_steps(first, [0])
+        busy = torch.tensor([first.busy_by_module[name] for name in flops])
+        dist.all_reduce(busy)
+        self.seconds = {n: s / flops[n] for n, s in zip(flops, busy.tolist(), strict=True)}
+        self.share = {n: s / busy.sum().item() for n, s in zip(flops, busy.tolist(), strict=True)}
+
+    def _step(
+        self, layout: StageLayout, index: int, parts: Callable[[int], int]
+    ) -> tuple[StageGraph, Callable[[Action], float]]:
+        """Graph of a step and the FLOPs of its actions."""
+        step = self.steps[index]
+        counts = tuple(parts(len(m.meta.patches("vision"))) for m in step)
+        graph = StageGraph(layout, len(step), {"vision": counts})
+        targets = [m.target_count for m in step]
+        return graph, task_durations(graph, self.descriptions, [m.meta for m in step], targets)
+
+    def makespan_s(
+        self,
+        layout: StageLayout,
+        parts: Callable[[int], int],
+        order: Callable[[StageGraph, Callable[[Action], float]], ComputeOrder],
+    ) -> float:
+        """Of all steps, with nothing but computing taking time."""
+        total = 0.0
+        for index in range(len(self.steps)):
+            graph, flops = self._step(layout, index, parts)
+
+            def seconds(action: Action, flops: Callable[[Action], float] = flops) -> float:
+                return flops(action) * self.seconds[layout.stages[action.stage].module]
+
+            records = uniform_timeline(order(graph, flops), graph, seconds)
+            total += max(record.end_ms for record in records)
+        return total
+
+    def stock_s(self, split: Split) -> float:
+        """Makespan of a stock schedule."""
+        layout = chain_layout(self.modules, split)
+        return self.makespan_s(layout, lambda n: min(n, 1), lambda g, _: interleaved_1f1b(g))
+
+    def ours_s(self, choice: Choice) -> float:
+        """Makespan of separated segments."""
+        layout = plan_layout(choice.config(), self.descriptions, self.metas)
+        return self.makespan_s(layout, lambda n: ceil(n / choice.images), separated)
+
+
+def chain_layout(modules: Sequence[ModuleLayers], split: Split) -> StageLayout:
+    """The stages of `StockProgram`, for playing it through."""
+    depth = len(modules[0].costs)
+    cuts: dict[str, list[Cut]] = {module.name: [] for module in modules}
+    for i, (start, stop) in enumerate(pairwise([sum(split[:i]) for i in range(len(split) + 1)])):
+        inside = min(stop, depth) - min(start, depth), max(stop, depth) - max(start, depth)
+        for module, layers in zip(modules, inside, strict=True):
+            if layers:
+                cuts[module.name].append(Cut(layers, (i % RANKS,), i // RANKS, i))
+    return build_layout(modules, cuts)
+
+
+def splits(modules: Sequence[ModuleLayers], stages: int, slack: float = 1.3) -> Iterator[Split]:
+    """All splits of the chain whose most loaded rank has at most `slack` times the least load."""
+    costs = [cost for module in modules for cost in module.costs_with_ends]
+    loads: dict[Split, float] = {}
+    for ends in combinations(range(1, len(costs)), stages - 1):
+        split = tuple(b - a for a, b in pairwise((0, *ends, len(costs))))
+        sums = [sum(costs[a:b]) for a, b in pairwise((0, *ends, len(costs)))]
+        loads[split] = max(sum(sums[rank::RANKS]) for rank in range(RANKS))
+    least = {front: min((v for s, v in loads.items() if in_front(modules, s) is front), default=0)
+             for front in (True, False)}  # fmt: skip
+    for split, load in loads.items():
+        if load <= slack * least[in_front(modules, split)]:
+            yield split
+
+
+def in_front(modules: Sequence[ModuleLayers], split: Split) -> bool:
+    """Whether the whole tower is in stage 0."""
+    return split[0] >= len(modules[0].costs)
+
+
+def shortlist(candidates: Sequence[T], seconds: Callable[[T], float], keep: int) -> list[T]:
+    """The candidates that are best when played through."""
+    return sorted(candidates, key=seconds)[:keep]
+
+
+def run_rank(setting: Setting) -> dict[str, Any]:
+    """Everything one rank does; what rank 0 reports."""
+    source, steps = load_steps(setting.steps, setting.microbatches)
+    model = setting.size.build()
+    descriptions = [module.describe() for module in model.modality_modules()]
+    mesh = build_mesh(ParallelConfig(pipeline=RANKS), torch.device("cpu"))
+    rank = mesh.pipeline_rank
+    first = OurProgram(OURS, model, steps, Choice(1, 2, 4), mesh)
+    costs = Costs(descriptions, first)
+    programs: list[Program] = []
+    layers = setting.size.tower_layers, setting.size.llm_layers
+    choices = [
+        Choice(tower, llm, images)
+        for tower in (1, 2, 4)
+        for llm in (1, 2, 4)
+        for images in (2, 4, 8)
+        if tower * RANKS <= layers[0] and llm * RANKS <= layers[1]
+    ]
+    kept = shortlist(choices, costs.ours_s, setting.tried)
+    ours = [OurProgram(OURS, model, steps, choice, mesh) for choice in kept]
+    programs.append(fastest(ours, [0]))
+    for name, front in ((FRONT, True), (SPREAD, False)):
+        tried = []
+        for stages in (RANKS, 2 * RANKS):
+            every = splits(costs.modules, stages)
+            found = [split for split in every if in_front(costs.modules, split) is front]
+            tried += shortlist(found, costs.stock_s, setting.tried)
+        stock = [StockProgram(name, model, steps, split, rank, RANKS) for split in tried]
+        programs.append(fastest(stock, [0]))
+    difference = gradient_difference(model, programs)
+    time_all(programs, steps)
+    comparison = compare(programs, range(len(steps)), setting.runs)
+    return {
+        "source": source,
+        "images": [[m.meta.image_count for m in step] for step in steps],
+        "tower share": costs.share["vision"],
+        "choice": str(programs[0].choice),
+        "splits": {p.name: p.split for p in programs[1:]},
+        "difference": difference,
+        "comparison": comparison,
+    }
+
+
+def time_all(programs: Sequence[Program], steps: Sequence[Any]) -> None:
+    """Warms up."""
+    for program in programs:
+        time_steps(program, range(len(steps)))
+
+
+def gradient_difference(model: MultimodalModel, programs: Sequence[Program]) -> float:
+    """Largest |g - g'| / |g| of any parameter and program after a step, against the first's."""
+    reference: list[torch.Tensor] = []
+    worst = 0.0
+    for program in programs:
+        time_steps(program, [0])
+        for i, parameter in enumerate(model.parameters()):
+            own = parameter.grad
+            whole = torch.zeros_like(parameter) if own is None else own.clone()
+            dist.all_reduce(whole)
+            if program is programs[0]:
+                reference.append(whole)
+            else:
+                error = (whole - reference[i]).norm() / reference[i].norm()
+                worst = max(worst, error.item())
+    return worst
+
+
+def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
+    """The table's lines."""
+    size, comparison = setting.size, found["comparison"]
+    assert isinstance(comparison, Comparison)
+    case = (
+        f"{RANKS} ranks, {size.tower_layers} + {size.llm_layers} layers, "
+        f"{setting.microbatches} microbatches"
+    )
+    made = []
+    for name, goal in ((FRONT, GOAL), (SPREAD, None)):
+        against = f"{case}, against {name}"
+        ratio = comparison.speed_ratio(OURS, name)
+        idle = comparison.idle_share(OURS), comparison.idle_share(name)
+        times = (comparison.wall_s(n) / setting.steps for n in (OURS, name))
+        made += [
+            Row(against, "speed ratio", "x", ratio, 1.0, goal=goal),
+            Row(against, "step time", "s", *times, better="lower"),
+            Row(against, "idle share", "share", *idle, better="lower"),
+        ]
+    difference = found["difference"]
+    made.append(
+        Row(case, "gradient difference", "relative", difference, goal=TOLERANCE, better="lower")
+    )
+    return made
