@@ -8,83 +8,40 @@ Only the trainer and `train.py` see a whole `Recipe`; everything else takes its 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from torchmm.config_model import (
+    EncoderConfig,
+    FreezeConfig,
+    GeneratorConfig,
+    LlmConfig,
+    ModelConfig,
+    Section,
+)
 
-class Section(BaseModel):
-    """Base of all recipe sections: strict types, no unknown keys, no mutation."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
-    named_tables: ClassVar[type[Section] | None] = None
-    """Schema of tables under free names beside the section's own keys; None: there are none."""
-
-
-class LlmConfig(Section):
-    """The LLM backbone: either `source` (with weights) or `config` (random weights)."""
-
-    source: str | None = None
-    """Hugging Face id or local directory of a causal LM; its weights are loaded."""
-    config: dict[str, Any] | None = None
-    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
-    of its config."""
-
-
-class EncoderConfig(Section):
-    """One modality encoder and the connector from its outputs into the LLM's embeddings."""
-
-    source: str | None = None
-    """Hugging Face id or local directory of an encoder (or of a CLIP-like dual model)."""
-    config: dict[str, Any] | None = None
-    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
-    of its config."""
-    processor: dict[str, Any] | None = None
-    """Settings of the image processor; default: the source's, or those of the model type."""
-    modality: Literal["image"] = "image"
-    """What the encoder reads."""
-    connector: Literal["mlp", "pixel_shuffle_mlp"] = "mlp"
-    """"mlp" maps each encoder output to one LLM token through two linear layers;
-    "pixel_shuffle_mlp" first folds `shuffle` x `shuffle` neighbouring patches into one token."""
-    shuffle: int = Field(default=2, ge=2)
-    """Rows and columns of patches folded into one token by "pixel_shuffle_mlp"."""
-    feature_layer: int = Field(default=-1, le=-1)
-    """Which hidden state feeds the connector: -1 the last layer's output, -2 the one before.
-    Layers behind it are not built."""
-
-
-class ModelConfig(Section):
-    """What is trained: a composite Hugging Face model, or an LLM with encoders put before it."""
-
-    source: str | None = None
-    """Hugging Face id or local directory of a composite model (LLaVA, Qwen2.5-VL); excludes
-    `llm` and `encoders`. Its vision tower is the encoder named "vision"."""
-    config: dict[str, Any] | None = None
-    """Inline Hugging Face config of a composite model with `model_type`; weights are random."""
-    llm: LlmConfig | None = None
-    """The LLM backbone."""
-    encoders: dict[str, EncoderConfig] = {}
-    """The encoders by name; the name is used in [freeze], [parallel] and metrics."""
-    tokenizer: str | None = None
-    """Hugging Face id or local directory of the tokenizer; default: the source of the LLM or
-    composite."""
-    image_token: str = "<image>"
-    """Token whose id marks image positions. It must exist in the tokenizer; any token that never
-    occurs in text will do."""
-
-
-class FreezeConfig(Section):
-    """Which parts are not trained."""
-
-    modules: list[str] = []
-    """Module names: "llm", an encoder's name (its tower without the connector), or
-    "NAME.connector". Frozen modules get no gradients and no optimizer state."""
+__all__ = [
+    "SCHEDULES",
+    "ActivationCheckpointConfig",
+    "CheckpointConfig",
+    "CompileConfig",
+    "DataConfig",
+    "EncoderConfig",
+    "FreezeConfig",
+    "GeneratorConfig",
+    "LlmConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "ModuleParallelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Recipe",
+    "Section",
+    "SourceConfig",
+    "TrainingConfig",
+    "ValidationConfig",
+]
 
 
 class SourceConfig(Section):
@@ -105,14 +62,17 @@ class SourceConfig(Section):
     """Read in order without random access (for sources too large to index)."""
     prompt: str = ""
     """Text put between the image and the caption of caption samples; not part of the loss."""
+    generate: str | None = None
+    """Column whose image or clip the generator has to draw from the sample's text (and images)
+    instead of an encoder reading it, for example "image"."""
 
 
 class DataConfig(Section):
     """Samples, their order and how they are read."""
 
-    sources: list[SourceConfig] = []
+    sources: list[SourceConfig] = Field(default=[])
     """Training mixture: one [[data.sources]] table per source."""
-    validation: list[SourceConfig] = []
+    validation: list[SourceConfig] = Field(default=[])
     """Held-out sources: one [[data.validation]] table per source."""
     workers: int = Field(default=2, ge=0)
     """Worker processes per rank that decode images; 0 decodes in the training process."""
@@ -138,15 +98,15 @@ class DataConfig(Section):
 
 
 class ModuleParallelConfig(Section):
-    """One module in the pipeline; NAME is "llm" or the name of an encoder."""
+    """One module in the pipeline; NAME is "llm", "generator" or the name of an encoder."""
 
     segments: int | None = Field(default=None, ge=1)
     """Stages of this module per rank, under a schedule with separated modules ("separated",
     "csv:..."). Default: `parallel.virtual_stages` for the LLM, 1 for encoders."""
     sub_microbatch_images: int | None = Field(default=None, ge=1)
-    """Encoders: images processed together at most; a microbatch is cut into groups of nearly equal
-    size. Fewer fill gaps in the pipeline better, more keep the device busier. Default: 4 under a
-    schedule with separated modules, all images of a microbatch under the others."""
+    """Encoders and generator: images processed together at most; a microbatch is cut into groups of
+    nearly equal size. Fewer fill gaps in the pipeline better, more keep the device busier. Default:
+    4 under a schedule with separated modules, all images of a microbatch under the others."""
 
 
 SCHEDULES = (
@@ -218,8 +178,9 @@ class OptimizerConfig(Section):
 
     lr: float = Field(default=3e-4, ge=0)
     """Peak learning rate."""
-    module_lr: dict[str, float] = {}
-    """Peak learning rate by module name ("llm", "NAME", "NAME.connector"), instead of `lr`."""
+    module_lr: dict[str, float] = Field(default={})
+    """Peak learning rate by module name ("llm", "NAME", "generator", "NAME.connector"), instead of
+    `lr`."""
     betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     """AdamW decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
@@ -270,6 +231,10 @@ class ValidationConfig(Section):
     """Held-out images for which the model generates text, saved in samples.json."""
     max_new_tokens: int = Field(default=32, ge=1)
     """Longest generated text, in tokens."""
+    drawings: int = Field(default=0, ge=0)
+    """Held-out texts for which the generator draws images, saved in `drawings/`."""
+    denoising_steps: int = Field(default=25, ge=1)
+    """Steps from noise to image; each is a forward of the whole model."""
 
 
 class CheckpointConfig(Section):
@@ -317,7 +282,7 @@ class ActivationCheckpointConfig(Section):
     mode: Literal["none", "selective", "full"] = "none"
     """"none" keeps all activations; "full" keeps only layer inputs; "selective" keeps the results
     of matrix products and attention and recomputes the rest."""
-    modules: dict[str, Literal["none", "selective", "full"]] = {}
+    modules: dict[str, Literal["none", "selective", "full"]] = Field(default={})
     """Mode by module name, instead of `mode`."""
 
 
@@ -326,7 +291,7 @@ class CompileConfig(Section):
 
     enabled: bool = False
     """Compile every layer."""
-    modules: list[str] = []
+    modules: list[str] = Field(default=[])
     """Module names to compile; empty: all."""
 
 

@@ -23,7 +23,7 @@ PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "sh
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 GROUND_FLOOR = {
-    "__init__", "errors", "config", "recipe", "recipe_checks", "recipe_pipeline",
+    "__init__", "errors", "config", "config_model", "recipe", "recipe_checks", "recipe_pipeline",
     "recipe_schema", "batch", "generated", "log", "rng", "files",
 }  # fmt: skip
 LEVELS = {"data": 1, "models": 1, "parallel": 2, "pipelining": 3, "balance": 4, "trainer": 6}

@@ -16,9 +16,8 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from torchmm.models.layered import LayeredModule, units
+from torchmm.models.layered import LayeredModule, WeightInitializer, units
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.shards import copy_slice
 
@@ -62,7 +61,7 @@ def _by_drawn_name(
 
 
 @torch.no_grad()
-def draw(unit: nn.Module, owner: PreTrainedModel, key: str) -> nn.Module:
+def draw(unit: nn.Module, owner: WeightInitializer, key: str) -> nn.Module:
     """Copy of `unit` (on the meta device) on the CPU, with random weights that depend on `key`."""
     drawn = copy.deepcopy(unit).to_empty(device="cpu")
     for _, tensor in named_tensors(drawn):

@@ -20,11 +20,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from torchmm.batch import LayerDescription, ModuleDescription
 
@@ -82,6 +81,14 @@ class WeightFiles:
     """Whether the files may hold more than the module, such as a dual model's text tower."""
 
 
+class WeightInitializer(Protocol):
+    """Knows the initial values of a model's parts, as every Hugging Face model does."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Fills the parameters and buffers that `module` has itself."""
+        ...
+
+
 class LayeredModule(nn.Module, ABC):
     """Base of all modality modules.
 
@@ -110,7 +117,7 @@ class LayeredModule(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def hf(self) -> PreTrainedModel:
+    def hf(self) -> WeightInitializer:
         """The Hugging Face model inside, whose `_init_weights` applies to the whole module."""
 
     @abstractmethod

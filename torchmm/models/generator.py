@@ -1,0 +1,246 @@
+"""An image or clip generator behind the LLM: a connector from its hidden states, and a DiT.
+
+One pass is one denoising step: noisy patches, their times and the context go in, velocities or the
+flow-matching loss come out. Images of a sub-microbatch form a batch; where they differ in patches
+or context, shorter ones are padded and masked. Between stages travel the hidden states, the context
+behind the connector and the embedded times, because all layers need all three.
+
+Shape legend: N images, P patches of the largest image, L tokens of the longest context, K context
+tokens of all images, D features, V values of a patch, E features of an embedded time; "A" stands
+for the patches of all images behind each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from torchmm.batch import LayerDescription, ModuleDescription
+from torchmm.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
+from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
+
+if TYPE_CHECKING:
+    from torchmm.models.generator_families import PixArtFamily
+
+MASKED = -10000.0
+"""Added to attention scores of padding; diffusers' value."""
+DUMMY = GeneratedMeta((1, 1, 1), 1)
+"""The smallest image there can be."""
+
+
+@dataclass(frozen=True)
+class DitSpec:
+    """Everything that determines a generator module, apart from its weights."""
+
+    family: PixArtFamily
+    class_name: str
+    """Of diffusers."""
+    config: dict[str, Any]
+    """Complete (see `PixArtFamily.complete`)."""
+    images: GeneratorSpec
+    dtype: torch.dtype
+    connector_from_files: bool = False
+    """Whether the weight files hold the connector; else it is new and starts at random."""
+
+    @property
+    def llm_hidden_size(self) -> int:
+        """Features of a context token before the connector."""
+        return self.config["caption_channels"]
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.config["num_attention_heads"] * self.config["attention_head_dim"]
+
+
+class Given(NamedTuple):
+    """What one stage hands to the next."""
+
+    hidden_NPD: Tensor
+    context_KD: Tensor
+    time_NE: Tensor
+
+
+class _Initializer:
+    """Initial values of a diffusers model, whose classes have no method for them."""
+
+    def __init__(self, family: PixArtFamily) -> None:
+        self._family = family
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self._family.initialize(module)
+
+
+class GeneratorModule(LayeredModule):
+    """A diffusion transformer and the connector from the LLM's hidden states."""
+
+    kind = "generator"
+    forward_methods = ("velocity",)
+
+    def __init__(self, spec: DitSpec, weights: WeightFiles) -> None:
+        super().__init__("generator", weights)
+        self.spec = spec
+        self.family = spec.family
+        self.layers_fqn = f"dit.{spec.family.layers}"
+        self.dit: Any = self.whole_transformer()
+        self.connector: Any
+        self.output: Any
+        self.connector, self.output = spec.family.take_apart(self.dit, spec.dtype)
+        self._pre_flops, self._post_flops = self._count_flops_around()
+        self._flops_per_image = spec.family.flops_per_image(self.dit)
+        linears = (m for m in self.connector.modules() if isinstance(m, nn.Linear))
+        self._context_flops = sum(2 * linear.weight.numel() for linear in linears)
+        self._positions: dict[tuple[int, int, int], Tensor] = {}
+
+    def _count_flops_around(self) -> tuple[int, int]:
+        embedding = self.dit.pos_embed.proj.weight
+        return 2 * embedding.numel(), 2 * self.dit.proj_out.weight.numel()
+
+    @property
+    def hf(self) -> WeightInitializer:
+        return _Initializer(self.family)
+
+    @property
+    def new_connector(self) -> bool:
+        return not self.spec.connector_from_files
+
+    def whole_transformer(self) -> Any:
+        """The diffusers model with everything its class has, on the current default device."""
+        return self.family.build(self.spec.config, self.spec.dtype)
+
+    def rebuild(self) -> GeneratorModule:
+        return GeneratorModule(self.spec, self.weights)
+
+    def _pre_fqns(self) -> tuple[str, ...]:
+        return (*(f"dit.{name}" for name in self.family.pre), "connector")
+
+    def _post_fqns(self) -> tuple[str, ...]:
+        return (*(f"dit.{name}" for name in self.family.post), "output")
+
+    def _tensor_parallel_styles(self) -> dict[str, str]:
+        return {}  # computed whole on every tensor-parallel rank
+
+    def _describe_layer(self, index: int) -> LayerDescription:
+        return self.family.describe_layer(self.spec.config)
+
+    def _flops_around(self) -> tuple[int, int]:
+        return self._pre_flops, self._post_flops
+
+    def describe(self) -> ModuleDescription:
+        """Sizes of this stage, from which costs and memory follow."""
+        described = super().describe()
+        if not self.is_first:
+            return described
+        return replace(
+            described,
+            context_flops_per_unit=self._context_flops,
+            flops_per_image=self._flops_per_image,
+        )
+
+    def forward(self, inputs: GeneratorInputs, given: Tensor | Given) -> Tensor | Given:
+        """Flow-matching loss of some images, or this stage's part of the way to it.
+
+        Args:
+            inputs: the images; later stages read only their sizes, the last also pixels and noise.
+            given: whole module or first stage: the LLM's hidden states (K, D_llm) at the context
+                tokens. Later stages: what the stage before returned.
+
+        Returns:
+            Whole module or last stage: float32 scalar, the *sum* over images of the mean squared
+            error of their velocities. Earlier stages: what the next one needs.
+        """
+        state = self._run(inputs, given)
+        if not self.is_last:
+            return state
+        error_AV = self._velocity(inputs, state) - (inputs.noise_PV - inputs.patches_PV)
+        images = error_AV.square().mean(-1).split([prod(grid) for grid in inputs.grids_thw])
+        losses = [c * i.mean() for c, i in zip(map(float, inputs.counted), images, strict=True)]
+        return torch.stack(losses).sum()
+
+    def velocity(self, inputs: GeneratorInputs, given: Tensor | Given) -> Tensor:
+        """Last stage: float32 (A, V), where to from (1 - t) pixels + t noise; as in `forward`."""
+        return self._velocity(inputs, self._run(inputs, given))
+
+    def _run(self, inputs: GeneratorInputs, given: Tensor | Given) -> Given:
+        """This stage's layers, and what stands before them."""
+        if self.is_first:
+            assert isinstance(given, Tensor)
+            hidden_NPD, context_KD, time_NE = self._begin(inputs, given)
+        else:
+            hidden_NPD, context_KD, time_NE = given
+        context_NLD, context_mask = padded(context_KD, inputs.contexts)
+        sizes = [prod(grid) for grid in inputs.grids_thw]
+        masks = padding_mask(sizes, hidden_NPD), context_mask
+        for _, layer in self.indexed_layers():
+            hidden_NPD = self.family.run_layer(layer, hidden_NPD, context_NLD, time_NE, masks)
+        # Views: backward of a stage cannot start at what it was itself given.
+        return Given(hidden_NPD, context_KD.view_as(context_KD), time_NE.view_as(time_NE))
+
+    def _begin(self, inputs: GeneratorInputs, context_KD: Tensor) -> Given:
+        device = inputs.patches_PV.device
+        sizes = [prod(grid) for grid in inputs.grids_thw]
+        times_N = torch.tensor(inputs.times, dtype=torch.float32, device=device)
+        time_A1 = torch.cat([t.expand(n) for t, n in zip(times_N, sizes, strict=True)])[:, None]
+        noisy_AV = (1 - time_A1) * inputs.patches_PV + time_A1 * inputs.noise_PV
+        positions_AD = torch.cat([self._position(grid, device) for grid in inputs.grids_thw])
+        hidden_NPD = self.family.embed(
+            self.dit, padded(noisy_AV, sizes)[0], padded(positions_AD, sizes)[0]
+        )
+        time_NE = self.family.embed_times(self.dit, times_N)
+        dtype = self.connector.linear_1.weight.dtype
+        return Given(hidden_NPD, self.connector(context_KD.to(dtype)), time_NE)
+
+    def _position(self, grid_thw: tuple[int, int, int], device: torch.device) -> Tensor:
+        if grid_thw not in self._positions:
+            self._positions[grid_thw] = self.family.positions(self.spec.config, grid_thw).to(device)
+        return self._positions[grid_thw]
+
+    def _velocity(self, inputs: GeneratorInputs, state: Given) -> Tensor:
+        v_NPV = self.family.finish(self.dit, self.output, state.hidden_NPD, state.time_NE).float()
+        sizes = [prod(grid) for grid in inputs.grids_thw]
+        if len(set(sizes)) == 1:
+            return v_NPV.flatten(0, 1)
+        return torch.cat([v[:size] for v, size in zip(v_NPV, sizes, strict=True)])
+
+    def hidden_shape(self, images: Sequence[GeneratedMeta]) -> tuple[int, ...]:
+        """(N, P, D) of the hidden states between stages."""
+        return len(images), max(i.patches for i in images), self.spec.hidden_size
+
+    def time_features(self) -> int:
+        """E."""
+        return 7 * self.spec.hidden_size
+
+    def dummy_inputs(self, device: torch.device) -> GeneratorInputs:
+        """The smallest image, which does not count: for microbatches without images.
+
+        Its context is the microbatch's first token.
+        """
+        values = self.spec.config["in_channels"] * self.spec.config["patch_size"] ** 2
+        nothing = torch.zeros(DUMMY.patches, values, device=device)
+        first = torch.zeros(DUMMY.context, dtype=torch.int64, device=device)
+        return GeneratorInputs(
+            nothing, nothing, [0.5], [DUMMY.grid_thw], first, [DUMMY.context], [False]
+        )
+
+
+def padded(x_KD: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Rows of consecutive items as (N, L, D), and `padding_mask`."""
+    if len(set(lengths)) == 1:
+        return x_KD.unflatten(0, (len(lengths), lengths[0])), None
+    x_NLD = pad_sequence(list(x_KD.split(lengths)), batch_first=True)
+    return x_NLD, padding_mask(lengths, x_NLD)
+
+
+def padding_mask(lengths: list[int], like: Tensor) -> Tensor | None:
+    """(N, 1, L): 0 for items, a large negative number for padding; None without padding."""
+    if len(set(lengths)) == 1:
+        return None
+    counts_N1 = torch.tensor(lengths, device=like.device)[:, None]
+    is_item_NL = torch.arange(max(lengths), device=like.device) < counts_N1
+    return torch.where(is_item_NL, 0.0, MASKED).to(like.dtype)[:, None]
