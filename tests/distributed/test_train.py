@@ -117,8 +117,9 @@ def test_checkpoint_of_one_layout_continues_in_another(single, tmp_path, real_da
     pipeline = {"checkpoint__interval": 3, "parallel__pipeline": 2}
     pp = tiny_recipe(run_dir, real_data, 2, training__steps=12, **pipeline)
     pp_fsdp = tiny_recipe(run_dir, real_data, 4, training__steps=15, **pipeline)
-    again = fsdp.model_copy(deep=True)
-    again.training.steps = 18
+    again = tiny_recipe(
+        run_dir, real_data, 2, training__steps=18, checkpoint__interval=3, parallel__shard=2
+    )
     run(2, fsdp)
     run(2, tp)
     run(1, alone)

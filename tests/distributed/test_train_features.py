@@ -95,7 +95,7 @@ def test_profiler_trace_is_json_and_names_step_and_phases(everything):
     assert [p.name for p in (everything / "profile").iterdir()] == ["step-3-rank-0.json"]
     trace = json.loads((everything / "profile/step-3-rank-0.json").read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
-    assert {"step 3", "data", "encoder", "llm", "aten::mm"} <= names
+    assert {"step 3", "data", "0F0", "0B0", "aten::mm"} <= names
 
 
 def test_trackers_leave_their_files(everything):
@@ -249,5 +249,8 @@ def test_print_config_and_dry_run(tmp_path, train_server):
     dry = [*options, *sizes, "--output_dir", tmp_path, "--dry-run", "--world-size", 64]
     codes, output = train_server.run(dry, tmp_path)
     assert codes == [0], output
-    assert "64 = replicate 1 x shard 32 x tensor 2" in output and "memory per rank" in output
+    assert (
+        "64 = pipeline 2 x replicate 1 x shard 16 x tensor 2" in output
+        and "memory per rank" in output
+    )
     assert not (tmp_path / "never").exists()

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
     stage_backward,
     stage_backward_input,
-    stage_backward_weight,
 )
+from torch.distributed.pipelining._backward import stage_backward_weight as _backward_weight
 
 __all__ = [
     "accumulate_gradients",
@@ -49,6 +50,23 @@ def supports_weight_split() -> bool:
     stage_backward_weight(iter([weight]), groups)
     assert weight.grad is not None
     return weight.grad.item() == 12.0  # d(x w^2)/dw = 2 x w
+
+
+def stage_backward_weight(
+    weights: Iterator[torch.nn.Parameter], groups: list[dict[str, Any]], retain_graph: bool = False
+) -> None:
+    """torch's function of this name, with the weights of a group in an order all ranks share.
+
+    Adding up gradients of a DTensor may communicate, and torch goes through a set of graph nodes,
+    whose order is that of memory addresses: tensor-parallel ranks would mix up a norm's weight and
+    bias.
+    """
+    known = list(weights)
+    position = {_get_grad_fn_or_grad_acc(weight): index for index, weight in enumerate(known)}
+    for group in groups:
+        group["params"] = sorted(group["params"], key=position.__getitem__)
+    groups.sort(key=lambda group: position[group["params"][0]])
+    _backward_weight(iter(known), groups, retain_graph=retain_graph)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
