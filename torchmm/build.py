@@ -73,6 +73,8 @@ def build_unfilled_model(recipe: Recipe) -> tuple[MultimodalModel, PreTrainedTok
     """
     _quiet_libraries()
     problems: list[str] = []
+    if not recipe.data.sources and not recipe.data.validation:
+        problems.append("data.sources: nothing to train on; the recipe only describes a simulation")
     model = tokenizer = None
     try:
         model = build_model(recipe.model, recipe.freeze)
@@ -82,7 +84,7 @@ def build_unfilled_model(recipe: Recipe) -> tuple[MultimodalModel, PreTrainedTok
         tokenizer = load_tokenizer(recipe)
     except ConfigError as error:
         problems += error.problems
-    if model is None or tokenizer is None:
+    if model is None or tokenizer is None or problems:
         raise ConfigError(problems)
     model.text_spec(tokenizer)  # raises if they do not fit each other
     return model, tokenizer
@@ -188,6 +190,7 @@ def build_data(
         data_parallel_size=1 if for_prompts else mesh.data_parallel_size,
         state=state,
         validation=validation,
+        generator_spec=model.generator_spec(),
     )
 
 

@@ -20,6 +20,7 @@ from torchmm.config_model import (
     ModelConfig,
     Section,
 )
+from torchmm.config_simulation import SimulationConfig
 
 __all__ = [
     "SCHEDULES",
@@ -38,6 +39,7 @@ __all__ = [
     "ParallelConfig",
     "Recipe",
     "Section",
+    "SimulationConfig",
     "SourceConfig",
     "TrainingConfig",
     "ValidationConfig",
@@ -313,3 +315,4 @@ class Recipe(Section):
     metrics: MetricsConfig = MetricsConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: CompileConfig = CompileConfig()
+    simulation: SimulationConfig = SimulationConfig()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchmm.config import ParallelConfig, Recipe, SourceConfig
+from torchmm.config_simulation import contradictions
 from torchmm.errors import ConfigError
 from torchmm.recipe_pipeline import check_pipeline
 from torchmm.recipe_schema import NO_VALUE, Problem, suggest
@@ -69,6 +70,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_module_names(recipe),
         *_check_frozen(recipe),
         *_check_data(recipe),
+        *_check_simulation(recipe),
         *_check_layout(recipe, world_size),
         *_check_heads(recipe),
         *check_pipeline(recipe),
@@ -79,10 +81,13 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
 
 def module_names(recipe: Recipe) -> list[str]:
     """Names that [freeze], learning rates and others may use: llm, NAME, NAME.connector."""
+    return ["llm", *(n for name in _encoders(recipe) for n in (name, f"{name}.connector"))]
+
+
+def _encoders(recipe: Recipe) -> list[str]:
     model = recipe.model
     composite = model.source is not None or model.config is not None
-    encoders = ["vision"] if composite else list(model.encoders)
-    return ["llm", *(n for name in encoders for n in (name, f"{name}.connector"))]
+    return ["vision"] if composite else list(model.encoders)
 
 
 def _check_run(recipe: Recipe) -> Found:
@@ -113,7 +118,7 @@ def _check_model(recipe: Recipe) -> Found:
         assert model.llm is not None
         yield from _check_source("model.llm", model.llm)
         has_tokenizer = model.llm.source is not None
-    if model.tokenizer is None and not has_tokenizer:
+    if model.tokenizer is None and not has_tokenizer and not recipe.simulation.sequences:
         text = "is needed, as the model has no source to take one from; set a directory or id"
         yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
     for name, encoder in model.encoders.items():
@@ -177,7 +182,7 @@ def _check_frozen(recipe: Recipe) -> Found:
 
 def _check_data(recipe: Recipe) -> Found:
     data, validation = recipe.data, recipe.validation
-    if not data.sources:
+    if not data.sources and not recipe.simulation.sequences:
         yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
         for index, source in enumerate(sources):
@@ -187,6 +192,20 @@ def _check_data(recipe: Recipe) -> Found:
         text = f"needs held-out data; add a [[data.validation]] table or set {on} to 0"
         value = validation.interval or validation.samples
         yield Problem(f"validation.{on}", value, text, ("data.validation",))
+
+
+def _check_simulation(recipe: Recipe) -> Found:
+    simulation, encoders = recipe.simulation, list(_encoders(recipe))
+    for found in contradictions(simulation, recipe.training.sequence_length):
+        yield Problem(*found, ("training.sequence_length", "simulation"))
+    for name in simulation.images:
+        if name not in encoders:
+            known = ", ".join(encoders) or "none"
+            text = f"is no encoder of the model{suggest(name, encoders)}; known: {known}"
+            yield Problem(f"simulation.images.{name}", NO_VALUE, text, ("model",))
+    if simulation.generated is not None and recipe.model.generator is None:
+        text = "the model has no generator; add [model.generator] or remove this section"
+        yield Problem("simulation.generated", NO_VALUE, text, ("model.generator",))
 
 
 def _check_path(key: str, source: SourceConfig) -> Found:

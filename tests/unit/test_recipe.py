@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from torchmm.build import build_unfilled_model
 from torchmm.config import ParallelConfig, Recipe
 from torchmm.errors import ConfigError
 from torchmm.recipe import check_recipe, dump_recipe, load_recipe, resolve_layout
@@ -264,3 +265,34 @@ def test_an_unquoted_name_with_a_dot_gets_a_hint(valid):
 )
 def test_layout_fills_in_what_is_left(sizes, world_size, expected):
     assert resolve_layout(ParallelConfig(**sizes), world_size) == expected
+
+
+SIMULATION = """
+[simulation.images.vision]
+patches = 16
+tokens = 4
+[[simulation.sequences]]
+images = [0, 3]
+"""
+
+
+def test_statistics_stand_in_for_data_and_tokenizer(write):
+    path = write("r.toml", MODEL.replace('tokenizer = "gpt2"', "") + SIMULATION)
+    recipe = load_recipe(path, [], 1).recipe
+    with pytest.raises(ConfigError, match="only describes a simulation") as error:
+        build_unfilled_model(recipe)
+    assert any("tokenizer" in problem for problem in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key", "text"),
+    [
+        ("images.vision", "images.visoin", "simulation.images.visoin", 'did you mean "vision"'),
+        ("[0, 3]", "[3, 0]", "simulation.sequences[0].images", "least and most"),
+        ("[0, 3]", "[0, 300]", "simulation.sequences[0].images", "1200 tokens, more than the 1024"),
+        ("[[sim", "[simulation.generated]\nrows = 2\ncolumns = 2\n[[sim", "generated", "no gene"),
+    ],
+)
+def test_statistics_that_do_not_fit_are_told(write, before, after, key, text):
+    problem = one_problem(write("r.toml", MODEL + SIMULATION.replace(before, after)), world_size=1)
+    assert key in problem and text in problem
