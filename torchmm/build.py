@@ -208,7 +208,10 @@ def fill_model(
     layout = plan_layout(recipe.parallel, descriptions, microbatches)
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
     dtype = DTYPES[recipe.training.dtype]
-    parallelize(model, mesh, recipe.parallel, recipe.activation_checkpoint, recipe.compile, dtype)
+    tokens = recipe.training.microbatch_size * recipe.training.sequence_length
+    parallelize(
+        model, mesh, recipe.parallel, recipe.activation_checkpoint, recipe.compile, dtype, tokens
+    )
     materialize(model, mesh.device)
     init_weights(model, recipe.training.seed, skip=load_weights(model))
     return Pipeline(model, stages, layout, descriptions, recipe.parallel, mesh, dtype)

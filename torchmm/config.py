@@ -149,6 +149,15 @@ class ParallelConfig(Section):
     """Tensor-parallel ranks that split every layer."""
     sequence_parallel: bool = False
     """Also split activations between the tensor-parallel regions along the sequence."""
+    async_tensor_parallel: bool = False
+    """Gather and scatter these activations in blocks, below the matrix products in front of and
+    behind them; needs `tensor` > 1 and `sequence_parallel`."""
+    async_tensor_backend: Literal["auto", "symmetric_memory", "ring", "collective"] = "auto"
+    """How: "symmetric_memory" (CUDA, one host: copies without multiprocessors), "ring" (sends and
+    receives), "collective" (below backward's products only); "auto": the first that works."""
+    async_tensor_chunks: int = Field(default=0, ge=0)
+    """Blocks into which "ring" cuts what a rank has of the sequence; 0: the fastest in a short
+    measurement at the start."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective backend; "auto": NCCL on CUDA, gloo on CPU."""
     timeout_s: int = Field(default=300, ge=1)

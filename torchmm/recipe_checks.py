@@ -243,9 +243,34 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Found:
         text = f"microbatch_size x sequence_length = {tokens} is not a multiple of parallel.tensor"
         also = ("training.microbatch_size", "parallel.tensor")
         yield Problem("training.sequence_length", training.sequence_length, text, also)
+    yield from _check_async_tensor(recipe)
     if parallel.backend == "nccl" and training.device == "cpu":
         text = 'needs CUDA, but training.device is "cpu"; use "auto"'
         yield Problem("parallel.backend", "nccl", text, ("training.device",))
+
+
+def _check_async_tensor(recipe: Recipe) -> Found:
+    parallel = recipe.parallel
+    if not parallel.async_tensor_parallel:
+        return
+    key, needed = (
+        "parallel.async_tensor_parallel",
+        ("parallel.tensor", "parallel.sequence_parallel"),
+    )
+    if parallel.tensor == 1 or not parallel.sequence_parallel:
+        text = "needs parallel.tensor > 1 and parallel.sequence_parallel = true; set both"
+        yield Problem(key, True, text, needed)
+    if parallel.pipeline > 1 and parallel.schedule == "zero_bubble":
+        text = (
+            "hides communication below weight gradients, which zero_bubble computes apart; use "
+            "another parallel.schedule"
+        )
+        yield Problem(key, True, text, ("parallel.schedule", "parallel.pipeline"))
+    if parallel.async_tensor_backend == "symmetric_memory" and recipe.training.device == "cpu":
+        text = 'needs CUDA, but training.device is "cpu"; use "auto"'
+        yield Problem(
+            "parallel.async_tensor_backend", "symmetric_memory", text, ("training.device",)
+        )
 
 
 def _check_heads(recipe: Recipe) -> Found:

@@ -17,6 +17,7 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
+from torchmm.parallel.async_linear import Overlap
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.parallel.tensor import apply_tensor_parallel
 
@@ -67,10 +68,14 @@ class Case:
     family: str
     sequence_parallel: bool
     frozen: bool = False
+    chunks: int = 0
+    """Blocks per slice of async tensor parallelism; 0: it is off."""
 
 
 CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
 CASES += [Case("qwen2_5_vl", True, frozen=True)]
+CASES += [Case(family, True, chunks=chunks) for chunks, family in enumerate(TOWERS, start=1)]
+CASES += [Case("clip", True, frozen=True, chunks=2)]
 
 
 @pytest.mark.slow
@@ -100,7 +105,9 @@ def _compare(case: Case) -> dict[str, float]:
     mesh = build_mesh(
         ParallelConfig(shard=1, tensor=torch.distributed.get_world_size()), torch.device("cpu")
     )
-    apply_tensor_parallel(_encoder(split), mesh.tensor, case.sequence_parallel)
+    group = mesh.tensor.get_group().group_name
+    overlap = Overlap("ring", group, case.chunks) if case.chunks else None
+    apply_tensor_parallel(_encoder(split), mesh.tensor, case.sequence_parallel, overlap)
     errors = {}
     for model in (whole, split):
         materialize(model, "cpu")

@@ -57,6 +57,7 @@ class Case:
         return build_model(ModelConfig.model_validate(config), freeze)
 
 
+ASYNC = {"async_tensor_parallel": True}
 CASES_OF_4 = [
     Case("fsdp4", shard=4),
     Case("fsdp4, no image anywhere", shard=4, images=(0,) * 8),
@@ -66,6 +67,23 @@ CASES_OF_4 = [
     Case("tp4, fewer kv heads than ranks", tensor=4),
     Case("fsdp2 x tp2, sequence parallel", shard=2, tensor=2, sequence_parallel=True),
     Case("tp4, sequence parallel", tensor=4, sequence_parallel=True),
+    Case("fsdp2 x tp2, async", shard=2, tensor=2, sequence_parallel=True, pipeline=ASYNC),
+    Case(
+        "tp4, async, full recomputation, odd length",
+        tensor=4,
+        sequence_parallel=True,
+        recompute="full",
+        tokens=66,
+        pipeline={**ASYNC, "async_tensor_chunks": 3},
+    ),
+    Case(
+        "fsdp2 x tp2, async, LLM frozen",
+        shard=2,
+        tensor=2,
+        sequence_parallel=True,
+        freeze=("llm",),
+        pipeline={**ASYNC, "async_tensor_backend": "collective"},
+    ),
     Case("fsdp4, full recomputation", shard=4, recompute="full"),
     Case("fsdp2 x tp2, selective recomputation", shard=2, tensor=2, recompute="selective"),
     Case("fsdp2 x tp2, LLM frozen", shard=2, tensor=2, freeze=("llm",)),
@@ -77,6 +95,14 @@ CASES_OF_2 = [
     Case("tp2", tensor=2),
     Case("tp2, sequence parallel", tensor=2, sequence_parallel=True),
     Case("tp2, sequence parallel, odd length", tensor=2, sequence_parallel=True, tokens=65),
+    Case("tp2, async, odd length", tensor=2, sequence_parallel=True, tokens=65, pipeline=ASYNC),
+    Case(
+        "tp2, async, selective recomputation",
+        tensor=2,
+        sequence_parallel=True,
+        recompute="selective",
+        pipeline=ASYNC,
+    ),
     Case("tp2, biases", tensor=2, llm="starcoder2"),
     Case("tp2, sequence parallel, biases", tensor=2, sequence_parallel=True, llm="starcoder2"),
 ]

@@ -29,7 +29,8 @@ _KEPT_OPERATORS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 _KEPT_NAMESPACES = ("torchmm::", "torch_attn::")
-"""Namespaces of packed attention: ours on CPU, torch's varlen kernel on CUDA."""
+"""Namespaces of packed attention (ours on CPU, torch's varlen kernel on CUDA) and of the linears
+of async tensor parallelism."""
 
 
 def apply_activation_checkpoint(module: LayeredModule, mode: str) -> None:

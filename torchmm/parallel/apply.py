@@ -16,6 +16,8 @@ from torchmm.config import ActivationCheckpointConfig, CompileConfig, ParallelCo
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.parallel.async_choice import choose_overlap
+from torchmm.parallel.async_linear import Overlap
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.tensor import apply_tensor_parallel
@@ -28,14 +30,22 @@ def parallelize(
     activation_checkpoint: ActivationCheckpointConfig,
     compile_config: CompileConfig,
     dtype: torch.dtype,
+    tokens: int = 0,
 ) -> None:
     """Applies the recipe's parallelism to every stage of the model, in place, on the meta device.
 
-    Without a pipeline a stage is a whole modality module.
+    Without a pipeline a stage is a whole modality module. Collective.
+
+    Args:
+        tokens: of a microbatch, for what is tuned by a measurement; 0: nothing is measured.
     """
     computes_alone = mesh.world_size == mesh.pipeline_size
+    overlaps: dict[str, Overlap] = {}
     for module in model.all_stages():
-        apply_tensor_parallel(module, mesh.tensor, parallel.sequence_parallel)
+        if parallel.async_tensor_parallel and mesh.tensor_size > 1 and module.name not in overlaps:
+            overlaps[module.name] = choose_overlap(module, mesh.tensor, parallel, dtype, tokens)
+        overlap = overlaps.get(module.name)
+        apply_tensor_parallel(module, mesh.tensor, parallel.sequence_parallel, overlap)
         mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
         apply_activation_checkpoint(module, mode)
         if compile_config.enabled and module.name in (compile_config.modules or [module.name]):

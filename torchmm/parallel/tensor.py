@@ -6,12 +6,9 @@ converted to a DTensor once, by a hook, so that the parallel linears that share 
 gate, up) also share one collective in backward instead of one each.
 
 Without sequence parallelism every tensor between scopes is a plain replicated tensor. With it,
-the first layer keeps this rank's slice of the sequence (the last dimension but one), norms and
-residuals work on slices, scopes gather on entry and reduce-scatter on exit, and the last layer's
-output is gathered, so what stands around the layers sees whole sequences. A length that the ranks
-do not divide is padded with zeros between the scopes, never inside of them: attention sees only
-real positions. Rejected: uneven slices; they may be empty, and collectives then hang (DTensor on
-torch 2.13 with gloo).
+what lies between scopes are slices of the sequence (`torchmm.parallel.sequence`): scopes gather on
+entry and reduce-scatter on exit. With an `Overlap` they do so below their own matrix products
+(`torchmm.parallel.async_tensor`): the same plan, the same parameters, other forwards.
 
 Rejected: Hugging Face's own tensor-parallel layers, rewritten between 5.17 and 5.23; DTensor
 activations everywhere, which HF forwards mix with plain tensors.
@@ -23,37 +20,33 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from torchmm.errors import ConfigError
 from torchmm.models.layered import LayeredModule
-
-SEQUENCE_DIM = -2
-"""Hidden states are (batch, tokens, features) or (tokens, features)."""
-
-HEADS_DIM = 2
-"""Queries and keys are (batch, tokens, heads, head_dim) when q_norm and k_norm see them."""
+from torchmm.parallel.async_linear import Overlap
+from torchmm.parallel.async_tensor import AsyncColumn, AsyncRow, AsyncScope, Column
+from torchmm.parallel.sequence import LocalNorm, SequenceSlices, distribute_parameters
 
 
 def apply_tensor_parallel(
-    module: LayeredModule, mesh: DeviceMesh, sequence_parallel: bool = False
+    module: LayeredModule,
+    mesh: DeviceMesh,
+    sequence_parallel: bool = False,
+    overlap: Overlap | None = None,
 ) -> None:
     """Splits `module` over the 1-D `mesh`, in place; parameters may be on the meta device.
+
+    Args:
+        overlap: how to communicate below the products of layers with sequence parallelism; None:
+            before and after them.
 
     Raises:
         ConfigError: the attention heads do not divide among the ranks, or a style is unknown.
@@ -64,7 +57,8 @@ def apply_tensor_parallel(
     _check_heads(module, size)
     plan = module.tensor_parallel_plan()
     trainable = {name: p.requires_grad for name, p in module.named_parameters()}
-    slices = _SequenceSlices(mesh) if sequence_parallel and "sequence" in plan.values() else None
+    has_slices = sequence_parallel and "sequence" in plan.values()
+    slices = SequenceSlices(mesh, overlap) if has_slices else None
     for pattern, name in plan.items():
         inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
         style = _style(pattern, name, module, size, inside)
@@ -73,7 +67,7 @@ def apply_tensor_parallel(
     for pattern in module.tensor_parallel_scopes():
         inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
         for part in module.matching(pattern):
-            parallelize_module(part, mesh, _GatherInput(inside))
+            parallelize_module(part, mesh, _scope(inside))
     if slices is not None and module.layers:
         module.layers[0].register_forward_pre_hook(slices.enter)
         module.layers[-1].register_forward_hook(slices.leave)
@@ -94,23 +88,20 @@ def _check_heads(module: LayeredModule, size: int) -> None:
 
 
 def _style(
-    pattern: str, name: str, module: LayeredModule, size: int, slices: _SequenceSlices | None
+    pattern: str, name: str, module: LayeredModule, size: int, slices: SequenceSlices | None
 ) -> ParallelStyle | None:
     sizes = module.layer_sizes()[0]
+    overlap = None if slices is None else slices.overlap
     if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
-        return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim)
+        return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim, overlap is not None)
     styles: dict[str, ParallelStyle | None] = {
-        "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel() if slices is None else _RowwiseIntoSlices(slices),
+        "colwise": ColwiseParallel() if overlap is None else AsyncColumn(),
+        "rowwise": _rowwise(slices),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
-        "replicated_with_grad_allreduce": SequenceParallel(
-            sequence_dim=HEADS_DIM, use_local_output=True
-        ),
+        "replicated_with_grad_allreduce": LocalNorm(),
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "packed_qkv": _PackedQkv(),
-        "sequence": None
-        if slices is None
-        else SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True),
+        "packed_qkv": _PackedQkv(overlap is not None),
+        "sequence": None if slices is None else LocalNorm(),
     }
     if name not in styles:
         raise ConfigError(
@@ -120,49 +111,22 @@ def _style(
     return styles[name]
 
 
-class _SequenceSlices:
-    """The layers of one module, between which a rank has its slice of the sequence only.
+def _rowwise(slices: SequenceSlices | None) -> ParallelStyle:
+    if slices is None:
+        return RowwiseParallel()
+    return _RowwiseIntoSlices(slices) if slices.overlap is None else AsyncRow(slices)
 
-    Slices are of equal length: the sequence is padded to a multiple of the ranks. Its true length
-    is noted on entry.
-    """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        self._length = 0
-
-    def enter(self, _: nn.Module, args: tuple) -> tuple:
-        """Pre-hook of the first layer: keeps this rank's slice; backward gathers."""
-        self._length = args[0].shape[SEQUENCE_DIM]
-        return (self._slice(args[0], Replicate()), *args[1:])
-
-    def reduce(self, _: nn.Module, __: tuple, partial: Tensor) -> Tensor:
-        """Hook of a row-wise linear: sums what the ranks computed, of which each keeps a slice."""
-        return self._slice(partial, Partial())
-
-    def whole(self, slice_: Tensor) -> DTensor:
-        """The slices of all ranks as a replicated DTensor, without padding."""
-        sharded = DTensor.from_local(slice_, self._mesh, [Shard(SEQUENCE_DIM)], run_check=False)
-        padded = sharded.redistribute(placements=[Replicate()])
-        if padded.shape[SEQUENCE_DIM] == self._length:
-            return padded
-        return padded[..., : self._length, :]  # type: ignore[return-value]
-
-    def leave(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
-        """Hook of the last layer: gathers."""
-        return self.whole(output).to_local()
-
-    def _slice(self, local: Tensor, placement: Placement) -> Tensor:
-        padding = -self._length % self._mesh.size()
-        padded = functional.pad(local, (0, 0, 0, padding)) if padding else local
-        whole = DTensor.from_local(padded, self._mesh, [placement], run_check=False)
-        return whole.redistribute(placements=[Shard(padded.ndim + SEQUENCE_DIM)]).to_local()
+def _scope(slices: SequenceSlices | None) -> ParallelStyle:
+    if slices is None or slices.overlap is None:
+        return _GatherInput(slices)
+    return AsyncScope(slices)
 
 
 class _RowwiseIntoSlices(ParallelStyle):
     """A row-wise linear whose summed output is scattered over the sequence."""
 
-    def __init__(self, slices: _SequenceSlices) -> None:
+    def __init__(self, slices: SequenceSlices) -> None:
         super().__init__()
         self._slices = slices
 
@@ -178,12 +142,19 @@ class _PackedQkv(ParallelStyle):
     Every rank computes the rows of its own heads. The weights stay replicated, because no plain
     sharding of their rows gives a rank its heads of all three; their gradients, zero for other
     ranks' rows, are summed.
+
+    Args:
+        overlapped: whether the attention is an `AsyncScope`, which computes the product.
     """
+
+    def __init__(self, overlapped: bool) -> None:
+        super().__init__()
+        self.overlapped = overlapped
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         attention: Any = module
         qkv, heads, size = attention.qkv, attention.num_heads, device_mesh.size()
-        _replicate_parameters(qkv, device_mesh)
+        distribute_parameters(qkv, device_mesh)
 
         def own_rows(parameter: DTensor) -> Tensor:
             rows = parameter.to_local(grad_placements=[Partial()]).unflatten(0, (3, heads, -1))
@@ -194,7 +165,7 @@ class _PackedQkv(ParallelStyle):
             bias = None if qkv.bias is None else own_rows(qkv.bias)
             return functional.linear(x, own_rows(qkv.weight), bias)
 
-        qkv.forward = forward
+        qkv.forward = Column(qkv, own_rows) if self.overlapped else forward
         attention.num_heads = heads // size
         return module
 
@@ -206,7 +177,7 @@ class _GatherInput(ParallelStyle):
     reduces (and slices) them.
     """
 
-    def __init__(self, slices: _SequenceSlices | None) -> None:
+    def __init__(self, slices: SequenceSlices | None) -> None:
         super().__init__()
         self._slices = slices
 
@@ -229,28 +200,30 @@ class _ReplicatedKeyValue(ParallelStyle):
     """Key or value projection with fewer heads than ranks: computed whole, one head kept.
 
     Ranks that share a head hold equal weights; each contributes the gradient of its own query
-    heads, and the partial gradients are summed.
+    heads, and the partial gradients are summed. An `AsyncScope` multiplies with the kept head only.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, kv_heads: int, head_dim: int, overlapped: bool) -> None:
         super().__init__()
         self.kv_heads = kv_heads
         self.head_dim = head_dim
+        self.overlapped = overlapped
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _replicate_parameters(module, device_mesh)
+        distribute_parameters(module, device_mesh)
         rank_of_head = device_mesh.size() // self.kv_heads
         first = device_mesh.get_local_rank() // rank_of_head * self.head_dim
+
+        def own_rows(parameter: DTensor) -> Tensor:
+            rows = parameter.to_local(grad_placements=[Partial()])
+            return rows[first : first + self.head_dim]
 
         def keep_head(_: nn.Module, __: tuple, output: DTensor) -> Tensor:
             whole = output.to_local(grad_placements=[Partial()])
             return whole[..., first : first + self.head_dim]
 
-        module.register_forward_hook(keep_head)
+        if self.overlapped:
+            module.forward = Column(module, own_rows)
+        else:
+            module.register_forward_hook(keep_head)
         return module
-
-
-def _replicate_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        replicated = distribute_tensor(parameter, mesh, [Replicate()])
-        module.register_parameter(name, nn.Parameter(replicated, parameter.requires_grad))

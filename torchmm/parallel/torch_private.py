@@ -5,6 +5,8 @@
   used twice; `supports_weight_split` finds out by trying.
 - FSDP2's state: gathering and reducing at moments of our own needs the state to be initialised
   before the first forward, the groups of parameters, and the callback that ends a backward.
+- Functional collectives and symmetric memory: operators that start a collective and return; a
+  custom operator can name a process group by a string only, so it has to be looked up.
 
 Everything else uses public functions. Rejected: torch's `PipelineStage`, which has one number of
 microbatches for all stages, shapes that never change, and was rewritten between 2.11 and 2.13.
@@ -17,6 +19,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
@@ -29,13 +34,21 @@ __all__ = [
     "accumulate_gradients",
     "clear_forward_order",
     "fill_missing_gradients",
+    "fused_gather_matmul",
+    "fused_matmul_scatter",
+    "group_named",
     "initialize_fsdp",
     "is_view",
     "reduce_gradients",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
+    "start_all_gather",
+    "start_copy_engine_gather",
+    "start_copy_engine_scatter",
+    "start_reduce_scatter",
     "supports_weight_split",
+    "wait",
 ]
 
 
@@ -132,3 +145,53 @@ def _groups(module: FSDPModule) -> Iterator[Any]:
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         yield from groups
+
+
+def group_named(name: str) -> ProcessGroup:
+    """The process group of that name."""
+    return _resolve_process_group(GroupName(name))
+
+
+def start_all_gather(x_SD: Tensor, group: ProcessGroup) -> Tensor:
+    """(ranks x S, D); to be read after `wait` only."""
+    operators = torch.ops._c10d_functional
+    return operators.all_gather_into_tensor(x_SD, group.size(), group.group_name)
+
+
+def start_reduce_scatter(x_ND: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's (N / ranks, D) of the sum; to be read after `wait` only."""
+    operators = torch.ops._c10d_functional
+    return operators.reduce_scatter_tensor(x_ND, "sum", group.size(), group.group_name)
+
+
+def start_copy_engine_gather(x_SD: Tensor, group: ProcessGroup) -> Tensor:
+    """`start_all_gather` through symmetric memory: on CUDA, without the multiprocessors.
+
+    No other operation on symmetric memory may be started in this group before `wait`: all use the
+    group's one workspace.
+    """
+    return torch.ops.symm_mem._low_contention_all_gather(x_SD, group.group_name)
+
+
+def start_copy_engine_scatter(x_ND: Tensor, group: ProcessGroup) -> Tensor:
+    """`start_reduce_scatter` through symmetric memory; only the sum takes multiprocessors."""
+    return torch.ops.symm_mem._low_contention_reduce_scatter(x_ND, "sum", group.group_name)
+
+
+def wait(started: Tensor) -> Tensor:
+    """The result of one of the operations above, complete."""
+    return torch.ops._c10d_functional.wait_tensor(started)
+
+
+def fused_gather_matmul(
+    x_SD: Tensor, matrices: list[Tensor], group: ProcessGroup, keep: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """All ranks' rows, if they are to be kept, and their products with `matrices` (D, F)."""
+    fused = torch.ops.symm_mem.fused_all_gather_matmul
+    return fused(x_SD, matrices, 0, group.group_name, return_A=keep)
+
+
+def fused_matmul_scatter(x_NF: Tensor, matrix_FD: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's (N / ranks, D) of the sum over ranks of x @ matrix."""
+    fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
+    return fused(x_NF, matrix_FD, "sum", 0, group.group_name)
