@@ -150,8 +150,13 @@ def report(title: str, rows: Sequence[Row], json_file: Path | None) -> None:
         table.add_row(row.case, row.metric, row.unit, *values, met)
     Console(width=160).print(table)
     if json_file is not None:
-        records = [{**asdict(row), "met": row.met} for row in rows]
-        json_file.write_text(json.dumps(records, indent=1) + "\n")
+        write_rows(rows, json_file)
+
+
+def write_rows(rows: Sequence[Row], json_file: Path) -> None:
+    """Writes the rows as a list of objects."""
+    records = [{**asdict(row), "met": row.met} for row in rows]
+    json_file.write_text(json.dumps(records, indent=1) + "\n")
 
 
 def _number(value: float | None) -> str:

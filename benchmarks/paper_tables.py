@@ -1,0 +1,295 @@
+"""The papers' tables, recomputed: each cell ours, the paper's, and the relative error.
+
+    python benchmarks/paper_tables.py [--quick] [--json FILE] [--markdown FILE]
+
+Exact cells first (parallel sizes, parameters, FLOPs, the arithmetic that tables owe each other, one
+partition). Nothing is fitted to a cell it is compared with. Where a figure does not follow from a
+paper's own text, its note says so. Everything follows from recipes in recipes/papers; nothing is
+random, and no device is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import paper_figures as paper
+import torch
+import transformers
+from harness import Row, describe_machine, make_parser, write_rows
+from paper_figures import Figure
+from rich.console import Console
+from rich.table import Table
+
+from torchmm.balance.flops import microbatch_flops
+from torchmm.balance.workload import draw_microbatches
+from torchmm.batch import ModuleDescription
+from torchmm.config import Recipe
+from torchmm.models.registry import build_model
+from torchmm.pipelining.partition import balanced_cuts
+from torchmm.recipe import load_recipe, resolve_layout
+
+RECIPES = Path(__file__).parent.parent / "recipes" / "papers"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One cell."""
+
+    figure: Figure
+    ours: float
+    note: str = ""
+    """How ours came about, or why the paper's cannot follow from its text."""
+    goal_percent: float | None = None
+    """Relative error to be reached."""
+
+    @property
+    def error_percent(self) -> float:
+        """(ours - paper's) / paper's."""
+        return (self.ours / self.figure.value - 1) * 100
+
+    def rows(self) -> Iterator[Row]:
+        """The cell, and its error if there is a goal."""
+        case, unit = self.figure.source, self.figure.unit
+        yield Row(case, "value", unit, self.ours, paper=self.figure.value, kind="simulated")
+        if self.goal_percent is not None:
+            error = abs(self.error_percent)
+            yield Row(
+                case, "relative error", "%", error,
+                goal=self.goal_percent, better="lower", kind="simulated",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """Cells that belong together."""
+
+    title: str
+    cells: list[Comparison]
+
+
+@cache
+def recipe_named(name: str) -> Recipe:
+    """A recipe of recipes/papers."""
+    return load_recipe(RECIPES / f"{name}.toml").recipe
+
+
+@cache
+def built(name: str) -> tuple[dict[str, int], list[ModuleDescription]]:
+    """(parameters by module, descriptions of modules) of a recipe's model, on the meta device."""
+    recipe = recipe_named(name)
+    model = build_model(recipe.model, recipe.freeze)
+    counts = {module: every for module, (every, _) in model.parameter_counts().items()}
+    return counts, [module.describe() for module in model.modality_modules()]
+
+
+def step_flops(name: str, sequences: int) -> int:
+    """Forward and backward FLOPs of a step of so many sequences, without recomputation."""
+    recipe = recipe_named(name)
+    size = recipe.training.microbatch_size
+    metas = draw_microbatches(
+        recipe.simulation,
+        sequences // size,
+        sequence_length=recipe.training.sequence_length,
+        microbatch_size=size,
+    )
+    modules = built(name)[1]
+    by_sizes = {tuple(s.tokens for s in meta.samples): meta for meta in metas}
+    assert len(by_sizes) == 1, f"{name}: microbatches differ, so they have to be counted one by one"
+    return len(metas) * sum(sum(flops) for flops in microbatch_flops(modules, metas[0]).values())
+
+
+def parallel_sizes() -> Section:
+    """Data-parallel sizes of our recipes on the papers' GPUs."""
+    cells = []
+    for sizes in paper.PRINTED_SIZES:
+        recipe = recipe_named(sizes.recipe)
+        update = {"pipeline": sizes.pipeline}  # VLM-XL comes with two
+        parallel = recipe.parallel.model_copy(update=update)
+        layout = resolve_layout(parallel, sizes.gpus)
+        printed = Figure(f"{sizes.source}, DP", sizes.data, "ranks")
+        note = f"{sizes.gpus} GPUs / (pipeline {layout.pipeline} x tensor {layout.tensor})"
+        cells.append(Comparison(printed, layout.data_parallel, note, goal_percent=0))
+    for gpus, row in paper.OPTIMUS_SCHEDULER.items():
+        recipe = recipe_named("optimus_vit22b_gpt175b")
+        data = resolve_layout(recipe.parallel, gpus).data_parallel
+        count = recipe.training.global_batch_size / data / recipe.training.microbatch_size
+        source = f"Optimus table 7, {gpus} GPUs, microbatches"
+        cells.append(Comparison(Figure(source, row.microbatches, ""), count, goal_percent=0))
+    simulation = recipe_named("pipeweaver_vlm_s").simulation
+    most = 8192 // simulation.images["vision"].tokens
+    cells.append(Comparison(paper.PIPEWEAVER_MAX_IMAGES, most, "8192 // 169", goal_percent=0))
+    return Section("Parallel sizes", cells)
+
+
+def parameters() -> Section:
+    """Parameters of our recipes' modules against the papers' names for them."""
+    cells = []
+    for size in paper.NAMED_SIZES:
+        counts, _ = built(size.recipe)
+        goal = None if size.differs else 2.0
+        figure = size.name._replace(source=f"{size.name.source} ({size.recipe})")
+        cells.append(Comparison(figure, counts[size.module], size.differs, goal))
+    return Section("Parameters", cells)
+
+
+def flops() -> Section:
+    """FLOPs of an iteration of Optimus table 5, which all nine rows imply, and PipeWeaver's MFU."""
+    counted = step_flops("optimus_vit22b_gpt175b", paper.STRONG_SCALING_BATCH)
+    note = "counted on our recipe; the paper's is MFU x time x GPUs x 989 TFLOP/s"
+    cells = []
+    for (_, gpus), row in paper.OPTIMUS_STRONG_SCALING.items():
+        implied = row.mfu.value * row.seconds.value * gpus * paper.OPTIMUS_PEAK_FLOPS.value
+        source = row.seconds.source.replace("iteration time", "FLOPs of an iteration")
+        cells.append(Comparison(Figure(source, implied, "FLOP"), counted, note, 2.0))
+    for (_, gpus), row in paper.OPTIMUS_STRONG_SCALING.items():
+        ours = row.flops_per_s.value / gpus / paper.OPTIMUS_PEAK_FLOPS.value
+        cells.append(Comparison(row.mfu, ours, "its aggregate / GPUs / 989 TFLOP/s", 0.5))
+    for imbalance in paper.PIPEWEAVER_IMBALANCE.values():
+        rate = imbalance.flops / (8 * imbalance.seconds)
+        note = "its PFLOPs / (8 GPUs x time x 989 TFLOP/s)"
+        cells.append(Comparison(imbalance.mfu, rate / paper.PIPEWEAVER_PEAK_FLOPS, note, 1.0))
+    return Section("FLOPs and MFU", cells)
+
+
+def arithmetic() -> Section:
+    """What the papers' tables say about each other and about their texts."""
+    scaling = paper.OPTIMUS_STRONG_SCALING
+    cells = []
+    for gpus, printed in paper.OPTIMUS_SPEEDUPS.items():
+        balanced, optimus = (
+            scaling[m, gpus].seconds.value for m in ("Megatron-LM balanced", "Optimus")
+        )
+        cells.append(Comparison(printed, balanced / optimus, "of its times", 0.5))
+    step = paper.OPTIMUS_STEP.value
+    for bubble in paper.OPTIMUS_BUBBLES.values():
+        share = bubble.duration.value / step
+        error = abs(share / bubble.share.value - 1)
+        note = "its time / 5.12 s" + ("; printed shares do not follow" if error > 0.016 else "")
+        cells.append(Comparison(bubble.share, share, note))
+    idle = sum(bubble.duration.value for bubble in paper.OPTIMUS_BUBBLES.values()) / step
+    claim = Figure("Optimus section 2.2, idle ('over 48 %')", 0.48, "")
+    cells.append(Comparison(claim, idle, "sum of its times; does not follow"))
+    small = {method: figure.value for method, figure in paper.OPTIMUS_SMALL.items()}
+    for method, speedup in (("Alpa", 3.09), ("FSDP", 1.151)):
+        claim = Figure(f"Optimus section 5.2.1, speedup over {method}", speedup, "x")
+        cells.append(Comparison(claim, small[method] / small["Optimus"], "of table 4", 0.5))
+    kept = [row.coarse.value * row.microbatches for row in paper.OPTIMUS_SCHEDULER.values()]
+    for gpus, microbatches in zip(paper.OPTIMUS_SCHEDULER, kept, strict=True):
+        source = f"Optimus table 7, {gpus} GPUs, Eff_coarse x microbatches"
+        note = "mean of the three: coarse bubbles hold a constant number of microbatches"
+        mean = sum(kept) / len(kept)
+        cells.append(Comparison(Figure(source, microbatches, ""), mean, note, 0.5))
+    cells += _scheduler_runtimes()
+    cells += _pipeweaver_arithmetic()
+    return Section("Arithmetic of the papers", cells)
+
+
+def _scheduler_runtimes() -> Iterator[Comparison]:
+    """Enumerating all ways to deal N microbatches to 4 pipelines costs C(N - 1, 3) N."""
+    first, *others = paper.OPTIMUS_SCHEDULER.values()
+
+    def work(row: paper.Scheduler) -> int:
+        return math.comb(row.microbatches - 1, 3) * row.microbatches
+
+    for row in others:
+        note = "runtime at 1536 GPUs, scaled by C(N - 1, 3) N: N dealt to 4 pipelines in all ways"
+        yield Comparison(row.runtime, first.runtime.value * work(row) / work(first), note, 10.0)
+
+
+def _pipeweaver_arithmetic() -> Iterator[Comparison]:
+    imbalance = paper.PIPEWEAVER_IMBALANCE
+    whole = imbalance["LM 7B"].mfu.value
+    for row, printed in paper.PIPEWEAVER_OVERHEADS.items():
+        note = "1 - its MFU / that of LM 7B: a loss of MFU, not of time"
+        yield Comparison(printed, 1 - imbalance[row].mfu.value / whole, note, 2.5)
+    first = paper.PIPEWEAVER_ABLATION["Megatron-LM"].seconds.value
+    for name, row in paper.PIPEWEAVER_ABLATION.items():
+        if name != "Megatron-LM":
+            ours = first / row.seconds.value - 1
+            yield Comparison(row.gain, ours, "its first time / its time - 1", 0.5)
+
+
+def partition_example() -> Section:
+    """The best cut of PipeWeaver's example, by our partitioner."""
+    example = paper.PIPEWEAVER_PARTITION
+    costs = [example.encoder_layer_ms] * example.encoder_layers
+    costs += [example.llm_layer_ms] * example.llm_layers
+    ends = [0, *accumulate(balanced_cuts(costs, example.stages))]
+    stages = [sum(costs[start:stop]) for start, stop in pairwise(ends)]
+    least, most = min(stages), max(stages)
+    cells = [
+        Comparison(example.shortest, least, goal_percent=0),
+        Comparison(example.longest, most, goal_percent=0),
+        Comparison(example.variation, round(most / least - 1, 3), goal_percent=0),
+    ]
+    return Section("Partition of 64 + 64 layers into 16 stages", cells)
+
+
+def sections() -> list[Section]:
+    """All of them, those that need no simulation first."""
+    return [partition_example(), parallel_sizes(), parameters(), flops(), arithmetic()]
+
+
+def show(section: Section) -> None:
+    """Prints a section."""
+    table = Table(title=section.title, title_justify="left")
+    table.add_column("cell")
+    for column in ("unit", "ours", "paper", "error", "goal"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("note")
+    for cell in section.cells:
+        goal = "" if cell.goal_percent is None else f"{cell.goal_percent:g} %"
+        numbers = (_shown(cell.ours), _shown(cell.figure.value), f"{cell.error_percent:+.1f} %")
+        table.add_row(cell.figure.source, cell.figure.unit, *numbers, goal, cell.note)
+    Console(width=160).print(table)
+
+
+def markdown(found: list[Section], machine: str) -> str:
+    """The sections as a document."""
+    lines = [
+        "# The papers' tables, recomputed",
+        "",
+        f"`python benchmarks/paper_tables.py` on: {machine}.",
+        "Nothing is timed, so the machine matters only for how long it takes.",
+        "",
+        "Error is (ours - paper's) / paper's; its goal, where there is one, is in brackets.",
+    ]
+    for section in found:
+        lines += ["", f"## {section.title}", "", "| cell | unit | ours | paper | error | |"]
+        lines += ["|---|---|--:|--:|--:|---|"]
+        for cell in section.cells:
+            goal = "" if cell.goal_percent is None else f" (<= {cell.goal_percent:g} %)"
+            lines.append(
+                f"| {cell.figure.source} | {cell.figure.unit} | {_shown(cell.ours)} | "
+                f"{_shown(cell.figure.value)} | {cell.error_percent:+.1f} %{goal} | {cell.note} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.3e}"
+
+
+def main() -> None:
+    """Prints all tables."""
+    parser = make_parser("The papers' tables: ours, the paper's, the error.")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write a document there")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    machine = describe_machine(torch.device("cpu"))
+    found = sections()
+    for section in found:
+        show(section)
+    if arguments.json is not None:
+        write_rows([r for s in found for c in s.cells for r in c.rows()], arguments.json)
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(found, machine))
+
+
+if __name__ == "__main__":
+    main()
