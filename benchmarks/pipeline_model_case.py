@@ -7,17 +7,18 @@ the best few of each kind run for real, the fastest stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, pairwise
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import Row
 from pipeline_model import Size, load_steps, stages_of_rank
-from ranks import Comparison, Program, compare, fastest, time_steps
+from ranks import Comparison, Program, Stopwatch
 from stock_pipeline import Split, StockProgram
 
 from torchmm.balance.layer_costs import module_layers, task_durations
@@ -36,8 +37,7 @@ from torchmm.pipelining.timeline import uniform_timeline
 
 RANKS = 2
 GOAL, TOLERANCE = 1.15, 1e-5
-FRONT, SPREAD, OURS = "stock, tower in stage 0", "stock, tower cut too", "ours"
-T = TypeVar("T")
+FRONT, SPREAD, OURS = "tower in stage 0", "tower cut too", "ours"
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,20 @@ class Setting:
     microbatches: int
     steps: int
     runs: int
+    patience_s: float
+    """How long to wait for other programs to end."""
     tried: int
     """Candidates of each kind that run for real."""
+    images: tuple[int, ...]
+    """Sizes of sub-microbatches to try."""
 
 
-FULL = Setting(Size(8, 8, 96, 256), microbatches=8, steps=3, runs=7, tried=4)
-QUICK = Setting(Size(4, 4, 64, 128), microbatches=8, steps=1, runs=3, tried=2)
+FULL = Setting(
+    Size(8, 8, 96, 256), microbatches=8, steps=3, runs=7, patience_s=600, tried=3, images=(2, 4, 8)
+)
+QUICK = Setting(
+    Size(4, 4, 64, 128), microbatches=8, steps=1, runs=3, patience_s=0, tried=1, images=(4,)
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,10 @@ class Choice:
                 },
             }
         )
+
+    def parts(self, images: int) -> int:
+        """Sub-microbatches of a microbatch."""
+        return ceil(images / self.images)
 
     def __str__(self) -> str:
         return (
@@ -121,26 +133,46 @@ class OurProgram:
 
 
 class Costs:
-    """Durations of tasks in seconds: FLOPs by the measured speed of each module."""
+    """Durations of tasks in seconds: FLOPs by each module's measured speed.
 
-    def __init__(self, descriptions: Sequence[ModuleDescription], first: OurProgram) -> None:
+    Args:
+        programs: for each size of sub-microbatches; their speed is measured.
+    """
+
+    def __init__(
+        self,
+        descriptions: Sequence[ModuleDescription],
+        programs: Sequence[OurProgram],
+        watch: Stopwatch,
+    ) -> None:
         self.descriptions = descriptions
-        self.steps = first.steps
-        self.metas = [m.meta for step in first.steps for m in step]
+        self.steps = programs[0].steps
+        self.metas = [m.meta for step in self.steps for m in step]
         """Of all steps."""
         self.modules: list[ModuleLayers] = module_layers(descriptions, self.metas)
-        layout = first.pipeline.layout
+        self.seconds: dict[int, dict[str, float]] = {}
+        """Per FLOP, by images per sub-microbatch and module."""
+        self.tower_share = 0.0
+        """Of the time, with the largest sub-microbatches."""
+        for program in sorted(programs, key=lambda program: program.choice.images):
+            flops = self._flops(program)
+            for _ in range(2):  # the first warms up
+                watch.time(program, [0])
+            busy = torch.tensor([program.busy_by_module[name] for name in flops])
+            dist.all_reduce(busy)
+            speed = {n: s / flops[n] for n, s in zip(flops, busy.tolist(), strict=True)}
+            self.seconds[program.choice.images] = speed
+            self.tower_share = (busy[0] / busy.sum()).item()
+
+    def _flops(self, program: OurProgram) -> dict[str, float]:
+        """Of the first step, by module."""
+        layout = program.pipeline.layout
+        graph, duration = self._step(layout, 0, program.choice.parts)
         flops = dict.fromkeys(("vision", "llm"), 0.0)
-        graph, duration = self._step(layout, 0, lambda images: ceil(images / first.choice.images))
-        for order in separated(graph):
-            for action in order:
+        for row in separated(graph):
+            for action in row:
                 flops[layout.stages[action.stage].module] += duration(action)
-        for _ in range(2):  # the first warms up
-            time_steps(first, [0])
-        busy = torch.tensor([first.busy_by_module[name] for name in flops])
-        dist.all_reduce(busy)
-        self.seconds = {n: s / flops[n] for n, s in zip(flops, busy.tolist(), strict=True)}
-        self.share = {n: s / busy.sum().item() for n, s in zip(flops, busy.tolist(), strict=True)}
+        return flops
 
     def _step(
         self, layout: StageLayout, index: int, parts: Callable[[int], int]
@@ -152,11 +184,12 @@ class Costs:
         targets = [m.target_count for m in step]
         return graph, task_durations(graph, self.descriptions, [m.meta for m in step], targets)
 
-    def makespan_s(
+    def _makespan_s(
         self,
         layout: StageLayout,
         parts: Callable[[int], int],
         order: Callable[[StageGraph, Callable[[Action], float]], ComputeOrder],
+        speed: Mapping[str, float],
     ) -> float:
         """Of all steps, with nothing but computing taking time."""
         total = 0.0
@@ -164,21 +197,24 @@ class Costs:
             graph, flops = self._step(layout, index, parts)
 
             def seconds(action: Action, flops: Callable[[Action], float] = flops) -> float:
-                return flops(action) * self.seconds[layout.stages[action.stage].module]
+                return flops(action) * speed[layout.stages[action.stage].module]
 
             records = uniform_timeline(order(graph, flops), graph, seconds)
             total += max(record.end_ms for record in records)
         return total
 
     def stock_s(self, split: Split) -> float:
-        """Makespan of a stock schedule."""
+        """Makespan of a stock schedule, whose tower takes all images of a microbatch together."""
         layout = chain_layout(self.modules, split)
-        return self.makespan_s(layout, lambda n: min(n, 1), lambda g, _: interleaved_1f1b(g))
+        speed = self.seconds[max(self.seconds)]
+        return self._makespan_s(
+            layout, lambda n: min(n, 1), lambda g, _: interleaved_1f1b(g), speed
+        )
 
     def ours_s(self, choice: Choice) -> float:
         """Makespan of separated segments."""
         layout = plan_layout(choice.config(), self.descriptions, self.metas)
-        return self.makespan_s(layout, lambda n: ceil(n / choice.images), separated)
+        return self._makespan_s(layout, choice.parts, separated, self.seconds[choice.images])
 
 
 def chain_layout(modules: Sequence[ModuleLayers], split: Split) -> StageLayout:
@@ -213,9 +249,36 @@ def in_front(modules: Sequence[ModuleLayers], split: Split) -> bool:
     return split[0] >= len(modules[0].costs)
 
 
-def shortlist(candidates: Sequence[T], seconds: Callable[[T], float], keep: int) -> list[T]:
-    """The candidates that are best when played through."""
-    return sorted(candidates, key=seconds)[:keep]
+def choose_ours(
+    setting: Setting, costs: Costs, watch: Stopwatch, make: Callable[[Choice], OurProgram]
+) -> OurProgram:
+    """The fastest of our settings."""
+    size = setting.size
+    choices = [
+        Choice(tower, llm, images)
+        for tower in (1, 2, 4)
+        for llm in (1, 2, 4)
+        for images in setting.images
+        if tower * RANKS <= size.tower_layers and llm * RANKS <= size.llm_layers
+    ]
+    kept = sorted(choices, key=costs.ours_s)[: setting.tried]
+    return watch.fastest([make(choice) for choice in kept], [0])
+
+
+def choose_stock(
+    setting: Setting,
+    costs: Costs,
+    watch: Stopwatch,
+    front: bool,
+    make: Callable[[Split], StockProgram],
+) -> StockProgram:
+    """The fastest split under 1F1B or interleaved 1F1B."""
+    tried: list[Split] = []
+    for stages in (RANKS, 2 * RANKS):
+        every = splits(costs.modules, stages)
+        found = [split for split in every if in_front(costs.modules, split) is front]
+        tried += sorted(found, key=costs.stock_s)[: setting.tried]
+    return watch.fastest([make(split) for split in tried], [0])
 
 
 def run_rank(setting: Setting) -> dict[str, Any]:
@@ -224,47 +287,28 @@ def run_rank(setting: Setting) -> dict[str, Any]:
     model = setting.size.build()
     descriptions = [module.describe() for module in model.modality_modules()]
     mesh = build_mesh(ParallelConfig(pipeline=RANKS), torch.device("cpu"))
-    rank = mesh.pipeline_rank
-    first = OurProgram(OURS, model, steps, Choice(1, 2, 4), mesh)
-    costs = Costs(descriptions, first)
-    programs: list[Program] = []
-    layers = setting.size.tower_layers, setting.size.llm_layers
-    choices = [
-        Choice(tower, llm, images)
-        for tower in (1, 2, 4)
-        for llm in (1, 2, 4)
-        for images in (2, 4, 8)
-        if tower * RANKS <= layers[0] and llm * RANKS <= layers[1]
+
+    def make(choice: Choice) -> OurProgram:
+        return OurProgram(OURS, model, steps, choice, mesh)
+
+    watch = Stopwatch(setting.patience_s)
+    costs = Costs(descriptions, [make(Choice(1, 1, images)) for images in setting.images], watch)
+    ours = choose_ours(setting, costs, watch, make)
+    stock = [
+        choose_stock(setting, costs, watch, front, partial(StockProgram, name, model, steps))
+        for name, front in ((FRONT, True), (SPREAD, False))
     ]
-    kept = shortlist(choices, costs.ours_s, setting.tried)
-    ours = [OurProgram(OURS, model, steps, choice, mesh) for choice in kept]
-    programs.append(fastest(ours, [0]))
-    for name, front in ((FRONT, True), (SPREAD, False)):
-        tried = []
-        for stages in (RANKS, 2 * RANKS):
-            every = splits(costs.modules, stages)
-            found = [split for split in every if in_front(costs.modules, split) is front]
-            tried += shortlist(found, costs.stock_s, setting.tried)
-        stock = [StockProgram(name, model, steps, split, rank, RANKS) for split in tried]
-        programs.append(fastest(stock, [0]))
+    programs: list[Program] = [ours, *stock]
     difference = gradient_difference(model, programs)
-    time_all(programs, steps)
-    comparison = compare(programs, range(len(steps)), setting.runs)
     return {
         "source": source,
         "images": [[m.meta.image_count for m in step] for step in steps],
-        "tower share": costs.share["vision"],
-        "choice": str(programs[0].choice),
-        "splits": {p.name: p.split for p in programs[1:]},
+        "tower share": costs.tower_share,
+        "choice": str(ours.choice),
+        "splits": {program.name: program.split for program in stock},
         "difference": difference,
-        "comparison": comparison,
+        "comparison": watch.compare(programs, range(len(steps)), setting.runs),
     }
-
-
-def time_all(programs: Sequence[Program], steps: Sequence[Any]) -> None:
-    """Warms up."""
-    for program in programs:
-        time_steps(program, range(len(steps)))
 
 
 def gradient_difference(model: MultimodalModel, programs: Sequence[Program]) -> float:
@@ -272,7 +316,7 @@ def gradient_difference(model: MultimodalModel, programs: Sequence[Program]) -> 
     reference: list[torch.Tensor] = []
     worst = 0.0
     for program in programs:
-        time_steps(program, [0])
+        program.step(0)
         for i, parameter in enumerate(model.parameters()):
             own = parameter.grad
             whole = torch.zeros_like(parameter) if own is None else own.clone()
@@ -295,14 +339,13 @@ def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
     )
     made = []
     for name, goal in ((FRONT, GOAL), (SPREAD, None)):
-        against = f"{case}, against {name}"
-        ratio = comparison.speed_ratio(OURS, name)
         idle = comparison.idle_share(OURS), comparison.idle_share(name)
         times = (comparison.wall_s(n) / setting.steps for n in (OURS, name))
+        ratio = comparison.speed_ratio(OURS, name)
         made += [
-            Row(against, "speed ratio", "x", ratio, 1.0, goal=goal),
-            Row(against, "step time", "s", *times, better="lower"),
-            Row(against, "idle share", "share", *idle, better="lower"),
+            Row(case, f"speed ratio, {name}", "x", ratio, 1.0, goal=goal),
+            Row(case, f"step time, {name}", "s", *times, better="lower"),
+            Row(case, f"idle share, {name}", "share", *idle, better="lower"),
         ]
     difference = found["difference"]
     made.append(

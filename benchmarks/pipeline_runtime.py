@@ -1,33 +1,71 @@
-"""Pipelines against torch's own: real wall clock of an image-text model.
+"""Pipelines against torch's own: bookkeeping, real wall clock, and a depth that only sleeps.
 
-    python benchmarks/pipeline_runtime.py [--quick] [--json FILE]
+    python benchmarks/pipeline_runtime.py [--quick] [--json FILE] [--cases NAME ...]
 
-See `pipeline_model_case` for what is compared. Numbers of images per microbatch are those of real
-documents (`documents`). Every rank computes with one thread.
+    bookkeeping   `pipeline_bookkeeping`: what the runtime costs per compute action
+    model         `pipeline_model_case`: an image-text model on two ranks
+    sleep         `pipeline_sleep_case`: eight ranks whose layers sleep
+
+Numbers of images per microbatch are those of real documents (`documents`), which are committed.
+Every rank computes with one thread. "stock" is torch's `Schedule1F1B` or
+`ScheduleInterleaved1F1B`, whichever is faster, with its best split of the layers.
 """
 
 from __future__ import annotations
 
+import pipeline_bookkeeping as bookkeeping
 import pipeline_model_case as model_case
+import pipeline_sleep_case as sleep_case
 import torch
-from harness import describe_machine, make_parser, report
+from documents import load_documents
+from harness import Row, describe_machine, make_parser, report
 from pipeline_model import SEED
 from ranks import run_ranks
+
+CASES = ("bookkeeping", "model", "sleep")
+
+
+def run_model(quick: bool) -> list[Row]:
+    """Two ranks that compute."""
+    setting = model_case.QUICK if quick else model_case.FULL
+    found = run_ranks(model_case.run_rank, model_case.RANKS, setting)
+    _describe("model", found)
+    print(f"model: the tower takes {found['tower share']:.0%} of the computing time")
+    return model_case.rows(setting, found)
+
+
+def run_sleep(quick: bool) -> list[Row]:
+    """Eight ranks that sleep."""
+    setting = sleep_case.QUICK if quick else sleep_case.FULL
+    found = run_ranks(sleep_case.run_rank, sleep_case.RANKS, setting)
+    _describe("sleep", found)
+    return sleep_case.rows(setting, found)
+
+
+def _describe(case: str, found: dict) -> None:
+    print(f"{case}: images per microbatch, by step: {found['images']}")
+    print(f"{case}: ours: {found['choice']}")
+    for name, split in found["splits"].items():
+        print(f"{case}: stock, {name}: layers per stage {split}")
+    print(f"{case}: {found['comparison']}")
 
 
 def main() -> None:
     """Prints the table."""
-    arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
+    parser = make_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="NAME")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    machine = describe_machine(torch.device("cpu"))
-    print(f"machine: {machine}")
-    setting = model_case.QUICK if arguments.quick else model_case.FULL
-    found = run_ranks(model_case.run_rank, model_case.RANKS, setting)
-    print(f"documents: {found['source']}; seed {SEED}")
-    print(f"images per microbatch, by step: {found['images']}")
-    print(f"tower's share of the computing time: {found['tower share']:.0%}")
-    print(f"ours: {found['choice']}; stock: layers per stage {found['splits']}")
-    report("Pipelines against torch's schedules", model_case.rows(setting, found), arguments.json)
+    print(f"machine: {describe_machine(torch.device('cpu'))}")
+    print(f"documents: {load_documents().source}; seed {SEED}")
+    rows: list[Row] = []
+    if "bookkeeping" in arguments.cases:
+        rows += bookkeeping.measure(30 if arguments.quick else 300)
+    if "model" in arguments.cases:
+        rows += run_model(arguments.quick)
+    if "sleep" in arguments.cases:
+        rows += run_sleep(arguments.quick)
+    report("Pipelines against torch's schedules", rows, arguments.json)
 
 
 if __name__ == "__main__":

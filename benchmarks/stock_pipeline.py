@@ -9,10 +9,11 @@ number of images of any microbatch; padding is sent, but not computed with.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from pipeline_model import GRID, TOKENS, views_of_chain
 from torch import Tensor, nn
@@ -95,12 +96,69 @@ class ChainStage(nn.Module):
         return F.pad(hidden, (0, 0, 0, 0, 0, self.most_images - count))
 
 
+class StockSchedule:
+    """`Schedule1F1B`, or `ScheduleInterleaved1F1B` if a rank has several stages.
+
+    Args:
+        build: the module with layers [start, stop) of the chain; it is called with what the stage
+            before gave (the first: with the microbatch's number) and `index`, that number.
+        split: layers of each stage; stage i is on rank i modulo the number of ranks.
+        shape: of what goes into the stage that starts at a layer; behind the last: of the loss.
+        loss_scale: factor of the last stage's output in backward.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[int, int], nn.Module],
+        split: Split,
+        shape: Callable[[int], tuple[int, ...]],
+        microbatches: int,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.is_first, self.is_last = rank == 0, rank == ranks - 1
+        self.index_M = torch.arange(microbatches)
+        starts = [sum(split[:i]) for i in range(len(split) + 1)]
+        examples = [torch.empty(shape(start), requires_grad=True) for start in starts]
+        examples[0] = self.index_M[:1]
+        self.stages = [
+            TimedStage(
+                build(starts[i], starts[i + 1]),
+                i,
+                len(split),
+                CPU,
+                input_args=examples[i],
+                output_args=examples[i + 1],
+            )
+            for i in range(rank, len(split), ranks)
+        ]
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            return output.sum() * loss_scale()
+
+        self.schedule: PipelineScheduleSingle | PipelineScheduleMulti
+        if len(self.stages) == 1:
+            self.schedule = Schedule1F1B(self.stages[0], microbatches, loss, scale_grads=False)
+        else:
+            stages = list(self.stages)
+            self.schedule = ScheduleInterleaved1F1B(stages, microbatches, loss, scale_grads=False)
+
+    def run(self) -> float:
+        """A step; the seconds of this rank's forwards and backwards."""
+        for stage in self.stages:
+            stage.busy_s = 0.0
+        arguments = (self.index_M,) if self.is_first else ()
+        target = self.index_M if self.is_last else None
+        self.schedule.step(*arguments, index=self.index_M, target=target, return_outputs=False)
+        return sum(stage.busy_s for stage in self.stages)
+
+
 class StockProgram:
-    """Steps under `Schedule1F1B`, or `ScheduleInterleaved1F1B` if a rank has several stages.
+    """Steps of the image-text model.
 
     Args:
         steps: microbatches of every step; the same number in each.
-        split: layers of each stage; stage i is on rank i modulo the number of ranks.
+        split: as in `StockSchedule`.
     """
 
     def __init__(
@@ -109,55 +167,25 @@ class StockProgram:
         model: MultimodalModel,
         steps: Sequence[Sequence[Microbatch]],
         split: Split,
-        rank: int,
-        ranks: int,
     ) -> None:
-        self.name = name
-        self.split = split
-        self.model = model
-        self.steps = steps
-        self.is_first, self.is_last = rank == 0, rank == ranks - 1
-        self.current = Step()
-        self.index_M = torch.arange(len(steps[0]))
-        most = max(
-            len(m.encoders["vision"].grids_thw) for s in steps for m in s if "vision" in m.encoders
+        self.name, self.split = name, split
+        self.model, self.steps = model, steps
+        current = self.current = Step()
+        most = max(m.meta.image_count for step in steps for m in step)
+        self.schedule = StockSchedule(
+            lambda start, stop: ChainStage(model, start, stop, most, current),
+            split,
+            lambda start: message_shape(model, start, most),
+            len(steps[0]),
+            lambda: current.loss_scale,
         )
-        starts = [sum(split[:i]) for i in range(len(split) + 1)]
-        shapes = [message_shape(model, start, most) for start in starts]
-        self.stages = [
-            TimedStage(
-                ChainStage(model, starts[i], starts[i + 1], most, self.current),
-                i,
-                len(split),
-                CPU,
-                input_args=self._example(shapes[i]) if i else self.index_M[:1],
-                output_args=self._example(shapes[i + 1]),
-            )
-            for i in range(rank, len(split), ranks)
-        ]
-        self.schedule = self._schedule(len(steps[0]))
-
-    def _example(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, requires_grad=True)
-
-    def _schedule(self, microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        def loss(output: Tensor, target: Tensor) -> Tensor:
-            return output.sum() * self.current.loss_scale
-
-        if len(self.stages) == 1:
-            return Schedule1F1B(self.stages[0], microbatches, loss, scale_grads=False)
-        return ScheduleInterleaved1F1B(list(self.stages), microbatches, loss, scale_grads=False)
 
     def step(self, index: int) -> float:
         microbatches = self.steps[index]
         self.model.zero_grad()
         self.current.microbatches = microbatches
         self.current.loss_scale = 1 / sum(m.target_count for m in microbatches)
-        before_s = sum(stage.busy_s for stage in self.stages)
-        arguments = (self.index_M,) if self.is_first else ()
-        target = self.index_M if self.is_last else None
-        self.schedule.step(*arguments, index=self.index_M, target=target, return_outputs=False)
-        return sum(stage.busy_s for stage in self.stages) - before_s
+        return self.schedule.run()
 
 
 def message_shape(model: MultimodalModel, start: int, most_images: int) -> tuple[int, ...]:
