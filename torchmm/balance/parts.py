@@ -88,41 +88,6 @@ def layer_linears(layer: LayerDescription) -> dict[str, tuple[int, int]]:
     return found | {"up": (hidden, ffn), "down": (ffn, hidden)}
 
 
-def layer_parameters(layer: LayerDescription) -> int:
-    """Parameters of a layer; without biases and norms where the description does not say."""
-    cross = 2 if layer.cross_attention else 1
-    linears = layer_linears(layer)
-    attention = sum(linears[k][0] * linears[k][1] for k in linears if _is_attention(k))
-    return layer.parameters or (cross - 1) * attention + sum(i * o for i, o in linears.values())
-
-
-def stage_parameters(module: ModuleDescription, start: int, stop: int) -> tuple[int, int]:
-    """Parameters of a stage of a whole module: (all, trained).
-
-    Where a description does not say how many stand before and behind the layers, the rest of the
-    module's is taken to stand before them.
-    """
-    layers = [layer_parameters(layer) for layer in module.layers]
-    before, behind = module.pre_parameters, module.post_parameters
-    if not before and not behind:
-        before = max(0, module.parameters - sum(layers))
-    if module.tied and start == 0 and stop == len(layers):
-        before = max(0, module.parameters - sum(layers) - behind)  # the table is the head
-    ends = before * (start == 0), behind * (stop == len(layers))
-    trained = [
-        before * (module.trainable or (module.kind == "generator" and module.connector_trainable)),
-        behind * (module.trainable or (module.kind == "encoder" and module.connector_trainable)),
-    ]
-    inside = sum(layers[start:stop])
-    return inside + sum(ends), inside * module.trainable + (
-        trained[0] * (start == 0) + trained[1] * (stop == len(layers))
-    )
-
-
-def _is_attention(name: str) -> bool:
-    return name in ("query", "key", "value", "attention_output")
-
-
 def _before(module: ModuleDescription) -> list[Part]:
     parts = []
     if module.kind == "generator" and module.context_flops_per_unit:

@@ -7,11 +7,19 @@ costs by hand. PipeWeaver §4 (SEMU): operator costs first, then the simulation 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchmm.pipelining.actions import Action
-from torchmm.pipelining.graph import Message, Task
+import numpy as np
+
+from torchmm.balance.cost_model import CostModel, PartCache, StageCosts
+from torchmm.balance.devices import Link
+from torchmm.balance.step_tasks import ModuleTasks, module_tasks
+from torchmm.balance.task_sizes import text_tokens
+from torchmm.batch import MicrobatchMeta, ModuleDescription
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.graph import Message, StageGraph, StageLayout, StageSpec, Task
+from torchmm.pipelining.transfers import tied_stages, transfers
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,10 @@ class PlanCosts:
             0 where missing, as for messages that stay on a rank.
         kept_bytes: by task: activations from its F until its B or W (until the end of F for a task
             without a backward).
-        kept_for_weights_bytes: by task: how much of `kept_bytes` stays between its I and its W.
-        static_bytes: by rank of the plan: weights, gradients, optimizer state.
+        kept_for_weights_bytes: by task: what stays between its I and its W; with gradients that
+            wait there, it may be more than `kept_bytes`.
+        static_bytes: by rank of the plan: weights, gradients, optimizer state, and the largest
+            temporary of any of its tasks.
         memory_limit_bytes: of every rank; None: unlimited.
         flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
             a tensor-parallel group together.
@@ -48,3 +58,170 @@ class PlanCosts:
     static_bytes: tuple[int, ...] = ()
     memory_limit_bytes: int | None = None
     flops: Mapping[Action, float] = field(default_factory=dict)
+
+
+def plan_costs(
+    graph: StageGraph,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+    *,
+    targets: Sequence[int] | None = None,
+    layerwise: bool = False,
+) -> PlanCosts:
+    """Costs of all actions that a step can consist of.
+
+    Args:
+        graph: of the step.
+        modules: encoders, LLM and generator, whole.
+        microbatches: of the graph.
+        model: of the device all stages run on; its memory is the limit.
+        targets: positions that count in the loss, by microbatch; None: all text.
+        layerwise: whether FSDP2 gathers layer by layer and not once per step.
+
+    Raises:
+        ValueError: the graph has another number of microbatches, more sub-microbatches than there
+            are images, or a module that is not given.
+    """
+    counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
+    layout = graph.layout
+    if missing := {s.module for s in layout.stages} - {m.name for m in modules}:
+        raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
+    tasks = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
+    caches: dict[str, PartCache] = {name: {} for name in tasks}
+    collected = _Collected()
+    workspace = [0.0] * layout.rank_count
+    static = [0] * layout.rank_count
+    gather, reduce = {}, {}
+    for stage in layout.stages:
+        own = tasks[stage.module]
+        span = own.module, stage.start, stage.stop
+        arrives_N = own.gradient_arrives_N(graph, stage.index)
+        found = model.stage_costs(*span, own.sizes, arrives_N, own.useful, caches[stage.module])
+        collected.add(graph, stage, own, found, arrives_N)
+        gather[stage.index], reduce[stage.index] = model.gather_ms(*span), model.reduce_ms(*span)
+        for rank in stage.ranks:
+            workspace[rank] = max(workspace[rank], found.workspace_bytes.max(initial=0.0))
+            static[rank] += model.static_bytes(*span, layerwise=layerwise)
+    return PlanCosts(
+        compute_ms=collected.compute_ms,
+        tensor_ms=collected.tensor_ms,
+        gather_ms=gather,
+        reduce_ms=reduce,
+        tied_ms=_tied(graph, tasks, model),
+        transfer_ms=_transfers(graph, tasks, model),
+        kept_bytes=collected.kept,
+        kept_for_weights_bytes=collected.kept_for_weights,
+        static_bytes=tuple(a + round(b) for a, b in zip(static, workspace, strict=True)),
+        memory_limit_bytes=round(model.profile.device.memory_bytes),
+        flops=collected.flops,
+    )
+
+
+@dataclass
+class _Collected:
+    """Costs of stages, put together by action and task."""
+
+    compute_ms: dict[Action, float] = field(default_factory=dict)
+    tensor_ms: dict[Action, float] = field(default_factory=dict)
+    flops: dict[Action, float] = field(default_factory=dict)
+    kept: dict[Task, int] = field(default_factory=dict)
+    kept_for_weights: dict[Task, int] = field(default_factory=dict)
+
+    def add(
+        self,
+        graph: StageGraph,
+        stage: StageSpec,
+        tasks: ModuleTasks,
+        costs: StageCosts,
+        arrives_N: np.ndarray,
+    ) -> None:
+        """Adds a stage's tasks: F of all, B of those with a backward, I and W where it splits."""
+        index = stage.index
+        keys = [Task(index, *key) for key in tasks.keys]
+        needs = [graph.needs_backward(index, i) for i in range(graph.microbatches)]
+        backward = [needs[task.microbatch] for task in keys]
+        splits = arrives_N.tolist()
+        flops = costs.flops
+        both_N = flops.inputs_N + flops.weights_N
+        for kind, times, flops_N, present in (
+            (ActionType.F, costs.forward, flops.forward_N, [True] * len(keys)),
+            (ActionType.B, costs.backward, both_N, backward),
+            (ActionType.I, costs.inputs, flops.inputs_N, splits),
+            (ActionType.W, costs.weights, flops.weights_N, splits if stage.trainable else []),
+        ):
+            actions = [Action(kind, *t) for t, p in zip(keys, present, strict=False) if p]
+            chosen = [i for i, p in enumerate(present) if p]
+            self.compute_ms.update(zip(actions, times.total_ms[chosen].tolist(), strict=True))
+            self.flops.update(zip(actions, flops_N[chosen].tolist(), strict=True))
+            if times.tensor_ms.any():
+                self.tensor_ms.update(zip(actions, times.tensor_ms[chosen].tolist(), strict=True))
+        for task, kept, waiting, has in zip(
+            keys,
+            costs.kept_bytes.tolist(),
+            costs.kept_for_weights_bytes.tolist(),
+            backward,
+            strict=True,
+        ):
+            self.kept[task] = round(kept) if has else 0
+            self.kept_for_weights[task] = min(round(waiting), self.kept[task]) if has else 0
+
+
+def _transfers(
+    graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
+) -> dict[tuple[Message, bool], float]:
+    """Times of all messages and gradients that leave their rank."""
+    layout = graph.layout
+    bytes_of = {
+        edge: dict(zip(own.keys, _message_bytes(layout, edge, own, model), strict=True))
+        for edge in layout.edges
+        for own in [tasks[_sized_by(layout, edge)]]
+    }
+    found: dict[tuple[Message, bool], tuple[float, Link]] = {}
+    for transfer in transfers(graph):
+        if transfer.source == transfer.destination:
+            continue
+        message = transfer.message
+        edge = message.source, message.destination
+        found[message, transfer.backward] = (
+            bytes_of[edge][message.microbatch, message.sub_microbatch],
+            model.pipeline_link(transfer.source, transfer.destination),
+        )
+    times_ms = model.transfers_ms([n for n, _ in found.values()], [k for _, k in found.values()])
+    return dict(zip(found, times_ms, strict=True))
+
+
+def _sized_by(layout: StageLayout, edge: tuple[int, int]) -> str:
+    """The module whose tasks a message over an edge is as large as."""
+    source, destination = (layout.stages[i] for i in edge)
+    divided = layout.has_parts(destination.index) and not layout.has_parts(source.index)
+    return destination.module if divided else source.module
+
+
+def _message_bytes(
+    layout: StageLayout, edge: tuple[int, int], tasks: ModuleTasks, model: CostModel
+) -> list[float]:
+    """Bytes of the messages over an edge, by task of the module that sizes them."""
+    source, destination = (layout.stages[i] for i in edge)
+    module, sizes = tasks.module, tasks.sizes
+    hidden = module.layers[0].hidden_size
+    if source.module == destination.module:
+        values_N = (sizes.units_N + sizes.contexts_N) * hidden  # generators pass their context on
+    elif module.kind == "encoder":
+        values_N = sizes.outputs_N * (module.post_linears[-1][1] if module.post_linears else hidden)
+    else:  # from the LLM to a generator
+        values_N = sizes.contexts_N * hidden
+    return (model.element_bytes * values_N).tolist()
+
+
+def _tied(
+    graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
+) -> dict[int, float]:
+    """Times of exchanging the gradients of weights that two stages hold."""
+    found: dict[int, float] = {}
+    for pair in tied_stages(graph):
+        ranks = [graph.layout.stages[stage].ranks[0] for stage in pair]
+        module = tasks[graph.layout.stages[pair[0]].module].module
+        time_ms = model.tied_ms(module, model.pipeline_link(*ranks))
+        found |= dict.fromkeys(pair, time_ms)
+    return found

@@ -1,0 +1,292 @@
+"""What stages cost: time, memory, communication, from sizes alone.
+
+A `CostModel` is a device profile and how each module is run on such devices. From a module's
+description (its Hugging Face config, no weights) and what microbatches contain it gives, for each
+stage, how long F, B, I and W take, what they keep, and what sharding and transfers cost. It covers
+tensor parallelism with and without sequence parallelism, FSDP2 (HSDP), activation checkpointing
+(which adds time but no model FLOPs) and frozen parts. PipeWeaver §4: operators, then a graph.
+
+Rejected: one measured time per layer, which says nothing about other sizes, dtypes or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from torchmm.balance.devices import Link
+from torchmm.balance.execution import Execution, stage_parameters
+from torchmm.balance.flops import PassFlops, pass_flops
+from torchmm.balance.kept import gradients_kept_bytes, kept_bytes, layer_kept_bytes
+from torchmm.balance.operators import Operator, Profile, Times, Work, operator_ms
+from torchmm.balance.part_operators import Setting, all_reduce_bytes, part_operators
+from torchmm.balance.parts import Flag, Part, gradients, stage_parts
+from torchmm.balance.task_sizes import Array, TaskSizes
+from torchmm.batch import ModuleDescription
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class PartWork(NamedTuple):
+    """Work of one piece of a part, by pass."""
+
+    forward: Work
+    inputs: Work
+    weights: Work
+    again: Work
+
+
+PartCache = dict[Part, PartWork]
+"""Of one module's parts, for tasks of the same sizes."""
+
+
+class StageCosts(NamedTuple):
+    """Costs of the tasks of one stage; arrays over tasks."""
+
+    forward: Times
+    backward: Times
+    inputs: Times
+    """I; the whole backward where layers are recomputed, which cannot be split."""
+    weights: Times
+    kept_bytes: Array
+    kept_for_weights_bytes: Array
+    workspace_bytes: Array
+    """Largest temporary: a layer that is recomputed or has no backward, gradients of logits."""
+    flops: PassFlops
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of modules on a device.
+
+    Attributes:
+        profile: the device and what operators reach on it.
+        dtype: in which modules compute; parameters, gradients and their sums are float32.
+        executions: by module name; `Execution()` where missing.
+
+    Raises:
+        ValueError: the dtype is unknown, or the device has no peak for it.
+    """
+
+    profile: Profile
+    dtype: str = "bfloat16"
+    executions: Mapping[str, Execution] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        device = self.profile.device
+        if self.dtype not in ELEMENT_BYTES or self.dtype not in device.peak_flops:
+            known = sorted(set(ELEMENT_BYTES) & set(device.peak_flops))
+            raise ValueError(
+                f"dtype {self.dtype!r}: device {device.name!r} has peaks for {', '.join(known)}"
+            )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return ELEMENT_BYTES[self.dtype]
+
+    def execution(self, module: str) -> Execution:
+        """How a module is run."""
+        return self.executions.get(module, Execution())
+
+    def stage_costs(
+        self,
+        module: ModuleDescription,
+        start: int,
+        stop: int,
+        sizes: TaskSizes,
+        arrives: Flag,
+        useful: TaskSizes | None = None,
+        cache: PartCache | None = None,
+    ) -> StageCosts:
+        """Costs of the stage with layers [start, stop).
+
+        Args:
+            module: whole.
+            sizes: of the stage's tasks, as computed.
+            arrives: whether a gradient goes back to the stage before; an array: by task.
+            useful: the same without padding, for FLOPs; None: there is none.
+            cache: for other stages of the module with the same sizes.
+        """
+        parts = stage_parts(module, start, stop)
+        execution = self.execution(module.name)
+        forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
+        kept_N, waiting_N = np.zeros(sizes.tasks), np.zeros(sizes.tasks)
+        workspace_N = np.zeros(sizes.tasks)
+        for part, needs_inputs, needs_weights in gradients(parts, arrives):
+            own = self._part_work(module, part, sizes, {} if cache is None else cache)
+            back_N = np.asarray(needs_inputs, float)
+            has_backward = np.asarray(needs_inputs | needs_weights, float)
+            forward = forward.plus(own.forward, part.count)
+            inputs = inputs.plus(own.inputs, part.count * back_N)
+            weights = weights.plus(own.weights, float(part.count * needs_weights))
+            again = again.plus(own.again, part.count * has_backward)
+            found_N = kept_bytes(
+                module, part, sizes, execution, self.element_bytes, needs_inputs, needs_weights
+            )
+            kept_N += found_N + self._received(part, sizes, has_backward, first=part is parts[0])
+            if needs_weights:
+                waiting_N += found_N + gradients_kept_bytes(
+                    part, sizes, execution, self.element_bytes
+                )
+            own_N = self._workspace(module, part, sizes, has_backward)
+            workspace_N = np.maximum(workspace_N, own_N)
+        backward = inputs.plus(weights).plus(again)
+        split = execution.recompute == "none"
+        none = Work.none(sizes.tasks)
+        return StageCosts(
+            forward=self._times(module, "F", forward),
+            backward=self._times(module, "B", backward),
+            inputs=self._times(module, "I", inputs.plus(again) if split else backward),
+            weights=self._times(module, "W", weights if split else none),
+            kept_bytes=kept_N,
+            kept_for_weights_bytes=waiting_N if split else np.zeros(sizes.tasks),
+            workspace_bytes=workspace_N,
+            flops=pass_flops(module, parts, useful or sizes, arrives),
+        )
+
+    def _part_work(
+        self, module: ModuleDescription, part: Part, sizes: TaskSizes, cache: PartCache
+    ) -> PartWork:
+        key = replace(part, count=1)
+        if key not in cache:
+            found = part_operators(module, part, sizes, self.setting(module.name))
+            cache[key] = PartWork(
+                *(Work.of(own, self.profile, self.dtype, sizes.tasks) for own in found)
+            )
+        return cache[key]
+
+    def setting(self, module: str) -> Setting:
+        """What a module's operators depend on beside sizes."""
+        execution = self.execution(module)
+        return Setting(
+            execution,
+            self.element_bytes,
+            self._link(execution.tensor),
+            segment_calls=not self.profile.device.asynchronous,
+        )
+
+    def _times(self, module: ModuleDescription, action_type: str, work: Work) -> Times:
+        execution = self.execution(module.name)
+        hidden = 1 - 1 / execution.tensor if execution.async_tensor else 0.0
+        factor = self.profile.factor(module.name, action_type)
+        found = work.times(self.profile, hidden)
+        return Times(factor * found.total_ms, factor * found.tensor_ms)
+
+    def _received(self, part: Part, sizes: TaskSizes, has_backward: Array, first: bool) -> Array:
+        """A received input, which is kept beside the float32 copy that an RMSNorm makes of it."""
+        beside = first and part.layer is not None and part.layer.norm == "rms"
+        width = part.layer.hidden_size if beside and part.layer and self.element_bytes < 4 else 0
+        return self.element_bytes * sizes.units_N * width * has_backward
+
+    def _workspace(
+        self, module: ModuleDescription, part: Part, sizes: TaskSizes, has_backward: Array
+    ) -> Array:
+        """Temporaries of one piece of a part, by task: those of backward, or of a lone forward."""
+        if part.layer is None:
+            width = part.linear[1] if part.linear and part.role == "output" else 0.0
+            return 2 * self.element_bytes * sizes.outputs_N * width
+        execution = self.execution(module.name)
+        whole = replace(execution, recompute="none")
+        layer_N, kept_N = (
+            layer_kept_bytes(part.layer, sizes, e, self.element_bytes, weights=part.trained)
+            for e in (whole, execution)
+        )
+        return layer_N - kept_N * has_backward
+
+    def _link(self, ranks: int) -> Link:
+        """What connects so many neighbouring ranks."""
+        return "node" if ranks <= self.profile.device.devices_per_node else "network"
+
+    def gather_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
+        """Gathering a stage's parameters in the compute dtype from all shards (UNSHARD)."""
+        execution = self.execution(module.name)
+        count = stage_parameters(module, start, stop, execution.tensor).all
+        calls = stop - start + 1
+        whole = count * self.element_bytes
+        sent = whole * (execution.shard - 1) / execution.shard
+        link = self._link(execution.tensor * execution.shard)
+        # Casting the shard, and copies into and out of the collective's buffer.
+        copied = count * (4 / execution.shard + 3 * self.element_bytes)
+        return self._sum_ms(
+            Operator("copy", memory_bytes=copied, calls=2 * calls),
+            Operator("all_gather", network_bytes=sent, calls=calls, link=link),
+        )
+
+    def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
+        """Averaging a stage's float32 gradients over data-parallel ranks (REDUCE_GRAD)."""
+        execution = self.execution(module.name)
+        whole = 4 * stage_parameters(module, start, stop, execution.tensor).trained
+        calls = stop - start + 1
+        shards, copies = execution.shard, execution.replicate
+        inner = self._link(execution.tensor * shards)
+        outer = self._link(execution.tensor * shards * copies)
+        if not whole:
+            return 0.0
+        scattered = whole * (shards - 1) / shards
+        summed = all_reduce_bytes(whole / shards, copies)
+        return self._sum_ms(
+            Operator("copy", memory_bytes=3 * whole, calls=calls),
+            Operator("reduce_scatter", network_bytes=scattered, calls=calls, link=inner),
+            Operator("all_reduce", network_bytes=summed, calls=calls, link=outer),
+        )
+
+    def pipeline_link(self, source: int, destination: int) -> Link:
+        """What connects two ranks of a plan."""
+        stride, size = self._pipeline_stride, self.profile.device.devices_per_node
+        return "node" if source * stride // size == destination * stride // size else "network"
+
+    @cached_property
+    def _pipeline_stride(self) -> int:
+        """Ranks of one place in the pipeline, which neighbours of a plan are apart."""
+        groups = (e.tensor * e.shard * e.replicate for e in self.executions.values())
+        return max(groups, default=1)
+
+    def transfers_ms(self, message_bytes: Sequence[float], links: Sequence[Link]) -> list[float]:
+        """Times of messages on the wire."""
+        times_N = np.zeros(len(links))
+        for link in set(links):
+            chosen = [i for i, found in enumerate(links) if found == link]
+            sent_N = np.array([message_bytes[i] for i in chosen])
+            operator = Operator("p2p", network_bytes=sent_N, link=link)
+            times_N[chosen] = operator_ms(operator, self.profile, self.dtype)
+        return times_N.tolist()
+
+    def tied_ms(self, module: ModuleDescription, link: Link) -> float:
+        """Exchanging the gradient of a module's table of embeddings, and adding it."""
+        execution = self.execution(module.name)
+        whole = 4 * module.pre_parameters / (execution.tensor * execution.shard)
+        return self._sum_ms(
+            Operator("p2p", network_bytes=whole, link=link),
+            Operator("elementwise", memory_bytes=3 * whole),
+        )
+
+    def _sum_ms(self, *operators: Operator) -> float:
+        """Time of operators; collectives without anything to send are not made."""
+        made = [o for o in operators if np.any(o.network_bytes) or np.any(o.memory_bytes)]
+        return sum(float(operator_ms(o, self.profile, self.dtype)) for o in made)
+
+    def static_bytes(
+        self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
+    ) -> int:
+        """Weights, gradients and optimizer state of a stage on one rank, while it computes.
+
+        float32 master weights, AdamW with two moments and gradients that stay whole during a step;
+        beside them, where parameters are sharded or computing is not in float32, the gathered ones.
+
+        Args:
+            layerwise: whether FSDP2 gathers layer by layer, so that a layer and the next are there.
+        """
+        execution = self.execution(module.name)
+        count = stage_parameters(module, start, stop, execution.tensor)
+        shards = execution.shard
+        gathered = 0.0
+        if shards > 1 or self.element_bytes < 4:
+            share = min(1.0, 2 / max(1, stop - start)) if layerwise else 1.0
+            gathered = count.all * self.element_bytes * share
+        state = 4 * count.all / shards + 8 * count.trained / shards
+        return round(state + 4 * count.trained + gathered)
