@@ -34,11 +34,12 @@ from torchmm.models.registry import build_model
 from torchmm.optim import build_optimizer
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
-from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipeline import Pipeline
 from torchmm.pipelining.cut import cut_for_rank
 from torchmm.recipe import dump_recipe
 from torchmm.report import print_summary
 from torchmm.rng import seed_everything
+from torchmm.step_plan import plan_layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -14,15 +14,12 @@ dummy image if there is none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
-from typing import Literal
+from functools import partial
 
 import torch
 
-from torchmm.balance.layer_costs import module_layers, task_durations
 from torchmm.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
-from torchmm.errors import ConfigError
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
@@ -30,47 +27,13 @@ from torchmm.parallel.apply import reshards_after_forward
 from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
-from torchmm.pipelining.classic import forward_only, one_f_one_b
 from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.graph import StageGraph, StageLayout
-from torchmm.pipelining.layouts import megatron_layout
-from torchmm.pipelining.lowering import Sharding, lower_plan
+from torchmm.pipelining.graph import StageLayout
 from torchmm.pipelining.messages import message_specs
 from torchmm.pipelining.plan import PipelinePlan
 from torchmm.pipelining.runtime import PipelineRuntime, StepResult, channel_pairs
-from torchmm.pipelining.schedules import schedule_layout, schedule_named
 from torchmm.pipelining.stage import NextTokenStage, PipelineStage, make_stage
-from torchmm.pipelining.validation import validate_plan
-
-
-def plan_layout(
-    config: ParallelConfig,
-    modules: Sequence[ModuleDescription],
-    microbatches: Sequence[MicrobatchMeta],
-) -> StageLayout:
-    """How the recipe's schedule cuts the modules.
-
-    Args:
-        modules: encoders and LLM, whole.
-        microbatches: typical ones, from which costs follow.
-
-    Raises:
-        ConfigError: the modules cannot be cut like this.
-    """
-    layers = module_layers(modules, microbatches)
-    if config.pipeline == 1:
-        return megatron_layout(layers, 1)
-    segments = {m.name: config.segments(m.name) for m in modules}
-    try:
-        return schedule_layout(
-            config.schedule,
-            layers,
-            config.pipeline,
-            config.virtual_stages,
-            segments if config.separates_modules else None,
-        )
-    except ValueError as error:
-        raise ConfigError(f"[parallel] schedule = {config.schedule!r}: {error}") from error
+from torchmm.step_plan import Gathering, plan_layout, plan_step
 
 
 def whole_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtype) -> Pipeline:
@@ -107,11 +70,10 @@ class Pipeline:
     ) -> None:
         self.layout = layout
         self._descriptions = descriptions
-        self._schedule = schedule_named(config.schedule)
         self._config = config
         self._dtype = dtype
         self._modules = {m.name: m for m in model.modality_modules()}
-        self._sharding: Literal["none", "step", "layer"] = "none"
+        self._sharding: Gathering = "none"
         if any(isinstance(module, FSDPModule) for module in modules.values()):
             self._sharding = "layer" if reshards_after_forward(config) else "step"
         stages = {i: make_stage(m, self._sharding_of(m)) for i, m in modules.items()}
@@ -146,31 +108,17 @@ class Pipeline:
         Raises:
             PlanError: the schedule cannot run them.
         """
-        counts = {
-            name: tuple(self._parts(name, len(meta.patches(name))) for meta in metas)
-            for name in self.layout.sub_microbatched
-        }
-        graph = StageGraph(self.layout, len(metas), counts)
-        if not training:
-            order = forward_only(graph)
-        elif self.layout.rank_count == 1:
-            order = one_f_one_b(graph)
-        else:
-            durations = task_durations(graph, self._descriptions, metas, targets)
-            order = self._schedule.order(graph, durations)
-        specs = message_specs(graph, self._modules, metas, self._dtype)
-        # Layer by layer, FSDP gathers and reduces by itself.
-        sharding: Sharding = "step" if self._sharding == "step" else "none"
-        plan = lower_plan(order, graph, specs, sharding=sharding, training=training)
-        validate_plan(plan).raise_for_problems()
-        return plan
-
-    def _parts(self, encoder: str, images: int) -> int:
-        """Sub-microbatches of a microbatch."""
-        if self._sharding == "layer":
-            return 1  # what all replicas do, whatever images they have
-        size = self._config.sub_microbatch_images(encoder) or max(images, 1)
-        return ceil(images / size)
+        specs = partial(message_specs, modules=self._modules, microbatches=metas, dtype=self._dtype)
+        return plan_step(
+            self.layout,
+            self._config,
+            self._descriptions,
+            metas,
+            targets,
+            specs=specs,
+            sharding=self._sharding,
+            training=training,
+        )
 
     def run(
         self, microbatches: Sequence[Microbatch], *, loss_scale: float = 1.0, annotate: bool = False

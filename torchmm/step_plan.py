@@ -1,0 +1,126 @@
+"""The plan of a step: from what microbatches contain to actions that have been checked.
+
+    layout = plan_layout(recipe.parallel, descriptions, metas)      once per run
+    plan = plan_step(layout, recipe.parallel, descriptions, metas)  every step
+
+Pure: the trainer executes these plans, `scripts/simulate.py` and dry runs time them for clusters
+that are not at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Literal
+
+from torchmm.balance.layer_costs import module_layers, task_durations
+from torchmm.batch import MicrobatchMeta, ModuleDescription
+from torchmm.config import ParallelConfig
+from torchmm.errors import ConfigError
+from torchmm.pipelining.classic import forward_only, one_f_one_b
+from torchmm.pipelining.graph import StageGraph, StageLayout
+from torchmm.pipelining.layouts import megatron_layout
+from torchmm.pipelining.lowering import Sharding, lower_plan
+from torchmm.pipelining.plan import MessageSpecs, PipelinePlan
+from torchmm.pipelining.schedules import schedule_layout, schedule_named
+from torchmm.pipelining.separated import Durations
+from torchmm.pipelining.validation import validate_plan
+
+Gathering = Literal["none", "layer", "step"]
+"""When FSDP2 gathers parameters: never, with every layer, once per step."""
+
+
+def plan_layout(
+    config: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+) -> StageLayout:
+    """How the recipe's schedule cuts the modules.
+
+    Args:
+        modules: encoders and LLM, whole.
+        microbatches: typical ones, from which costs follow.
+
+    Raises:
+        ConfigError: the modules cannot be cut like this.
+    """
+    layers = module_layers(modules, microbatches)
+    if config.pipeline == 1:
+        return megatron_layout(layers, 1)
+    segments = {m.name: config.segments(m.name) for m in modules}
+    try:
+        return schedule_layout(
+            config.schedule,
+            layers,
+            config.pipeline,
+            config.virtual_stages,
+            segments if config.separates_modules else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"[parallel] schedule = {config.schedule!r}: {error}") from error
+
+
+def step_graph(
+    layout: StageLayout,
+    config: ParallelConfig,
+    microbatches: Sequence[MicrobatchMeta],
+    sharding: Gathering = "step",
+) -> StageGraph:
+    """Tasks of a step: its microbatches, and parts of each by encoder."""
+
+    def parts(encoder: str, images: int) -> int:
+        if sharding == "layer":
+            return 1  # what all replicas do, whatever images they have
+        size = config.sub_microbatch_images(encoder) or max(images, 1)
+        return ceil(images / size)
+
+    counts = {
+        name: tuple(parts(name, len(meta.patches(name))) for meta in microbatches)
+        for name in layout.sub_microbatched
+    }
+    return StageGraph(layout, len(microbatches), counts)
+
+
+def plan_step(
+    layout: StageLayout,
+    config: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    targets: Sequence[int] | None = None,
+    *,
+    specs: Callable[[StageGraph], MessageSpecs] = lambda graph: {},
+    durations: Callable[[StageGraph], Durations] | None = None,
+    sharding: Gathering = "step",
+    training: bool = True,
+) -> PipelinePlan:
+    """The plan of a step with these microbatches.
+
+    Args:
+        layout: from `plan_layout`.
+        config: the recipe's section.
+        modules: encoders and LLM, whole.
+        targets: positions that count in the loss, by microbatch; None: all text.
+        specs: tensors of the graph's messages; none for plans that do not run.
+        durations: of tasks, for planners; default: their FLOPs.
+        sharding: when parameters are gathered.
+        training: whether there are backwards.
+
+    Raises:
+        PlanError: the schedule cannot run them.
+    """
+    graph = step_graph(layout, config, microbatches, sharding)
+    if not training:
+        order = forward_only(graph)
+    elif layout.rank_count == 1:
+        order = one_f_one_b(graph)
+    else:
+        if durations is None:
+            costs = task_durations(graph, modules, microbatches, targets)
+        else:
+            costs = durations(graph)
+        order = schedule_named(config.schedule).order(graph, costs)
+    # Layer by layer, FSDP gathers and reduces by itself.
+    gathers: Sharding = "step" if sharding == "step" else "none"
+    plan = lower_plan(order, graph, specs(graph), sharding=gathers, training=training)
+    validate_plan(plan).raise_for_problems()
+    return plan
