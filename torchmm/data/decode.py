@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch, SampleMeta
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.generated_images import DecodedTarget, TargetRow
 from torchmm.data.images import decode_rgb
 from torchmm.data.order import Item
 from torchmm.data.plan import PackItems, microbatch_meta
@@ -36,6 +37,8 @@ class DecodedSample:
     targets_L: np.ndarray
     image_starts: list[int]
     pixels: list[np.ndarray]
+    targets: list[DecodedTarget] = field(default_factory=list)
+    """Images to be drawn."""
 
 
 @dataclass
@@ -62,6 +65,7 @@ class _Row:
     pixels: list[np.ndarray] = field(default_factory=list)
     grids_thw: list[tuple[int, int, int]] = field(default_factory=list)
     image_positions: list[np.ndarray] = field(default_factory=list)
+    generated: TargetRow = field(default_factory=TargetRow)
 
     def append(self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray) -> None:
         self.ids.append(ids_L)
@@ -112,7 +116,7 @@ class StepDecoder(Dataset[DecodedStep]):
                     sample = self._decode(item)
                 except CorruptSampleError as error:
                     corrupt[f"{item.meta.source}[{item.meta.index}]"] = str(error)
-                    sample = self._placeholder(item.meta)
+                    sample = self._placeholder(item)
                 self._append(row, sample, item.meta)
             used = sum(item.meta.tokens for item in pack)
             self._append_padding(row, self._sequence_length - used)
@@ -124,6 +128,7 @@ class StepDecoder(Dataset[DecodedStep]):
             cu_seqlens=row.cu_seqlens,
             encoders={encoder: self._encoder_inputs(row)} if encoder and row.pixels else {},
             meta=microbatch_meta(packs, self._sequence_length),
+            generator=row.generated.inputs(),
         )
 
     def _decode(self, item: Item) -> DecodedSample:
@@ -142,11 +147,19 @@ class StepDecoder(Dataset[DecodedStep]):
             assert self._reader.images is not None
             image = decode_rgb(data, self._reader.max_pixels)
             pixels.append(self._reader.images.pixels(image))
+        targets = []
+        drawn = zip(sample.generated_files, meta.generated, sample.text.generated_at, strict=False)
+        for number, (data, generated, context_end) in enumerate(drawn):
+            assert self._reader.targets is not None
+            key = _target_key(item, number)
+            targets.append(self._reader.targets.decode(data, generated, context_end, key))
         ids_L = np.asarray(sample.text.ids, np.int64)
-        return DecodedSample(ids_L, sample.text.targets_L, sample.text.image_starts, pixels)
+        text = sample.text
+        return DecodedSample(ids_L, text.targets_L, text.image_starts, pixels, targets)
 
-    def _placeholder(self, meta: SampleMeta) -> DecodedSample:
+    def _placeholder(self, item: Item) -> DecodedSample:
         """A sample of the same size that teaches nothing."""
+        meta = item.meta
         spec, images = self._reader.text_spec, self._reader.images
         ids_L = np.full(meta.tokens, spec.pad_token_id, np.int64)
         starts, pixels, start = [], [], 0
@@ -156,7 +169,11 @@ class StepDecoder(Dataset[DecodedStep]):
             ids_L[start : start + image.tokens] = spec.image_token_id
             start += image.tokens
             pixels.append(images.blank(image.width_px, image.height_px))
-        return DecodedSample(ids_L, np.full_like(ids_L, IGNORE_TARGET), starts, pixels)
+        targets = []
+        for number, drawn in enumerate(meta.generated):
+            assert self._reader.targets is not None
+            targets.append(self._reader.targets.blank(drawn, _target_key(item, number)))
+        return DecodedSample(ids_L, np.full_like(ids_L, IGNORE_TARGET), starts, pixels, targets)
 
     def _append(self, row: _Row, sample: DecodedSample, meta: SampleMeta) -> None:
         first = row.cu_seqlens[-1]
@@ -171,6 +188,8 @@ class StepDecoder(Dataset[DecodedStep]):
             row.pixels.append(pixels)
             row.grids_thw.append((1, grid.rows, grid.columns))
             row.image_positions.append(np.arange(first + start, first + start + image.tokens))
+        for target in sample.targets:
+            row.generated.append(target, first)
         positions = self._positions(len(sample.ids_L), blocks)
         row.append(sample.ids_L, sample.targets_L, positions)
 
@@ -189,6 +208,11 @@ class StepDecoder(Dataset[DecodedStep]):
         fixed = self._reader.images.spec.layout == "fixed"
         pixels = np.stack(row.pixels) if fixed else np.concatenate(row.pixels)
         return EncoderInputs(torch.from_numpy(pixels), row.grids_thw, _tensor(row.image_positions))
+
+
+def _target_key(item: Item, number: int) -> tuple[object, ...]:
+    """Names an image to be drawn, for its noise: other noise in every epoch."""
+    return item.meta.source, item.meta.index, item.epoch, number
 
 
 def _tensor(parts: list[np.ndarray]) -> Tensor:

@@ -73,6 +73,38 @@ def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
     return image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
 
 
+def count_frames(data: bytes, max_pixels: int) -> int:
+    """Frames of an image or animation.
+
+    Raises:
+        CorruptSampleError: not an image of a known format, or of an unacceptable size.
+    """
+    image, _ = _open(data, max_pixels)
+    try:
+        return getattr(image, "n_frames", 1)
+    except Exception as error:  # as in decode_rgb
+        raise CorruptSampleError(f"frames cannot be counted: {_describe(error)}") from error
+
+
+def decode_frames(data: bytes, max_pixels: int, count: int) -> list[Image.Image]:
+    """`count` evenly spaced frames of an animation, or an image as its only frame, as RGB.
+
+    Raises:
+        CorruptSampleError: the header is unacceptable or the pixels cannot be decoded.
+    """
+    if count == 1:
+        return [decode_rgb(data, max_pixels)]
+    image, _ = _open(data, max_pixels)
+    frames = []
+    try:
+        for number in np.linspace(0, image.n_frames - 1, count).round():  # type: ignore[attr-defined]
+            image.seek(int(number))
+            frames.append(to_rgb(image.copy()))
+    except Exception as error:  # as in decode_rgb
+        raise CorruptSampleError(f"frames cannot be decoded: {_describe(error)}") from error
+    return frames
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """RGB version of a loaded image of any mode: alpha over white, high bit depths scaled."""
     if image.mode == "RGB" and "transparency" not in image.info:

@@ -27,8 +27,9 @@ from torchmm.data.reader import SampleReader
 from torchmm.data.sources import MapSource
 from torchmm.errors import DataError
 from torchmm.files import replace_atomically
+from torchmm.generated import GeneratedMeta
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
@@ -37,23 +38,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LengthIndex:
-    """Sizes of N samples with M images.
+    """Sizes of N samples with M images, and G more to be drawn.
 
     `tokens_N` is 0 for corrupt samples, whose reasons stand in `corrupt`. The rows of `images_M4`
-    are (width_px, height_px, patches, tokens); sample n has rows `offsets[n]:offsets[n + 1]`.
+    are (width_px, height_px, patches, tokens); sample n has rows `offsets[n]:offsets[n + 1]`. Those
+    of `generated_G4` are (frames, rows, columns, context), from `generated_offsets`.
     """
 
     tokens_N: np.ndarray
     offsets: np.ndarray
     images_M4: np.ndarray
+    generated_offsets: np.ndarray
+    generated_G4: np.ndarray
     corrupt: dict[int, str]
 
     def meta(self, source: str, index: int, encoder: str | None) -> SampleMeta:
         """Metadata of sample `index`."""
         rows = self.images_M4[self.offsets[index] : self.offsets[index + 1]].tolist()
         images = tuple(ImageMeta(*row) for row in rows)
+        first, end = self.generated_offsets[index : index + 2]
+        drawn = self.generated_G4[first:end].tolist()
+        generated = tuple(GeneratedMeta((f, r, c), context) for f, r, c, context in drawn)
         tokens = int(self.tokens_N[index])
-        return SampleMeta(source, index, tokens, images, encoder if images else None)
+        return SampleMeta(source, index, tokens, images, encoder if images else None, generated)
 
 
 def cache_key(
@@ -70,6 +77,8 @@ def cache_key(
         "transformers": __version__,
         "source": source.fingerprint,
         "prompt": config.prompt,
+        "generate": config.generate,
+        "generated": dataclasses.asdict(reader.targets.spec) if reader.targets else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
         "text": dataclasses.asdict(reader.text_spec),
         "images": dataclasses.asdict(reader.images.spec) if reader.images else None,
@@ -111,6 +120,8 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
     tokens: list[int] = []
     offsets = [0]
     images: list[tuple[int, ...]] = []
+    generated_offsets = [0]
+    generated: list[tuple[int, ...]] = []
     corrupt: dict[int, str] = {}
     last = time.monotonic()
     for i in range(len(source)):
@@ -122,7 +133,9 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
         else:
             tokens.append(len(sample.text.ids))
             images.extend((i.width_px, i.height_px, i.patches, i.tokens) for i in sample.images)
+            generated.extend((*g.grid_thw, g.context) for g in sample.generated)
         offsets.append(len(images))
+        generated_offsets.append(len(generated))
         if time.monotonic() - last > PROGRESS_INTERVAL_S:
             last = time.monotonic()
             logger.info("measuring source %s: %d of %d samples", name, i + 1, len(source))
@@ -130,6 +143,8 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
         np.asarray(tokens, np.int32),
         np.asarray(offsets, np.int64),
         np.asarray(images, np.int32).reshape(-1, 4),
+        np.asarray(generated_offsets, np.int64),
+        np.asarray(generated, np.int32).reshape(-1, 4),
         corrupt,
     )
 
@@ -141,6 +156,8 @@ def _save(index: LengthIndex, path: Path) -> None:
         tokens_N=index.tokens_N,
         offsets=index.offsets,
         images_M4=index.images_M4,
+        generated_offsets=index.generated_offsets,
+        generated_G4=index.generated_G4,
         corrupt=np.asarray(json.dumps(index.corrupt)),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +171,8 @@ def _load(path: Path) -> LengthIndex | None:
         with np.load(path, allow_pickle=False) as arrays:
             corrupt = {int(k): v for k, v in json.loads(str(arrays["corrupt"])).items()}
             tokens, offsets = arrays["tokens_N"], arrays["offsets"]
-            return LengthIndex(tokens, offsets, arrays["images_M4"], corrupt)
+            generated = arrays["generated_offsets"], arrays["generated_G4"]
+            return LengthIndex(tokens, offsets, arrays["images_M4"], *generated, corrupt)
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         logger.warning("index cache %s is unreadable (%s) and is built again", path, error)
         return None

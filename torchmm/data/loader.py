@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.batch import ImageSpec, MicrobatchMeta, StepBatch, TextSpec
 from torchmm.config import DataConfig, SourceConfig, TrainingConfig
 from torchmm.data.decode import DecodedStep, StepDecoder
+from torchmm.data.generated_images import TargetPreprocessor
 from torchmm.data.index import cache_key, load_or_build
 from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture
 from torchmm.data.plan import PackItems, Planner, StepPlan
@@ -34,6 +35,7 @@ from torchmm.data.sources import MapSource, open_map_source, unique_names
 from torchmm.data.streams import StreamFeed, open_stream
 from torchmm.data.workers import fork_server, make_worker_setup
 from torchmm.errors import ConfigError, DataError
+from torchmm.generated import GeneratorSpec
 
 OPEN_FILES = 65536
 VALIDATION_SEED = 0
@@ -182,6 +184,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     data_parallel_size: int,
     state: dict[str, Any] | None,
     validation: bool = False,
+    generator_spec: GeneratorSpec | None = None,
 ) -> Loader:
     """The loader of one data-parallel rank.
 
@@ -196,6 +199,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         state: `StepBatch.state` to go on behind, or None.
         validation: load `data.validation` once, in the same shuffled order for every run, instead
             of the endless training mixture.
+        generator_spec: the generator's wishes; None: nothing is drawn.
 
     Raises:
         ConfigError: sizes or specs do not fit.
@@ -206,7 +210,10 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     _allow_open_files()
     if data_parallel_rank > 0:
         datasets.disable_progress_bars()  # all ranks convert the same files
-    reader = SampleReader(data, training.sequence_length, text_spec, image_specs, tokenizer)
+    seed = VALIDATION_SEED if validation else training.seed
+    targets = generator_spec and TargetPreprocessor(generator_spec, seed, data.max_image_pixels)
+    length = training.sequence_length
+    reader = SampleReader(data, length, text_spec, image_specs, tokenizer, targets)
     sources = _open_sources(data, training, reader, tokenizer, validation)
 
     def make_planner() -> Planner:
@@ -218,14 +225,11 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     return Loader(
         PlanQueue(make_planner, data_parallel_rank),
         StepDecoder(
-            reader,
-            [s.records for s in sources],
-            [s.config.prompt for s in sources],
-            training.sequence_length,
+            reader, [s.records for s in sources], [s.config.prompt for s in sources], length
         ),
         {s.name: number for number, s in enumerate(sources)},
         data,
-        training.sequence_length,
+        length,
         data_parallel_rank,
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
     )

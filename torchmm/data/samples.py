@@ -7,6 +7,9 @@ The format is recognised by the columns of each record (see `docs/data.md`):
     chat          messages [{role, content}], images: in the order of the image parts
     text          text
 
+An image or clip that the generator has to draw (see `Record.generate`) is taken out of any of them
+and stands behind everything else, so that all of the sample is its context.
+
 Data is not trusted: images are bytes or files beside the data. A path may not leave the source's
 directory and an address is never fetched.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,8 @@ class Record:
 
     columns: dict[str, Any]
     root: str | None = None
+    generate: str | None = None
+    """Column with an image or clip that is to be drawn, not read."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,20 @@ class ImageSegment:
 
 
 @dataclass(frozen=True)
+class GeneratedSegment:
+    """An image or clip that the generator has to draw; it takes no tokens."""
+
+    file: ImageSegment
+
+
+Segment = TextSegment | ImageSegment | GeneratedSegment
+
+
+@dataclass(frozen=True)
 class Sample:
     """Segments in reading order. A chat template writes its own start and end tokens."""
 
-    segments: tuple[TextSegment | ImageSegment, ...]
+    segments: tuple[Segment, ...]
     add_bos: bool = True
     add_eos: bool = True
 
@@ -94,6 +109,29 @@ def parse_record(record: Record, prompt: str, render_chat: ChatRenderer) -> Samp
         CorruptSampleError: no known format, or a malformed value.
     """
     columns = _with_json_columns(record.columns)
+    drawn: tuple[Segment, ...] = ()
+    if record.generate is not None:
+        columns, drawn = _take_generated(columns, record.generate, record.root)
+    sample = _parse_columns(replace(record, columns=columns), prompt, render_chat)
+    return replace(sample, segments=(*sample.segments, *drawn))
+
+
+def _take_generated(
+    columns: dict[str, Any], name: str, root: str | None
+) -> tuple[dict[str, Any], tuple[Segment, ...]]:
+    """The other columns, and what the one that is to be drawn holds: nothing where it is empty."""
+    if name not in columns:
+        raise CorruptSampleError(
+            f"has columns {sorted(columns)}, but `generate` names {name!r}; name one of them"
+        )
+    others = {key: value for key, value in columns.items() if key != name}
+    value = columns[name]
+    return others, () if value is None else (GeneratedSegment(_image(value, root)),)
+
+
+def _parse_columns(record: Record, prompt: str, render_chat: ChatRenderer) -> Sample:
+    """`parse_record` without an image to be drawn."""
+    columns = record.columns
     if columns.get("messages") is not None:
         images = [_image(value, record.root) for value in _list(columns, "images")]
         return render_chat(_list(columns, "messages"), images)
@@ -105,7 +143,7 @@ def parse_record(record: Record, prompt: str, render_chat: ChatRenderer) -> Samp
     image = next((columns[c] for c in IMAGE_COLUMNS if columns.get(c) is not None), None)
     if image is None:
         return Sample((TextSegment(_text(text), loss=True),))
-    segments: list[TextSegment | ImageSegment] = [_image(image, record.root)]
+    segments: list[Segment] = [_image(image, record.root)]
     if prompt:
         segments.append(TextSegment(prompt, loss=False))
     return Sample((*segments, TextSegment(_text(text), loss=True)))
@@ -113,7 +151,7 @@ def parse_record(record: Record, prompt: str, render_chat: ChatRenderer) -> Samp
 
 def limit_images(sample: Sample, max_images: int) -> Sample:
     """The sample without the images behind the first `max_images`; 0 leaves only the text."""
-    kept: list[TextSegment | ImageSegment] = []
+    kept: list[Segment] = []
     images = 0
     for segment in sample.segments:
         if isinstance(segment, ImageSegment):
@@ -124,13 +162,19 @@ def limit_images(sample: Sample, max_images: int) -> Sample:
     return Sample(tuple(kept), sample.add_bos, sample.add_eos)
 
 
+def without_generated(sample: Sample) -> Sample:
+    """The sample without what is to be drawn."""
+    kept = tuple(s for s in sample.segments if not isinstance(s, GeneratedSegment))
+    return replace(sample, segments=kept)
+
+
 def _parse_interleaved(images: Sequence[Any], texts: Sequence[Any], root: str | None) -> Sample:
     if len(images) != len(texts):
         raise CorruptSampleError(
             f"{len(images)} images but {len(texts)} texts; both lists need one entry per element, "
             "None where the other list has it"
         )
-    segments: list[TextSegment | ImageSegment] = []
+    segments: list[Segment] = []
     for image, text in zip(images, texts, strict=True):
         if image is not None:
             segments.append(_image(image, root))

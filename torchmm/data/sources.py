@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,6 +87,22 @@ class JsonLinesSource:
             return parse_json_line(stream.readline(), self._files[file])
 
 
+class GeneratingSource:
+    """A source of whose records one column holds an image or clip that is to be drawn."""
+
+    def __init__(self, source: MapSource, column: str) -> None:
+        self._source = source
+        self._column = column
+        self.fingerprint = source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, index: int) -> Record:
+        """Record `index`."""
+        return replace(self._source.read(index), generate=self._column)
+
+
 def parse_json_line(line: bytes, path: Path) -> Record:
     """One line of a JSON-lines file.
 
@@ -107,6 +124,11 @@ def open_map_source(config: SourceConfig) -> MapSource:
     Raises:
         DataError: nothing readable there.
     """
+    source = _open_map_source(config)
+    return source if config.generate is None else GeneratingSource(source, config.generate)
+
+
+def _open_map_source(config: SourceConfig) -> MapSource:
     kind, files = resolve_files(config)
     if kind == "json":
         return JsonLinesSource(files, _files_fingerprint(files))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -107,6 +108,27 @@ class JsonLinesStream:
         return None
 
 
+class GeneratingStream:
+    """A stream of whose records one column holds an image or clip that is to be drawn."""
+
+    def __init__(self, stream: RecordStream, column: str) -> None:
+        self._stream = stream
+        self._column = column
+
+    def restart(self, position: Any) -> None:
+        """Continue at a position of the stream."""
+        self._stream.restart(position)
+
+    def position(self) -> Any:
+        """Position of the next record."""
+        return self._stream.position()
+
+    def next(self) -> Record | CorruptSampleError | None:
+        """The next record."""
+        record = self._stream.next()
+        return replace(record, generate=self._column) if isinstance(record, Record) else record
+
+
 def open_stream(name: str, config: SourceConfig) -> RecordStream:
     """Open a source for reading in order.
 
@@ -114,10 +136,13 @@ def open_stream(name: str, config: SourceConfig) -> RecordStream:
         DataError: nothing readable there.
     """
     kind, files = resolve_files(config)
+    stream: RecordStream
     if kind == "json":
-        return JsonLinesStream(files)
-    dataset = load(config, kind, files, streaming=True)
-    return ArrowStream(name, dataset, source_root(config, files))
+        stream = JsonLinesStream(files)
+    else:
+        dataset = load(config, kind, files, streaming=True)
+        stream = ArrowStream(name, dataset, source_root(config, files))
+    return stream if config.generate is None else GeneratingStream(stream, config.generate)
 
 
 class _Window(NamedTuple):

@@ -11,14 +11,14 @@ Shape legend: L tokens of one sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.batch import IGNORE_TARGET, TextSpec
-from torchmm.data.samples import Sample, TextSegment
+from torchmm.data.samples import GeneratedSegment, Sample, TextSegment
 from torchmm.errors import ConfigError
 
 
@@ -31,6 +31,8 @@ class EncodedSample:
     """Whether the token is to be predicted."""
     image_starts: list[int]
     """Position of the first placeholder of every image that was kept."""
+    generated_at: list[int] = field(default_factory=list)
+    """Tokens before every image to be drawn that was kept."""
 
     @property
     def targets_L(self) -> np.ndarray:
@@ -81,6 +83,8 @@ class TextEncoder:
                 if len(out.ids) > limit:
                     del out.ids[limit:], out.loss[limit:]
                     return out
+            elif isinstance(segment, GeneratedSegment):
+                out.generated_at.append(len(out.ids))
             else:
                 block = self._image_block(next(counts))
                 if len(out.ids) + len(block) > limit:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchmm.batch import LayerDescription, ModuleDescription
 from torchmm.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
-from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
+from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
 
 if TYPE_CHECKING:
     from torchmm.models.generator_families import PixArtFamily
@@ -92,15 +92,12 @@ class GeneratorModule(LayeredModule):
         self.connector: Any
         self.output: Any
         self.connector, self.output = spec.family.take_apart(self.dit, spec.dtype)
-        self._pre_flops, self._post_flops = self._count_flops_around()
+        embedding, head = self.dit.pos_embed.proj.weight, self.dit.proj_out.weight
+        self._linears = (embedding[0].numel(), len(embedding)), (head.shape[1], len(head))
         self._flops_per_image = spec.family.flops_per_image(self.dit)
         linears = (m for m in self.connector.modules() if isinstance(m, nn.Linear))
         self._context_flops = sum(2 * linear.weight.numel() for linear in linears)
         self._positions: dict[tuple[int, int, int], Tensor] = {}
-
-    def _count_flops_around(self) -> tuple[int, int]:
-        embedding = self.dit.pos_embed.proj.weight
-        return 2 * embedding.numel(), 2 * self.dit.proj_out.weight.numel()
 
     @property
     def hf(self) -> WeightInitializer:
@@ -130,7 +127,15 @@ class GeneratorModule(LayeredModule):
         return self.family.describe_layer(self.spec.config)
 
     def _flops_around(self) -> tuple[int, int]:
-        return self._pre_flops, self._post_flops
+        before, behind = self._linears
+        return 2 * before[0] * before[1], 2 * behind[0] * behind[1]
+
+    def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
+        return (self._linears[0],), (self._linears[1],)
+
+    @property
+    def dummy_patches(self) -> int:
+        return DUMMY.patches
 
     def describe(self) -> ModuleDescription:
         """Sizes of this stage, from which costs and memory follow."""

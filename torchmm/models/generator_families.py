@@ -98,8 +98,9 @@ class PixArtFamily:
 
     def build(self, config: dict[str, Any], dtype: torch.dtype) -> Any:
         """The transformer, whole, with everything its class has."""
+        # Not diffusers' own `to`, which warns of parts to be kept in float32: FSDP keeps all so.
         dit: Any = PixArtTransformer2DModel(**config)
-        return dit.to(dtype)
+        return nn.Module.to(dit, dtype=dtype)
 
     def take_apart(self, dit: Any, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
         """(connector, output table), taken out of `dit`; the rest gets marks for `initialize`."""

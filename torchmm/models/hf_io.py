@@ -26,8 +26,8 @@ from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.shards import local_slices, local_tensor
 
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+"""What transformers and diffusers call them; the index of several is NAME.index.json."""
 CONNECTOR_FILE = "connector.safetensors"
 LISTED = 8
 """Names of one kind that an error message lists."""
@@ -108,16 +108,7 @@ def open_files(source: str) -> dict[str, FileTensor]:
         CheckpointError: there are no safetensors files, or one of them is damaged.
     """
     directory = _directory(source)
-    index = directory / INDEX_FILE
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    elif (directory / WEIGHTS_FILE).is_file():
-        files = [WEIGHTS_FILE]
-    else:
-        raise CheckpointError(
-            f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; convert the weights to "
-            "safetensors (pickled files are never loaded)"
-        )
+    files = _weight_files(directory)
     if (directory / CONNECTOR_FILE).is_file():
         files.append(CONNECTOR_FILE)
     tensors = {}
@@ -131,6 +122,19 @@ def open_files(source: str) -> dict[str, FileTensor]:
             ) from error
         tensors.update({name: FileTensor(directory / file, name) for name in names})
     return tensors
+
+
+def _weight_files(directory: Path) -> list[str]:
+    for name in WEIGHTS_FILES:
+        index = directory / f"{name}.index.json"
+        if index.is_file():
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if (directory / name).is_file():
+            return [name]
+    raise CheckpointError(
+        f"{directory} has neither {' nor '.join(WEIGHTS_FILES)}, nor an index of such files; "
+        "convert the weights to safetensors (pickled files are never loaded)"
+    )
 
 
 def _directory(source: str) -> Path:

@@ -12,7 +12,8 @@ D features, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +64,22 @@ class LlmModule(LayeredModule):
 
     Args:
         config: configuration of the causal LM (or of the composite, see `LlmFamily.build`).
+        feeds_generator: whether a generator stands behind it, which reads its hidden states.
     """
 
     kind = "llm"
     forward_methods = ("logits",)
 
     def __init__(
-        self, config: PreTrainedConfig, family: LlmFamily, dtype: torch.dtype, weights: WeightFiles
+        self,
+        config: PreTrainedConfig,
+        family: LlmFamily,
+        dtype: torch.dtype,
+        weights: WeightFiles,
+        feeds_generator: bool = False,
     ) -> None:
         super().__init__("llm", weights)
+        self.feeds_generator = feeds_generator
         self.family = family
         self.dtype = dtype
         self.config = config
@@ -97,7 +105,7 @@ class LlmModule(LayeredModule):
         return self.get_submodule(self.text_fqn)
 
     def rebuild(self) -> LlmModule:
-        return LlmModule(self.config, self.family, self.dtype, self.weights)
+        return LlmModule(self.config, self.family, self.dtype, self.weights, self.feeds_generator)
 
     def tied_parameters(self) -> dict[str, str]:
         return self._tie if self._tied and self.is_first and self.is_last else {}
@@ -152,7 +160,9 @@ class LlmModule(LayeredModule):
     def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
         return (), ((self.text_config.hidden_size, self.text_config.vocab_size),)
 
-    def forward(self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor) -> Tensor:
+    def forward(
+        self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Loss of a microbatch, or this stage's part of the way to it.
 
         Args:
@@ -161,7 +171,8 @@ class LlmModule(LayeredModule):
                 states (T, D).
 
         Returns:
-            Whole model or last stage: float32 scalar, the *sum* of the targets' cross entropies.
+            Whole model or last stage: float32 scalar, the *sum* of the targets' cross entropies;
+            with a generator behind it, that and the (K, D) hidden states of its context tokens.
             Earlier stages: hidden states (T, D).
 
         Raises:
@@ -172,8 +183,19 @@ class LlmModule(LayeredModule):
             return self.text_model(**arguments).last_hidden_state[0]
         positions_L = microbatch.target_positions_L
         # Not `logits`: FSDP gathers around it and would free in the middle of this forward.
-        logits_LV = self._logits(microbatch, inputs, positions_L)
-        return summed_cross_entropy(logits_LV, microbatch.targets_T[positions_L])
+        if not self.feeds_generator:
+            logits_LV = self._logits(microbatch, inputs, positions_L)
+            return summed_cross_entropy(logits_LV, microbatch.targets_T[positions_L])
+        with _output_of(self.text_model) as outputs:
+            logits_LV = self._logits(microbatch, inputs, positions_L)
+        loss = summed_cross_entropy(logits_LV, microbatch.targets_T[positions_L])
+        return loss, self._context(microbatch, outputs[0].last_hidden_state[0])
+
+    def _context(self, microbatch: Microbatch, hidden_TD: Tensor) -> Tensor:
+        """(K, D): what the generator reads; the first token's where there is nothing to draw."""
+        if microbatch.generator is None:
+            return hidden_TD[:1]
+        return hidden_TD.index_select(0, microbatch.generator.context_positions_K)
 
     def logits(
         self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor, positions_L: Tensor
@@ -213,3 +235,14 @@ class LlmModule(LayeredModule):
                 )
             x_TD = x_TD.index_copy(0, inputs.positions_K, features_KD.to(x_TD.dtype))
         return x_TD
+
+
+@contextmanager
+def _output_of(module: nn.Module) -> Iterator[list[Any]]:
+    """What `module` returns inside, which the forward around it keeps to itself."""
+    outputs: list[Any] = []
+    handle = module.register_forward_hook(lambda _, __, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()

@@ -1,4 +1,5 @@
-"""The multimodal model: encoders, whose outputs replace placeholders in the LLM's input.
+"""The multimodal model: encoders, whose outputs replace placeholders in the LLM's input, and a
+generator, which draws images from the LLM's hidden states.
 
 Under pipelining a rank has stages of it. `MultimodalModel.cut` reduces the model to them in place;
 all names stay, so that initialising, loading, saving and optimizing need not know. What runs are
@@ -18,7 +19,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from torchmm.batch import ImageSpec, Microbatch, TextSpec
 from torchmm.errors import ConfigError
+from torchmm.generated import GeneratorSpec
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule, StageRange
 from torchmm.models.llm import LlmModule
 
@@ -36,11 +39,12 @@ class TextConventions:
 
 
 class MultimodalModel(nn.Module):
-    """Encoders by name and an LLM.
+    """Encoders by name, an LLM and perhaps a generator.
 
     Attributes:
         encoders: name -> encoder with its connector.
         llm: the backbone.
+        generator: with its connector; None: the model only writes text.
         composite: the Hugging Face config of the composite model it was built from, if any.
         stages: by module name, what runs: the module itself, or the stages `cut` left of it.
     """
@@ -51,10 +55,13 @@ class MultimodalModel(nn.Module):
         encoders: dict[str, EncoderModule],
         text: TextConventions,
         composite: PreTrainedConfig | None = None,
+        generator: GeneratorModule | None = None,
     ) -> None:
         super().__init__()
         self.encoders = nn.ModuleDict(encoders)
         self.llm = llm
+        self.generator = generator
+        assert llm.feeds_generator == (generator is not None)
         self.text = text
         self.composite = composite
         # Tuples, which nn.Module does not register: names and parameters stay the modules'.
@@ -84,7 +91,7 @@ class MultimodalModel(nn.Module):
             self.stages[name] = tuple(views)
 
     def all_stages(self) -> list[LayeredModule]:
-        """Everything that runs on this rank: encoders' stages first."""
+        """Everything that runs on this rank: encoders' stages first, the generator's last."""
         return [stage for stages in self.stages.values() for stage in stages]
 
     def train(self, mode: bool = True) -> MultimodalModel:
@@ -95,13 +102,17 @@ class MultimodalModel(nn.Module):
         return self
 
     def modality_modules(self) -> list[LayeredModule]:
-        """Encoders in the recipe's order, then the LLM."""
-        return [*self._encoders(), self.llm]
+        """Encoders in the recipe's order, then the LLM, then the generator."""
+        return [module for _, module in self.named_modality_modules()]
 
     def named_modality_modules(self) -> list[tuple[str, LayeredModule]]:
         """The same with their names in this module's parameter names."""
-        named: list[tuple[str, LayeredModule]] = [("llm", self.llm)]
-        return [(f"encoders.{e.name}", e) for e in self._encoders()] + named
+        named: list[tuple[str, LayeredModule]] = []
+        named += ((f"encoders.{e.name}", e) for e in self._encoders())
+        named.append(("llm", self.llm))
+        if self.generator is not None:
+            named.append(("generator", self.generator))
+        return named
 
     def _encoders(self) -> list[EncoderModule]:
         return [e for e in self.encoders.values() if isinstance(e, EncoderModule)]
@@ -120,7 +131,20 @@ class MultimodalModel(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """float32 scalar: sum of the cross entropies of all targets."""
-        return self.llm(microbatch, self.encode(microbatch))
+        return self.losses(microbatch)["llm"]
+
+    def losses(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """float32 scalars by module: "llm", the sum of the cross entropies of all targets, and
+        "generator", the sum over images of their mean squared errors.
+
+        A generator without images in the microbatch runs on a dummy image, which counts nothing.
+        """
+        output = self.llm(microbatch, self.encode(microbatch))
+        if self.generator is None:
+            return {"llm": output}
+        loss, context_KD = output
+        inputs = microbatch.generator or self.generator.dummy_inputs(context_KD.device)
+        return {"llm": loss, "generator": self.generator(inputs, context_KD)}
 
     def tied_copies(self) -> dict[str, str]:
         """Names of parameters of which another rank has the original: {name: its name}."""
@@ -147,6 +171,10 @@ class MultimodalModel(nn.Module):
     def image_specs(self) -> dict[str, ImageSpec]:
         """By encoder name: how data has to prepare images."""
         return {e.name: e.image_spec() for e in self._encoders()}
+
+    def generator_spec(self) -> GeneratorSpec | None:
+        """How data has to prepare the images that are drawn; None without a generator."""
+        return self.generator.spec.images if self.generator else None
 
     def text_spec(self, tokenizer: PreTrainedTokenizerBase) -> TextSpec:
         """How data has to prepare text.
@@ -202,12 +230,15 @@ class MultimodalModel(nn.Module):
 
 
 def module_of(fqn: str) -> str:
-    """Module name of a parameter of `MultimodalModel`: "llm", "NAME" or "NAME.connector"."""
+    """Module name of a parameter of `MultimodalModel`: "llm", "NAME" or "NAME.connector".
+
+    NAME is that of an encoder, or "generator".
+    """
     first, _, rest = fqn.partition(".")
     if first == "llm":
         return "llm"
-    assert first == "encoders", fqn
-    name, part, *_ = rest.split(".")
+    assert first in ("encoders", "generator"), fqn
+    name, part, *_ = (fqn if first == "generator" else rest).split(".")
     return f"{name}.connector" if part == "connector" else name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 from transformers.image_processing_base import ImageProcessingMixin
 
-from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.config import EncoderConfig, FreezeConfig, GeneratorConfig, LlmConfig, ModelConfig
 from torchmm.errors import ConfigError
 from torchmm.models.composites import COMPOSITES
 from torchmm.models.encoder_families import ENCODER_FAMILIES, EncoderFamily
 from torchmm.models.encoders import EncoderModule, EncoderSpec
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf_config import load_config, size_problems
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LLM_FAMILIES, LlmModule
@@ -61,6 +63,10 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     problems: list[str] = []
     problems += size_problems("model", parts.llm_config.get_text_config())
     problems += size_problems("model", parts.encoder_config)
+    generator = None
+    llm_config = parts.llm_config.get_text_config()
+    with _collected(problems):
+        generator = _build_generator(config.generator, llm_config.hidden_size, dtype)
     with _collected(problems):
         family, tower = parts.encoder_family, parts.encoder_config
         processor = _load_processor("model", family, tower, config.source, None)
@@ -71,48 +77,69 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         family,
         tower,
         *processor,
-        llm_hidden_size=parts.llm_config.get_text_config().hidden_size,
+        llm_hidden_size=llm_config.hidden_size,
         dtype=dtype,
         **parts.encoder,
     )
     encoder = EncoderModule(spec, replace(parts.encoder_files, source=config.source))
     llm_files = replace(parts.llm_files, source=config.source)
-    llm = LlmModule(parts.llm_config, parts.llm_family, dtype, llm_files)
-    return MultimodalModel(llm, {"vision": encoder}, parts.text, hf_config)
+    draws = generator is not None
+    llm = LlmModule(parts.llm_config, parts.llm_family, dtype, llm_files, draws)
+    return MultimodalModel(llm, {"vision": encoder}, parts.text, hf_config, generator)
 
 
 def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     if config.llm is None:
         raise ConfigError("[model] needs `llm`, or `source` or `config` of a composite model")
     problems: list[str] = []
-    llm, encoders, hidden_size = None, {}, 1  # any size, if the LLM's cannot be known
+    llm, encoders, generator = None, {}, None
+    hidden_size = 4  # any size, if the LLM's cannot be known
     with _collected(problems):
-        llm = _build_llm(config.llm, dtype)
+        llm = _build_llm(config.llm, dtype, config.generator is not None)
         hidden_size = llm.text_config.hidden_size
     for name, section in config.encoders.items():
         with _collected(problems):
             encoders[name] = _build_encoder(name, section, hidden_size, dtype)
+    with _collected(problems):
+        generator = _build_generator(config.generator, hidden_size, dtype)
     if problems:
         raise ConfigError(problems)
     assert llm is not None
-    return MultimodalModel(llm, encoders, TextConventions(config.image_token))
+    text = TextConventions(config.image_token)
+    return MultimodalModel(llm, encoders, text, generator=generator)
 
 
-def _build_llm(section: LlmConfig, dtype: torch.dtype) -> LlmModule:
+def _build_llm(section: LlmConfig, dtype: torch.dtype, feeds_generator: bool) -> LlmModule:
     config = load_config("model.llm", section.source, section.config)
     family = LLM_FAMILIES.get(config.model_type)
     if family is None:
         raise ConfigError(_unsupported("model.llm", config.model_type, LLM_FAMILIES))
     if problems := size_problems("model.llm", config):
         raise ConfigError(problems)
-    return LlmModule(config, family, dtype, replace(LLM_FILES, source=section.source))
+    files = replace(LLM_FILES, source=section.source)
+    return LlmModule(config, family, dtype, files, feeds_generator)
+
+
+def _build_generator(
+    section: GeneratorConfig | None, hidden_size: int, dtype: torch.dtype
+) -> GeneratorModule | None:
+    if section is None:
+        return None
+    if importlib.util.find_spec("diffusers") is None:
+        raise ConfigError(
+            "[model.generator] needs diffusers, which is not installed; pip install "
+            "'torchmm[generation]'"
+        )
+    from torchmm.models.generator_build import build_generator  # noqa: PLC0415 - optional
+
+    return build_generator(section, hidden_size, dtype)
 
 
 def _build_encoder(
     name: str, section: EncoderConfig, hidden_size: int, dtype: torch.dtype
 ) -> EncoderModule:
     key = f"model.encoders.{name}"
-    if name == "llm" or "." in name:
+    if name in ("llm", "generator") or "." in name:
         raise ConfigError(f"[{key}] an encoder cannot be named {name!r}; choose another name")
     config = load_config(key, section.source, section.config)
     family = ENCODER_FAMILIES.get(config.model_type)

@@ -11,7 +11,8 @@ from torchmm.data.order import FeedOptions, IndexFeed, Mixture, Skip, permutatio
 def feed(number=0, count=10, corrupt=None, **options):
     corrupt = corrupt or {}
     tokens = np.asarray([0 if i in corrupt else 5 for i in range(count)], np.int32)
-    index = LengthIndex(tokens, np.zeros(count + 1, np.int64), np.zeros((0, 4), np.int32), corrupt)
+    none = np.zeros(count + 1, np.int64), np.zeros((0, 4), np.int32)
+    index = LengthIndex(tokens, *none, *none, corrupt)
     values = {"seed": 1, "shuffle": True, "one_epoch": False, "name": f"s{number}"}
     return IndexFeed(FeedOptions(feed=number, **{**values, **options}), index, None)
 
