@@ -23,7 +23,6 @@ from torchmm.pipelining.layouts import megatron_layout
 from torchmm.pipelining.lowering import Sharding, lower_plan
 from torchmm.pipelining.plan import MessageSpecs, PipelinePlan
 from torchmm.pipelining.schedules import schedule_layout, schedule_named
-from torchmm.pipelining.separated import Durations
 from torchmm.pipelining.validation import validate_plan
 
 Gathering = Literal["none", "layer", "step"]
@@ -89,7 +88,6 @@ def plan_step(
     targets: Sequence[int] | None = None,
     *,
     specs: Callable[[StageGraph], MessageSpecs] = lambda graph: {},
-    durations: Callable[[StageGraph], Durations] | None = None,
     sharding: Gathering = "step",
     training: bool = True,
 ) -> PipelinePlan:
@@ -101,7 +99,6 @@ def plan_step(
         modules: encoders and LLM, whole.
         targets: positions that count in the loss, by microbatch; None: all text.
         specs: tensors of the graph's messages; none for plans that do not run.
-        durations: of tasks, for planners; default: their FLOPs.
         sharding: when parameters are gathered.
         training: whether there are backwards.
 
@@ -114,10 +111,7 @@ def plan_step(
     elif layout.rank_count == 1:
         order = one_f_one_b(graph)
     else:
-        if durations is None:
-            costs = task_durations(graph, modules, microbatches, targets)
-        else:
-            costs = durations(graph)
+        costs = task_durations(graph, modules, microbatches, targets)
         order = schedule_named(config.schedule).order(graph, costs)
     # Layer by layer, FSDP gathers and reduces by itself.
     gathers: Sharding = "step" if sharding == "step" else "none"
