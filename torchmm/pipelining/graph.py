@@ -180,25 +180,41 @@ class StageGraph:
                 for part in range(self.parts(stage, microbatch)):
                     yield Task(stage, microbatch, part)
 
-    def incoming(self, task: Task) -> list[Message]:
+    def incoming(self, task: Task) -> tuple[Message, ...]:
         """What a task consumes in its forward, in the order of edges and sub-microbatches."""
-        stage, microbatch, part = task
-        own = self.layout.has_parts(stage)
-        return [
-            Message(source, stage, microbatch, p)
-            for source in self.layout.sources[stage]
-            for p in ((part,) if own else range(self.parts(source, microbatch)))
-        ]
+        found = self._incoming.get(task)
+        if found is None:
+            stage, microbatch, part = task
+            own = self.layout.has_parts(stage)
+            found = self._incoming[task] = tuple(
+                Message(source, stage, microbatch, p)
+                for source in self.layout.sources[stage]
+                for p in ((part,) if own else range(self.parts(source, microbatch)))
+            )
+        return found
 
-    def outgoing(self, task: Task) -> list[Message]:
+    def outgoing(self, task: Task) -> tuple[Message, ...]:
         """What a task produces in its forward, in the order of edges and sub-microbatches."""
-        stage, microbatch, part = task
-        own = self.layout.has_parts(stage)
-        return [
-            Message(stage, destination, microbatch, p)
-            for destination in self.layout.destinations[stage]
-            for p in ((part,) if own else range(self.parts(destination, microbatch)))
-        ]
+        found = self._outgoing.get(task)
+        if found is None:
+            stage, microbatch, part = task
+            own = self.layout.has_parts(stage)
+            found = self._outgoing[task] = tuple(
+                Message(stage, destination, microbatch, p)
+                for destination in self.layout.destinations[stage]
+                for p in ((part,) if own else range(self.parts(destination, microbatch)))
+            )
+        return found
+
+    # Planner, lowering, validation and runtime ask for each task's messages in turn.
+
+    @cached_property
+    def _incoming(self) -> dict[Task, tuple[Message, ...]]:
+        return {}
+
+    @cached_property
+    def _outgoing(self) -> dict[Task, tuple[Message, ...]]:
+        return {}
 
     def producer(self, message: Message) -> Task:
         """The task that produces a message."""
