@@ -2,15 +2,16 @@
 
     torchrun --nproc-per-node N train.py --config recipes/quickstart.toml [--section.key value ...]
 
-`--print-config` shows the resolved recipe; `--dry-run` also builds the model without weights and
-shows layout and memory for `--world-size` ranks, without starting any. Exit codes: 0 done, 2 bad
-recipe or layout, 3 too much bad data, 4 checkpoint unusable, 5 non-finite numbers, 6 peer lost,
-75 preempted (saved).
+`--print-config` shows the resolved recipe; `--dry-run` builds the model without weights, plans and
+simulates the first step on `--world-size` devices, without starting any, and draws it. Exit codes:
+0 done, 2 bad recipe or layout, 3 too much bad data, 4 checkpoint unusable, 5 non-finite numbers,
+6 peer lost, 75 preempted (saved).
 """
 
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from torchmm.errors import ConfigError, TorchmmError
 from torchmm.recipe import dump_recipe, load_recipe
@@ -23,8 +24,8 @@ def main() -> int:
     )
     parser.add_argument("--config", required=True, help="recipe (TOML)")
     parser.add_argument("--print-config", action="store_true", help="show the recipe and exit")
-    parser.add_argument("--dry-run", action="store_true", help="show layout and memory and exit")
-    parser.add_argument("--world-size", type=int, help="ranks to assume with --dry-run")
+    parser.add_argument("--dry-run", action="store_true", help="show what would run and exit")
+    parser.add_argument("--world-size", type=int, help="devices to assume with --dry-run")
     arguments, overrides = parser.parse_known_args()
     try:
         return _run(arguments, overrides)
@@ -48,7 +49,8 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.dry_run:
         from torchmm.dry_run import describe_run
 
-        print(describe_run(recipe, world_size))
+        picture = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
+        print(describe_run(recipe, world_size, picture))
         return 0
     from torchmm.trainer import train
 

@@ -17,7 +17,7 @@ import datasets
 import torch
 import transformers
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.checkpoint import CheckpointManager, Restored
@@ -40,6 +40,7 @@ from torchmm.recipe import dump_recipe
 from torchmm.report import print_summary
 from torchmm.rng import seed_everything
 from torchmm.step_plan import plan_layout
+from torchmm.tokenizer import load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -140,23 +141,6 @@ def build_run(
         recipe, run_dir, logger, mesh, tokenizer, model, descriptions, pipeline, optimizer,
         checkpoints, restored, loader, recorder,
     )  # fmt: skip
-
-
-def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The recipe's tokenizer: its own key, else that of the LLM or composite model.
-
-    Raises:
-        ConfigError: none is named, or it cannot be loaded.
-    """
-    model = recipe.model
-    source = model.tokenizer or model.source or (model.llm.source if model.llm else None)
-    if source is None:
-        raise ConfigError("model.tokenizer: an inline LLM config needs a tokenizer; name one")
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.tokenizer = {source!r}: cannot be loaded: {reason}") from error
 
 
 def build_data(

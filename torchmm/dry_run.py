@@ -6,10 +6,15 @@ clusters that are not at hand. Also the content of the table a run shows at its 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torchmm.balance.memory import MemoryEstimate, estimate_memory
+from torchmm.balance.profiles import load_profile
 from torchmm.config import Recipe
+from torchmm.errors import ConfigError
+from torchmm.forecast import Forecast, Forecaster
+from torchmm.forecast_report import write_picture
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.recipe import resolve_layout
 
 
@@ -60,13 +65,48 @@ def run_summary(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict
     return lines
 
 
-def describe_run(recipe: Recipe, world_size: int) -> str:
-    """The start table of `recipe` on `world_size` ranks, as text.
+def describe_run(recipe: Recipe, world_size: int, picture: Path | None = None) -> str:
+    """The start table of `recipe` on `world_size` ranks and its first step, simulated, as text.
+
+    Args:
+        picture: where to draw the step's plan (SVG).
 
     Raises:
-        ConfigError: the model cannot be built as the recipe says.
+        ConfigError: the model cannot be built or cut as the recipe says, the device is unknown, or
+            a rank needs more memory than it has.
     """
-    model = build_model(recipe.model, recipe.freeze)
-    lines = run_summary(recipe, model, world_size)
+    try:
+        profile = load_profile(recipe.simulation.device)
+    except ValueError as error:
+        raise ConfigError(f"simulation.device: {error}") from error
+    forecaster = Forecaster(recipe, world_size, profile)
+    forecast = forecaster.forecast()
+    lines = run_summary(recipe, forecaster.model, world_size)
+    lines |= _step_lines(forecast, profile.device.name, profile.device.memory_bytes)
+    if picture is not None and forecast.step is not None:
+        write_picture(picture, recipe.name, forecast)
+        lines["plan"] = str(picture)
     width = max(len(k) for k in lines)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in lines.items())
+
+
+def _step_lines(forecast: Forecast, device: str, memory_bytes: float) -> dict[str, str]:
+    """What is predicted of the first step."""
+    step = forecast.step
+    if step is None:
+        raise ConfigError(f"parallel: {forecast.problem}")
+    peak_bytes = max(step.peak_bytes)
+    if not step.fits:
+        rank = step.peak_bytes.index(peak_bytes)
+        raise ConfigError(
+            f"parallel: pipeline rank {rank} would need {peak_bytes / 2**30:.1f} GiB, {device} has "
+            f"{memory_bytes / 2**30:.1f}; use more ranks (shard, tensor, pipeline), smaller "
+            "microbatches or activation_checkpoint, or set simulation.device"
+        )
+    timeline = step.timeline
+    return {
+        "first step": f"{step.makespan_ms:,.1f} ms on {device}, simulated: MFU "
+        f"{100 * forecast.mfu:.1f} %, bubbles {100 * timeline.bubble_fraction:.1f} %, "
+        f"{forecast.tokens_per_s:,.0f} tokens/s",
+        "peak memory": f"{peak_bytes / 2**30:.2f} GiB, simulated, of {memory_bytes / 2**30:.1f}",
+    }

@@ -1,0 +1,220 @@
+"""What a recipe's step would take on devices that are not at hand: time, MFU, bubbles, memory.
+
+The recipe's modules are described on the meta device, its first step's microbatches come from its
+data or are drawn from `[simulation]`, the plan is the one a run would execute, and the simulator
+times it with a device's profile. Only one pipeline is simulated, that of the data-parallel rank
+with the most work, because all others are like it and wait for it at the end of the step.
+PipeWeaver §4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.execution import Execution
+from torchmm.balance.flops import microbatch_flops
+from torchmm.balance.operators import Profile
+from torchmm.balance.plan_costs import plan_costs
+from torchmm.balance.simulator import SimulatedStep, simulate
+from torchmm.balance.workload import draw_microbatches
+from torchmm.batch import MicrobatchMeta, ModuleDescription
+from torchmm.config import SCHEDULES, Recipe
+from torchmm.errors import ConfigError, PlanError
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.registry import build_model
+from torchmm.pipelining.messages import message_specs
+from torchmm.recipe import Layout, resolve_layout
+from torchmm.step_plan import plan_layout, plan_step
+from torchmm.tokenizer import load_tokenizer
+
+
+class Workload(NamedTuple):
+    """Microbatches of the data-parallel rank with the most to compute."""
+
+    microbatches: list[MicrobatchMeta]
+    mean_share: float
+    """FLOPs of the mean data-parallel rank as a share of this one's, 0..1."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step under one schedule.
+
+    Attributes:
+        schedule: the recipe's name of it.
+        step: simulated; None if the recipe cannot be planned so.
+        problem: why not.
+        mfu: share of all devices' peak that the model's FLOPs need; those of images included.
+        tokens_per_s: of all devices together, padding included.
+    """
+
+    schedule: str
+    step: SimulatedStep | None = None
+    problem: str = ""
+    mfu: float = 0.0
+    tokens_per_s: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Figures, for a JSON file."""
+        if self.step is None:
+            return {"schedule": self.schedule, "problem": self.problem}
+        timeline = self.step.timeline
+        return {
+            "schedule": self.schedule,
+            "step_ms": self.step.makespan_ms,
+            "mfu": self.mfu,
+            "tokens_per_s": self.tokens_per_s,
+            "bubble_fraction": timeline.bubble_fraction,
+            "bubble_share": timeline.bubble_share,
+            "module_ms": timeline.mean_module_ms(),
+            "peak_memory_bytes": list(self.step.peak_bytes),
+            "memory_limit_bytes": self.step.costs.memory_limit_bytes,
+            "fits": self.step.fits,
+        }
+
+
+class Forecaster:
+    """Forecasts steps of one recipe on `world_size` devices; needs no process group, no weights.
+
+    Args:
+        profile: of the devices.
+
+    Raises:
+        ConfigError: the model cannot be built, or there is nothing to draw microbatches from.
+    """
+
+    def __init__(self, recipe: Recipe, world_size: int, profile: Profile) -> None:
+        transformers.logging.set_verbosity_error()
+        self.recipe, self.profile = recipe, profile
+        self.ranks: Layout = resolve_layout(recipe.parallel, world_size)
+        self.model = build_model(recipe.model, recipe.freeze)
+        modules = list(self.model.modality_modules())
+        self.modules = [module.describe() for module in modules]
+        self._layered = {module.name: module for module in modules}
+        self.workload = _heaviest(self.modules, _microbatches(recipe, self.model, self.ranks))
+        self._costs = self._cost_model()
+
+    def _cost_model(self) -> CostModel:
+        parallel, recompute = self.recipe.parallel, self.recipe.activation_checkpoint
+        executions = {
+            module.name: Execution(
+                tensor=self.ranks.tensor,
+                sequence_parallel=parallel.sequence_parallel,
+                async_tensor=parallel.async_tensor_parallel,
+                shard=self.ranks.shard,
+                replicate=self.ranks.replicate,
+                recompute=recompute.modules.get(module.name, recompute.mode),
+            )
+            for module in self.modules
+        }
+        try:
+            return CostModel(self.profile, self.recipe.training.dtype, executions)
+        except ValueError as error:
+            raise ConfigError(f"training.dtype: {error}") from error
+
+    def forecast(self, schedule: str | None = None) -> Forecast:
+        """The first step.
+
+        Args:
+            schedule: instead of the recipe's.
+        """
+        name = schedule or self.recipe.parallel.schedule
+        stages = 1 if name == "1f1b" else self.recipe.parallel.virtual_stages
+        parallel = self.recipe.parallel.model_copy(
+            update={"schedule": name, "virtual_stages": stages, "pipeline": self.ranks.pipeline}
+        )
+        metas = self.workload.microbatches
+        dtype = torch.bfloat16 if self.recipe.training.dtype == "bfloat16" else torch.float32
+        layerwise = self.ranks.pipeline == 1 and parallel.reshard_after_forward != "never"
+        try:
+            plan = plan_step(
+                plan_layout(parallel, self.modules, metas),
+                parallel,
+                self.modules,
+                metas,
+                specs=partial(
+                    message_specs, modules=self._layered, microbatches=metas, dtype=dtype
+                ),
+                sharding=("layer" if layerwise else "step") if self.ranks.shard > 1 else "none",
+            )
+        except (ConfigError, PlanError) as error:
+            return Forecast(name, problem=" ".join(str(error).split()))
+        costs = plan_costs(plan.graph, self.modules, metas, self._costs, layerwise=layerwise)
+        return self._rate(name, simulate(plan, costs))
+
+    def _rate(self, name: str, step: SimulatedStep) -> Forecast:
+        seconds = step.makespan_ms / 1e3
+        peak = self.profile.device.peak_flops[self.recipe.training.dtype]
+        flops_per_s = step.model_flops * self.workload.mean_share / seconds
+        training = self.recipe.training
+        tokens = training.global_batch_size * training.sequence_length
+        devices = self.ranks.pipeline * self.ranks.tensor
+        return Forecast(name, step, "", flops_per_s / (devices * peak), tokens / seconds)
+
+    def forecast_all(self) -> list[Forecast]:
+        """The first step under every schedule."""
+        return [self.forecast(name) for name in SCHEDULES]
+
+
+def _microbatches(
+    recipe: Recipe, model: MultimodalModel, ranks: Layout
+) -> list[list[MicrobatchMeta]]:
+    """The first step's, by data-parallel rank: from statistics where the recipe has them."""
+    training = recipe.training
+    per_rank = training.global_batch_size // (ranks.data_parallel * training.microbatch_size)
+    if recipe.simulation.sequences or not recipe.data.sources:
+        return [
+            draw_microbatches(
+                recipe.simulation,
+                per_rank,
+                sequence_length=training.sequence_length,
+                microbatch_size=training.microbatch_size,
+                first=rank * per_rank * training.microbatch_size,
+            )
+            for rank in range(ranks.data_parallel)
+        ]
+    return _first_step(recipe, model, ranks.data_parallel)
+
+
+def _first_step(
+    recipe: Recipe, model: MultimodalModel, data_parallel: int
+) -> list[list[MicrobatchMeta]]:
+    """Sizes of the first step's samples; nothing is decoded."""
+    training = recipe.training
+    # Late: the libraries of data take seconds to load, and statistics do without them.
+    from torchmm.data.loader import build_loader  # noqa: PLC0415
+
+    tokenizer = load_tokenizer(recipe)
+    loader = build_loader(
+        recipe.data.model_copy(update={"workers": 0}),
+        training,
+        text_spec=model.text_spec(tokenizer),
+        image_specs=model.image_specs(),
+        tokenizer=tokenizer,
+        data_parallel_rank=0,
+        state=None,
+        data_parallel_size=data_parallel,
+        generator_spec=model.generator_spec(),
+    )
+    metas = loader.next_metas()
+    if not metas:
+        raise ConfigError("data.sources: a streamed source cannot tell sizes; use [simulation]")
+    return [list(share) for share in metas]
+
+
+def _heaviest(
+    modules: Sequence[ModuleDescription], shares: Sequence[list[MicrobatchMeta]]
+) -> Workload:
+    flops = [
+        sum(f.forward + f.backward for meta in s for f in microbatch_flops(modules, meta).values())
+        for s in shares
+    ]
+    most = max(flops)
+    return Workload(shares[flops.index(most)], sum(flops) / len(flops) / most if most else 1.0)
