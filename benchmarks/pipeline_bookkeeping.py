@@ -30,6 +30,7 @@ from torchmm.pipelining.stage import PipelineStage, StageOutput
 from torchmm.pipelining.validation import validate_plan
 
 STAGES, MICROBATCHES, WIDTH = 4, 16, 16
+REPETITIONS = {"full": 300, "quick": 30, "tiny": 2}
 GOAL_US, GOAL_SHARE = 10.0, 0.25
 CPU = torch.device("cpu")
 TORCH_KINDS = {"F": ActionType.F, "B": ActionType.B}

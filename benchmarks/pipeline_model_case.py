@@ -56,12 +56,36 @@ class Setting:
     """Sizes of sub-microbatches to try."""
 
 
-FULL = Setting(
-    Size(8, 8, 96, 256), microbatches=8, steps=3, runs=7, patience_s=600, tried=3, images=(2, 4, 8)
-)
-QUICK = Setting(
-    Size(4, 4, 64, 128), microbatches=8, steps=1, runs=3, patience_s=0, tried=1, images=(4,)
-)
+SETTINGS = {
+    "full": Setting(
+        Size(8, 8, 96, 256),
+        microbatches=8,
+        steps=3,
+        runs=7,
+        patience_s=1800,
+        tried=3,
+        images=(2, 4, 8),
+    ),
+    "quick": Setting(
+        Size(4, 4, 96, 256),
+        microbatches=8,
+        steps=1,
+        runs=3,
+        patience_s=0,
+        tried=1,
+        images=(4,),
+    ),
+    "tiny": Setting(
+        Size(2, 2, 32, 32),
+        microbatches=4,
+        steps=1,
+        runs=1,
+        patience_s=0,
+        tried=1,
+        images=(4,),
+    ),
+}
+"""The last is for tests."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +181,7 @@ class Costs:
         for program in sorted(programs, key=lambda program: program.choice.images):
             flops = self._flops(program)
             for _ in range(2):  # the first warms up
-                watch.time(program, [0])
+                watch.time(program, 0)
             busy = torch.tensor([program.busy_by_module[name] for name in flops])
             dist.all_reduce(busy)
             speed = {n: s / flops[n] for n, s in zip(flops, busy.tolist(), strict=True)}
@@ -262,7 +286,7 @@ def choose_ours(
         if tower * RANKS <= size.tower_layers and llm * RANKS <= size.llm_layers
     ]
     kept = sorted(choices, key=costs.ours_s)[: setting.tried]
-    return watch.fastest([make(choice) for choice in kept], [0])
+    return watch.fastest([make(choice) for choice in kept])
 
 
 def choose_stock(
@@ -278,7 +302,7 @@ def choose_stock(
         every = splits(costs.modules, stages)
         found = [split for split in every if in_front(costs.modules, split) is front]
         tried += sorted(found, key=costs.stock_s)[: setting.tried]
-    return watch.fastest([make(split) for split in tried], [0])
+    return watch.fastest([make(split) for split in tried])
 
 
 def run_rank(setting: Setting) -> dict[str, Any]:
@@ -307,7 +331,7 @@ def run_rank(setting: Setting) -> dict[str, Any]:
         "choice": str(ours.choice),
         "splits": {program.name: program.split for program in stock},
         "difference": difference,
-        "comparison": watch.compare(programs, range(len(steps)), setting.runs),
+        "comparison": watch.compare(programs, len(steps), setting.runs),
     }
 
 
@@ -340,7 +364,7 @@ def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
     made = []
     for name, goal in ((FRONT, GOAL), (SPREAD, None)):
         idle = comparison.idle_share(OURS), comparison.idle_share(name)
-        times = (comparison.wall_s(n) / setting.steps for n in (OURS, name))
+        times = (comparison.wall_s(n) for n in (OURS, name))
         ratio = comparison.speed_ratio(OURS, name)
         made += [
             Row(case, f"speed ratio, {name}", "x", ratio, 1.0, goal=goal),

@@ -25,18 +25,18 @@ from ranks import run_ranks
 CASES = ("bookkeeping", "model", "sleep")
 
 
-def run_model(quick: bool) -> list[Row]:
+def run_model(size: str) -> list[Row]:
     """Two ranks that compute."""
-    setting = model_case.QUICK if quick else model_case.FULL
+    setting = model_case.SETTINGS[size]
     found = run_ranks(model_case.run_rank, model_case.RANKS, setting)
     _describe("model", found)
     print(f"model: the tower takes {found['tower share']:.0%} of the computing time")
     return model_case.rows(setting, found)
 
 
-def run_sleep(quick: bool) -> list[Row]:
+def run_sleep(size: str) -> list[Row]:
     """Eight ranks that sleep."""
-    setting = sleep_case.QUICK if quick else sleep_case.FULL
+    setting = sleep_case.SETTINGS[size]
     found = run_ranks(sleep_case.run_rank, sleep_case.RANKS, setting)
     _describe("sleep", found)
     return sleep_case.rows(setting, found)
@@ -54,17 +54,19 @@ def main() -> None:
     """Prints the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="NAME")
+    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
     arguments = parser.parse_args()
+    size = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
     torch.set_num_threads(1)
     print(f"machine: {describe_machine(torch.device('cpu'))}")
     print(f"documents: {load_documents().source}; seed {SEED}")
     rows: list[Row] = []
     if "bookkeeping" in arguments.cases:
-        rows += bookkeeping.measure(30 if arguments.quick else 300)
+        rows += bookkeeping.measure(bookkeeping.REPETITIONS[size])
     if "model" in arguments.cases:
-        rows += run_model(arguments.quick)
+        rows += run_model(size)
     if "sleep" in arguments.cases:
-        rows += run_sleep(arguments.quick)
+        rows += run_sleep(size)
     report("Pipelines against torch's schedules", rows, arguments.json)
 
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -85,7 +85,7 @@ P = TypeVar("P", bound=Program)
 
 
 class StepTime(NamedTuple):
-    """Of one step or several, over all ranks."""
+    """Of a step, over all ranks."""
 
     wall_s: float
     """Until the last rank was done."""
@@ -97,16 +97,23 @@ class StepTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Times of several programs, run by run; in each, all programs ran all steps."""
+    """Times of several programs; in each run, all of them ran the same step."""
 
     times: dict[str, list[StepTime]]
+    """By program: run after run."""
+    steps: list[int]
+    """Of each run."""
     ranks: int
     disturbed: int
-    """Runs that were left out, or, if all were disturbed, are in."""
+    """Runs that were left out; none if no run was undisturbed."""
 
     def wall_s(self, name: str) -> float:
-        """Median over runs."""
-        return median(t.wall_s for t in self.times[name])
+        """Mean over steps of the median over their runs."""
+        walls = [
+            [t.wall_s for t, s in zip(self.times[name], self.steps, strict=True) if s == step]
+            for step in set(self.steps)
+        ]
+        return mean(map(median, walls))
 
     def idle_share(self, name: str) -> float:
         """Share of the ranks' time in which they did not compute; median over runs."""
@@ -118,11 +125,10 @@ class Comparison:
         return median(b.wall_s / a.wall_s for a, b in pairs)
 
     def __str__(self) -> str:
-        first = next(iter(self.times.values()))
         others = max(t.others for times in self.times.values() for t in times)
         return (
-            f"{len(first)} runs, in which other programs took at most {others:.0%} of the CPU; "
-            f"{self.disturbed} runs were disturbed"
+            f"{len(self.steps)} runs of a step, in which other programs took at most {others:.0%} "
+            f"of the CPU; {self.disturbed} more were left out"
         )
 
 
@@ -141,49 +147,54 @@ class Stopwatch:
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
 
-    def time(self, program: Program, steps: Sequence[int]) -> StepTime:
-        """Runs steps one after the other, all ranks beginning each together."""
-        self._wait_until_quiet()
-        wall_s = busy_s = 0.0
+    def time(self, program: Program, index: int) -> StepTime:
+        """Runs a step, which all ranks begin together."""
         others = _OtherPrograms()
-        for index in steps:
-            dist.barrier()
-            begin_s = time.perf_counter()
-            busy = program.step(index)
-            wall_s += _over_ranks(time.perf_counter() - begin_s, dist.ReduceOp.MAX)
-            busy_s += _over_ranks(busy)
-        return StepTime(wall_s, busy_s, others.share())
+        dist.barrier()
+        begin_s = time.perf_counter()
+        busy = program.step(index)
+        wall_s = _over_ranks(time.perf_counter() - begin_s, dist.ReduceOp.MAX)
+        return StepTime(wall_s, _over_ranks(busy), others.share())
 
-    def fastest(self, programs: Sequence[P], steps: Sequence[int]) -> P:
-        """The program with the least time of two, after one to warm up; a lone one does not run."""
+    def fastest(self, programs: Sequence[P]) -> P:
+        """The program with the least time of two for step 0; a lone one does not run."""
         if len(programs) == 1:
             return programs[0]
         best = [float("inf")] * len(programs)
         for turn in range(3):
             for i, program in enumerate(programs):
-                wall_s = self.time(program, steps).wall_s
-                if turn:
+                self._wait_until_quiet()
+                wall_s = self.time(program, 0).wall_s
+                if turn:  # the first warms up
                     best[i] = min(best[i], wall_s)
         return programs[best.index(min(best))]
 
-    def compare(self, programs: Sequence[Program], steps: Sequence[int], runs: int) -> Comparison:
-        """Times all programs in turns, in an order that is reversed from run to run."""
+    def compare(self, programs: Sequence[Program], steps: int, runs: int) -> Comparison:
+        """Times all programs on one step after the other, until every step has had its runs.
+
+        The order of programs is reversed from run to run.
+        """
         for program in programs:
-            self.time(program, steps)  # warm
-        quiet: list[list[StepTime]] = []
-        disturbed: list[list[StepTime]] = []
-        while len(quiet) < runs and (self.patience_s > 0 or len(quiet) + len(disturbed) < runs):
-            order = list(range(len(programs)))
-            if (len(quiet) + len(disturbed)) % 2:
+            self.time(program, 0)  # warm
+        quiet: list[tuple[int, list[StepTime]]] = []
+        disturbed: list[tuple[int, list[StepTime]]] = []
+        while len(quiet) < runs * steps:
+            done = len(quiet) + len(disturbed)
+            if self.patience_s <= 0 and done >= runs * steps:
+                break
+            self._wait_until_quiet()
+            index, order = len(quiet) % steps, list(range(len(programs)))
+            if done % 2:
                 order.reverse()
-            taken = {i: self.time(programs[i], steps) for i in order}
-            noisy = any(t.others > self.QUIET for t in taken.values())
+            taken = {i: self.time(programs[i], index) for i in order}
+            noisy = max(t.others for t in taken.values()) > self.QUIET
             if noisy:
                 self.patience_s -= sum(t.wall_s for t in taken.values())
-            (disturbed if noisy else quiet).append([taken[i] for i in range(len(programs))])
-        kept = quiet or disturbed
-        times = {p.name: [t[i] for t in kept] for i, p in enumerate(programs)}
-        return Comparison(times, dist.get_world_size(), len(disturbed))
+            found = index, [taken[i] for i in range(len(programs))]
+            (disturbed if noisy else quiet).append(found)
+        kept, left_out = (quiet, len(disturbed)) if quiet else (disturbed, 0)
+        times = {p.name: [found[i] for _, found in kept] for i, p in enumerate(programs)}
+        return Comparison(times, [s for s, _ in kept], dist.get_world_size(), left_out)
 
     def _wait_until_quiet(self) -> None:
         while self.patience_s > 0:
