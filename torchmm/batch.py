@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchmm.config_model import GENERATOR
 from torchmm.generated import GeneratedMeta, GeneratorInputs
 
 IGNORE_TARGET = -100
@@ -76,6 +77,10 @@ class MicrobatchMeta:
     def generated(self) -> list[GeneratedMeta]:
         """Images and clips that the generator has to draw, in order."""
         return [image for sample in self.samples for image in sample.generated]
+
+    def images_of(self, module: str) -> int:
+        """Images that an encoder reads, or that the generator draws."""
+        return len(self.generated) if module == GENERATOR else len(self.patches(module))
 
     @property
     def used_tokens(self) -> int:
@@ -297,6 +302,8 @@ class LayerDescription:
     """Whether queries and keys are normalized."""
     packed_qkv: bool = False
     """Whether one linear gives queries, keys and values."""
+    batched: bool = False
+    """Whether images of one size are rows of a batch, and not packed into a single row."""
     parameters: int = 0
     """All of the layer, with biases and norms; 0: those of its matrix products."""
 

@@ -10,6 +10,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
+GENERATOR = "generator"
+"""Name of the module behind the LLM, in tables and metrics."""
+
+
 class Section(BaseModel):
     """Base of all recipe sections: strict types, no unknown keys, no mutation."""
 

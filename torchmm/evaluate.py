@@ -1,4 +1,4 @@
-"""Held-out loss, and text the model generates for held-out images.
+"""Held-out losses, and text the model generates for held-out images.
 
 Both are plans of forwards alone, run as training steps are. For generation all data-parallel ranks
 work on the same sample in lockstep (FSDP gathers every layer's weights for all of them anyway) and
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.batch import IGNORE_TARGET, Microbatch, SampleMeta, StepBatch
+from torchmm.config_model import GENERATOR
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipeline import Pipeline
 
@@ -37,18 +38,27 @@ class GeneratedText:
 # saves, hence "force_eager".
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def validation_loss(pipeline: Pipeline, batches: Iterable[StepBatch], mesh: ParallelMesh) -> float:
-    """Mean loss per target over all held-out batches and ranks."""
-    loss = torch.zeros((), device=mesh.device)
-    targets = 0
+def held_out_losses(
+    pipeline: Pipeline, batches: Iterable[StepBatch], mesh: ParallelMesh
+) -> dict[str, float]:
+    """Mean loss over all held-out batches and ranks: "llm" per target, "generator" per image."""
+    sums = {name: torch.zeros((), device=mesh.device) for name in ("llm", GENERATOR)}
+    targets = images = 0
     for batch in batches:
-        for microbatch_loss in pipeline.losses([m.to(mesh.device) for m in batch.microbatches]):
-            loss += microbatch_loss
+        losses = pipeline.losses([m.to(mesh.device) for m in batch.microbatches])
+        for module, by_microbatch in losses.items():
+            sums[module] += torch.stack(by_microbatch).sum()
         targets += sum(m.target_count for m in batch.microbatches)
-    # Only one rank of a pipeline has losses, all have counted targets.
-    local = [loss.item() * mesh.pipeline_size, targets]
-    total_loss, total_targets = mesh.sum_over_data(local)
-    return total_loss / max(1.0, total_targets)
+        images += sum(m.generated_count for m in batch.microbatches)
+    # Only one rank of a pipeline has a module's losses, all have counted targets.
+    local = [*(loss.item() * mesh.pipeline_size for loss in sums.values()), targets, images]
+    text, drawn, all_targets, all_images = mesh.sum_over_data(local)
+    return {"llm": text / max(1.0, all_targets), GENERATOR: drawn / max(1.0, all_images)}
+
+
+def validation_loss(pipeline: Pipeline, batches: Iterable[StepBatch], mesh: ParallelMesh) -> float:
+    """Mean text loss per target over all held-out batches and ranks."""
+    return held_out_losses(pipeline, batches, mesh)["llm"]
 
 
 @torch.no_grad()
@@ -131,7 +141,7 @@ def _generate(
     max_new_tokens: int,
     mesh: ParallelMesh,
 ) -> list[int]:
-    source = mesh.global_rank(pipeline=pipeline.last_rank)
+    source = mesh.global_rank(pipeline=pipeline.last_rank("llm"))
     new_ids: list[int] = []
     state = prompt
     for _ in range(max_new_tokens):

@@ -63,6 +63,9 @@ class RankStep:
     """Tokens of the LLM's sequences without padding."""
     samples: int = 0
     images: int = 0
+    """Read by encoders."""
+    generated: int = 0
+    """Images drawn by the generator."""
     flops: int = 0
     """Forward and backward, see `torchmm.balance.flops`."""
     skipped_samples: int = 0
@@ -71,6 +74,7 @@ class RankStep:
     data_wait_ms: float = 0.0
     encoder_ms: float = 0.0
     llm_ms: float = 0.0
+    generator_ms: float = 0.0
     pipeline_ms: float = 0.0
     """From the first action of the step's plan to the end of the last; 0 without a pipeline."""
     peak_memory_bytes: int = 0
@@ -83,7 +87,8 @@ class StepRecord:
     step: int
     epoch: int
     loss: float
-    """Mean loss per target token of the global batch, in nats."""
+    """Mean loss per target token of the global batch, in nats; with a generator: the weighted sum
+    of `loss_text`, which is that, and `loss_image`."""
     validation_loss: float | None
     """The same on held-out samples, for steps after which it was measured."""
     grad_norm: float
@@ -107,9 +112,18 @@ class StepRecord:
     peak_memory_bytes: int
     """Highest use of one rank since its start: device memory on CUDA, process memory on CPU."""
     slowest_rank: int
-    """Rank with the most time in data wait, encoders and LLM. Collectives inside a phase make
+    """Rank with the most time in data wait and in modules. Collectives inside a phase make
     fast ranks wait there too, so it tells slow readers better than slow devices."""
     skipped_samples: int
+    loss_text: float | None = None
+    loss_image: float | None = None
+    """Mean over images of the squared error of the velocity, mean over pixels."""
+    validation_loss_text: float | None = None
+    validation_loss_image: float | None = None
+    generator_ms: float | None = None
+    """Forward and backward of the generator, slowest rank; on CUDA that of the step before."""
+    generated_per_s: float | None = None
+    """Images and clips drawn per second, all ranks together."""
 
 
 class PhaseTimer:
@@ -187,7 +201,7 @@ def make_record(
     """Combine what all ranks measured. `peak_flops` of one device per second; None: unknown."""
     step_ms = max(r.step_ms for r in ranks)
     per_s = 1e3 / step_ms
-    busy_ms = [r.data_wait_ms + r.encoder_ms + r.llm_ms for r in ranks]
+    busy_ms = [r.data_wait_ms + _compute_ms(r) for r in ranks]
     flops_per_s = sum(r.flops for r in ranks) * per_s
     return StepRecord(
         step=step,
@@ -208,14 +222,20 @@ def make_record(
         peak_memory_bytes=max(r.peak_memory_bytes for r in ranks),
         slowest_rank=busy_ms.index(max(busy_ms)),
         skipped_samples=sum(r.skipped_samples for r in ranks),
+        generator_ms=max(r.generator_ms for r in ranks) or None,
+        generated_per_s=sum(r.generated for r in ranks) * per_s or None,
     )
+
+
+def _compute_ms(step: RankStep) -> float:
+    return step.encoder_ms + step.llm_ms + step.generator_ms
 
 
 def _bubble_fraction(ranks: Sequence[RankStep]) -> float | None:
     span_ms = max(r.pipeline_ms for r in ranks)
     if span_ms == 0.0:
         return None
-    return 1.0 - sum(r.encoder_ms + r.llm_ms for r in ranks) / (span_ms * len(ranks))
+    return 1.0 - sum(_compute_ms(r) for r in ranks) / (span_ms * len(ranks))
 
 
 class MetricsRecorder:

@@ -7,8 +7,8 @@
 Every rank of a pipeline makes the same plan from the same metadata, so nothing is sent around.
 A run without a pipeline has plans too, of one rank: microbatch after microbatch. There, FSDP2 may
 gather and free layer by layer instead of once per step (`reshard_after_forward`). All data-parallel
-ranks must then run the same forwards and backwards, so an encoder runs once per microbatch, on a
-dummy image if there is none.
+ranks must then run the same forwards and backwards, so an encoder or generator runs once per
+microbatch, on a dummy image if there is none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 
 from torchmm.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
+from torchmm.config_model import GENERATOR
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
@@ -32,8 +34,8 @@ from torchmm.pipelining.graph import StageLayout
 from torchmm.pipelining.messages import message_specs
 from torchmm.pipelining.plan import PipelinePlan
 from torchmm.pipelining.runtime import PipelineRuntime, StepResult, channel_pairs
-from torchmm.pipelining.stage import NextTokenStage, PipelineStage, make_stage
-from torchmm.step_plan import Gathering, plan_layout, plan_step
+from torchmm.pipelining.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
+from torchmm.step_plan import Gathering, Purpose, plan_layout, plan_step
 
 
 def whole_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtype) -> Pipeline:
@@ -85,9 +87,9 @@ class Pipeline:
             channels = P2PChannels(mesh.device, mesh.pipeline_ranks, config.timeout_s)
             channels.warm_up(channel_pairs(layout))
         self._runtime = PipelineRuntime(mesh.pipeline_rank, stages, channels, mesh.device)
-        self._generator = PipelineRuntime(
-            mesh.pipeline_rank, _with_next_token(stages), channels, mesh.device
-        )
+        rank, device = mesh.pipeline_rank, mesh.device
+        self._writer = PipelineRuntime(rank, _with_next_token(stages), channels, device)
+        self._drawer = PipelineRuntime(rank, _with_velocities(stages), channels, device)
 
     def _sharding_of(self, module: LayeredModule) -> StepSharding | LayerSharding | None:
         if self._sharding == "none":
@@ -98,7 +100,7 @@ class Pipeline:
         self,
         metas: Sequence[MicrobatchMeta],
         targets: Sequence[int] | None = None,
-        training: bool = True,
+        purpose: Purpose = "training",
     ) -> PipelinePlan:
         """The plan of a step with these microbatches.
 
@@ -117,18 +119,22 @@ class Pipeline:
             targets,
             specs=specs,
             sharding=self._sharding,
-            training=training,
+            purpose=purpose,
         )
 
     def run(
-        self, microbatches: Sequence[Microbatch], *, loss_scale: float = 1.0, annotate: bool = False
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        loss_scale: float | Mapping[str, float] = 1.0,
+        annotate: bool = False,
     ) -> tuple[PipelinePlan, StepResult]:
         """A training step: gradients into the parameters; every action is timed.
 
         Args:
             microbatches: of this data-parallel rank, on the device; the same on all its pipeline
                 ranks.
-            loss_scale: factor of the summed losses in backward.
+            loss_scale: factor of the summed losses in backward, or one for each module.
             annotate: name each action in profiles.
         """
         plan = self.plan([m.meta for m in microbatches], [m.target_count for m in microbatches])
@@ -137,21 +143,30 @@ class Pipeline:
         )
         return plan, result
 
-    def losses(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
-        """Summed losses by microbatch, without gradients; empty on ranks without the last stage."""
-        plan = self.plan([m.meta for m in microbatches], training=False)
+    def losses(self, microbatches: Sequence[Microbatch]) -> dict[str, list[torch.Tensor]]:
+        """Summed losses without gradients, by module ("llm", "generator") and microbatch; those of
+        modules whose last stage is on this rank."""
+        plan = self.plan([m.meta for m in microbatches], purpose="losses")
         result = self._runtime.step(plan, microbatches)
-        return [result.losses[index] for index in sorted(result.losses)]
+        found: dict[str, list[torch.Tensor]] = {}
+        for (module, _), loss in sorted(result.module_losses.items()):
+            found.setdefault(module, []).append(loss)
+        return found
 
     def next_token_logits(self, microbatch: Microbatch) -> torch.Tensor | None:
-        """(V,) logits behind the last token; None on ranks without the last stage."""
-        plan = self.plan([microbatch.meta], training=False)
-        return self._generator.step(plan, [microbatch]).losses.get(0)
+        """(V,) logits behind the last token; None on ranks without the LLM's last stage."""
+        plan = self.plan([microbatch.meta], purpose="text")
+        return self._writer.step(plan, [microbatch]).losses_of("llm").get(0)
 
-    @property
-    def last_rank(self) -> int:
-        """Rank of the plan with the LLM's last stage, where losses and logits are."""
-        return next(s.ranks[0] for s in reversed(self.layout.stages) if s.module == "llm")
+    def velocities(self, microbatch: Microbatch) -> torch.Tensor | None:
+        """float32 (P, V): where the pixels of the images to be drawn move to as they get noisier;
+        None on ranks without the generator's last stage."""
+        plan = self.plan([microbatch.meta], purpose="drawing")
+        return self._drawer.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
+
+    def last_rank(self, module: str) -> int:
+        """Rank of the plan with a module's last stage, where its losses are."""
+        return next(s.ranks[0] for s in reversed(self.layout.stages) if s.module == module)
 
 
 def _with_next_token(stages: dict[int, PipelineStage]) -> dict[int, PipelineStage]:
@@ -162,3 +177,13 @@ def _with_next_token(stages: dict[int, PipelineStage]) -> dict[int, PipelineStag
         return NextTokenStage(stage.module, stage.sharding) if last else stage
 
     return {index: generating(stage) for index, stage in stages.items()}
+
+
+def _with_velocities(stages: dict[int, PipelineStage]) -> dict[int, PipelineStage]:
+    """The same stages, but the generator's last gives velocities in the place of the loss."""
+
+    def drawing(stage: PipelineStage) -> PipelineStage:
+        last = isinstance(stage.module, GeneratorModule) and stage.module.is_last
+        return VelocityStage(stage.module, stage.sharding) if last else stage
+
+    return {index: drawing(stage) for index, stage in stages.items()}

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchmm.config import ParallelConfig, Recipe, SourceConfig
+from torchmm.config_model import GENERATOR
 from torchmm.config_simulation import contradictions
 from torchmm.errors import ConfigError
+from torchmm.recipe_generator import check_generator
 from torchmm.recipe_pipeline import check_pipeline
 from torchmm.recipe_schema import NO_VALUE, Problem, suggest
 
@@ -67,6 +69,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
     return [
         *_check_run(recipe),
         *_check_model(recipe),
+        *check_generator(recipe),
         *_check_module_names(recipe),
         *_check_frozen(recipe),
         *_check_data(recipe),
@@ -81,7 +84,8 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
 
 def module_names(recipe: Recipe) -> list[str]:
     """Names that [freeze], learning rates and others may use: llm, NAME, NAME.connector."""
-    return ["llm", *(n for name in _encoders(recipe) for n in (name, f"{name}.connector"))]
+    parts = [*_encoders(recipe), *([GENERATOR] if recipe.model.generator else [])]
+    return ["llm", *(n for name in parts for n in (name, f"{name}.connector"))]
 
 
 def _encoders(recipe: Recipe) -> list[str]:

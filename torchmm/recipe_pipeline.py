@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.config import SCHEDULES, Recipe
+from torchmm.config_model import GENERATOR
 from torchmm.recipe_schema import Problem, suggest
 
 Found = Iterator[Problem]
@@ -111,12 +112,21 @@ def _layer_counts(recipe: Recipe) -> dict[str, int | None]:
         if config.get("model_type") == "llava":
             reaches = isinstance(layer, int) and layer < 0 and vision_layers is not None
             vision_layers = vision_layers + 1 + layer if reaches else None  # type: ignore[operator]
-        return {"vision": vision_layers, "llm": _layers(text)}
+        return {"vision": vision_layers, "llm": _layers(text), **_generator_layers(recipe)}
     counts: dict[str, int | None] = {}
     for name, encoder in model.encoders.items():
         layers = _layers(encoder.config)
         counts[name] = None if layers is None else layers + 1 + encoder.feature_layer
-    return {**counts, "llm": _layers(model.llm.config) if model.llm else None}
+    counts["llm"] = _layers(model.llm.config) if model.llm else None
+    return counts | _generator_layers(recipe)
+
+
+def _generator_layers(recipe: Recipe) -> dict[str, int | None]:
+    section = recipe.model.generator
+    if section is None:
+        return {}
+    layers = (section.config or {}).get("num_layers")
+    return {GENERATOR: layers if isinstance(layers, int) else None}
 
 
 def _layers(config: Any) -> int | None:

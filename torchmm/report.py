@@ -92,7 +92,11 @@ def describe_step(record: Record, eta_s: float) -> str:
     share = None if waiting is None else 100 * waiting / max(record["step_ms"], 1e-9)
     parts = [
         part("loss", "loss {:.4f}"),
+        part("loss_text", "text {:.4f}"),
+        part("loss_image", "image {:.4f}"),
         part("validation_loss", "held-out loss {:.4f}"),
+        part("validation_loss_text", "text {:.4f}"),
+        part("validation_loss_image", "image {:.4f}"),
         part("tokens_per_s", "{:,.0f} tokens/s"),
         part("samples_per_s", "{:.1f} samples/s"),
         part("images_per_s", "{:.1f} images/s"),
@@ -101,6 +105,7 @@ def describe_step(record: Record, eta_s: float) -> str:
         None if share is None else f"data wait {share:.0f} %",
         part("encoder_ms", "encoder {:.0f} ms"),
         part("llm_ms", "LLM {:.0f} ms"),
+        part("generator_ms", "generator {:.0f} ms"),
         part("bubble_fraction", "bubbles {:.0f} %", 100),
         f"ETA {timedelta(seconds=round(eta_s))}",
     ]
@@ -129,6 +134,42 @@ def draw_captions(
         label = f"model: {textwrap.fill(written, 38)}\ntruth: {textwrap.fill(caption, 38)}"
         axes.set_title(label.replace("$", r"\$"), fontsize=8, loc="left")
     figure.savefig(picture, dpi=110)
+
+
+def draw_pictures(
+    samples: Sequence[tuple[Sequence[Image.Image], Sequence[Image.Image], str]],
+    title: str,
+    picture: Path,
+) -> None:
+    """Draw what the model drew above what it should be, as a PNG; a clip's frames side by side.
+
+    Args:
+        samples: (frames of the truth, frames drawn, the text they were drawn from).
+    """
+    frames = max(len(drawn) for _, drawn, _ in samples)
+    columns = min(len(samples), max(1, 8 // frames))
+    rows = math.ceil(len(samples) / columns)
+    figure = Figure(figsize=(1.7 * columns * frames, 4.0 * rows + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=10)
+    grid = figure.subplots(2 * rows, columns, squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for number, (truth, drawn, text) in enumerate(samples):
+        row, column = divmod(number, columns)
+        caption = textwrap.fill(textwrap.shorten(text, 90) or "(nothing)", 22 * frames)
+        grid[2 * row][column].set_title(caption.replace("$", r"\$"), fontsize=7)
+        for place, shown in enumerate((drawn, truth)):
+            grid[2 * row + place][column].imshow(_side_by_side(shown))
+    figure.savefig(picture, dpi=110)
+
+
+def _side_by_side(frames: Sequence[Image.Image]) -> Image.Image:
+    width, height = frames[0].size
+    strip = Image.new("RGB", (len(frames) * (width + 1) - 1, height), "white")
+    for number, frame in enumerate(frames):
+        strip.paste(frame, (number * (width + 1), 0))
+    return strip
 
 
 def draw_loss(metrics_file: Path, picture: Path) -> None:

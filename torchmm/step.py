@@ -1,18 +1,20 @@
 """Forward and backward of one optimizer step on one rank, as a plan, and what it took.
 
-The loss is the *sum* over targets divided by the number of targets of the whole global batch, so
-neither the number of ranks nor that of microbatches or stages changes it.
+The text loss is the *sum* over targets divided by the number of targets of the whole global batch,
+the image loss the sum over images divided by their number, so neither the number of ranks nor that
+of microbatches or stages changes them. What is trained on is their weighted sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from torchmm.batch import Microbatch
+from torchmm.config_model import GENERATOR
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipeline import Pipeline
 from torchmm.pipelining.actions import COMPUTE
@@ -25,14 +27,16 @@ class StepOutcome:
     """A step of one rank.
 
     Attributes:
-        loss: float32 scalar: this rank's sum of target losses / targets of the global batch; 0 on
-            ranks without the LLM's last stage.
+        losses: float32 scalars by module ("llm", "generator"): this rank's sum of losses / number
+            of targets or images in the global batch; 0 on ranks without the module's last stage.
+        loss: their weighted sum.
         plan: what was run.
         result: losses and records.
         module_ms: time in forwards and backwards by module name.
         span_ms: from the first action's start to the last one's end.
     """
 
+    losses: dict[str, Tensor]
     loss: Tensor
     plan: PipelinePlan
     result: StepResult
@@ -47,13 +51,22 @@ class StepOutcome:
 
 @dataclass
 class TrainStep:
-    """Runs the microbatches of a step and leaves gradients of the global mean loss."""
+    """Runs the microbatches of a step and leaves gradients of the global mean loss.
+
+    Args:
+        loss_weights: factor of each module's loss, by name; 1 where none is given.
+    """
 
     pipeline: Pipeline
     mesh: ParallelMesh
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
 
     def run(
-        self, microbatches: Sequence[Microbatch], global_targets: float, annotate: bool = False
+        self,
+        microbatches: Sequence[Microbatch],
+        global_targets: float,
+        annotate: bool = False,
+        global_images: float = 0.0,
     ) -> StepOutcome:
         """Accumulates gradients.
 
@@ -61,15 +74,25 @@ class TrainStep:
             microbatches: this data-parallel rank's share, on the CPU.
             global_targets: targets in the whole global batch, over all ranks.
             annotate: name each action in profiles.
+            global_images: generated images that count, in the whole global batch.
         """
-        device, targets = self.mesh.device, max(global_targets, 1.0)
+        device = self.mesh.device
         moved = [microbatch.to(device) for microbatch in microbatches]
-        # FSDP averages gradients over the data-parallel ranks: undo that in the loss.
-        scale = self.mesh.data_parallel_size / targets
-        plan, result = self.pipeline.run(moved, loss_scale=scale, annotate=annotate)
-        losses = torch.stack([torch.zeros((), device=device), *result.losses.values()])
+        counts = {"llm": max(global_targets, 1.0), GENERATOR: max(global_images, 1.0)}
+        weights = {name: self.loss_weights.get(name, 1.0) for name in counts}
+        scales = dict.fromkeys((s.module for s in self.pipeline.layout.stages), 0.0)
+        for name, count in counts.items():
+            # FSDP averages gradients over the data-parallel ranks: undo that in the loss.
+            scales[name] = weights[name] * self.mesh.data_parallel_size / count
+        plan, result = self.pipeline.run(moved, loss_scale=scales, annotate=annotate)
+        nothing = torch.zeros((), device=device)
+        losses = {
+            name: torch.stack([nothing, *result.losses_of(name).values()]).sum() / count
+            for name, count in counts.items()
+        }
+        loss = sum((weights[name] * losses[name] for name in counts), nothing)
         module_ms, span_ms = self._times_ms(plan, result)
-        return StepOutcome(losses.sum() / targets, plan, result, module_ms, span_ms)
+        return StepOutcome(losses, loss, plan, result, module_ms, span_ms)
 
     def _times_ms(self, plan: PipelinePlan, result: StepResult) -> tuple[dict[str, float], float]:
         times_ms: dict[str, float] = {}

@@ -16,6 +16,7 @@ from typing import Literal
 from torchmm.balance.layer_costs import module_layers, task_durations
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
+from torchmm.config_model import GENERATOR
 from torchmm.errors import ConfigError
 from torchmm.pipelining.classic import forward_only, one_f_one_b
 from torchmm.pipelining.graph import StageGraph, StageLayout
@@ -28,6 +29,10 @@ from torchmm.pipelining.validation import validate_plan
 Gathering = Literal["none", "layer", "step"]
 """When FSDP2 gathers parameters: never, with every layer, once per step."""
 
+Purpose = Literal["training", "losses", "text", "drawing"]
+"""What a step is for: all but "training" are forwards only. For text the generator has nothing to
+do; for drawing it runs every microbatch as a whole."""
+
 
 def plan_layout(
     config: ParallelConfig,
@@ -37,7 +42,7 @@ def plan_layout(
     """How the recipe's schedule cuts the modules.
 
     Args:
-        modules: encoders and LLM, whole.
+        modules: encoders, LLM and generator, whole.
         microbatches: typical ones, from which costs follow.
 
     Raises:
@@ -64,17 +69,20 @@ def step_graph(
     config: ParallelConfig,
     microbatches: Sequence[MicrobatchMeta],
     sharding: Gathering = "step",
+    purpose: Purpose = "training",
 ) -> StageGraph:
-    """Tasks of a step: its microbatches, and parts of each by encoder."""
+    """Tasks of a step: its microbatches, and parts of each by encoder, and of the generator."""
 
-    def parts(encoder: str, images: int) -> int:
+    def parts(module: str, images: int) -> int:
+        if module == GENERATOR and purpose in ("text", "drawing"):
+            return int(purpose == "drawing")  # in one piece, as losses add up and velocities do not
         if sharding == "layer":
             return 1  # what all replicas do, whatever images they have
-        size = config.sub_microbatch_images(encoder) or max(images, 1)
+        size = config.sub_microbatch_images(module) or max(images, 1)
         return ceil(images / size)
 
     counts = {
-        name: tuple(parts(name, len(meta.patches(name))) for meta in microbatches)
+        name: tuple(parts(name, meta.images_of(name)) for meta in microbatches)
         for name in layout.sub_microbatched
     }
     return StageGraph(layout, len(microbatches), counts)
@@ -89,23 +97,24 @@ def plan_step(
     *,
     specs: Callable[[StageGraph], MessageSpecs] = lambda graph: {},
     sharding: Gathering = "step",
-    training: bool = True,
+    purpose: Purpose = "training",
 ) -> PipelinePlan:
     """The plan of a step with these microbatches.
 
     Args:
         layout: from `plan_layout`.
         config: the recipe's section.
-        modules: encoders and LLM, whole.
+        modules: encoders, LLM and generator, whole.
         targets: positions that count in the loss, by microbatch; None: all text.
         specs: tensors of the graph's messages; none for plans that do not run.
         sharding: when parameters are gathered.
-        training: whether there are backwards.
+        purpose: what the step is for.
 
     Raises:
         PlanError: the schedule cannot run them.
     """
-    graph = step_graph(layout, config, microbatches, sharding)
+    graph = step_graph(layout, config, microbatches, sharding, purpose)
+    training = purpose == "training"
     if not training:
         order = forward_only(graph)
     elif layout.rank_count == 1:

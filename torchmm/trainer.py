@@ -13,7 +13,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -24,9 +24,11 @@ from torchmm.balance.flops import microbatch_flops
 from torchmm.batch import StepBatch
 from torchmm.build import DTYPES, RunParts, build_data, build_run, build_unfilled_model
 from torchmm.config import Recipe
+from torchmm.config_model import GENERATOR
 from torchmm.data.corrupt import CorruptLimit
+from torchmm.drawings import draw_samples, held_out_drawings
 from torchmm.errors import EXIT_DONE, Preempted, TorchmmError
-from torchmm.evaluate import generate_samples, held_out_prompts, validation_loss
+from torchmm.evaluate import generate_samples, held_out_losses, held_out_prompts
 from torchmm.files import replace_atomically
 from torchmm.metrics import (
     PhaseTimer,
@@ -49,7 +51,7 @@ from torchmm.parallel.health import Health, check_finite, gather_floats, peer_er
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.preempt import Status, StopSignal, write_status
 from torchmm.profiling import StepProfiler
-from torchmm.report import draw_captions
+from torchmm.report import draw_captions, draw_pictures
 from torchmm.rng import restore_rng
 from torchmm.step import StepOutcome, TrainStep
 from torchmm.step_timeline import save_timeline
@@ -106,7 +108,8 @@ class Trainer:
         self.step = run.restored.step if run.restored else 0
         self._stop = stop
         self._timer = PhaseTimer(mesh.device)
-        self._train_step = TrainStep(run.pipeline, mesh)
+        self._loss_weights = _loss_weights(recipe)
+        self._train_step = TrainStep(run.pipeline, mesh, self._loss_weights)
         self._parameters = [p for p in run.model.parameters() if p.requires_grad]
         self._copies = run.model.tied_copy_parameters()
         self._pipeline = mesh.pipeline.get_group() if mesh.pipeline_size > 1 else None
@@ -186,21 +189,25 @@ class Trainer:
         with self._timer.phase("data"):
             batch = next(batches)
         targets = sum(m.target_count for m in batch.microbatches)
+        images = sum(m.generated_count for m in batch.microbatches)
         samples = sum(len(m.meta.samples) for m in batch.microbatches)
         wishes = [self._stop.as_float(), float(run.checkpoints.failed)]
-        totals = mesh.sum_over_data([targets, samples, len(batch.skipped), *wishes])
-        global_targets, all_samples, skipped, stopping, save_failed = totals
+        totals = mesh.sum_over_data([targets, images, samples, len(batch.skipped), *wishes])
+        global_targets, global_images, all_samples, skipped, stopping, save_failed = totals
         self._corrupt.add(int(skipped), int(all_samples))
         if save_failed:
             run.checkpoints.wait()
 
         step = self.step + 1
         annotate = step == run.recipe.metrics.profile_step
-        outcome = self._train_step.run(batch.microbatches, global_targets, annotate)
+        outcome = self._train_step.run(batch.microbatches, global_targets, annotate, global_images)
         grad_norm = global_grad_norm(self._parameters, self._copies, self._pipeline).item()
-        rows = gather_floats([outcome.loss.item(), grad_norm])
-        check_finite(step, ("loss", "grad_norm"), rows)
-        loss_value = sum(row[0] for row in rows) / mesh.tensor_size
+        by_module = [outcome.losses[name].item() for name in ("llm", GENERATOR)]
+        rows = gather_floats([outcome.loss.item(), grad_norm, *by_module])
+        check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
+        loss, _, text, image = (
+            sum(column) / mesh.tensor_size for column in zip(*rows, strict=True)
+        )
 
         lr = self._update(grad_norm)
         self._data_state = batch.state
@@ -212,11 +219,13 @@ class Trainer:
             self.step,
             ranks,
             epoch=batch.epoch,
-            loss=loss_value,
+            loss=loss,
             grad_norm=grad_norm,
             lr=lr,
             peak_flops=self._peak_flops,
         )
+        if run.model.generator is not None:
+            record = replace(record, loss_text=text, loss_image=image)
         return record, stopping > 0
 
     def _update(self, grad_norm: float) -> float:
@@ -235,7 +244,7 @@ class Trainer:
     def _measure(self, batch: StepBatch, outcome: StepOutcome, begin_s: float) -> RankStep:
         mesh = self.parts.mesh
         times_ms = self._timer.finish_step()
-        llm_ms = outcome.module_ms.get("llm", 0.0)
+        llm_ms, generator_ms = (outcome.module_ms.get(m, 0.0) for m in ("llm", GENERATOR))
         counts = {}
         if mesh.mesh.get_local_rank("tensor") == 0 and mesh.pipeline_rank == 0:
             metas = [m.meta for m in batch.microbatches]
@@ -247,31 +256,59 @@ class Trainer:
                 "tokens": sum(m.used_tokens for m in metas),
                 "samples": sum(len(m.samples) for m in metas),
                 "images": sum(m.image_count for m in metas),
+                "generated": sum(len(m.generated) for m in metas),
                 "flops": sum(f.forward + f.backward for by_name in flops for f in by_name.values()),
                 "skipped_samples": self._corrupt.corrupt if mesh.rank == 0 else 0,
             }
         return RankStep(
             step_ms=(time.perf_counter() - begin_s) * 1e3,
             data_wait_ms=times_ms.get("data", 0.0),
-            encoder_ms=outcome.compute_ms - llm_ms,
+            encoder_ms=outcome.compute_ms - llm_ms - generator_ms,
             llm_ms=llm_ms,
+            generator_ms=generator_ms,
             pipeline_ms=outcome.span_ms if mesh.pipeline_size > 1 else 0.0,
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             **counts,
         )
 
     def _validate(self, record: StepRecord) -> StepRecord:
-        """Held-out loss into the record, and generated text into samples.json."""
+        """Held-out losses into the record; text into samples.json, drawings into drawings/."""
         run, config = self.parts, self.parts.recipe.validation
         run.model.eval()
         if self._held_out is None:
             loader = build_data(run.recipe, run.model, run.tokenizer, run.mesh, validation=True)
             self._held_out = list(islice(loader, config.batches))
-        loss = validation_loss(run.pipeline, self._held_out, run.mesh)
+        losses = held_out_losses(run.pipeline, self._held_out, run.mesh)
         if config.samples:
             self._generate()
+        if config.drawings:
+            self._draw()
         run.model.train()
-        return StepRecord(**{**asdict(record), "validation_loss": loss})
+        if run.model.generator is None:
+            return replace(record, validation_loss=losses["llm"])
+        return replace(
+            record,
+            validation_loss=sum(self._loss_weights[name] * losses[name] for name in losses),
+            validation_loss_text=losses["llm"],
+            validation_loss_image=losses[GENERATOR],
+        )
+
+    def _draw(self) -> None:
+        """Drawings for held-out texts into a picture of this step."""
+        run, config = self.parts, self.parts.recipe.validation
+        loader = build_data(
+            run.recipe, run.model, run.tokenizer, run.mesh, validation=True, for_prompts=True
+        )
+        spec = run.model.generator_spec()
+        assert spec is not None
+        prompts = held_out_drawings(loader, config.drawings)
+        drawn = draw_samples(run.pipeline, prompts, spec, run.mesh, config.denoising_steps)
+        if run.mesh.rank == 0 and drawn:
+            directory = run.run_dir / "drawings"
+            directory.mkdir(exist_ok=True)
+            title = f"drawn after step {self.step} (and the held-out images themselves)"
+            shown = [(d.truth, d.drawn, d.text(run.tokenizer)) for d in drawn]
+            draw_pictures(shown, title, directory / f"step-{self.step}.png")
 
     def _generate(self) -> None:
         """Text for held-out images into samples.json and captions.png."""
@@ -311,6 +348,14 @@ class Trainer:
     def _write_running(self) -> None:
         if self.parts.mesh.rank == 0:
             write_status(self.parts.run_dir, Status("running", self.step, 0))
+
+
+def _loss_weights(recipe: Recipe) -> dict[str, float]:
+    """Factors of the losses, by module."""
+    generator = recipe.model.generator
+    if generator is None:
+        return {}
+    return {"llm": generator.text_loss_weight, GENERATOR: generator.loss_weight}
 
 
 def _is_due(interval: int, step: int, last: bool) -> bool:

@@ -53,6 +53,13 @@ class TargetPreprocessor:
         self._seed = seed
         self._max_pixels = max_pixels
 
+    @classmethod
+    def of(
+        cls, spec: GeneratorSpec | None, seed: int, max_pixels: int
+    ) -> TargetPreprocessor | None:
+        """None where there is no generator."""
+        return None if spec is None else cls(spec, seed, max_pixels)
+
     def meta(self, data: bytes, context_end: int) -> GeneratedMeta:
         """Sizes from the header alone.
 

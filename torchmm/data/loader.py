@@ -211,7 +211,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     if data_parallel_rank > 0:
         datasets.disable_progress_bars()  # all ranks convert the same files
     seed = VALIDATION_SEED if validation else training.seed
-    targets = generator_spec and TargetPreprocessor(generator_spec, seed, data.max_image_pixels)
+    targets = TargetPreprocessor.of(generator_spec, seed, data.max_image_pixels)
     length = training.sequence_length
     reader = SampleReader(data, length, text_spec, image_specs, tokenizer, targets)
     sources = _open_sources(data, training, reader, tokenizer, validation)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from torchmm.batch import LayerDescription, ModuleDescription
+from torchmm.config_model import GENERATOR
 from torchmm.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
 
@@ -84,7 +85,7 @@ class GeneratorModule(LayeredModule):
     forward_methods = ("velocity",)
 
     def __init__(self, spec: DitSpec, weights: WeightFiles) -> None:
-        super().__init__("generator", weights)
+        super().__init__(GENERATOR, weights)
         self.spec = spec
         self.family = spec.family
         self.layers_fqn = f"dit.{spec.family.layers}"

@@ -225,7 +225,7 @@ class PixArtFamily:
         linears = [m for m in dit.adaln_single.modules() if isinstance(m, nn.Linear)]
         return sum(2 * linear.weight.numel() for linear in linears)
 
-    def scheduler(self) -> FlowMatchEulerDiscreteScheduler:
+    def scheduler(self) -> Any:
         """Samples from the trained model in diffusers: sigmas are our times."""
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=int(TIME_SCALE), shift=1.0)
 

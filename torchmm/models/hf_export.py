@@ -4,7 +4,8 @@ Composites become what they were; a fixed-size encoder with an "mlp" connector a
 LLaVA model and becomes one; an LLM alone becomes a causal LM. Hugging Face's own `save_pretrained`
 writes the files, so names, shards and configs are its. Other pairs have no Hugging Face class:
 their parts are written side by side with `torchmm.json`, whose content is the `[model]` section
-of a recipe that puts them together again.
+of a recipe that puts them together again. A generator is written beside all of it, by diffusers, in
+`generator/`: its connector is what diffusers calls its caption projection.
 
 Parameters are gathered one by one to rank 0's CPU memory; no other rank holds more than one. Those
 of pipeline stages that rank 0 does not run are sent by the first rank that has them.
@@ -35,8 +36,10 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
+from torchmm.config_model import GENERATOR
 from torchmm.models.composites import LLAVA_LLM, LLAVA_VISION
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf_io import CONNECTOR_FILE, names_in_files, open_files
 from torchmm.models.initialize import draw, named_tensors
 from torchmm.models.layered import units
@@ -63,8 +66,8 @@ class _Target:
     """One Hugging Face model to be written."""
 
     directory: Path
-    hf: PreTrainedModel
-    """On the meta device; receives the weights."""
+    hf: Any
+    """On the meta device; receives the weights. Of transformers or diffusers."""
     prefixes: dict[str, Prefixes]
     """By module name: our parameter names -> Hugging Face's."""
     generation_source: str | None = None
@@ -84,11 +87,16 @@ def export_hf(
     as_one = model.composite is not None or not model.encoders or _is_llava(model)
     with torch.device("meta"):
         targets = [_whole(model, directory, tokenizer)] if as_one else _parts(model, directory)
+        if model.generator is not None:
+            targets.append(_generator(model.generator, directory / GENERATOR))
     connectors = _gather(model, targets, writes)
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
         for target in targets:
             _save(model, target)
+        if model.generator is not None:
+            scheduler = model.generator.family.scheduler()
+            scheduler.save_pretrained(directory / GENERATOR / "scheduler")
         for name, weights in connectors.items():
             save_file(weights, directory / name / CONNECTOR_FILE, metadata={"format": "pt"})
         tokenizer.save_pretrained(directory if as_one else directory / "llm")
@@ -107,13 +115,14 @@ def _is_llava(model: MultimodalModel) -> bool:
 
 def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase) -> _Target:
     dtype = model.llm.dtype
+    prefixes = {name: p for name, p in hf_prefixes(model).items() if name != GENERATOR}
     if not model.encoders:
         hf = model.llm.family.build(model.llm.config, dtype)
-        return _Target(directory, hf, hf_prefixes(model), model.llm.weights.source)
+        return _Target(directory, hf, prefixes, model.llm.weights.source)
     if model.composite is not None:
         kind: Any = _COMPOSITE_CLASSES[model.composite.model_type]
         hf = kind._from_config(model.composite, dtype=dtype)
-        return _Target(directory, hf, hf_prefixes(model), model.llm.weights.source)
+        return _Target(directory, hf, prefixes, model.llm.weights.source)
     image_token_id = model.image_token_id(tokenizer)
     assert image_token_id is not None
     (encoder,) = (m for m in model.modality_modules() if isinstance(m, EncoderModule))
@@ -145,6 +154,11 @@ def _parts(model: MultimodalModel, directory: Path) -> list[_Target]:
             tower = {module.name: prefixes[module.name]}
             targets.append(_Target(directory / module.name, module.uncut_tower(), tower))
     return targets
+
+
+def _generator(module: GeneratorModule, directory: Path) -> _Target:
+    prefixes = {module.name: module.weights.hf_prefixes}
+    return _Target(directory, module.whole_transformer(), prefixes)
 
 
 def hf_prefixes(model: MultimodalModel) -> dict[str, Prefixes]:
@@ -232,7 +246,8 @@ def _save(model: MultimodalModel, target: _Target) -> None:
                 assert theirs is not None
                 target.weights[theirs] = value
     loaded = target.hf.load_state_dict(target.weights, strict=False, assign=True)
-    target.hf.tie_weights()
+    if isinstance(target.hf, PreTrainedModel):
+        target.hf.tie_weights()
     left = [name for name in loaded.missing_keys if target.hf.get_parameter(name).is_meta]
     assert not left and not loaded.unexpected_keys, (left, loaded.unexpected_keys)
     if target.generation_source is not None and target.hf.can_generate():
@@ -318,9 +333,16 @@ def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
         }
         if spec.shuffle > 1:
             encoders[module.name]["shuffle"] = spec.shuffle
-    description = {
+    description: dict[str, Any] = {
         "llm": {"source": "llm"},
         "encoders": encoders,
         "image_token": model.text.image_token,
     }
+    if model.generator is not None:
+        images = model.generator.spec.images
+        description[GENERATOR] = {
+            "source": GENERATOR,
+            "frames": images.frames,
+            "context_tokens": images.context_tokens,
+        }
     (directory / PARTS_FILE).write_text(json.dumps(description, indent=2) + "\n")

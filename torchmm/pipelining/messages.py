@@ -5,21 +5,26 @@ whoever plans a step knows them, and receivers can allocate without asking. Reje
 them from a forward on the meta device, as torch's pipelining does once per run; here they change
 with every microbatch.
 
-Shape legend: N images, S positions of an image, P patches, K output tokens, T tokens, D features.
+Shape legend: N images, S positions of an image, P patches, K output tokens (or context tokens of a
+generator), T tokens, D features, E features of an embedded time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 from torchmm.batch import ImageMeta, MicrobatchMeta, even_ranges
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import DUMMY, GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
 from torchmm.pipelining.graph import Message, StageGraph
 from torchmm.pipelining.plan import MessageSpecs, TensorSpec
+
+T = TypeVar("T")
 
 
 def message_specs(
@@ -31,7 +36,8 @@ def message_specs(
     """The tensors of every message of a step.
 
     Between encoder stages: (N, S, D), (1, P, D) or (P, D), by family; from the last one: (K, D of
-    the LLM); between LLM stages: (T, D).
+    the LLM); between LLM stages: (T, D); from the last one to a generator: (K, D of the LLM);
+    between generator stages: (N, P, D), (K, D) and (N, E).
 
     Args:
         graph: of the step.
@@ -48,28 +54,45 @@ def message_specs(
         raise ValueError(
             f"metadata of {len(microbatches)} microbatches for a graph of {graph.microbatches}"
         )
-    images = {
-        name: [_images(meta, name) for meta in microbatches]
-        for name in graph.layout.sub_microbatched
-    }
     specs: dict[Message, tuple[TensorSpec, ...]] = {}
     for task in graph.tasks():
-        name = graph.layout.stages[task.stage].module
-        module = modules[name]
+        meta = microbatches[task.microbatch]
         for message in graph.outgoing(task):
-            shape: tuple[int, ...]
-            if isinstance(module, EncoderModule):
-                every = images[name][task.microbatch] or [module.dummy_image()]
-                parts = even_ranges(len(every), graph.parts(task.stage, task.microbatch))
-                own = [every[i] for i in parts[task.sub_microbatch]]
-                leaves = graph.layout.stages[message.destination].module != name
-                shape = _encoder_shape(module, own, leaves)
-            elif isinstance(module, LlmModule):
-                shape = (microbatches[task.microbatch].tokens, module.text_config.hidden_size)
-            else:
-                raise TypeError(f"{name}: messages of a {type(module).__name__} are not known")
-            specs[message] = (TensorSpec(shape, dtype),)
+            shapes = _shapes(graph, message, modules, meta)
+            specs[message] = tuple(TensorSpec(shape, dtype) for shape in shapes)
     return specs
+
+
+def _shapes(
+    graph: StageGraph, message: Message, modules: Mapping[str, LayeredModule], meta: MicrobatchMeta
+) -> list[tuple[int, ...]]:
+    """Shapes of the tensors of a message."""
+    ends = message.source, message.destination
+    source, destination = (modules[graph.layout.stages[stage].module] for stage in ends)
+    leaves = source is not destination
+    if isinstance(source, EncoderModule):
+        every = _images(meta, source.name) or [source.dummy_image()]
+        own = _part(every, graph, message, message.source)
+        return [_encoder_shape(source, own, leaves)]
+    if isinstance(source, LlmModule) and not leaves:
+        return [(meta.tokens, source.text_config.hidden_size)]
+    if isinstance(destination, GeneratorModule):
+        drawn = _part(meta.generated or [DUMMY], graph, message, message.destination)
+        context = sum(image.context for image in drawn)
+        if leaves:
+            return [(context, destination.spec.llm_hidden_size)]
+        spec, times = destination.spec, (len(drawn), destination.time_features())
+        return [destination.hidden_shape(drawn), (context, spec.hidden_size), times]
+    raise TypeError(
+        f"{source.name} -> {destination.name}: messages from a {type(source).__name__} to a "
+        f"{type(destination).__name__} are not known"
+    )
+
+
+def _part(every: list[T], graph: StageGraph, message: Message, stage: int) -> list[T]:
+    """The images of a message's sub-microbatch, which a stage at one of its ends has."""
+    parts = even_ranges(len(every), graph.parts(stage, message.microbatch))
+    return [every[i] for i in parts[message.sub_microbatch]]
 
 
 def _encoder_shape(

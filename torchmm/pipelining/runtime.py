@@ -38,16 +38,28 @@ class StepResult:
     """What a step leaves on one rank, beside gradients.
 
     Attributes:
-        losses: by microbatch, of the stages on this rank: float32 scalars, detached and not
-            scaled (of the LLM: summed over targets).
+        module_losses: by module and microbatch, of the stages on this rank: float32 scalars,
+            detached and not scaled (of the LLM: summed over targets; of a generator: over images).
         records: one per action, if asked for.
         begin_s: time.perf_counter() at the step's start, from which the records count; processes
             of one machine share that clock.
     """
 
-    losses: dict[int, Tensor]
+    module_losses: dict[tuple[str, int], Tensor]
     records: list[ActionRecord] | None
     begin_s: float
+
+    @property
+    def losses(self) -> dict[int, Tensor]:
+        """By microbatch: the sum over modules."""
+        sums: dict[int, Tensor] = {}
+        for (_, microbatch), loss in self.module_losses.items():
+            sums[microbatch] = sums[microbatch] + loss if microbatch in sums else loss
+        return sums
+
+    def losses_of(self, module: str) -> dict[int, Tensor]:
+        """A module's, by microbatch."""
+        return {m: loss for (name, m), loss in self.module_losses.items() if name == module}
 
 
 class PipelineRuntime:
@@ -77,7 +89,7 @@ class PipelineRuntime:
         plan: PipelinePlan,
         microbatches: Sequence[Any],
         *,
-        loss_scale: float = 1.0,
+        loss_scale: float | Mapping[str, float] = 1.0,
         record: bool = False,
         annotate: bool = False,
     ) -> StepResult:
@@ -90,7 +102,7 @@ class PipelineRuntime:
             microbatches: all of the data-parallel rank's, on the device; the stages of this rank
                 read what they need.
             loss_scale: factor of the losses in backward: data-parallel size / targets in the
-                global batch.
+                global batch; or one for each module.
             record: time each action; on CUDA, with events.
             annotate: name each action in profiles.
 

@@ -1,12 +1,15 @@
 """What a stage does: a task's received tensors in, its messages and loss out.
 
-The runtime knows stages only by `PipelineStage`. Two adapters make stages of the layered modules:
+The runtime knows stages only by `PipelineStage`. Three adapters make stages of the layered modules:
 an encoder's stage runs one sub-microbatch (some of a microbatch's images) at a time, an LLM's
-runs whole microbatches and joins the outputs of all sub-microbatches of all encoders. An encoder
-without images in a microbatch has no tasks for it and does not run; only where FSDP gathers layer
-by layer, on all data-parallel ranks alike, does it have one task, with a dummy image.
+runs whole microbatches, joins the outputs of all sub-microbatches of all encoders and parts the
+context of those of the generator, whose stages run one sub-microbatch (some of the images to be
+drawn) at a time. An encoder or generator without images in a microbatch has no tasks for it and
+does not run; only where FSDP gathers layer by layer, on all data-parallel ranks alike, does it have
+one task, with a dummy image.
 
-Shape legend: T tokens of a microbatch, K output tokens of one encoder, D features.
+Shape legend: T tokens of a microbatch, K output tokens of one encoder or context tokens of the
+generator, D features.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.batch import even_ranges
+from torchmm.generated import GeneratorInputs
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule, Given
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
 from torchmm.parallel.fsdp import Sharding
@@ -109,11 +114,27 @@ class LlmStage(PipelineStage):
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
-        """Encoder outputs or hidden states (T, D) in; hidden states or the summed loss out."""
+        """Encoder outputs or hidden states (T, D) in; hidden states or the summed loss out.
+
+        With a generator: the loss and the context (K, D) of each of its sub-microbatches.
+        """
         output = self.module(microbatch, self._given(task, inputs, graph))
-        if self.module.is_last:
+        if not self.module.is_last:
+            return _to_all(output, task, graph)
+        if not self.module.feeds_generator:
             return StageOutput((), output)
-        return _to_all(output, task, graph)
+        loss, context_KD = output
+        return StageOutput(self._contexts(context_KD, microbatch, task, graph), loss)
+
+    def _contexts(
+        self, context_KD: Tensor, microbatch: Any, task: Task, graph: StageGraph
+    ) -> list[tuple[Tensor, ...]]:
+        parts = len(graph.outgoing(task))
+        if parts <= 1:
+            return [(context_KD,)] * parts
+        contexts = microbatch.generator.contexts
+        sizes = [sum(contexts[i] for i in own) for own in even_ranges(len(contexts), parts)]
+        return [(part,) for part in context_KD.split(sizes)]
 
     def _given(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], graph: StageGraph
@@ -147,6 +168,45 @@ class NextTokenStage(LlmStage):
         return StageOutput((), self.module.logits(microbatch, given, positions_L)[0])
 
 
+class GeneratorStage(PipelineStage):
+    """Consecutive layers of a generator; the last gives the loss."""
+
+    module: GeneratorModule
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        """One sub-microbatch: its context (K, D_llm), or what the stage before made of it, in; the
+        same or the summed loss out."""
+        output = self.compute(*self._given(task, inputs, microbatch, graph))
+        if self.module.is_last:
+            return StageOutput((), output)
+        return StageOutput([tuple(output)] * len(graph.outgoing(task)))
+
+    def compute(self, drawn: GeneratorInputs, given: Tensor | Given) -> Any:
+        """Runs the module."""
+        return self.module(drawn, given)
+
+    def _given(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> tuple[GeneratorInputs, Tensor | Given]:
+        drawn = microbatch.generator
+        if drawn is None:
+            drawn = self.module.dummy_inputs(microbatch.input_ids_T.device)
+        parts = graph.parts(task.stage, task.microbatch)
+        if parts > 1:
+            drawn = drawn.select(even_ranges(len(drawn.contexts), parts)[task.sub_microbatch])
+        return drawn, inputs[0][0] if self.module.is_first else Given(*inputs[0])
+
+
+class VelocityStage(GeneratorStage):
+    """The generator's last stage when drawing: the velocities of all patches, not the loss."""
+
+    def compute(self, drawn: GeneratorInputs, given: Tensor | Given) -> Tensor:
+        """float32 (A, V), of all images behind each other."""
+        return self.module.velocity(drawn, given)
+
+
 def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> PipelineStage:
     """The stage that runs a layered module, cut or whole.
 
@@ -157,8 +217,11 @@ def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> Pipel
         return EncoderStage(module, sharding)
     if isinstance(module, LlmModule):
         return LlmStage(module, sharding)
+    if isinstance(module, GeneratorModule):
+        return GeneratorStage(module, sharding)
     raise TypeError(
-        f"no pipeline stage for a {type(module).__name__}; there are some for encoders and LLMs"
+        f"no pipeline stage for a {type(module).__name__}; there are some for encoders, LLMs and "
+        "generators"
     )
 
 

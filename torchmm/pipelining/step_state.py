@@ -81,9 +81,9 @@ class StepState:
         channels: P2PChannels | None,
         plan: PipelinePlan,
         microbatches: Sequence[Any],
-        loss_scale: float,
+        loss_scale: float | Mapping[str, float],
     ) -> None:
-        self.losses: dict[int, Tensor] = {}
+        self.losses: dict[tuple[str, int], Tensor] = {}
         self._rank = plan_rank
         self._stages = stages
         self._channels: Any = channels
@@ -91,7 +91,10 @@ class StepState:
         self._graph = plan.graph
         self._specs = plan.specs
         self._microbatches = microbatches
-        self._loss_scale = loss_scale
+        self._loss_scales = [
+            loss_scale[s.module] if isinstance(loss_scale, Mapping) else loss_scale
+            for s in plan.graph.layout.stages
+        ]
         self._forward_lane, self._backward_lane = _Lane(), _Lane()
         self._kept: dict[Task, _Kept] = {}
         self._split: dict[Task, list[dict[str, Any]] | None] = {}
@@ -166,9 +169,9 @@ class StepState:
             for message, tensors in zip(graph.outgoing(task), output.messages, strict=True)
         ]
         if output.loss is not None:
-            so_far = self.losses.get(task.microbatch)
+            key = graph.layout.stages[task.stage].module, task.microbatch
             loss = output.loss.detach()
-            self.losses[task.microbatch] = loss if so_far is None else so_far + loss
+            self.losses[key] = self.losses[key] + loss if key in self.losses else loss
         if keep:
             leaves = [
                 (message, tuple(t for t in tensors if t.requires_grad))
@@ -273,7 +276,7 @@ class StepState:
                     gradients.append(gradient)
         if kept.loss is not None and kept.loss.requires_grad:
             roots.append(kept.loss)
-            gradients.append(torch.full_like(kept.loss, self._loss_scale))
+            gradients.append(torch.full_like(kept.loss, self._loss_scales[action.stage]))
         return roots, gradients
 
     def _return_gradients(self, kept: _Kept, gradients: Sequence[Tensor | None]) -> None:
