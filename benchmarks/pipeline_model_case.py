@@ -26,7 +26,7 @@ from torchmm.batch import Microbatch, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
-from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipeline import Pipeline
 from torchmm.pipelining.actions import COMPUTE, Action
 from torchmm.pipelining.classic import interleaved_1f1b
 from torchmm.pipelining.graph import StageGraph, StageLayout
@@ -34,6 +34,7 @@ from torchmm.pipelining.layouts import Cut, ModuleLayers, build_layout
 from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.separated import separated
 from torchmm.pipelining.timeline import uniform_timeline
+from torchmm.step_plan import plan_layout
 
 RANKS = 2
 GOAL, TOLERANCE = 1.15, 1e-5
