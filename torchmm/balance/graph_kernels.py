@@ -3,9 +3,6 @@
 Times are whole picoseconds: integer sums do not depend on their order, so a subgraph timed on its
 own, a graph timed as a whole and one timed again after an edit agree to the last bit. Nodes are
 numbered along the edges (*topological order*), which makes a full pass one walk through memory.
-
-Kernels are cached on disk. Numba does not notice when a function that a cached one calls changes
-in another file, so no kernel here calls one of another file.
 """
 
 from __future__ import annotations
@@ -13,17 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
-from numpy.typing import NDArray
 
-from torchmm.balance.bits import trailing_zeros
-
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
+from torchmm.balance.compiled import Int32s, Int64s, Words, compiled, loop, trailing_zeros
 
 
-@njit(cache=True)
+@compiled
 def sort_topologically(pointers: Int32s, targets: Int32s, missing: Int32s) -> Int32s:
     """Nodes in an order in which edges lead forward (Kahn), first come, first served.
 
@@ -53,7 +44,7 @@ def sort_topologically(pointers: Int32s, targets: Int32s, missing: Int32s) -> In
     return order[:count]
 
 
-@njit(cache=True)
+@loop
 def time_nodes(
     duration_ps: Int64s, pointers: Int32s, sources: Int32s, start_ps: Int64s, end_ps: Int64s
 ) -> int:
@@ -115,7 +106,7 @@ class Ordering(NamedTuple):
     """One bit by position."""
 
 
-@njit(cache=True)
+@loop
 def link_edges(edges: LinkedEdges, begin: int, stop: int) -> None:
     """Enters the edges [begin, stop) into the lists of their ends."""
     for edge in range(begin, stop):
@@ -126,7 +117,7 @@ def link_edges(edges: LinkedEdges, begin: int, stop: int) -> None:
         edges.first_out[source] = edge
 
 
-@njit(cache=True)
+@loop
 def unlink_edge(edges: LinkedEdges, source: int, target: int) -> int:
     """Takes one edge between two nodes out of both lists.
 
@@ -152,7 +143,7 @@ def unlink_edge(edges: LinkedEdges, source: int, target: int) -> int:
     return edge
 
 
-@njit(cache=True)
+@loop
 def mark_dirty(order: Ordering, nodes: Int64s) -> None:
     """Notes that nodes are to be timed again."""
     for node in nodes:
@@ -160,7 +151,7 @@ def mark_dirty(order: Ordering, nodes: Int64s) -> None:
         order.dirty[place >> 6] |= np.uint64(1) << np.uint64(place & 63)
 
 
-@njit(cache=True)
+@loop
 def settle(times: Times, order: Ordering, edges: LinkedEdges) -> int:
     """Times dirty nodes again, and behind them those whose start moves; along the order, so each
     node at most once.
@@ -193,13 +184,13 @@ def settle(times: Times, order: Ordering, edges: LinkedEdges) -> int:
     return timed
 
 
-@njit(cache=True)
-def _reach(
-    begin: int, forward: bool, limit: int, position: Int32s, edges: LinkedEdges, found: Int32s
-) -> int:
-    """Writes to `found` the nodes that can be reached along (or against) the edges without leaving
-    the places up to (or from) a limit; returns their number."""
-    seen = {begin}
+@compiled
+def reach(begin: int, forward: bool, limit: int, position: Int32s, edges: LinkedEdges) -> Int32s:
+    """Nodes that can be reached along (or against) the edges, `begin` first, without leaving the
+    places up to (or from) a limit."""
+    seen = np.zeros(len(position), np.bool_)
+    found = np.empty(len(position), np.int32)
+    seen[begin] = True
     found[0] = begin
     count, done = 1, 0
     while done < count:
@@ -209,47 +200,9 @@ def _reach(
         while edge >= 0:
             other = edges.target[edge] if forward else edges.source[edge]
             inside = position[other] <= limit if forward else position[other] >= limit
-            if inside and other not in seen:
-                seen.add(other)
+            if inside and not seen[other]:
+                seen[other] = True
                 found[count] = other
                 count += 1
             edge = edges.next_out[edge] if forward else edges.next_in[edge]
-    return count
-
-
-@njit(cache=True)
-def make_room(source: int, target: int, order: Ordering, edges: LinkedEdges) -> bool:
-    """Changes the order so that a new edge leads forward (Pearce and Kelly, JEA 2006): only places
-    between those of its ends are dealt anew.
-
-    Returns:
-        False, with nothing changed, if the edge would close a cycle.
-    """
-    position, node_at, dirty = order
-    low, high = position[target], position[source]
-    if high < low:
-        return True
-    behind, before = np.empty(len(position), np.int32), np.empty(len(position), np.int32)
-    behind_count = _reach(target, True, high, position, edges, behind)
-    for index in range(behind_count):
-        if behind[index] == source:
-            return False
-    before_count = _reach(source, False, low, position, edges, before)
-    first, last = before[:before_count], behind[:behind_count]
-    first = first[np.argsort(position[first])]
-    last = last[np.argsort(position[last])]
-    moved = np.concatenate((first, last))
-    places = np.sort(position[moved])
-    was_dirty = np.empty(len(moved), np.bool_)
-    for index in range(len(moved)):
-        place = position[moved[index]]
-        mask = np.uint64(1) << np.uint64(place & 63)
-        was_dirty[index] = (dirty[place >> 6] & mask) != 0
-        dirty[place >> 6] &= ~mask
-    for index in range(len(moved)):
-        node, place = moved[index], places[index]
-        position[node] = place
-        node_at[place] = node
-        if was_dirty[index]:
-            dirty[place >> 6] |= np.uint64(1) << np.uint64(place & 63)
-    return True
+    return found[:count]

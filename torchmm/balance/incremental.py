@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchmm.balance.compiled import Int64s
 from torchmm.balance.graph_kernels import (
-    Int64s,
     LinkedEdges,
     Ordering,
     Times,
     link_edges,
-    make_room,
     mark_dirty,
+    reach,
     settle,
     time_nodes,
     unlink_edge,
@@ -103,7 +103,7 @@ class IncrementalTimes:
         """
         self._check((before, after))
         source, target = int(self._node_of[before]), int(self._node_of[after])
-        if source == target or not make_room(source, target, self._order, self._edges):
+        if not self._make_room(source, target):
             raise SimulationError(
                 [
                     f"{self._called(after)} cannot wait for {self._called(before)}, which waits "
@@ -170,6 +170,23 @@ class IncrementalTimes:
 
     def _settle(self) -> None:
         self.timed += settle(self._times, self._order, self._edges)
+
+    def _make_room(self, source: int, target: int) -> bool:
+        """Changes the order so that a new edge leads forward: only places between those of its
+        ends are dealt anew. False, with nothing changed, if the edge would close a circle."""
+        position, node_at, _ = self._order
+        low, high = position[target], position[source]
+        if high < low:
+            return True
+        behind = reach(target, True, high, position, self._edges)
+        if source in behind:
+            return False
+        self._settle()  # which places are to be timed must not depend on the order
+        before = reach(source, False, low, position, self._edges)
+        moved = np.concatenate([n[np.argsort(position[n])] for n in (before, behind)])
+        places = np.sort(position[moved])
+        position[moved], node_at[places] = places, moved
+        return True
 
     def _mark(self, node: int) -> None:
         mark_dirty(self._order, np.array([node], np.int64))

@@ -21,7 +21,8 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.balance.graph_kernels import Int32s, Int64s, sort_topologically, time_nodes
+from torchmm.balance.compiled import Int32s, Int64s
+from torchmm.balance.graph_kernels import sort_topologically, time_nodes
 
 PICOSECONDS_PER_MS = 10**9
 LONGEST_MS = 4e9

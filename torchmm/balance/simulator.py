@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchmm.balance.compiled import Int64s
 from torchmm.balance.incremental import Checkpoint, IncrementalTimes
 from torchmm.balance.operator_graph import (
     PICOSECONDS_PER_MS,
-    Int64s,
     MemoryTimeline,
     SimulationError,
     duration_problem,

@@ -1,0 +1,40 @@
+"""How loops are compiled: numba's options, types of arrays, and one machine instruction.
+
+Kernels are cached on disk. Numba does not notice when something changes in another file that a
+cached kernel calls, so none calls functions of another file, except for `trailing_zeros`.
+
+`loop` is for functions that take tuples of arrays and allocate nothing. Numba counts references to
+all arrays of a tuple wherever it is used, atomically; in loops of a few nanoseconds that takes
+more time than all else. `_nrt` turns it off. Rejected: passing the arrays one by one, which is
+nearly as slow unless all is written out in one function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Uint32s = NDArray[np.uint32]
+Words = NDArray[np.uint64]
+
+compiled: Any = njit(cache=True)
+_njit: Any = njit  # takes options that its annotations do not have
+loop: Any = _njit(cache=True, _nrt=False)
+
+
+def _count(typing_context: Any, word: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+trailing_zeros: Any = intrinsic(_count)
+"""Index of the lowest bit that is set in a uint64, which must not be 0."""
