@@ -3,8 +3,10 @@
 Every module has its own stages, so microbatches with many images lengthen the encoder's tasks
 only, and ranks whose LLM task waits run other microbatches' encoder tasks. Orders come from playing
 the step through: a rank never idles while it has a task that can start; it takes forwards and
-backwards in turn if both can, each in the order of microbatches. Whatever durations are assumed,
-the resulting order is legal and keeps the bound on microbatches in flight; wrong ones cost time.
+backwards in turn if both can, each in the order of microbatches, backwards of encoders behind those
+of other modules: no other module waits for them, so they are what fills the end of the step, where
+backwards of the LLM wait for each other. Whatever durations are assumed, the resulting order is
+legal and keeps the bound on microbatches in flight; wrong ones cost time.
 
 Memory is bounded by admission: a microbatch may start once few enough are unfinished, and what has
 started can always finish. Rejected: switching a rank's forwards off when it is full, as the paper
@@ -67,6 +69,10 @@ def separated(
     return _Dispatcher(graph, durations or layer_durations(graph), bound).run()
 
 
+_Heap = list[tuple[bool, int]]
+"""Actions that can start: those that may wait (True) last, then lower numbers first."""
+
+
 class _Dispatcher:
     """Plays a step through. Actions are numbered; lists are indexed by that number."""
 
@@ -91,8 +97,13 @@ class _Dispatcher:
         self.admitted = 0
         self.bound = bound
         count = graph.layout.rank_count
-        self.ready: list[tuple[list[int], list[int]]] = [([], []) for _ in range(count)]
-        """By rank: forwards and backwards that can start, as heaps: lower numbers first."""
+        stages = graph.layout.stages
+        modules = [(stages[a].module, stages[b].module) for a, b in graph.layout.edges]
+        fed = {destination for source, destination in modules if source != destination}
+        self.is_fed = [stage.module in fed for stage in stages]
+        """By stage: whether other modules feed its module, and wait for its gradients."""
+        self.ready: list[tuple[_Heap, _Heap]] = [([], []) for _ in range(count)]
+        """By rank: forwards and backwards that can start."""
         self.rows: list[list[Action]] = [[] for _ in range(count)]
         self.running: list[tuple[float, int]] = []
         """Heap of (end, action)."""
@@ -158,7 +169,10 @@ class _Dispatcher:
         self.admitted += 1
 
     def _make_ready(self, number: int) -> None:
-        heappush(self.ready[self.ranks[number]][self.actions[number].type is ActionType.B], number)
+        action = self.actions[number]
+        is_backward = action.type is ActionType.B
+        may_wait = is_backward and not self.is_fed[action.stage]
+        heappush(self.ready[self.ranks[number]][is_backward], (may_wait, number))
 
     def _start(self, rank: int, now: float) -> None:
         forwards, backwards = self.ready[rank]
@@ -169,7 +183,7 @@ class _Dispatcher:
             queue = forwards or backwards
         self.idle[rank] = not queue
         if queue:
-            number = heappop(queue)
+            _, number = heappop(queue)
             row.append(self.actions[number])
             heappush(self.running, (now + self.durations[number], number))
 

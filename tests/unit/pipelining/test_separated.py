@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 from module_cases import LLM, MODELS, VISION, freezing, steps
@@ -56,21 +56,36 @@ def test_any_layout_will_do(model):
             play(graph, order, layer_durations(graph))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_rank_idles_while_a_task_of_an_admitted_microbatch_can_start(seed):
-    """With durations that make ties rare. All are admitted, so every task counts."""
+def played(seed):
+    """A step with durations that make ties rare; all microbatches are admitted at once.
+
+    Returns:
+        graph, records by time, and a function from a record to when its inputs are there.
+    """
     layout = separated_layout([VISION, LLM], 4, {"llm": 1 + seed % 3})
     (graph, _) = steps(layout, 9, seed)
     rng = random.Random(seed)
     assumed = defaultdict(rng.random)
     order = separated(graph, lambda action: assumed[action], microbatches_in_flight=9)
-    records = play(graph, order, lambda action: assumed[action])
+    records = sorted(
+        play(graph, order, lambda action: assumed[action]), key=lambda record: record.start_ms
+    )
     ended = {
         ("F" if action.type is F else "gradient", Task(*action[1:4])): end
         for _, action, _, end in records
     }
+    return (
+        graph,
+        records,
+        lambda r: max([ended[key] for key in needs(graph, r.action, ended)], default=0.0),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_rank_idles_while_a_task_of_an_admitted_microbatch_can_start(seed):
+    _, records, can_start_ms = played(seed)
     by_rank = defaultdict(list)
-    for record in sorted(records, key=lambda r: r.start_ms):
+    for record in records:
         by_rank[record.rank].append(record)
     idle = [
         (rank, before.end_ms, after.start_ms)
@@ -82,8 +97,23 @@ def test_no_rank_idles_while_a_task_of_an_admitted_microbatch_can_start(seed):
     for rank, begin, end in idle:
         for record in by_rank[rank]:
             if record.start_ms >= end:
-                can_start = max([ended[k] for k in needs(graph, record.action, ended)], default=0.0)
+                can_start = can_start_ms(record)
                 assert can_start >= end or can_start == pytest.approx(end), (record, begin, end)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_backwards_of_encoders_let_those_of_the_llm_go_first(seed):
+    graph, records, can_start_ms = played(seed)
+    let_first = 0
+    for encoder, other in permutations([r for r in records if r.action.type is B], 2):
+        modules = [graph.layout.stages[record.action.stage].module for record in (encoder, other)]
+        if modules != ["vision", "llm"] or encoder.rank != other.rank:
+            continue
+        if encoder.start_ms < other.start_ms:
+            assert can_start_ms(other) > encoder.start_ms
+        elif encoder.action.microbatch < other.action.microbatch:
+            let_first += can_start_ms(encoder) < other.start_ms
+    assert let_first  # LLM backwards of later microbatches too
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3, 5, 8, 16])
