@@ -180,7 +180,7 @@ def _attention(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> O
         inputs.append(
             Operator("elementwise", memory_bytes=(14 * wide + casts) * rotated_N, calls=14)
         )
-    if layer.rotary:
+    if not layer.batched:
         # Taking the only row of a batch, in backward; packed projections are put together again.
         passes = 6 if layer.packed_qkv else 4
         moved_N = units_N * (query + 2 * key)

@@ -88,7 +88,7 @@ def assumed_profile(device: Device) -> Profile:
         ceiling = {"matmul": 0.85, "attention": 0.65, "attention_backward": 0.55}
     if not device.asynchronous:
         ceiling = {"matmul": 0.8, "attention": 0.4, "attention_backward": 0.35}
-    # A matrix product of 1 GFLOP has too few tiles for all of a GPU; a CPU core is busy long before.
+    # 1 GFLOP has too few tiles for all of a GPU; a CPU core is busy long before.
     small, large = (1e8, 3e10) if device.asynchronous else (1e5, 1e7)
     curves: dict[Kind, Curve] = {}
     for kind in KINDS:

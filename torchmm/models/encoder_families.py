@@ -116,6 +116,7 @@ class EncoderFamily:
             norm="layer",
             activation=config.hidden_act,
             rotary=False,
+            batched=self.layout == "fixed",
         )
 
 
