@@ -1,0 +1,121 @@
+"""Counting what real modules do: FLOPs, memory traffic, calls, bytes that stay alive."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+VIEWS = {
+    "view", "t", "transpose", "detach", "expand", "slice", "unsqueeze", "squeeze", "select",
+    "_unsafe_view", "permute", "lift_fresh", "unbind", "alias",
+}  # fmt: skip
+
+
+def _packed(query_THD: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *_: Any) -> int:
+    pairs = sum((b - a) ** 2 for a, b in pairwise(cu_seqlens.tolist()))
+    return 2 * 2 * query_THD.shape[1] * query_THD.shape[2] * pairs
+
+
+def _packed_attention(*args: Any, out_val: Any) -> int:
+    """Scores and their product with values, by hand: torch's counter does not know the operator."""
+    return _packed(*args)
+
+
+def _packed_attention_backward(
+    grad: Tensor, inputs: list, out: Tensor, lse: Tensor, starts: Tensor, *_: Any, out_val: Any
+) -> int:
+    return 2 * _packed(*inputs, starts)
+
+
+def _dense(query_BHTD: Tensor, key_BHSD: Tensor) -> int:
+    return 2 * 2 * query_BHTD.numel() * key_BHSD.shape[2]
+
+
+def _dense_attention(query: Tensor, key: Tensor, *_: Any, out_val: Any, **__: Any) -> int:
+    return _dense(query, key)
+
+
+def _dense_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, *_: Any, out_val: Any, **__: Any
+) -> int:
+    return 2 * _dense(query, key)
+
+
+_aten, _own = torch.ops.aten, torch.ops.torchmm
+_ATTENTION: dict[Any, Any] = {
+    _own.packed_attention: _packed_attention,
+    _own.packed_attention_backward: _packed_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _dense_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _dense_attention_backward,
+}
+for _formula in _ATTENTION.values():
+    _formula._get_raw = True  # give it tensors, not shapes
+
+
+def count_flops(function: Callable[[], Any]) -> tuple[int, Any]:
+    """FLOPs by torch's counter, and the function's result."""
+    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+        result = function()
+    return counter.get_total_flops(), result
+
+
+class CountTraffic(TorchDispatchMode):
+    """Calls that compute, and the bytes they read and write, by operator; views are free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        name = str(func).split(".")[1]
+        if name not in VIEWS:
+            self.calls[name] += 1
+            leaves = tree_leaves((args, out))
+            self.nbytes[name] += sum(_touched(x) for x in leaves if isinstance(x, Tensor))
+        return out
+
+
+def _touched(tensor: Tensor) -> int:
+    """Bytes of a tensor; what is expanded counts once."""
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        size *= length if stride else 1
+    return size
+
+
+class CountLive(TorchDispatchMode):
+    """Bytes of memory that was allocated while counting and is still in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def live_bytes(self, without: list[Tensor]) -> int:
+        """All that is in use, except what the given tensors hold."""
+        gc.collect(1)
+        excluded = {t.untyped_storage()._cdata for t in without}
+        return sum(
+            size
+            for key, (reference, size) in self._found.items()
+            if key not in excluded and not reference.expired()
+        )

@@ -1,0 +1,184 @@
+"""Costs of stages: what gradients, recomputation, sharding and links change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from torchmm.balance.cost_model import CostModel, StageCosts
+from torchmm.balance.devices import Device
+from torchmm.balance.execution import Execution, layer_parameters, stage_parameters
+from torchmm.balance.kept import kept_bytes
+from torchmm.balance.operators import KINDS, Curve, Profile
+from torchmm.balance.parts import stage_parts
+from torchmm.balance.task_sizes import llm_sizes
+from torchmm.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
+
+LAYER = LayerDescription(64, 4, 2, 16, 160, gated_ffn=True, causal=True, parameters=45_000)
+LLM = ModuleDescription(
+    "llm",
+    "llm",
+    (LAYER,) * 4,
+    0,
+    2 * 64 * 500,
+    parameters=4 * 45_000 + 2 * 32_000 + 64,
+    pre_parameters=32_000,
+    post_parameters=32_064,
+    post_linears=((64, 500),),
+)
+DEVICE = Device("toy", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 1e9, 1e10, 1e9, 4, False, "-")
+PROFILE = Profile(DEVICE, dict.fromkeys(KINDS, Curve((1.0,), (0.5,))))
+METAS = [
+    MicrobatchMeta((SampleMeta("s", 0, 30), SampleMeta("s", 1, 50)), 100),
+    MicrobatchMeta((SampleMeta("s", 2, 100),), 100),
+]
+
+
+def costs(
+    module: ModuleDescription = LLM,
+    layers: tuple[int, int] = (0, 4),
+    arrives: bool = True,
+    dtype: str = "float32",
+    **execution: object,
+) -> StageCosts:
+    model = CostModel(PROFILE, dtype, {"llm": Execution(**execution)})  # type: ignore[arg-type]
+    sizes = [llm_sizes(METAS, [80, 99], padding=padding) for padding in (True, False)]
+    return model.stage_costs(module, *layers, sizes[0], arrives, sizes[1])
+
+
+def test_stages_add_up_to_the_module() -> None:
+    whole, parts = costs(), [costs(layers=(0, 1)), costs(layers=(1, 3)), costs(layers=(3, 4))]
+    for name in ("forward", "backward", "inputs", "weights"):
+        total = sum(getattr(part, name).total_ms for part in parts)
+        assert getattr(whole, name).total_ms == pytest.approx(total), name
+    kept = sum(part.kept_bytes for part in parts)
+    assert whole.kept_bytes == pytest.approx(kept)
+    assert whole.flops.forward_N == pytest.approx(sum(part.flops.forward_N for part in parts))
+
+
+def test_a_backward_is_that_for_inputs_and_that_for_weights() -> None:
+    found = costs(layers=(1, 3))
+    both = found.inputs.total_ms + found.weights.total_ms
+    assert found.backward.total_ms == pytest.approx(both)
+    frozen = costs(replace(LLM, trainable=False), layers=(1, 3))
+    assert frozen.backward.total_ms == pytest.approx(found.inputs.total_ms)
+    assert frozen.weights.total_ms == pytest.approx([0, 0])
+    assert (frozen.kept_bytes < found.kept_bytes).all()
+
+
+def test_nothing_trained_and_nothing_before_needs_no_backward() -> None:
+    found = costs(replace(LLM, trainable=False), layers=(1, 3), arrives=False)
+    assert found.backward.total_ms == pytest.approx([0, 0])
+    assert found.kept_bytes == pytest.approx([0, 0])
+    assert (found.workspace_bytes > 0).all()  # a forward still has temporaries
+
+
+def test_padding_takes_time_but_is_no_model_flop() -> None:
+    found = costs()
+    assert found.forward.total_ms[0] > 0.9 * found.forward.total_ms[1]
+    assert found.flops.forward_N[0] < 0.85 * found.flops.forward_N[1]
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_costs_time_and_saves_memory_but_is_no_model_flop(mode: str) -> None:
+    plain, found = costs(layers=(1, 3)), costs(layers=(1, 3), recompute=mode)
+    assert (found.kept_bytes < 0.7 * plain.kept_bytes).all()
+    assert found.flops.inputs_N == pytest.approx(plain.flops.inputs_N)
+    extra = found.backward.total_ms - plain.backward.total_ms
+    if mode == "full":
+        assert extra == pytest.approx(plain.forward.total_ms)
+    else:
+        assert (extra > 0).all()
+        assert (extra < 0.9 * plain.forward.total_ms).all()
+    # A backward that recomputes is not split: all of it is in I.
+    assert found.inputs.total_ms == pytest.approx(found.backward.total_ms)
+    assert found.weights.total_ms == pytest.approx([0, 0])
+    assert (found.workspace_bytes > plain.workspace_bytes).all()
+
+
+def test_tensor_parallel_ranks_are_faster_by_less_than_their_number() -> None:
+    one, two = costs(layers=(1, 3)), costs(layers=(1, 3), tensor=2)
+    assert one.forward.tensor_ms == pytest.approx([0, 0])
+    compute = two.forward.total_ms - two.forward.tensor_ms
+    assert (compute < one.forward.total_ms).all()
+    assert (compute > one.forward.total_ms / 2).all()  # norms are not divided
+    # Two sums of 100 x 64 float32 values in each of two layers at 5 GB/s.
+    assert two.forward.tensor_ms == pytest.approx([4 * 100 * 64 * 4 / 5e9 * 1e3] * 2)
+    hidden = costs(layers=(1, 3), tensor=2, async_tensor=True)
+    assert hidden.forward.tensor_ms == pytest.approx(two.forward.tensor_ms / 2)
+
+
+def test_bfloat16_moves_half_the_bytes() -> None:
+    model = CostModel(PROFILE, "bfloat16")
+    assert model.element_bytes == 2
+    wide, narrow = costs(layers=(1, 3)), costs(layers=(1, 3), dtype="bfloat16")
+    assert (narrow.forward.total_ms < 0.8 * wide.forward.total_ms).all()
+    assert (narrow.kept_bytes < 0.7 * wide.kept_bytes).all()
+
+
+def test_learned_factors_scale_actions() -> None:
+    learned = CostModel(replace(PROFILE, factors={"llm": {"F": 1.5}}), "float32")
+    sizes = llm_sizes(METAS, [80, 99], padding=True)
+    found = learned.stage_costs(LLM, 0, 4, sizes, True)
+    assert found.forward.total_ms == pytest.approx(1.5 * costs().forward.total_ms)
+    assert found.backward.total_ms == pytest.approx(costs().backward.total_ms)
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="peaks for bfloat16, float32"):
+        CostModel(PROFILE, "float64")
+
+
+def test_parameters_of_stages_and_ranks() -> None:
+    assert stage_parameters(LLM, 0, 4).all == LLM.parameters
+    parts = [stage_parameters(LLM, a, b).all for a, b in ((0, 1), (1, 3), (3, 4))]
+    assert sum(parts) == LLM.parameters
+    assert parts[1] == 2 * 45_000
+    products = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 160
+    assert layer_parameters(LAYER, 2) == products / 2 + 45_000 - products
+    frozen = replace(LLM, trainable=False)
+    assert stage_parameters(frozen, 0, 4).trained == 0
+    tied = replace(LLM, tied=True, parameters=LLM.parameters - 32_000)
+    assert stage_parameters(tied, 0, 4).all == tied.parameters
+    assert stage_parameters(tied, 0, 2).all == 32_000 + 90_000  # both ends have a copy
+
+
+def test_memory_of_a_stage() -> None:
+    count = 2 * 45_000
+    assert CostModel(PROFILE, "float32").static_bytes(LLM, 1, 3) == 16 * count
+    sharded = CostModel(PROFILE, "bfloat16", {"llm": Execution(shard=4)})
+    # float32 weights and two moments in four shards, gradients whole, gathered bfloat16 weights.
+    assert sharded.static_bytes(LLM, 1, 3) == 12 * count / 4 + 4 * count + 2 * count
+    assert sharded.static_bytes(LLM, 0, 4, layerwise=True) < sharded.static_bytes(LLM, 0, 4)
+    frozen = sharded.static_bytes(replace(LLM, trainable=False), 1, 3)
+    assert frozen == 4 * count / 4 + 2 * count
+
+
+def test_gathering_and_reducing_by_hand() -> None:
+    count = 2 * 45_000
+    model = CostModel(PROFILE, "float32", {"llm": Execution(shard=4, replicate=2)})
+    # Four neighbours share a node (5 GB/s reached), eight do not (0.5 GB/s).
+    copies = count * (4 / 4 + 12) / 5e10
+    assert model.gather_ms(LLM, 1, 3) == pytest.approx((4 * count * 3 / 4 / 5e9 + copies) * 1e3)
+    reduced = 4 * count * 3 / 4 / 5e9 + 2 * (4 * count / 4) / 2 / 5e8 + 3 * 4 * count / 5e10
+    assert model.reduce_ms(LLM, 1, 3) == pytest.approx(reduced * 1e3)
+    assert model.reduce_ms(replace(LLM, trainable=False), 1, 3) == 0
+
+
+def test_links_between_pipeline_ranks() -> None:
+    model = CostModel(PROFILE, "float32", {"llm": Execution(tensor=2)})  # two ranks to a node
+    assert model.pipeline_link(0, 1) == "node"
+    assert model.pipeline_link(1, 2) == "network"
+    assert model.transfers_ms([5e9, 5e9], ["node", "network"]) == pytest.approx([1e3, 1e4])
+
+
+def test_kept_bytes_of_the_ends_by_hand() -> None:
+    sizes = llm_sizes(METAS[1:], [99], padding=True)
+    head = stage_parts(LLM, 4, 4)[-1]
+    found = kept_bytes(LLM, head, sizes, Execution(), 4, True, True)
+    # Norm's input and result before the weight, the picked rows, float32 log-probabilities.
+    assert found == pytest.approx([4 * (2 * 100 * 64 + 99 * 64 + 99 * 500)])
+    none = kept_bytes(LLM, head, sizes, Execution(), 4, np.array([False]), False)
+    assert none == pytest.approx([0])

@@ -1,0 +1,219 @@
+"""Operators and kept tensors of layers against real layers of every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from math import prod
+
+import model_cases
+import numpy as np
+import pytest
+import torch
+from counting import CountLive, CountTraffic
+from torch import Tensor, nn
+
+from torchmm.balance.execution import Execution
+from torchmm.balance.kept import layer_kept_bytes
+from torchmm.balance.operators import Operator
+from torchmm.balance.part_operators import Setting, part_operators
+from torchmm.balance.parts import Part
+from torchmm.balance.task_sizes import TaskSizes, encoder_sizes, llm_sizes
+from torchmm.batch import ImageMeta, MicrobatchMeta, ModuleDescription, SampleMeta
+from torchmm.config import EncoderConfig, LlmConfig, ModelConfig
+from torchmm.models.attention import Segments
+from torchmm.models.layered import LayeredModule
+from torchmm.parallel.activation import apply_activation_checkpoint
+
+FAMILIES = [*(n for n in model_cases.LLMS if n != "llama_tied"), *model_cases.ENCODERS]
+TOKENS = 96
+# Wide enough for what depends on the number of heads or tables alone to be small.
+WIDE = {"hidden_size": 128, "intermediate_size": 320}
+FUSED = (
+    "packed_attention",
+    "packed_attention_backward",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+PRODUCTS = ("mm", "addmm", "bmm")
+
+
+class RealLayer:
+    """One layer of a family, ready to run."""
+
+    def __init__(self, family: str, dtype: torch.dtype) -> None:
+        self.tables: list[Tensor] = []
+        self.module, self.hidden, self.sizes, self._run = (
+            self._llm(family, dtype) if family in model_cases.LLMS else self._encoder(family, dtype)
+        )
+        self.layer: nn.Module = self.module.layers[0]
+        self.description: ModuleDescription = self.module.describe()
+
+    def run(self) -> Tensor:
+        return self._run()
+
+    def live_bytes(self, mode: str, trained: bool) -> int:
+        """Bytes that a forward leaves for backward, beside its input and parameters."""
+        forward = self.layer.forward
+        self.layer.requires_grad_(trained)
+        apply_activation_checkpoint(self.module, mode)
+        with CountLive() as counter:
+            out = self.run()
+        alive = counter.live_bytes([out, self.hidden, *self.tables, *self.module.parameters()])
+        self.layer.forward = forward
+        self.layer.requires_grad_(True)
+        return alive
+
+    def _llm(
+        self, family: str, dtype: torch.dtype
+    ) -> tuple[LayeredModule, Tensor, TaskSizes, Callable[[], Tensor]]:
+        config = {**model_cases.LLMS[family], **WIDE}
+        module = model_cases.build(ModelConfig(llm=LlmConfig(config=config))).llm.to(dtype)
+        hidden = torch.randn(1, TOKENS, 128, dtype=dtype, requires_grad=True)
+        positions = torch.arange(TOKENS)[None]
+        self.tables = list(module.text_model.rotary_emb(hidden, positions))
+        segments = Segments.from_starts([0, 40, TOKENS], hidden.device)
+        samples = (SampleMeta("s", 0, 40), SampleMeta("s", 1, TOKENS - 40))
+
+        def run() -> Tensor:
+            return module.layers[0](
+                hidden,
+                position_embeddings=tuple(self.tables),
+                position_ids=positions,
+                attention_mask=None,
+                cu_seq_lens_q=segments,
+            )
+
+        sizes = llm_sizes([MicrobatchMeta(samples, TOKENS)], [8], padding=True)
+        return module, hidden, sizes, run
+
+    def _encoder(
+        self, family: str, dtype: torch.dtype
+    ) -> tuple[LayeredModule, Tensor, TaskSizes, Callable[[], Tensor]]:
+        section = EncoderConfig(config={**model_cases.ENCODERS[family], **WIDE})
+        llm = LlmConfig(config=model_cases.LLMS["llama"])
+        model = model_cases.build(ModelConfig(llm=llm, encoders={"eye": section}))
+        module = model.encoders["eye"].to(dtype)
+        inputs = model_cases.make_inputs(family)
+        inputs.pixels = inputs.pixels.to(dtype)
+        context = module.family.context(module.tower, inputs, inputs.pixels.device)
+        hidden = module.family.embed(module.tower, inputs, context).detach().requires_grad_()
+        self.tables = list(getattr(context, "rotary", []))
+        images = [ImageMeta(1, 1, prod(g), prod(g) // module.merge**2) for g in inputs.grids_thw]
+
+        def run() -> Tensor:
+            layer = module.layers[0]
+            return module.family.run_layer(module.tower, 0, layer, hidden, context)
+
+        return module, hidden, encoder_sizes(module.describe(), [images]), run
+
+
+real_layer = cache(RealLayer)
+
+
+def traffic(operators: list[Operator], matmul: bool) -> float:
+    chosen = [o for o in operators if (o.kind == "matmul") == matmul]
+    return sum(np.sum(o.memory_bytes) for o in chosen if not o.kind.startswith("attention"))
+
+
+def counted(traffic: CountTraffic, matmul: bool) -> float:
+    return sum(n for k, n in traffic.nbytes.items() if (k in PRODUCTS) == matmul and k not in FUSED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dtype) -> None:
+    real = real_layer(family, dtype)
+    part = Part("layer", True, layer=real.description.layers[0])
+    setting = Setting(Execution(), dtype.itemsize)
+    found = part_operators(real.description, part, real.sizes, setting)
+    with CountTraffic() as forward:
+        out = real.run()
+    with CountTraffic() as backward:
+        out.backward(torch.ones_like(out))
+    accumulation = found.weights.pop()  # the first gradients of a step have nothing to add to
+    for operators, count in (
+        (found.forward, forward),
+        (found.inputs + found.weights, backward),
+    ):
+        assert traffic(operators, True) == pytest.approx(counted(count, True), rel=0.02)
+        # Padded windows, scalars of single families: small change.
+        assert traffic(operators, False) == pytest.approx(counted(count, False), rel=0.2)
+        fused = [o for o in operators if o.kind.startswith("attention")]  # loops inside
+        calls = len(fused) + sum(np.sum(o.calls) for o in operators if o not in fused)
+        assert calls == pytest.approx(sum(count.calls.values()), rel=0.2)
+    products = sum(p.numel() for p in real.layer.parameters() if p.ndim > 1)
+    assert accumulation.memory_bytes == products * (8 + dtype.itemsize)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_bytes_are_what_stays_alive(family: str, dtype: torch.dtype) -> None:
+    real = real_layer(family, dtype)
+    layer, size = real.description.layers[0], dtype.itemsize
+    for mode, trained in product(("none", "selective", "full"), (True, False)):
+        execution = Execution(recompute=mode)  # type: ignore[arg-type]
+        found = layer_kept_bytes(layer, real.sizes, execution, size, weights=trained)
+        alive = real.live_bytes(mode, trained)
+        # The layer's input was there before: kept by all but norms that copy it to float32.
+        if mode != "none" or layer.norm == "layer" or size == 4:
+            alive += real.hidden.numel() * size
+        # Qwen's encoder casts its rotary tables, of the size of a head, in every layer.
+        allowed = 0.06 if layer.packed_qkv else 0.02
+        assert found == pytest.approx([alive], rel=allowed), (mode, trained)
+
+
+def test_full_recomputation_runs_the_forward_again_and_selective_all_but_products() -> None:
+    real = real_layer("llama", torch.float32)
+    part = Part("layer", True, layer=real.description.layers[0])
+
+    def again(mode: str) -> list[str]:
+        setting = Setting(Execution(recompute=mode), 4)  # type: ignore[arg-type]
+        return [o.kind for o in part_operators(real.description, part, real.sizes, setting).again]
+
+    assert not again("none")
+    full, selective = again("full"), again("selective")
+    assert "matmul" in full
+    assert "attention" in full
+    assert [k for k in full if k not in ("matmul", "attention")] == selective
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_share_products_and_talk(sequence_parallel: bool) -> None:
+    real = real_layer("qwen3", torch.float32)
+    part = Part("layer", True, layer=real.description.layers[0])
+
+    def of(tensor: int) -> list[Operator]:
+        execution = Execution(tensor=tensor, sequence_parallel=sequence_parallel)
+        found = part_operators(real.description, part, real.sizes, Setting(execution, 4))
+        return [*found.forward, *found.inputs, *found.weights]
+
+    def total(operators: list[Operator], field: str, *kinds: str) -> float:
+        return sum(np.sum(getattr(o, field)) for o in operators if o.kind in kinds)
+
+    one, two = of(1), of(2)
+    for kind in ("matmul", "attention", "attention_backward"):
+        assert total(two, "flops", kind) == pytest.approx(total(one, "flops", kind) / 2)
+    norms = total(two, "memory_bytes", "norm") / total(one, "memory_bytes", "norm")
+    assert norms < 0.51 if sequence_parallel else norms > 0.6
+    network = ("all_reduce", "all_gather", "reduce_scatter")
+    assert total(one, "network_bytes", *network) == 0
+    # Two sums of all positions forward and two backward, each sent 2 (t - 1) / t times.
+    assert total(two, "network_bytes", *network) == pytest.approx(4 * TOKENS * 128 * 4)
+    used = {o.kind for o in two} & set(network)
+    assert used == ({"all_gather", "reduce_scatter"} if sequence_parallel else {"all_reduce"})
+
+
+def test_few_key_heads_are_computed_on_all_ranks() -> None:
+    real = real_layer("llama", torch.float32)
+    layer = replace(real.description.layers[0], kv_heads=1)
+    part = Part("layer", True, layer=layer)
+    found = part_operators(real.description, part, real.sizes, Setting(Execution(tensor=4), 4))
+    flops = sum(np.sum(o.flops) for o in found.forward if o.kind == "matmul")
+    head = layer.head_dim
+    weights = 128 * (2 * 128 // 4 + 2 * head + 3 * 320 // 4)
+    assert flops == 2 * TOKENS * weights
+    reduced = [o for o in found.weights if o.kind == "all_reduce"]
+    assert [np.sum(o.network_bytes) for o in reduced] == [2 * 3 / 4 * 4 * 2 * 128 * head]

@@ -1,0 +1,126 @@
+"""Costs of plans: complete, of the sizes the runtime sends, refused where they cannot be."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from pipeline_cases import KINDS, Case, step_of
+from random_orders import random_order
+
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.execution import Execution
+from torchmm.balance.flops import microbatch_flops
+from torchmm.balance.plan_costs import PlanCosts, plan_costs
+from torchmm.balance.profiles import load_profile
+from torchmm.batch import MicrobatchMeta, ModuleDescription
+from torchmm.pipelining.actions import COMPUTE, ActionType
+from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.messages import message_specs
+from torchmm.pipelining.orders import order_problems
+
+MODEL = CostModel(load_profile("cpu"), "float32", {"vision": Execution(), "llm": Execution()})
+ENCODERS = [("clip", None), ("siglip, folded", "qwen2_5_vl"), ("siglip2", "clip")]
+
+
+class Step:
+    """A step of random microbatches of a case."""
+
+    def __init__(self, case: Case, seed: int = 3) -> None:
+        self.case = case
+        self.model = case.build()
+        self.modules: list[ModuleDescription] = [
+            m.describe() for m in self.model.modality_modules()
+        ]
+        batch, parts = step_of(case, seed)
+        self.metas: list[MicrobatchMeta] = [m.meta for m in batch]
+        self.targets = [m.target_count for m in batch]
+        self.graph = StageGraph(case.layout(), len(batch), parts)
+
+    def costs(self, model: CostModel = MODEL) -> PlanCosts:
+        return plan_costs(self.graph, self.modules, self.metas, model, targets=self.targets)
+
+
+@pytest.mark.parametrize("encoder", ENCODERS, ids=str)
+@pytest.mark.parametrize("freeze", [(), ("vision",), ("llm",)], ids=str)
+def test_flops_of_actions_add_up_to_those_of_microbatches(encoder, freeze) -> None:
+    case = Case("sum", pipeline=2, encoder=encoder[0], second=encoder[1], freeze=freeze)
+    step = Step(case)
+    costs = step.costs()
+    totals = {ActionType.F: 0.0, ActionType.B: 0.0}
+    for action, flops in costs.flops.items():
+        totals[action.type] = totals.get(action.type, 0.0) + flops
+    found = [
+        each
+        for meta, targets in zip(step.metas, step.targets, strict=True)
+        for each in microbatch_flops(step.modules, meta, targets).values()
+    ]
+    assert totals[ActionType.F] == pytest.approx(sum(f.forward for f in found))
+    assert totals[ActionType.B] == pytest.approx(sum(f.backward for f in found))
+
+
+@pytest.mark.parametrize("freeze", [(), ("llm",), ("vision",)], ids=str)
+def test_every_action_of_a_plan_has_a_cost(freeze) -> None:
+    step = Step(Case("complete", pipeline=2, encoder="siglip2", freeze=freeze))
+    costs = step.costs()
+    order = random_order(step.graph, 4, split=0.5)
+    assert not order_problems(step.graph, order)
+    plan = lower_plan(order, step.graph, {}, sharding="step")
+    for action in (a for row in plan.actions for a in row):
+        if action.type in COMPUTE:
+            assert costs.compute_ms[action] > 0, action
+            assert action in costs.flops
+        if action.type in (ActionType.UNSHARD, ActionType.REDUCE_GRAD):
+            assert action.stage in costs.gather_ms
+    assert set(costs.kept_bytes) == set(step.graph.tasks())
+    assert all(0 <= costs.kept_for_weights_bytes[t] <= kept for t, kept in costs.kept_bytes.items())
+    assert len(costs.static_bytes) == 2
+    assert min(costs.static_bytes) > 0
+
+
+@pytest.mark.parametrize("encoder", KINDS)
+def test_transfers_take_as_long_as_the_messages_of_the_runtime(encoder) -> None:
+    step = Step(Case("messages", pipeline=4, encoder=encoder))
+    by_name = {m.name: m for m in step.model.modality_modules()}
+    specs = message_specs(step.graph, by_name, step.metas, torch.float32)
+    costs, ranks = step.costs(), step.graph.rank
+    assert costs.transfer_ms
+    for message, tensors in specs.items():
+        producer, consumer = step.graph.producer(message), step.graph.consumer(message)
+        nbytes = sum(prod(t.shape) * t.dtype.itemsize for t in tensors)
+        for backward in (False, True):
+            key = message, backward
+            leaves = ranks(producer) != ranks(consumer)
+            assert (key in costs.transfer_ms) == leaves
+            if leaves:
+                assert costs.transfer_ms[key] == MODEL.transfers_ms([nbytes], ["node"])[0]
+
+
+def test_tensor_parallel_stages_have_exposed_communication() -> None:
+    step = Step(Case("tensor", pipeline=2))
+    both = {name: Execution(tensor=2) for name in ("vision", "llm")}
+    costs = step.costs(CostModel(load_profile("cpu"), "float32", both))
+    # Gradients of weights that are split need no communication.
+    assert set(costs.tensor_ms) == {a for a in costs.compute_ms if a.type is not ActionType.W}
+    assert all(0 < ms < costs.compute_ms[action] for action, ms in costs.tensor_ms.items())
+    assert not step.costs().tensor_ms
+
+
+def test_tied_stages_exchange_their_gradient() -> None:
+    tied = Step(Case("tied", pipeline=2, tied=True)).costs().tied_ms
+    assert len(tied) == 2
+    assert min(tied.values()) > 0
+    assert not Step(Case("tied", pipeline=2, tied=False)).costs().tied_ms
+
+
+def test_what_does_not_fit_the_graph_is_refused() -> None:
+    step = Step(Case("refused", pipeline=2))
+    with pytest.raises(ValueError, match="one of each for every microbatch"):
+        plan_costs(step.graph, step.modules, step.metas[1:], MODEL, targets=step.targets)
+    with pytest.raises(ValueError, match="no descriptions of the layout's modules"):
+        plan_costs(step.graph, step.modules[1:], step.metas, MODEL)
+    crowded = StageGraph(step.graph.layout, 1, {"vision": (9,)})
+    with pytest.raises(ValueError, match="9 sub-microbatches for the"):
+        plan_costs(crowded, step.modules, [m for m in step.metas if m.image_count][:1], MODEL)
