@@ -22,6 +22,12 @@ LAYOUTS = {
             "parallel__sequence_parallel": "true",
             "training__microbatch_size": 4,
         },
+        "tp2-async": {
+            "parallel__tensor": 2,
+            "parallel__sequence_parallel": "true",
+            "parallel__async_tensor_parallel": "true",
+            "training__microbatch_size": 4,
+        },
         "fsdp2-mb2": {"parallel__shard": 2, "training__microbatch_size": 2},
         "pp2": {"parallel__pipeline": 2, "parallel__vision.sub_microbatch_images": 2},
         "pp2-1f1b": {

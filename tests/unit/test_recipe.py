@@ -220,6 +220,29 @@ def test_a_valid_recipe_has_no_problems(valid):
             "training.sequence_length",
             "multiple",
         ),
+        (
+            "--parallel.async_tensor_parallel true --parallel.tensor 2",
+            "parallel.async_tensor_parallel",
+            "sequence_parallel = true",
+        ),
+        (
+            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true",
+            "parallel.async_tensor_parallel",
+            "tensor > 1",
+        ),
+        (
+            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true "
+            "--parallel.tensor 2 --parallel.pipeline 2 --parallel.schedule zero_bubble",
+            "parallel.async_tensor_parallel",
+            "another parallel.schedule",
+        ),
+        (
+            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true "
+            "--parallel.tensor 2 --training.device cpu "
+            "--parallel.async_tensor_backend symmetric_memory",
+            "parallel.async_tensor_backend",
+            "needs CUDA",
+        ),
     ],
 )
 def test_value_checks_name_the_key_and_a_remedy(valid, arguments, key, text):

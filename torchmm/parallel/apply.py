@@ -40,11 +40,13 @@ def parallelize(
         tokens: of a microbatch, for what is tuned by a measurement; 0: nothing is measured.
     """
     computes_alone = mesh.world_size == mesh.pipeline_size
-    overlaps: dict[str, Overlap] = {}
+    overlaps = parallel.async_tensor_parallel and mesh.tensor_size > 1
+    chosen: dict[str, Overlap] = {}
     for module in model.all_stages():
-        if parallel.async_tensor_parallel and mesh.tensor_size > 1 and module.name not in overlaps:
-            overlaps[module.name] = choose_overlap(module, mesh.tensor, parallel, dtype, tokens)
-        overlap = overlaps.get(module.name)
+        has_slices = "sequence" in module.tensor_parallel_plan().values()
+        if overlaps and has_slices and module.name not in chosen:
+            chosen[module.name] = choose_overlap(module, mesh.tensor, parallel, dtype, tokens)
+        overlap = chosen.get(module.name)
         apply_tensor_parallel(module, mesh.tensor, parallel.sequence_parallel, overlap)
         mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
         apply_activation_checkpoint(module, mode)

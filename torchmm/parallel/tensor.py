@@ -99,7 +99,7 @@ def _style(
         "rowwise": _rowwise(slices),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         "replicated_with_grad_allreduce": LocalNorm(),
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "embedding": _Embedding(),
         "packed_qkv": _PackedQkv(overlap is not None),
         "sequence": None if slices is None else LocalNorm(),
     }
@@ -133,6 +133,20 @@ class _RowwiseIntoSlices(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = RowwiseParallel(output_layouts=Partial())._apply(module, device_mesh)
         module.register_forward_hook(self._slices.reduce)
+        return module
+
+
+class _Embedding(ParallelStyle):
+    """A table whose rows are divided among the ranks.
+
+    Its output is copied: torch.compile drops the gradient of an input that is still on its way
+    (`AsyncCollectiveTensor`, 2.13).
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        module = style._apply(module, device_mesh)
+        module.register_forward_hook(lambda _, __, output: output.clone())
         return module
 
 

@@ -1,0 +1,133 @@
+"""Overlapped linears in one process: many ranks, operators' contracts, what is kept, misuse."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.nn import functional
+
+from torchmm.config import ParallelConfig
+from torchmm.parallel.async_backends import BACKENDS, Collective, Ring
+from torchmm.parallel.async_linear import Overlap, gather_linear, gather_slices, linear_scatter
+from torchmm.parallel.async_tensor import Column, ScopeInput
+
+NAMES = ["gather_linear", "linear_scatter", "gather_slices", "take_slice"]
+
+
+@pytest.fixture
+def group(request):
+    """A process group of `request.param` ranks that sends nothing; this is rank 0."""
+    ranks = request.param
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", [1, 8, 64], indirect=True)
+@pytest.mark.parametrize("rows", [1, 7, 64, 100])
+@pytest.mark.parametrize("backend", ["ring", "collective"])
+def test_many_ranks_give_the_right_shapes(group, rows, backend):
+    size = -(-rows // group.size())
+    overlap = Overlap(backend, group.group_name, 3)
+    x_SD = torch.randn(size, 6, requires_grad=True)
+    weights = [torch.randn(f, 6, requires_grad=True) for f in (4, 2)]
+    bias = torch.randn(4, requires_grad=True)
+    products = gather_linear(x_SD, weights, [bias, None], rows, overlap)
+    assert [p.shape for p in products] == [(rows, 4), (rows, 2)]
+    down_DF = torch.randn(6, 4, requires_grad=True)
+    out_SD = linear_scatter(products[0] * products[1].sum(), down_DF, None, size, overlap)
+    assert out_SD.shape == (size, 6)
+    whole_TD = gather_slices(out_SD, rows, overlap)
+    assert whole_TD.shape == (rows, 6)
+    whole_TD.sum().backward()
+    for tensor in (x_SD, *weights, bias, down_DF):
+        assert tensor.grad.shape == tensor.shape
+
+
+@pytest.mark.parametrize("group", [16], indirect=True)
+@pytest.mark.parametrize("rows", [5, 32, 33])
+def test_sixteen_ranks_in_one_process(group, rows):
+    """LocalTensor runs all ranks' collectives in one process; it has no sends."""
+    ranks, size = group.size(), -(-rows // group.size())
+    generator = torch.Generator().manual_seed(rows)
+    x_TD = torch.randn(rows, 6, generator=generator)
+    up_FD = torch.randn(ranks * 2, 6, generator=generator)
+    down_DF = torch.randn(6, ranks * 2, generator=generator)
+    padded = functional.pad(x_TD, (0, 0, 0, size * ranks - rows))
+
+    def local(pieces):
+        return LocalTensor({rank: piece.clone() for rank, piece in enumerate(pieces)})
+
+    with LocalTensorMode(ranks):
+        backend = Collective(group, 1)
+        x_SD = local(padded.split(size))
+        (up_TF,) = backend.gather_linear(x_SD, [local(up_FD.chunk(ranks))], [None], rows)
+        down = local(down_DF.chunk(ranks, dim=1))
+        out_SD = backend.start_linear_scatter([up_TF], [down], size).wait()
+    out = torch.cat([out_SD._local_tensors[rank] for rank in range(ranks)])
+    torch.testing.assert_close(out[:rows], x_TD @ up_FD.T @ down_DF.T, rtol=1e-5, atol=1e-4)
+    assert not out[rows:].any()
+
+
+@pytest.mark.parametrize("group", [1], indirect=True)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("backend", ["ring", "collective"])
+def test_operators_keep_what_they_promise_to_the_compiler(group, name, backend):
+    """Shapes, strides, no aliases, no changed inputs, gradients, with numbers for sizes or not."""
+    where = (backend, group.group_name, 2)
+    x = torch.randn(5, 6, requires_grad=True)
+    weight, bias = torch.randn(4, 6, requires_grad=True), torch.randn(4, requires_grad=True)
+    arguments = {
+        "gather_linear": (x, [weight, weight], [bias, bias.new_empty(0)], 5),
+        "linear_scatter": (x, weight, bias, 5),
+        "gather_slices": (x, 5),
+        "take_slice": (x, 5),
+    }
+    operator = getattr(torch.ops.torchmm, name).default
+    result = torch.library.opcheck(operator, (*arguments[name], *where))
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+@pytest.mark.parametrize("trained", [True, False])
+def test_only_the_slice_is_kept_for_backward_and_only_for_trained_weights(group, trained):
+    kept = []
+
+    def keep(tensor):
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    x_SD = torch.randn(3, 6, requires_grad=True)
+    weight = torch.randn(4, 6, requires_grad=trained)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        gather_linear(x_SD, [weight], [None], 12, Overlap("ring", group.group_name))
+    assert kept == [(4, 6), (3, 6)] if trained else [(4, 6)]
+
+
+@pytest.mark.parametrize("group", [4], indirect=True)
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+def test_blocks_are_the_slice_in_order(group, chunks):
+    ring = Ring(group, chunks)
+    for rows in (0, 1, 9):
+        blocks = ring._blocks(5, 5 + rows)
+        assert len(blocks) == chunks
+        assert [row for start, stop in blocks for row in range(start, stop)] == [
+            *range(5, 5 + rows)
+        ]
+
+
+def test_a_scope_that_does_more_with_its_input_is_an_error():
+    column = Column(nn.Linear(3, 2), lambda parameter: parameter)
+    product = torch.randn(4, 2)
+    scope_input = ScopeInput(torch.Size((4, 3)), [product])
+    assert column(scope_input) is product
+    with pytest.raises(TypeError, match="async_tensor_parallel = false"):
+        column(torch.randn(4, 3))
+    with pytest.raises(TypeError):
+        scope_input * 2
+
+
+def test_recipes_name_the_backends():
+    for name in BACKENDS:
+        assert ParallelConfig(async_tensor_backend=name).async_tensor_backend == name
