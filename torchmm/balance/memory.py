@@ -1,9 +1,9 @@
 """Estimate of one rank's memory before anything is allocated, for the start table and dry runs.
 
 Weights, gradients and optimizer state are exact under FSDP2 (float32 master weights, AdamW with
-two moments, gradients not sharded between the microbatches of a step). Activations are counted
-per layer from the tensors that backward needs: with flash-style attention no (tokens x tokens)
-matrix is kept. What is left out: temporary buffers, fragmentation and the framework itself.
+two moments, gradients not sharded between the microbatches of a step). Activations are those of
+`torchmm.balance.kept`: with flash-style attention no (tokens x tokens) matrix is kept. What is left
+out: temporary buffers, fragmentation and the framework itself.
 
 A pipeline is taken to be cut evenly: a rank has its share of every layer list and keeps the
 activations of as many microbatches as it has peers, as in 1F1B. Its weights stay gathered, and its
@@ -12,10 +12,15 @@ gradients whole, for the length of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from torchmm.batch import LayerDescription, ModuleDescription
+from torchmm.balance.execution import Execution, Recompute
+from torchmm.balance.kept import layer_kept_bytes
+from torchmm.balance.task_sizes import llm_sizes
+from torchmm.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ def estimate_memory(
     tensor: int,
     compute_bytes: int,
     microbatches: int,
-    recompute: dict[str, str],
+    recompute: Mapping[str, Recompute],
     pipeline: int = 1,
 ) -> MemoryEstimate:
     """Peak bytes of one rank.
@@ -69,24 +74,40 @@ def estimate_memory(
             held_by = shard if microbatches == pipeline == 1 else 1
             gradients += 4 * parameters // held_by
             optimizer += 8 * parameters // shard
-        mode = recompute.get(module.name, "none")
-        per_token = sum(_activation_elements(sizes, mode) for sizes in module.layers)
-        per_token = per_token * min(pipeline, microbatches) // pipeline
-        if mode == "full" and module.layers:  # one layer at a time is recomputed whole
-            per_token += _activation_elements(module.layers[0], "none")
-        activations += tokens.get(module.name, 0) * per_token * compute_bytes // tensor
+        execution = Execution(tensor=tensor, recompute=recompute.get(module.name, "none"))
+        found = _activation_bytes(module, tokens.get(module.name, 0), execution, compute_bytes)
+        activations += (
+            found.every_layer * min(pipeline, microbatches) // pipeline + found.recomputed
+        )
     return MemoryEstimate(weights, gradients, optimizer, activations)
 
 
-def _activation_elements(sizes: LayerDescription, mode: str) -> int:
-    """Elements per token that one layer keeps for backward."""
-    if mode == "full":
-        return sizes.hidden_size
-    query_key_value = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
-    attention_output = sizes.heads * sizes.head_dim
-    ffn = (3 if sizes.gated_ffn else 2) * sizes.ffn_size
-    products = query_key_value + attention_output + 2 * sizes.hidden_size
-    if mode == "selective":  # results of matrix products only
-        return products + (2 if sizes.gated_ffn else 1) * sizes.ffn_size
-    # Besides: both norm inputs and outputs, and queries and keys before their rotation.
-    return products + ffn + 4 * sizes.hidden_size + query_key_value
+class _Activations(NamedTuple):
+    """Bytes for one microbatch."""
+
+    every_layer: int
+    recomputed: int
+    """Of the one layer whose activations are there again, in its backward."""
+
+
+def _activation_bytes(
+    module: ModuleDescription, tokens: int, execution: Execution, compute_bytes: int
+) -> _Activations:
+    row = MicrobatchMeta((SampleMeta("", 0, tokens),), tokens)
+    sizes = llm_sizes([row], [tokens], padding=False)
+
+    def kept(layer: LayerDescription, recompute: Recompute) -> float:
+        execution_ = replace(execution, recompute=recompute)
+        found_N = layer_kept_bytes(
+            layer, sizes, execution_, compute_bytes, weights=module.trainable
+        )
+        return float(found_N[0])
+
+    mode = execution.recompute
+    total = sum(n * kept(layer, mode) for layer, n in Counter(module.layers).items())
+    if module.kind == "encoder" and not module.trainable:
+        total = 0.0  # nothing before its layers is trained, so they have no backward
+    again = 0.0
+    if mode != "none" and total:
+        again = max(kept(layer, "none") for layer in set(module.layers))
+    return _Activations(round(total), round(again))
