@@ -38,6 +38,8 @@ from torchmm.step_plan import plan_layout
 
 RANKS = 2
 GOAL, TOLERANCE = 1.15, 1e-5
+QUIET = 0.05
+"""Share of the CPU that other programs may take: ranks need all of it."""
 FRONT, SPREAD, OURS = "tower in stage 0", "tower cut too", "ours"
 
 
@@ -316,7 +318,7 @@ def run_rank(setting: Setting) -> dict[str, Any]:
     def make(choice: Choice) -> OurProgram:
         return OurProgram(OURS, model, steps, choice, mesh)
 
-    watch = Stopwatch(setting.patience_s)
+    watch = Stopwatch(setting.patience_s, QUIET)
     costs = Costs(descriptions, [make(Choice(1, 1, images)) for images in setting.images], watch)
     ours = choose_ours(setting, costs, watch, make)
     stock = [

@@ -36,10 +36,12 @@ def run_model(size: str) -> list[Row]:
 
 def run_sleep(size: str) -> list[Row]:
     """Eight ranks that sleep."""
-    setting = sleep_case.SETTINGS[size]
-    found = run_ranks(sleep_case.run_rank, sleep_case.RANKS, setting)
-    _describe("sleep", found)
-    return sleep_case.rows(setting, found)
+    rows = []
+    for setting in sleep_case.SETTINGS[size]:
+        found = sleep_case.run(setting)
+        _describe("sleep", found)
+        rows += sleep_case.rows(setting, found)
+    return rows
 
 
 def _describe(case: str, found: dict) -> None:

@@ -137,15 +137,17 @@ class Stopwatch:
 
     The more often ranks wait for each other, the more a program suffers when others take a core
     from one of them. So timing starts when the machine is quiet, as long as there is patience
-    left, and runs in which others took more than `QUIET` of the CPU are left out, of all programs
-    alike.
+    left, and runs that were disturbed are left out, of all programs alike.
+
+    Args:
+        patience_s: how long to wait, and to repeat, in all.
+        quiet: share of the CPU that others may take.
     """
 
-    QUIET = 0.05
     SAMPLE_S = 0.5
 
-    def __init__(self, patience_s: float) -> None:
-        self.patience_s = patience_s
+    def __init__(self, patience_s: float, quiet: float) -> None:
+        self.patience_s, self.quiet = patience_s, quiet
 
     def time(self, program: Program, index: int) -> StepTime:
         """Runs a step, which all ranks begin together."""
@@ -187,7 +189,7 @@ class Stopwatch:
             if done % 2:
                 order.reverse()
             taken = {i: self.time(programs[i], index) for i in order}
-            noisy = max(t.others for t in taken.values()) > self.QUIET
+            noisy = max(t.others for t in taken.values()) > self.quiet
             if noisy:
                 self.patience_s -= sum(t.wall_s for t in taken.values())
             found = index, [taken[i] for i in range(len(programs))]
@@ -200,7 +202,7 @@ class Stopwatch:
         while self.patience_s > 0:
             others = _OtherPrograms()
             time.sleep(self.SAMPLE_S)
-            if others.share() <= self.QUIET:
+            if others.share() <= self.quiet:
                 return
             self.patience_s -= self.SAMPLE_S
 
