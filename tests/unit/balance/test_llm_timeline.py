@@ -1,0 +1,124 @@
+"""The LLM's timeline: textbook times, forwards as late as possible, bubbles by class."""
+
+import random
+
+import pytest
+from colocated_cases import llm_step, random_timeline
+
+from torchmm.balance.free_time import ALWAYS_PS
+from torchmm.balance.llm_timeline import llm_timeline
+from torchmm.balance.operator_graph import PICOSECONDS_PER_MS, SimulationError
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.simulator import simulate
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.layouts import ModuleLayers, megatron_layout
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.schedules import SCHEDULES
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "microbatches"), [(4, 1, 4), (4, 3, 8), (8, 2, 16)])
+def test_interleaved_1f1b_has_its_textbook_makespan(ranks, virtual, microbatches):
+    timeline = llm_step(ranks, virtual, microbatches)
+    expected_ms = 3.0 * (microbatches * virtual + ranks - 1)
+    assert timeline.llm_ps == expected_ms * PICOSECONDS_PER_MS
+
+
+def starts(timeline) -> dict[Action, int]:
+    return {
+        action: int(start)
+        for own in timeline.ranks
+        for action, start in zip(own.actions, own.start_ps, strict=True)
+    }
+
+
+def test_forwards_are_deferred_as_far_as_no_backward_moves():
+    for seed in range(40):
+        rng = random.Random(seed)
+        timeline = random_timeline(rng, rng.choice((2, 3, 4)), rng.choice((4, 6)))
+        late = starts(timeline)
+        early = starts(timeline.waiting({}))
+        for action, start in late.items():
+            if action.type is ActionType.F:
+                assert start >= early[action], seed
+        # They can all wait for their late starts together, and none of them any longer.
+        together = starts(timeline.waiting(late))
+        assert together == late, seed
+        for action in rng.sample(sorted(late, key=str), 10):
+            if action.type is ActionType.F:
+                moved = starts(timeline.waiting({**late, action: late[action] + 1}))
+                later = [a for a in late if a.type is not ActionType.F and moved[a] > late[a]]
+                assert later, (seed, action)
+
+
+def test_the_warm_up_of_figure_12_is_adjusted():
+    # Four devices with two chunks each, eight microbatches: F5 to F8 can wait, F1 to F4 cannot.
+    early = llm_step(4, 2, 8, defer=False).needed_ps / PICOSECONDS_PER_MS
+    late = llm_step(4, 2, 8).needed_ps / PICOSECONDS_PER_MS
+    assert early[:4].tolist() == late[:4].tolist() == [0, 1, 2, 3]
+    assert (late[4:] >= early[4:]).all() and (late[4:7] > early[4:7]).all()
+    assert early[4] == 8
+
+
+def test_bubbles_are_those_of_the_simulated_step():
+    layers = ModuleLayers("llm", "llm", (1.0,) * 12)
+    for seed, schedule in enumerate(("gpipe", "interleaved_1f1b", "zero_bubble")):
+        graph = StageGraph(megatron_layout([layers], 3, 1 + seed % 2), 6)
+        rng = random.Random(seed)
+        order = SCHEDULES[schedule].order(graph)
+        compute = {a: rng.uniform(1, 2) for row in order for a in row}
+        stages = range(len(graph.layout.stages))
+        costs = PlanCosts(
+            compute,
+            tensor_ms={a: 0.3 * ms for a, ms in compute.items()},
+            gather_ms={s: 0.5 + s for s in stages},
+            reduce_ms={s: 1.5 for s in stages},
+        )
+        own = llm_timeline(graph, order, costs, sharding="step", defer=False)
+        simulated = simulate(lower_plan(order, graph, {}, sharding="step"), costs).timeline
+        assert own.llm_ps / PICOSECONDS_PER_MS == pytest.approx(simulated.makespan_ms)
+        found = dict.fromkeys(simulated.bubble_ms, 0.0)
+        for bubble in own.bubbles():
+            found[bubble.kind] += bubble.end_ms - bubble.start_ms
+        assert found == pytest.approx(simulated.bubble_ms, abs=1e-6), schedule
+
+
+def test_bubbles_and_computation_fill_the_step():
+    for seed in range(20):
+        rng = random.Random(seed)
+        timeline = random_timeline(rng, 4, 4)
+        for rank, own in enumerate(timeline.spans):
+            busy_ps = int((own.computation_ps[1] - own.computation_ps[0]).sum())
+            idle_ms = sum(b.end_ms - b.start_ms for b in timeline.bubbles() if b.rank == rank)
+            whole_ms = timeline.llm_ps / PICOSECONDS_PER_MS
+            assert busy_ps / PICOSECONDS_PER_MS + idle_ms == pytest.approx(whole_ms)
+
+
+def test_free_time_is_what_spans_leave():
+    timeline = random_timeline(random.Random(3), 2, 4)
+    for free, kind in ((timeline.free_compute(), 1), (timeline.free_links(), 0)):
+        for rank, own in enumerate(timeline.spans):
+            part = slice(free.pointers[rank], free.pointers[rank + 1])
+            start, end = free.start_ps[part], free.end_ps[part]
+            assert start[0] == -ALWAYS_PS and end[-1] == ALWAYS_PS
+            assert (start < end).all() and (end[:-1] < start[1:]).all()
+            for begin, stop in own[kind].T:
+                assert not ((start < stop) & (end > begin)).any()
+            busy_ps = int((own[kind][1] - own[kind][0]).sum())
+            assert int((end - start).sum()) + busy_ps == 2 * ALWAYS_PS
+
+
+def test_what_cannot_be_timed_is_refused():
+    layers = ModuleLayers("llm", "llm", (1.0,) * 4)
+    graph = StageGraph(megatron_layout([layers], 2), 2)
+    order = SCHEDULES["gpipe"].order(graph)
+    compute = {a: 1.0 for row in order for a in row}
+    with pytest.raises(SimulationError, match="0F0 on rank 0 has no duration"):
+        costs = PlanCosts({a: ms for a, ms in compute.items() if str(a) != "0F0"})
+        llm_timeline(graph, order, costs)
+    with pytest.raises(ValueError, match=r"ranks \[1\] run nothing"):
+        llm_timeline(graph, (order[0], ()), PlanCosts(compute))
+    with pytest.raises(SimulationError, match="needs what is not in the order"):
+        llm_timeline(graph, (order[0][1:], order[1]), PlanCosts(compute))
+    with pytest.raises(SimulationError, match="circle"):
+        llm_timeline(graph, (order[0][::-1], order[1]), PlanCosts(compute))

@@ -1,0 +1,311 @@
+"""Compiled loops of bubble filling over flat arrays; `bubble_filling` says what they do and why.
+
+A *task* is one pass of some images through an encoder's pipeline; a *row* is a task on one of its
+stages; its *kernels* run there one after the other. Kernels are never split: each goes to the first
+interval, from where the device stands, that is free and long enough. Devices run rows in the order
+of the tasks, so for a given order nothing can end earlier anywhere.
+
+Times are picoseconds from the begin of the LLM's timeline; before it they are negative.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from torchmm.balance.graph_kernels import Int32s, Int64s
+
+NEVER_PS = 1 << 61
+Flags = NDArray[np.bool_]
+
+
+class Tasks(NamedTuple):
+    """One direction of all encoders' tasks; forward and backward have the same rows."""
+
+    encoder: Int32s
+    """By task."""
+    first: Int32s
+    """By task, and one more: its rows are `first[t]` to `first[t + 1]`, by stage."""
+    pointers: Int32s
+    """By row, and one more: its kernels."""
+    duration_ps: Int64s
+    """By kernel; 0: there is none."""
+    on_links: Flags
+    """By kernel: whether it communicates."""
+    hop_ps: Int64s
+    """By row: from its rank to that of the next stage, or of the LLM's first, or back."""
+    order: Int32s
+    """The tasks as they go through the pipelines."""
+
+
+class Pipelines(NamedTuple):
+    """Encoder pipelines on an LLM pipeline's devices."""
+
+    first: Int32s
+    """By encoder, and one more: its pipelines."""
+    device: Int32s
+    """By pipeline and stage."""
+    rank: Int32s
+    """By device: its rank of the LLM's pipeline."""
+    entry_rank: int
+    """Where the LLM's first stage is."""
+
+
+class Room(NamedTuple):
+    """Free time of all devices; as `FreeTime`, twice."""
+
+    compute_pointers: Int64s
+    compute_start: Int64s
+    compute_end: Int64s
+    link_pointers: Int64s
+    link_start: Int64s
+    link_end: Int64s
+
+
+class Pass(NamedTuple):
+    """One way of going through all tasks."""
+
+    tasks: Tasks
+    pipelines: Pipelines
+    room: Room
+    upstream: bool
+    """From the last stage to the first."""
+    mirrored: bool
+    """Time runs backwards: last tasks and last kernels first."""
+
+
+class Cursor(NamedTuple):
+    """By device: where it stands."""
+
+    time_ps: Int64s
+    compute: Int64s
+    link: Int64s
+
+
+@njit(cache=True)
+def _cursor(room: Room, begin_ps: Int64s) -> Cursor:
+    return Cursor(
+        begin_ps.copy(), room.compute_pointers[:-1].copy(), room.link_pointers[:-1].copy()
+    )
+
+
+@njit(cache=True)
+def _place_row(
+    row: int, device: int, ready_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
+) -> int:
+    """Places a row's kernels; its end, or NEVER_PS if there is no room."""
+    tasks, room = way.tasks, way.room
+    now = max(ready_ps, cursor.time_ps[device])
+    first, last = tasks.pointers[row], tasks.pointers[row + 1]
+    compute, link = cursor.compute[device], cursor.link[device]
+    last_compute, last_link = room.compute_pointers[device + 1], room.link_pointers[device + 1]
+    empty = True
+    for index in range(last - first):
+        kernel = last - 1 - index if way.mirrored else first + index
+        duration = tasks.duration_ps[kernel]
+        if duration > 0:
+            empty = False
+            if tasks.on_links[kernel]:
+                while link < last_link and (
+                    room.link_end[link] - max(now, room.link_start[link]) < duration
+                ):
+                    link += 1
+                if link == last_link:
+                    return NEVER_PS
+                now = max(now, room.link_start[link])
+            else:
+                while compute < last_compute and (
+                    room.compute_end[compute] - max(now, room.compute_start[compute]) < duration
+                ):
+                    compute += 1
+                if compute == last_compute:
+                    return NEVER_PS
+                now = max(now, room.compute_start[compute])
+        start_ps[kernel] = now
+        now += duration
+    if empty:
+        return ready_ps
+    cursor.time_ps[device] = now
+    cursor.compute[device] = compute
+    cursor.link[device] = link
+    return now
+
+
+@njit(cache=True)
+def _place_task(
+    task: int, pipeline: int, release_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
+) -> int:
+    """Places a task's rows in the order of stages, or against it; when its result is there."""
+    tasks, pipelines, upstream = way.tasks, way.pipelines, way.upstream
+    first, last = tasks.first[task], tasks.first[task + 1]
+    now, before = release_ps, pipelines.entry_rank
+    for index in range(last - first):
+        stage = last - first - 1 - index if upstream else index
+        device = pipelines.device[pipeline, stage]
+        rank = pipelines.rank[device]
+        if rank != before and (upstream or index > 0):
+            now += tasks.hop_ps[first + stage - (0 if upstream else 1)]
+        now = _place_row(first + stage, device, now, way, cursor, start_ps)
+        if now == NEVER_PS:
+            return NEVER_PS
+        before = rank
+    if not upstream and before != pipelines.entry_rank:
+        now += tasks.hop_ps[last - 1]
+    return now
+
+
+@njit(cache=True)
+def place(
+    way: Pass,
+    pipeline_of: Int32s,
+    release_ps: Int64s,
+    begin_ps: Int64s,
+    start_ps: Int64s,
+    end_ps: Int64s,
+) -> Int64s:
+    """Places all tasks.
+
+    Args:
+        pipeline_of: by task.
+        release_ps: by task: it may not start before.
+        begin_ps: by device: nothing starts before.
+        start_ps: by kernel; written.
+        end_ps: by task: when its result is there, or NEVER_PS; written.
+
+    Returns:
+        By device: when it has ended.
+    """
+    cursor, order = _cursor(way.room, begin_ps), way.tasks.order
+    for index in range(len(order)):
+        task = order[len(order) - 1 - index if way.mirrored else index]
+        end_ps[task] = _place_task(task, pipeline_of[task], release_ps[task], way, cursor, start_ps)
+    return cursor.time_ps
+
+
+@njit(cache=True)
+def assign(
+    way: Pass, release_ps: Int64s, deadline_ps: Int64s, begin_ps: Int64s, pipeline_of: Int32s
+) -> bool:
+    """Hands each next task to the pipeline of its encoder that finishes it first.
+
+    Args:
+        release_ps, deadline_ps: by task: it may not start before, or end after.
+        begin_ps: by device: nothing starts before.
+        pipeline_of: written.
+
+    Returns:
+        Whether all deadlines are met; else tasks behind the first late one keep their pipelines.
+    """
+    tasks, pipelines = way.tasks, way.pipelines
+    cursor = _cursor(way.room, begin_ps)
+    start_ps = np.empty(len(tasks.duration_ps), np.int64)
+    stages = pipelines.device.shape[1]
+    saved = np.empty((3, stages), np.int64)
+    for task in tasks.order:
+        count = tasks.first[task + 1] - tasks.first[task]
+        encoder = tasks.encoder[task]
+        best, best_end = -1, NEVER_PS
+        for pipeline in range(pipelines.first[encoder], pipelines.first[encoder + 1] + 1):
+            commit = pipeline == pipelines.first[encoder + 1]
+            tried = best if commit else pipeline
+            if tried < 0:
+                return False
+            for stage in range(count):
+                device = pipelines.device[tried, stage]
+                saved[0, stage] = cursor.time_ps[device]
+                saved[1, stage] = cursor.compute[device]
+                saved[2, stage] = cursor.link[device]
+            end = _place_task(task, tried, release_ps[task], way, cursor, start_ps)
+            if commit:
+                break
+            if end < best_end:
+                best, best_end = pipeline, end
+            for stage in range(count):
+                device = pipelines.device[tried, stage]
+                cursor.time_ps[device] = saved[0, stage]
+                cursor.compute[device] = saved[1, stage]
+                cursor.link[device] = saved[2, stage]
+        pipeline_of[task] = best
+        if best_end > deadline_ps[task]:
+            return False
+    return True
+
+
+@njit(cache=True)
+def _busy(
+    tasks: Tasks, pipeline_of: Int32s, pipelines: Pipelines, start_ps: Int64s
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Kernels by device, in order of time: pointers, starts, ends."""
+    devices = len(pipelines.rank)
+    pointers = np.zeros(devices + 1, np.int64)
+    for task in tasks.order:
+        for row in range(tasks.first[task], tasks.first[task + 1]):
+            device = pipelines.device[pipeline_of[task], row - tasks.first[task]]
+            pointers[device + 1] += tasks.pointers[row + 1] - tasks.pointers[row]
+    pointers = np.cumsum(pointers)
+    at = pointers[:-1].copy()
+    starts, ends = np.empty(pointers[-1], np.int64), np.empty(pointers[-1], np.int64)
+    for task in tasks.order:
+        for row in range(tasks.first[task], tasks.first[task + 1]):
+            device = pipelines.device[pipeline_of[task], row - tasks.first[task]]
+            for kernel in range(tasks.pointers[row], tasks.pointers[row + 1]):
+                duration = tasks.duration_ps[kernel]
+                if duration > 0:
+                    starts[at[device]] = start_ps[kernel]
+                    ends[at[device]] = start_ps[kernel] + duration
+                    at[device] += 1
+    for device in range(devices):  # where kernels of no duration were
+        starts[at[device] : pointers[device + 1]] = NEVER_PS
+        ends[at[device] : pointers[device + 1]] = NEVER_PS
+    return pointers, starts, ends
+
+
+@njit(cache=True)
+def _subtract(
+    pointers: Int64s,
+    start: Int64s,
+    end: Int64s,
+    busy_pointers: Int64s,
+    busy_start: Int64s,
+    busy_end: Int64s,
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Free time without what is busy; both by device and in order of time."""
+    devices = len(pointers) - 1
+    most = len(start) + len(busy_start)
+    new_pointers = np.zeros(devices + 1, np.int64)
+    new_start, new_end = np.empty(most, np.int64), np.empty(most, np.int64)
+    count = 0
+    for device in range(devices):
+        busy, last = busy_pointers[device], busy_pointers[device + 1]
+        for index in range(pointers[device], pointers[device + 1]):
+            now = start[index]
+            while busy < last and busy_end[busy] <= now:
+                busy += 1
+            while busy < last and busy_start[busy] < end[index]:
+                if busy_start[busy] > now:
+                    new_start[count], new_end[count] = now, busy_start[busy]
+                    count += 1
+                now = max(now, busy_end[busy])
+                if busy_end[busy] > end[index]:
+                    break
+                busy += 1
+            if now < end[index]:
+                new_start[count], new_end[count] = now, end[index]
+                count += 1
+        new_pointers[device + 1] = count
+    return new_pointers, new_start[:count], new_end[:count]
+
+
+@njit(cache=True)
+def residual(way: Pass, pipeline_of: Int32s, start_ps: Int64s) -> Room:
+    """Free time without placed kernels, which occupy computation and links alike."""
+    room = way.room
+    pointers, start, end = _busy(way.tasks, pipeline_of, way.pipelines, start_ps)
+    compute = _subtract(
+        room.compute_pointers, room.compute_start, room.compute_end, pointers, start, end
+    )
+    links = _subtract(room.link_pointers, room.link_start, room.link_end, pointers, start, end)
+    return Room(compute[0], compute[1], compute[2], links[0], links[1], links[2])

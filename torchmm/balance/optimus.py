@@ -1,0 +1,137 @@
+"""Plans with encoders in the LLM's bubbles: from a layout and costs to an order of actions.
+
+The bubble scheduler (`bubble_filling`) says when each action runs; here its times become the order
+of every rank and the replica of every encoder task, which is all that a plan knows. The runtime
+then runs everything as early as that order allows, so the simulated step is never longer than what
+the scheduler promises. A plan places whole actions: slicing encoder stages makes them small enough
+for bubbles between LLM actions; bubbles inside them (tensor parallelism) stay.
+
+Which microbatch the LLM takes when is free: a step's loss is the sum over all. Where microbatches
+have different numbers of images, small encoder tasks are wanted first, before a wide lead of the
+encoder has been built up, and last, when nothing hides backwards any more (the idea of DistTrain's
+reordering inside a group). A few such sequences are tried and the shortest step is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import NamedTuple
+
+from torchmm.balance.bubble_filling import BubbleSchedule, Granularity, fill_bubbles
+from torchmm.balance.encoder_work import encoder_work, pipeline_stages
+from torchmm.balance.llm_timeline import llm_timeline
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.colocated import backbone_order, encoder_names
+from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.lowering import Sharding
+from torchmm.pipelining.plan import ComputeOrder
+from torchmm.pipelining.schedules import schedule_named
+
+
+class PlannedStep(NamedTuple):
+    """What `optimus` returns."""
+
+    graph: StageGraph
+    """The step's, with the replica that runs each encoder task."""
+    order: ComputeOrder
+    schedule: BubbleSchedule
+
+
+def optimus(
+    graph: StageGraph,
+    costs: PlanCosts,
+    *,
+    llm_schedule: str = "interleaved_1f1b",
+    granularity: Granularity = "fine",
+    sharding: Sharding = "none",
+    evaluations: int = 256,
+    reorder: bool = True,
+) -> PlannedStep:
+    """The shortest step found.
+
+    Args:
+        graph: of a colocated layout (`torchmm.pipelining.colocated`).
+        costs: of the graph.
+        llm_schedule: name of a classic schedule for the LLM alone.
+        granularity: coarse: encoders before and behind the LLM only.
+        sharding: as the plan will be lowered.
+        evaluations: as for `fill_bubbles`.
+        reorder: whether the LLM may take microbatches in another order.
+
+    Raises:
+        SimulationError: a cost is missing or no duration.
+        ValueError: the layout is not colocated, or does not suit the LLM's schedule.
+    """
+    encoders = encoder_names(graph.layout)
+    works = [encoder_work(graph, costs, name) for name in encoders]
+    best: BubbleSchedule | None = None
+    for sequence in sequences(graph, costs) if reorder else [range(graph.microbatches)]:
+        order = backbone_order(graph, schedule_named(llm_schedule).order, sequence)
+        timeline = llm_timeline(
+            graph, order, costs, sharding=sharding, pieces=lambda a: (0.0, costs.compute_ms[a])
+        )
+        found = fill_bubbles(timeline, works, granularity, evaluations=evaluations)
+        if best is None or found.total_ms < best.total_ms:
+            best = found
+    assert best is not None
+    replicas = {
+        (work.name, *task): int(pipeline)
+        for work, pipelines in zip(best.works, best.pipeline_N, strict=True)
+        for task, pipeline in zip(work.tasks, pipelines, strict=True)
+    }
+    placed = replace(graph, replica=replicas)
+    return PlannedStep(placed, order_of(best, placed), best)
+
+
+def sequences(graph: StageGraph, costs: PlanCosts) -> Iterator[Sequence[int]]:
+    """Orders in which the LLM may take the microbatches: as they are, and if encoder work differs
+    between them, small ones first, and small ones at both ends."""
+    natural = list(range(graph.microbatches))
+    yield natural
+    encoders = set(encoder_names(graph.layout))
+    work_ms = [0.0] * graph.microbatches
+    for action, duration_ms in costs.compute_ms.items():
+        if graph.layout.stages[action.stage].module in encoders:
+            work_ms[action.microbatch] += duration_ms
+    rising = sorted(natural, key=work_ms.__getitem__)
+    if len(set(work_ms)) > 1:
+        yield rising
+        yield rising[::2] + rising[1::2][::-1]
+
+
+def order_of(schedule: BubbleSchedule, graph: StageGraph) -> ComputeOrder:
+    """Each rank's actions in the order of a schedule's times.
+
+    Args:
+        graph: with the replicas of the schedule.
+    """
+    rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in schedule.llm]
+    for rank, own in enumerate(schedule.llm):
+        for action, start in zip(own.actions, own.start_ps.tolist(), strict=True):
+            rows[rank].append((_place(action, start), action))
+    starts = zip(schedule.forward_start_ps, schedule.backward_start_ps, strict=True)
+    for work, (forward, backward) in zip(schedule.works, starts, strict=True):
+        for position, slices in enumerate(pipeline_stages(graph, work.name)):
+            for index, stage in enumerate(slices):
+                for row, task in enumerate(work.tasks):
+                    key = (work.name, *task)
+                    rank = stage.ranks[graph.replica[key]]
+                    action = Action(ActionType.F, stage.index, *task)
+                    start = int(forward[row, position, index])
+                    rows[rank].append((_place(action, start), action))
+                    if not graph.needs_backward(stage.index, task[0]):
+                        continue
+                    action = Action(ActionType.B, stage.index, *task)
+                    start = int(backward[row, position, len(slices) - 1 - index])
+                    rows[rank].append((_place(action, start), action))
+    return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)
+
+
+def _place(action: Action, start_ps: int) -> tuple[int, ...]:
+    """Sorts actions; of those that start together, some take no time and come first, in the order
+    of the data."""
+    forward = action.type is ActionType.F
+    return start_ps, not forward, action.stage if forward else -action.stage

@@ -1,0 +1,157 @@
+"""Encoders on the LLM's ranks with pipelines of their own (Optimus §3.1, §4.1).
+
+Where the LLM's pipeline has P ranks, an encoder's has P' <= P: P / P' pipelines of it, each with
+all of the encoder, lie side by side on blocks of consecutive ranks, and each microbatch goes
+through one of them. In the layout these are replicas of the encoder's stages. A stage can be
+*sliced* into several on the same rank, so that its work can be placed in smaller pieces.
+
+The backbone, LLM and generators, is cut and ordered as if there were no encoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.graph import StageGraph, StageLayout
+from torchmm.pipelining.layouts import Cut, ModuleLayers, build_layout, megatron_layout
+from torchmm.pipelining.orders import backward_kinds
+from torchmm.pipelining.partition import balanced_cuts
+from torchmm.pipelining.plan import ComputeOrder
+
+LLM = "llm"
+"""Name of the module that divides encoders from the backbone."""
+
+
+def colocated_layout(
+    modules: Sequence[ModuleLayers],
+    ranks: int,
+    virtual_stages: int = 1,
+    *,
+    pipelines: Mapping[str, int] | None = None,
+    slices: Mapping[str, int] | None = None,
+) -> StageLayout:
+    """Backbone as in `megatron_layout` without encoders, encoders in pipelines of their own.
+
+    Args:
+        modules: encoders, LLM, generators.
+        ranks: pipeline ranks of the LLM.
+        virtual_stages: LLM stages per rank.
+        pipelines: by encoder: pipeline ranks of each of its pipelines, a divisor of `ranks`; 1
+            where none is given: every rank has the whole encoder.
+        slices: by encoder: stages per rank of its pipelines; 1 where none is given.
+
+    Raises:
+        ValueError: the sizes do not divide, an encoder has fewer layers than stages; what
+            `megatron_layout` and `build_layout` raise.
+    """
+    encoders = [module for module in modules if module.kind == "encoder"]
+    given = {**dict(pipelines or {}), **dict(slices or {})}
+    if unknown := sorted(set(given) - {encoder.name for encoder in encoders}):
+        raise ValueError(f"sizes of {unknown}, which are no encoders")
+    cuts: dict[str, list[Cut]] = {}
+    count = 0
+    for encoder in encoders:
+        size, pieces = (pipelines or {}).get(encoder.name, 1), (slices or {}).get(encoder.name, 1)
+        if size < 1 or ranks % size:
+            raise ValueError(
+                f"{encoder.name}: pipelines of {size} ranks on the {ranks} of the LLM; give a "
+                f"divisor of {ranks}"
+            )
+        if not 1 <= pieces * size <= len(encoder.costs):
+            raise ValueError(
+                f"{encoder.name}: {len(encoder.costs)} layers for {size} ranks x {pieces} slices; "
+                "use fewer of either"
+            )
+        sizes = balanced_cuts(encoder.costs_with_ends, size * pieces)
+        cuts[encoder.name] = [
+            Cut(
+                layers,
+                tuple(range(index // pieces, ranks, size)),
+                segment=index % pieces,
+                virtual_stage=count + index,
+            )
+            for index, layers in enumerate(sizes)
+        ]
+        count += len(sizes)
+    backbone = modules[len(encoders) :]
+    for stage in megatron_layout(backbone, ranks, virtual_stages).stages:
+        cut = Cut(stage.stop - stage.start, stage.ranks, stage.segment, count + stage.virtual_stage)
+        cuts.setdefault(stage.module, []).append(cut)
+    return build_layout(modules, cuts)
+
+
+def encoder_names(layout: StageLayout) -> list[str]:
+    """Modules before the LLM.
+
+    Raises:
+        ValueError: there is no LLM.
+    """
+    names = list(dict.fromkeys(stage.module for stage in layout.stages))
+    if LLM not in names:
+        raise ValueError(f"modules {names}: none is called {LLM!r}")
+    return names[: names.index(LLM)]
+
+
+def backbone_order(
+    graph: StageGraph,
+    schedule: Callable[[StageGraph], ComputeOrder],
+    sequence: Sequence[int] | None = None,
+) -> ComputeOrder:
+    """The backbone's actions as a schedule orders them where there are no encoders.
+
+    Args:
+        graph: of the whole step.
+        schedule: of the backbone's graph.
+        sequence: the microbatches in the order in which the backbone takes them; None: as they are.
+
+    Raises:
+        ValueError: `sequence` has not each microbatch once; what `schedule` raises.
+    """
+    taken = list(range(graph.microbatches) if sequence is None else sequence)
+    if sorted(taken) != list(range(graph.microbatches)):
+        raise ValueError(
+            f"sequence {taken}: give each of the {graph.microbatches} microbatches once"
+        )
+    backbone, offset = _backbone(graph, taken)
+    rows: list[tuple[Action, ...]] = []
+    for row in schedule(backbone):
+        actions = (a._replace(stage=a.stage + offset, microbatch=taken[a.microbatch]) for a in row)
+        rows.append(tuple(new for a in actions if (new := _needed(graph, a)) is not None))
+    return tuple(rows)
+
+
+def _backbone(graph: StageGraph, taken: Sequence[int]) -> tuple[StageGraph, int]:
+    """The graph without encoders, microbatches in the order taken; number of encoder stages."""
+    layout, encoders = graph.layout, set(encoder_names(graph.layout))
+    kept = [stage for stage in layout.stages if stage.module not in encoders]
+    offset = len(layout.stages) - len(kept)
+    first = min(stage.virtual_stage for stage in kept)
+    stages = tuple(
+        replace(
+            stage,
+            index=stage.index - offset,
+            virtual_stage=stage.virtual_stage - first if stage.virtual_stage >= 0 else -1,
+            tied_to=-1,
+            trainable=True,  # or backwards that only encoders need would be missing
+        )
+        for stage in kept
+    )
+    edges = tuple((s - offset, d - offset) for s, d in layout.edges if s >= offset)
+    parts = layout.sub_microbatched - encoders
+    counts = {name: tuple(graph.sub_microbatches[name][i] for i in taken) for name in parts}
+    return StageGraph(StageLayout(stages, edges, parts), graph.microbatches, counts), offset
+
+
+def _needed(graph: StageGraph, action: Action) -> Action | None:
+    """The action that the whole step has in the place of one that trains everything."""
+    if action.type is ActionType.F:
+        return action
+    split = action.type is not ActionType.B
+    kinds = backward_kinds(graph, action.stage, action.microbatch, split=split)
+    if not split or kinds.first is None:
+        return action if kinds.first else None
+    if kinds.first is ActionType.B:  # nothing to hand back early: the W is all there is
+        return action._replace(type=ActionType.B) if action.type is ActionType.W else None
+    return action if action.type in (ActionType.I, kinds.deferred) else None
