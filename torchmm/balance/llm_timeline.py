@@ -210,17 +210,14 @@ def llm_timeline(
     nodes = builder.nodes
     ranks = _by_rank(order, nodes, compiled, start_ps, end_ps)
     needed, returned, entry = _dependency_points(graph, ranks)
-    encoders = [
-        [end_ps[compiled.place[node]] for node in found] + [0] for found in builder.encoder_gathers
-    ]
     return LlmTimeline(
         graph,
         tuple(ranks),
         entry,
         needed,
         returned,
-        np.array([max(ends) for ends in encoders], np.int64),
-        np.array([max(ends) for ends in gathered], np.int64),
+        encoders_gathered,
+        gathered,
         builder.reductions(reduction_hides) * (sharding == "step"),
         reduction_hides,
         pieces or layer_pieces(graph, costs),
@@ -307,6 +304,14 @@ class _Builder:
         if self._problems:
             raise SimulationError(self._problems)
         return self.operators.compile()
+
+    def gathered(self, graph: CompiledGraph, end_ps: Int64s) -> list[Int64s]:
+        """By rank: when all parameters are there, and when those of encoders are."""
+        every = [
+            [[end_ps[graph.place[node]] for node in nodes] for nodes in of_ranks]
+            for of_ranks in (self.gathers, self.encoder_gathers)
+        ]
+        return [np.array([max(e, default=0) for e in ends], np.int64) for ends in every]
 
     def reductions(self, hides: bool) -> Int64s:
         stages = self.graph.layout.stages
