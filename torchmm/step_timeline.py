@@ -8,17 +8,19 @@ timeline/step-N.json         the records, for `scripts/draw.py --records`
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from torchmm.batch import Microbatch
 from torchmm.files import replace_atomically
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.draw import Panel, draw_timelines
 from torchmm.pipelining.exchange import write_chrome_trace
 from torchmm.pipelining.plan import ActionRecord
-from torchmm.pipelining.records import write_records
+from torchmm.pipelining.records import StepContent, write_records
 from torchmm.step import StepOutcome
 
 
@@ -29,7 +31,13 @@ class _RankRecords(NamedTuple):
     records: list[ActionRecord]
 
 
-def save_timeline(directory: Path, step: int, outcome: StepOutcome, mesh: ParallelMesh) -> None:
+def save_timeline(
+    directory: Path,
+    step: int,
+    outcome: StepOutcome,
+    microbatches: Sequence[Microbatch],
+    mesh: ParallelMesh,
+) -> None:
     """Writes the step of the pipeline that rank 0 is part of; collective over all ranks."""
     records = outcome.result.records or []
     own = _RankRecords(mesh.rank, socket.gethostname(), outcome.result.begin_s, records)
@@ -41,7 +49,10 @@ def save_timeline(directory: Path, step: int, outcome: StepOutcome, mesh: Parall
     aligned = _align(shown)
     directory.mkdir(exist_ok=True)
     graph = outcome.plan.graph
-    write_records(directory / f"step-{step}.json", aligned, graph)
+    content = StepContent(
+        tuple(m.meta for m in microbatches), tuple(m.target_count for m in microbatches)
+    )
+    write_records(directory / f"step-{step}.json", aligned, graph, content)
     write_chrome_trace(directory / f"step-{step}.trace.json", aligned, graph.layout)
     panel = Panel("measured", aligned, graph.layout)
     picture = draw_timelines(f"step {step}", [panel])

@@ -214,7 +214,8 @@ class Trainer:
         self.step = step
         ranks = gather_rank_steps(self._measure(batch, outcome, begin_s))
         if mesh.pipeline_size > 1 and step == self._timeline_step:
-            save_timeline(run.run_dir / "timeline", step, outcome, mesh)
+            directory = run.run_dir / "timeline"
+            save_timeline(directory, step, outcome, batch.microbatches, mesh)
         record = make_record(
             self.step,
             ranks,

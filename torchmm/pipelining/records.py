@@ -1,8 +1,9 @@
 """Recorded steps as files: one JSON object with the step's stage graph and one row per action.
 
 The graph travels along, so that a file can be drawn, analysed and compared without the recipe it
-came from. JSON rather than a Chrome trace, which has no place for a graph and which viewers round
-(`exchange` writes one for Perfetto).
+came from; so do the sizes of what was processed, from which a cost model learns. JSON rather than a
+Chrome trace, which has no place for either and which viewers round (`exchange` writes one for
+Perfetto).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from torchmm.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.files import replace_atomically
+from torchmm.generated import GeneratedMeta
 from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan import ActionRecord
@@ -23,13 +26,27 @@ _FORMAT = "torchmm timeline 1"
 _COLUMNS = ["rank", "type", *Action._fields[1:], "start_ms", "end_ms"]
 
 
-def write_records(path: Path, records: Sequence[ActionRecord], graph: StageGraph) -> None:
+class StepContent(NamedTuple):
+    """Sizes of what a step processed."""
+
+    microbatches: tuple[MicrobatchMeta, ...]
+    targets: tuple[int, ...]
+    """Positions that count in the loss, by microbatch."""
+
+
+def write_records(
+    path: Path,
+    records: Sequence[ActionRecord],
+    graph: StageGraph,
+    content: StepContent | None = None,
+) -> None:
     """Write a step's records; an existing file is replaced in one go.
 
     Args:
         path: in an existing directory.
         records: of all ranks.
         graph: of the step the records are of.
+        content: what the step processed, if it is known.
 
     Raises:
         ValueError: a time is infinite or not a number.
@@ -41,7 +58,7 @@ def write_records(path: Path, records: Sequence[ActionRecord], graph: StageGraph
                 "times must be finite"
             )
     layout = graph.layout
-    header = {
+    header: dict[str, Any] = {
         "format": _FORMAT,
         "stages": [asdict(stage) for stage in layout.stages],
         "edges": layout.edges,
@@ -50,6 +67,10 @@ def write_records(path: Path, records: Sequence[ActionRecord], graph: StageGraph
         "replica": [[*key, index] for key, index in graph.replica.items()],
         "columns": _COLUMNS,
     }
+    if content is not None:
+        header["content"] = [
+            [*_meta_row(meta), targets] for meta, targets in zip(*content, strict=True)
+        ]
     rows = [[r.rank, r.action.type.value, *r.action[1:], r.start_ms, r.end_ms] for r in records]
     # One line per key and per record: readable, and a diff shows what changed.
     lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in header.items()]
@@ -76,6 +97,54 @@ def read_records(path: Path) -> tuple[list[ActionRecord], StageGraph]:
         raise ValueError(
             f"{path}: not a recorded step ({reason}); give a file that write_records wrote"
         ) from error
+
+
+def read_content(path: Path) -> StepContent | None:
+    """What a recorded step processed; None if the file does not say.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        rows = json.loads(path.read_bytes()).get("content")
+        if rows is None:
+            return None
+        metas = tuple(_meta(tokens, samples) for tokens, samples, _ in rows)
+        return StepContent(metas, tuple(int(targets) for *_, targets in rows))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: content of microbatches is damaged ({error})") from error
+
+
+def _meta_row(meta: MicrobatchMeta) -> list[Any]:
+    return [
+        meta.tokens,
+        [
+            [
+                sample.source,
+                sample.index,
+                sample.tokens,
+                [[i.width_px, i.height_px, i.patches, i.tokens, i.frames] for i in sample.images],
+                sample.encoder,
+                [[*image.grid_thw, image.context] for image in sample.generated],
+            ]
+            for sample in meta.samples
+        ],
+    ]
+
+
+def _meta(tokens: int, rows: Sequence[Any]) -> MicrobatchMeta:
+    samples = tuple(
+        SampleMeta(
+            source,
+            index,
+            length,
+            tuple(ImageMeta(*image) for image in images),
+            encoder,
+            tuple(GeneratedMeta((t, h, w), context) for t, h, w, context in generated),
+        )
+        for source, index, length, images, encoder, generated in rows
+    )
+    return MicrobatchMeta(samples, tokens)
 
 
 def _record(row: Sequence[Any]) -> ActionRecord:

@@ -4,10 +4,17 @@ import json
 
 import pytest
 
+from torchmm.batch import ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.generated import GeneratedMeta
 from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan import ActionRecord
-from torchmm.pipelining.records import read_records, write_records
+from torchmm.pipelining.records import (
+    StepContent,
+    read_content,
+    read_records,
+    write_records,
+)
 
 
 def graph():
@@ -33,6 +40,25 @@ def test_every_kind_of_action_and_the_graph_come_back(tmp_path):
     assert all(type(r.action) is Action and type(r.action.type) is ActionType for r in read)
     assert read_graph == graph()
     assert [p.name for p in tmp_path.iterdir()] == ["step-7.json"]
+
+
+def test_what_was_processed_comes_back(tmp_path):
+    images = (ImageMeta(640, 480, 96, 24), ImageMeta(64, 64, 32, 8, frames=2))
+    drawn = (GeneratedMeta((1, 4, 4), 12),)
+    metas = (
+        MicrobatchMeta((SampleMeta("a", 3, 50, images, "vision"), SampleMeta("b", 4, 9)), 64),
+        MicrobatchMeta((SampleMeta("c", 0, 12, generated=drawn),), 12),
+    )
+    content = StepContent(metas, (17, 11))
+    file = tmp_path / "step-7.json"
+    write_records(file, [], graph(), content)
+    assert read_content(file) == content
+    assert read_records(file) == ([], graph())
+    write_records(file, [], graph())
+    assert read_content(file) is None
+    file.write_text(json.dumps({"content": [[1]]}))
+    with pytest.raises(ValueError, match=r"step-7\.json: content"):
+        read_content(file)
 
 
 def test_an_empty_step_comes_back(tmp_path):
