@@ -203,7 +203,7 @@ def llm_timeline(
     start_ps, end_ps = np.empty_like(compiled.duration_ps), np.empty_like(compiled.duration_ps)
     none = np.zeros(len(start_ps), np.int64)
     _earliest(compiled.duration_ps, compiled.pointers, compiled.sources, none, start_ps, end_ps)
-    gathered = [[end_ps[compiled.place[node]] for node in nodes] + [0] for nodes in builder.gathers]
+    gathered, encoders_gathered = builder.gathered(compiled, end_ps)
     if defer:
         moves = np.array([name != "fixed" for name in compiled.names], bool)[compiled.node_at]
         _defer(compiled.pointers, compiled.sources, moves, start_ps, end_ps)
