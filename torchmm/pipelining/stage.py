@@ -173,6 +173,13 @@ class GeneratorStage(PipelineStage):
 
     module: GeneratorModule
 
+    def __init__(self, module: GeneratorModule, sharding: Sharding | None = None) -> None:
+        super().__init__(module, sharding)
+        if module.is_first:
+            # Its layers' hidden states do not come from its input, the context, but meet it in one
+            # layer after the other; torch then counts a weight's gradient once for each meeting.
+            self.splits_backward = False
+
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:

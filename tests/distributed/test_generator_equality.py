@@ -1,0 +1,308 @@
+"""A generator behind the LLM: every layout gives the losses and gradients of one process.
+
+Text and image loss have different weights. Microbatches have no, one or several images to be drawn,
+images and clips of different sizes and contexts among them; in the second step one data-parallel
+replica has none, in the third nobody has.
+"""
+
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from math import prod
+
+import pytest
+import torch
+from launch import run_distributed
+from microbatches import MODEL, random_microbatch
+from test_schedule_equality import Reference, _gradient_problems
+from torch import Tensor
+
+from torchmm.batch import Microbatch
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    GeneratorConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from torchmm.drawings import draw
+from torchmm.evaluate import held_out_losses
+from torchmm.generated import GeneratedMeta, GeneratorInputs
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.models.shards import copy_slice
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
+from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.step import TrainStep
+
+pytest.importorskip("diffusers")
+
+CPU = torch.device("cpu")
+WEIGHTS = {"llm": 0.7, "generator": 1.9}
+STEPS = [[2, 0, 3, 0, 5, 1], [2, 0, 1, 0, 3, 0], [0] * 6]
+"""Images to be drawn in each sequence of the global batch; of two replicas, each has every other
+sequence."""
+READ = [1, 2, 0, 3, 0, 1]
+"""Images to be read."""
+GRIDS = [(1, 2, 2), (3, 2, 2), (1, 1, 2)]
+PATCH_VALUES = 3 * 4 * 4
+FREEZES = {
+    "nothing": (),
+    "encoder": ("vision", "vision.connector"),
+    "LLM": ("llm",),
+    "encoder and LLM": ("vision", "vision.connector", "llm"),
+    "generator": ("generator", "generator.connector"),
+    "all but the connectors": ("vision", "llm", "generator"),
+    "all but the encoder": ("llm", "generator", "generator.connector"),
+}
+GENERATOR = {
+    "_class_name": "PixArtTransformer2DModel",
+    "num_attention_heads": 4,
+    "attention_head_dim": 8,
+    "num_layers": 4,
+    "sample_size": 8,
+    "patch_size": 4,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule in a layout, with something frozen."""
+
+    schedule: str = "separated"
+    freeze: str = "nothing"
+    virtual_stages: int = 1
+    parallel: dict = field(default_factory=dict)
+    recompute: str = "none"
+
+
+def a_model(freeze: str, tied: bool = True) -> MultimodalModel:
+    config: ModelConfig = MODEL.model_copy(deep=True)
+    assert config.llm is not None and config.llm.config is not None
+    config.llm.config.update(tie_word_embeddings=tied, num_hidden_layers=4)
+    config = config.model_copy(update={"generator": GeneratorConfig(config=GENERATOR, frames=3)})
+    return build_model(config, FreezeConfig(modules=list(FREEZES[freeze])))
+
+
+def filled(model: MultimodalModel) -> MultimodalModel:
+    """Weights that are nowhere zero: an untrained generator has no gradients behind its output."""
+    materialize(model, "cpu")
+    init_weights(model, seed=1)
+    copies = model.tied_copies()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            key = copies.get(name, name)
+            seed = int.from_bytes(sha256(key.encode()).digest()[:4], "big")
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            copy_slice(parameter, whole + 0.05 * noise)
+    return model
+
+
+def a_microbatch(seed: int, read: int, drawn: int, tokens: int) -> Microbatch:
+    """A packed microbatch in which `drawn` images hang on its samples in turn."""
+    batch = random_microbatch(seed, read, tokens)
+    if not drawn:
+        return batch
+    generator = torch.Generator().manual_seed(seed)
+    samples = list(batch.meta.samples)
+    images: list[tuple[int, GeneratedMeta]] = []
+    for number in range(drawn):
+        owner = number % len(samples)
+        context = 1 + (seed + 3 * number) % samples[owner].tokens
+        images.append((owner, GeneratedMeta(GRIDS[(seed + number) % 3], context)))
+    images.sort(key=lambda image: image[0])
+    positions = []
+    for owner, meta in images:
+        end = batch.cu_seqlens[owner + 1]
+        positions.append(torch.arange(end - meta.context, end))
+        samples[owner] = replace(samples[owner], generated=(*samples[owner].generated, meta))
+    patches = sum(meta.patches for _, meta in images)
+    inputs = GeneratorInputs(
+        patches_PV=torch.rand(patches, PATCH_VALUES, generator=generator) * 2 - 1,
+        noise_PV=torch.randn(patches, PATCH_VALUES, generator=generator),
+        times=torch.rand(drawn, generator=generator).tolist(),
+        grids_thw=[meta.grid_thw for _, meta in images],
+        context_positions_K=torch.cat(positions),
+        contexts=[meta.context for _, meta in images],
+        counted=[number != 1 for number in range(drawn)],
+    )
+    return replace(batch, generator=inputs, meta=replace(batch.meta, samples=tuple(samples)))
+
+
+def a_batch(number: int) -> list[Microbatch]:
+    return [
+        a_microbatch(10 * number + i, READ[i], drawn, (64, 72, 80)[i % 3])
+        for i, drawn in enumerate(STEPS[number])
+    ]
+
+
+@dataclass
+class GeneratorReference(Reference):
+    """A step of one process, with both losses."""
+
+    images: int = 0
+    by_module: dict[str, float] = field(default_factory=dict)
+
+
+def references(freeze: str, tied: bool) -> list[GeneratorReference]:
+    model = filled(a_model(freeze, tied))
+    found = []
+    for number in range(len(STEPS)):
+        batch = a_batch(number)
+        counts = {
+            "llm": sum(m.target_count for m in batch),
+            "generator": sum(m.generated_count for m in batch),
+        }
+        model.zero_grad(set_to_none=True)
+        sums = dict.fromkeys(counts, 0.0)
+        for microbatch in batch:
+            shares = {n: v / max(counts[n], 1) for n, v in model.losses(microbatch).items()}
+            loss = sum(WEIGHTS[name] * share for name, share in shares.items())
+            if loss.requires_grad:
+                loss.backward()
+            sums = {name: sums[name] + shares[name].item() for name in sums}
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+        loss = sum(WEIGHTS[name] * sums[name] for name in sums)
+        found.append(
+            GeneratorReference(batch, counts["llm"], loss, gradients, counts["generator"], sums)
+        )
+    return found
+
+
+def drawn_by_one_process(tied: bool) -> Tensor:
+    """Euler's method written down once more, with the whole model."""
+    model = filled(a_model("nothing", tied))
+    batch = a_batch(0)[2]
+    inputs = batch.generator
+    x = inputs.noise_PV
+    with torch.no_grad():
+        for step in (2, 1):
+            now = replace(inputs, patches_PV=x, noise_PV=x, times=[step / 2] * len(inputs.times))
+            _, context = model.llm(batch, model.encode(batch))
+            x = x - model.generator.velocity(now, context) / 2
+    return x
+
+
+CASES = {
+    "pp2": [
+        *(Case("separated", f) for f in FREEZES),
+        *(Case("zero_bubble", f) for f in ("nothing", "LLM", "generator", "all but the encoder")),
+        *(Case(s) for s in ("1f1b", "megatron")),
+        Case("interleaved_1f1b", virtual_stages=2),
+        Case("separated", parallel={"generator": {"segments": 2, "sub_microbatch_images": 1}}),
+        Case("separated", recompute="full"),
+    ],
+    "fsdp2": [
+        *(Case(freeze=f) for f in ("nothing", "LLM", "encoder", "all but the connectors")),
+        Case(parallel={"reshard_after_forward": "never"}),
+    ],
+    "pp2 x fsdp2": [
+        *(Case(freeze=f) for f in ("nothing", "LLM", "encoder", "all but the connectors")),
+        Case("1f1b", "generator"),
+    ],
+    "pp2 x tp2": [
+        Case(),
+        Case(freeze="LLM", parallel={"sequence_parallel": True}),
+    ],
+}
+SIZES = {
+    "pp2": {"pipeline": 2, "shard": 1},
+    "fsdp2": {"shard": 2},
+    "pp2 x fsdp2": {"pipeline": 2, "shard": 2},
+    "pp2 x tp2": {"pipeline": 2, "tensor": 2, "shard": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", CASES)
+def test_generators_equal_one_process(layout):
+    ranks = prod(SIZES[layout].values())
+    outcomes = run_distributed(compare_all, ranks, layout)
+    for rank, found in enumerate(outcomes):
+        assert len(found) == len(CASES[layout])
+        for case, problems in found:
+            assert not problems, (rank, case, problems)
+
+
+def compare_all(layout: str) -> list[tuple[Case, list[str]]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    mesh = build_mesh(ParallelConfig.model_validate(SIZES[layout]), CPU)
+    wanted: dict[tuple[str, bool], list[GeneratorReference]] = {}
+    pictures: dict[bool, Tensor] = {}
+    found = []
+    for case in CASES[layout]:
+        tied = case.virtual_stages == 1
+        key = case.freeze, tied
+        if key not in wanted:
+            wanted[key] = references(*key)
+        if tied not in pictures:
+            pictures[tied] = drawn_by_one_process(tied)
+        found.append((case, compare(case, layout, mesh, wanted[key], pictures[tied])))
+    return found
+
+
+def compare(
+    case: Case,
+    layout: str,
+    mesh: ParallelMesh,
+    wanted: list[GeneratorReference],
+    picture: Tensor,
+) -> list[str]:
+    settings = {
+        "schedule": case.schedule,
+        "virtual_stages": case.virtual_stages,
+        "vision": {"sub_microbatch_images": 2},
+        "generator": {"sub_microbatch_images": 2},
+    }
+    config = ParallelConfig.model_validate({**SIZES[layout], **settings, **case.parallel})
+    model = a_model(case.freeze, case.virtual_stages == 1)
+    descriptions = [module.describe() for module in model.modality_modules()]
+    stage_layout = plan_layout(config, descriptions, [m.meta for m in wanted[0].batch])
+    stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
+    recompute = ActivationCheckpointConfig.model_validate({"mode": case.recompute})
+    parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
+    filled(model)
+    pipeline = Pipeline(model, stages, stage_layout, descriptions, config, mesh, torch.float32)
+    step = TrainStep(pipeline, mesh, WEIGHTS)
+    problems = []
+    for number, reference in enumerate(wanted):
+        model.zero_grad(set_to_none=True)
+        share = reference.batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+        outcome = step.run(share, reference.targets, global_images=reference.images)
+        own = [outcome.loss, *(outcome.losses[name] for name in WEIGHTS)]
+        local = [loss.item() * mesh.pipeline_size for loss in own]
+        expected = [reference.loss, *(reference.by_module[name] for name in WEIGHTS)]
+        for found, loss in zip(mesh.sum_over_data(local), expected, strict=True):
+            if abs(found - loss) > 1e-5 * max(abs(loss), 1e-3):
+                problems.append(f"step {number}: loss {found}, expected {loss}")
+        problems += _gradient_problems(number, model, reference, mesh)
+    return problems + compare_without_gradients(pipeline, mesh, wanted[0], picture)
+
+
+def compare_without_gradients(
+    pipeline: Pipeline, mesh: ParallelMesh, wanted: GeneratorReference, picture: Tensor
+) -> list[str]:
+    """Held-out losses; drawings, made by all data-parallel ranks together; text."""
+    problems = []
+    share = wanted.batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+    with torch.no_grad():
+        step = type("Step", (), {"microbatches": share})
+        losses = held_out_losses(pipeline, [step], mesh)
+        drawn = draw(pipeline, wanted.batch[2], mesh, steps=2)
+        logits = pipeline.next_token_logits(wanted.batch[2])
+    for name, loss in losses.items():
+        if abs(loss / wanted.by_module[name] - 1) > 1e-5:
+            problems.append(f"held-out {name} loss {loss}, expected {wanted.by_module[name]}")
+    if (error := (drawn - picture).norm() / picture.norm()) > 1e-5:
+        problems.append(f"the drawing is off by {error}")
+    if mesh.pipeline_rank == pipeline.last_rank("llm") and logits is None:
+        problems.append("no logits")
+    return problems
