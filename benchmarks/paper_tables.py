@@ -2,80 +2,34 @@
 
     python benchmarks/paper_tables.py [--quick] [--json FILE] [--markdown FILE]
 
-Exact cells first (parallel sizes, parameters, FLOPs, the arithmetic that tables owe each other, one
-partition). Nothing is fitted to a cell it is compared with. Where a figure does not follow from a
-paper's own text, its note says so. Everything follows from recipes in recipes/papers; nothing is
-random, and no device is needed.
+Exact cells first (one partition, parallel sizes, parameters, FLOPs, the arithmetic that tables owe
+each other), then simulated steps (`paper_steps.py`), for which one factor is fitted on one cell.
+Where a figure does not follow from a paper's own text, its note says so. Everything follows from
+recipes in recipes/papers; nothing is random, and no device is needed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import paper_figures as paper
+import paper_steps
 import torch
 import transformers
-from harness import Row, describe_machine, make_parser, write_rows
+from harness import describe_machine, make_parser, write_rows
+from paper_cells import Comparison, Section, markdown, recipe_named, show
 from paper_figures import Figure
-from rich.console import Console
-from rich.table import Table
 
 from torchmm.balance.flops import microbatch_flops
 from torchmm.balance.workload import draw_microbatches
 from torchmm.batch import ModuleDescription
-from torchmm.config import Recipe
 from torchmm.models.registry import build_model
 from torchmm.pipelining.partition import balanced_cuts
-from torchmm.recipe import load_recipe, resolve_layout
-
-RECIPES = Path(__file__).parent.parent / "recipes" / "papers"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One cell."""
-
-    figure: Figure
-    ours: float
-    note: str = ""
-    """How ours came about, or why the paper's cannot follow from its text."""
-    goal_percent: float | None = None
-    """Relative error to be reached."""
-
-    @property
-    def error_percent(self) -> float:
-        """(ours - paper's) / paper's."""
-        return (self.ours / self.figure.value - 1) * 100
-
-    def rows(self) -> Iterator[Row]:
-        """The cell, and its error if there is a goal."""
-        case, unit = self.figure.source, self.figure.unit
-        yield Row(case, "value", unit, self.ours, paper=self.figure.value, kind="simulated")
-        if self.goal_percent is not None:
-            error = abs(self.error_percent)
-            yield Row(
-                case, "relative error", "%", error,
-                goal=self.goal_percent, better="lower", kind="simulated",
-            )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Section:
-    """Cells that belong together."""
-
-    title: str
-    cells: list[Comparison]
-
-
-@cache
-def recipe_named(name: str) -> Recipe:
-    """A recipe of recipes/papers."""
-    return load_recipe(RECIPES / f"{name}.toml").recipe
+from torchmm.recipe import resolve_layout
 
 
 @cache
@@ -87,7 +41,7 @@ def built(name: str) -> tuple[dict[str, int], list[ModuleDescription]]:
     return counts, [module.describe() for module in model.modality_modules()]
 
 
-def step_flops(name: str, sequences: int) -> int:
+def step_flops(name: str, sequences: int) -> float:
     """Forward and backward FLOPs of a step of so many sequences, without recomputation."""
     recipe = recipe_named(name)
     size = recipe.training.microbatch_size
@@ -140,7 +94,8 @@ def parameters() -> Section:
 def flops() -> Section:
     """FLOPs of an iteration of Optimus table 5, which all nine rows imply, and PipeWeaver's MFU."""
     counted = step_flops("optimus_vit22b_gpt175b", paper.STRONG_SCALING_BATCH)
-    note = "counted on our recipe; the paper's is MFU x time x GPUs x 989 TFLOP/s"
+    counted *= paper_steps.RECOMPUTED
+    note = "counted on our recipe, forward twice; paper: MFU x time x GPUs x 989 TFLOP/s"
     cells = []
     for (_, gpus), row in paper.OPTIMUS_STRONG_SCALING.items():
         implied = row.mfu.value * row.seconds.value * gpus * paper.OPTIMUS_PEAK_FLOPS.value
@@ -230,49 +185,9 @@ def partition_example() -> Section:
     return Section("Partition of 64 + 64 layers into 16 stages", cells)
 
 
-def sections() -> list[Section]:
-    """All of them, those that need no simulation first."""
+def exact_sections() -> list[Section]:
+    """Those that need no simulation."""
     return [partition_example(), parallel_sizes(), parameters(), flops(), arithmetic()]
-
-
-def show(section: Section) -> None:
-    """Prints a section."""
-    table = Table(title=section.title, title_justify="left")
-    table.add_column("cell")
-    for column in ("unit", "ours", "paper", "error", "goal"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("note")
-    for cell in section.cells:
-        goal = "" if cell.goal_percent is None else f"{cell.goal_percent:g} %"
-        numbers = (_shown(cell.ours), _shown(cell.figure.value), f"{cell.error_percent:+.1f} %")
-        table.add_row(cell.figure.source, cell.figure.unit, *numbers, goal, cell.note)
-    Console(width=160).print(table)
-
-
-def markdown(found: list[Section], machine: str) -> str:
-    """The sections as a document."""
-    lines = [
-        "# The papers' tables, recomputed",
-        "",
-        f"`python benchmarks/paper_tables.py` on: {machine}.",
-        "Nothing is timed, so the machine matters only for how long it takes.",
-        "",
-        "Error is (ours - paper's) / paper's; its goal, where there is one, is in brackets.",
-    ]
-    for section in found:
-        lines += ["", f"## {section.title}", "", "| cell | unit | ours | paper | error | |"]
-        lines += ["|---|---|--:|--:|--:|---|"]
-        for cell in section.cells:
-            goal = "" if cell.goal_percent is None else f" (<= {cell.goal_percent:g} %)"
-            lines.append(
-                f"| {cell.figure.source} | {cell.figure.unit} | {_shown(cell.ours)} | "
-                f"{_shown(cell.figure.value)} | {cell.error_percent:+.1f} %{goal} | {cell.note} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def _shown(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.3e}"
 
 
 def main() -> None:
@@ -282,7 +197,7 @@ def main() -> None:
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     machine = describe_machine(torch.device("cpu"))
-    found = sections()
+    found = [*exact_sections(), *paper_steps.sections(arguments.quick)]
     for section in found:
         show(section)
     if arguments.json is not None:

@@ -14,26 +14,29 @@ from types import ModuleType
 
 import pytest
 
+from torchmm.balance.operators import COMPUTE_KINDS
+from torchmm.balance.profiles import load_profile
 from torchmm.balance.workload import draw_microbatches
 from torchmm.config import Recipe
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.registry import build_model
 from torchmm.recipe import dump_recipe, load_recipe
+from torchmm.step_plan import plan_layout, plan_step
 
 ROOT = Path(__file__).parents[2]
 PAPERS = ROOT / "recipes" / "papers"
 VIT_10B = {"vision": 9_672_839_168}
 VIT_22B = {"vision": 21_757_016_064}
 LLAMA_70B = {"llm": 68_976_648_192}
-GPT_175B = {"llm": 174_590_681_088}
+GPT_175B = {"llm": 175_219_826_688}
 SIZES = {
-    "optimus_model_a": VIT_10B | LLAMA_70B | {"vision.connector": 603_996_160},
-    "optimus_model_b": VIT_22B | LLAMA_70B | {"vision.connector": 872_431_616},
-    "optimus_model_c": VIT_10B | GPT_175B | {"vision.connector": 956_325_888},
-    "optimus_model_d": VIT_22B | GPT_175B | {"vision.connector": 1_358_979_072},
-    "optimus_vit22b_gpt175b": VIT_22B | GPT_175B | {"vision.connector": 1_358_979_072},
+    "optimus_model_a": VIT_10B | LLAMA_70B | {"vision.connector": 201_342_976},
+    "optimus_model_b": VIT_22B | LLAMA_70B | {"vision.connector": 268_451_840},
+    "optimus_model_c": VIT_10B | GPT_175B | {"vision.connector": 352_346_112},
+    "optimus_model_d": VIT_22B | GPT_175B | {"vision.connector": 453_009_408},
+    "optimus_vit22b_gpt175b": VIT_22B | GPT_175B | {"vision.connector": 453_009_408},
     "optimus_vit3b_gpt11b": {
-        "vision": 3_062_801_664, "vision.connector": 122_689_536, "llm": 9_220_184_064,
+        "vision": 3_062_801_664, "vision.connector": 37_754_880, "llm": 9_377_470_464,
     },
     "pipeweaver_vlm_s": {
         "vision": 4_285_288_448, "vision.connector": 134_225_920, "llm": 8_030_261_248,
@@ -89,6 +92,23 @@ def test_recipes_resolve_and_build(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
+def test_steps_of_recipes_can_be_planned(name: str) -> None:
+    recipe = read(name)
+    training, ranks = recipe.training, recipe.parallel.pipeline
+    metas = draw_microbatches(
+        recipe.simulation,
+        ranks,
+        sequence_length=training.sequence_length,
+        microbatch_size=training.microbatch_size,
+    )
+    model = build_model(recipe.model, recipe.freeze)
+    modules = [module.describe() for module in model.modality_modules()]
+    layout = plan_layout(recipe.parallel, modules, metas)
+    plan = plan_step(layout, recipe.parallel, modules, metas)
+    assert plan.graph.microbatches == len(plan.actions) == ranks
+
+
+@pytest.mark.parametrize("name", SIZES)
 def test_images_of_a_recipe_are_its_encoders(name: str) -> None:
     recipe = read(name)
     model = build_model(recipe.model, recipe.freeze)
@@ -131,7 +151,8 @@ def test_print_config_shows_a_recipe_whole() -> None:
 
 def test_exact_tables_are_reproduced(load, tmp_path, monkeypatch, capsys) -> None:
     tables = load("paper_tables")
-    found = tables.sections()
+    monkeypatch.setattr(tables.paper_steps, "sections", lambda quick: [])  # below
+    found = tables.exact_sections()
     for section in found:
         for cell in section.cells:
             if cell.goal_percent is not None:
@@ -146,6 +167,27 @@ def test_exact_tables_are_reproduced(load, tmp_path, monkeypatch, capsys) -> Non
     assert all(r["met"] for r in stages if r["metric"] == "relative error")
     assert all(f"## {section.title}" in document.read_text() for section in found)
     assert found[0].title in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_strong_scaling_follows_from_one_cell(load) -> None:
+    steps = load("paper_steps")
+    calibrated, *_ = section = steps.strong_scaling().cells
+    assert calibrated.note.startswith("calibrated") and abs(calibrated.error_percent) < 0.05
+    assert 0.2 < steps.efficiency() < 1
+    predicted = [cell for cell in section if cell.goal_percent is not None]
+    assert len(predicted) == 4  # time and MFU of two sizes
+    for cell in predicted:
+        assert abs(cell.error_percent) <= cell.goal_percent == 5.0, cell
+
+
+def test_the_factor_is_of_computing_alone(load) -> None:
+    profile = load_profile("h100")
+    half = load("paper_steps").scaled(profile, 0.5)
+    for kind, curve in half.efficiency.items():
+        factor = 0.5 if kind in COMPUTE_KINDS else 1.0
+        before = [factor * value for value in profile.efficiency[kind].values]
+        assert list(curve.values) == pytest.approx(before)
 
 
 def test_a_cell_tells_how_far_it_is_off(load) -> None:
