@@ -6,10 +6,12 @@ clusters that are not at hand. Also the content of the table a run shows at its 
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 from torchmm.balance.memory import MemoryEstimate, estimate_memory
 from torchmm.balance.profiles import load_profile
+from torchmm.batch import ModuleDescription
 from torchmm.config import Recipe
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster
@@ -19,7 +21,11 @@ from torchmm.recipe import resolve_layout
 
 
 def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> MemoryEstimate:
-    """Estimated bytes per rank; every token of a microbatch is assumed to be an image's."""
+    """Estimated bytes per rank.
+
+    Every token of a microbatch is assumed to be an image's, and every `context_tokens` of them the
+    context of one more image (or longest clip) that is drawn.
+    """
     layout = resolve_layout(recipe.parallel, world_size)
     training = recipe.training
     llm_tokens = training.microbatch_size * training.sequence_length
@@ -28,7 +34,7 @@ def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> Memor
     ranks = layout.data_parallel * training.microbatch_size
     return estimate_memory(
         modules,
-        {m.name: llm_tokens * (1 if m.kind == "llm" else m.merge**2) for m in modules},
+        {m.name: _units(m, model, llm_tokens) for m in modules},
         shard=layout.shard,
         tensor=layout.tensor,
         compute_bytes=2 if training.dtype == "bfloat16" else 4,
@@ -36,6 +42,16 @@ def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> Memor
         recompute={m.name: checkpointing.modules.get(m.name, checkpointing.mode) for m in modules},
         pipeline=layout.pipeline,
     )
+
+
+def _units(module: ModuleDescription, model: MultimodalModel, llm_tokens: int) -> int:
+    """Tokens or patches that a module may have to process in a microbatch."""
+    if module.kind == "generator":
+        spec = model.generator_spec()
+        assert spec is not None
+        images = max(1, llm_tokens // spec.context_tokens)
+        return images * prod(spec.grid(spec.frames))
+    return llm_tokens * (1 if module.kind == "llm" else module.merge**2)
 
 
 def run_summary(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict[str, str]:

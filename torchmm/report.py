@@ -100,6 +100,7 @@ def describe_step(record: Record, eta_s: float) -> str:
         part("tokens_per_s", "{:,.0f} tokens/s"),
         part("samples_per_s", "{:.1f} samples/s"),
         part("images_per_s", "{:.1f} images/s"),
+        part("generated_per_s", "{:.1f} drawn/s"),
         part("mfu", "MFU {:.1f} %", 100),
         part("peak_memory_bytes", "{:.2f} GiB", 2**-30),
         None if share is None else f"data wait {share:.0f} %",
