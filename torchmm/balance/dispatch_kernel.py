@@ -27,7 +27,7 @@ from torchmm.balance.compiled import (
     Uint32s,
     Words,
     compiled,
-    loop,
+    inner,
     trailing_zeros,
 )
 
@@ -111,7 +111,7 @@ class _State(NamedTuple):
     """When each of these arrives."""
 
 
-@loop
+@inner
 def _insert(queue: int, place: int, state: _State) -> None:
     """Adds a priority to a queue."""
     word, begin = place >> 6, 1 + (len(state.place) >> 12)
@@ -120,7 +120,7 @@ def _insert(queue: int, place: int, state: _State) -> None:
     state.head[queue] = min(state.head[queue], place)
 
 
-@loop
+@inner
 def _remove_head(queue: int, state: _State) -> None:
     """Takes the first priority out of a queue and finds the next."""
     word, begin = state.head[queue] >> 6, 1 + (len(state.place) >> 12)
@@ -139,7 +139,7 @@ def _remove_head(queue: int, state: _State) -> None:
             return
 
 
-@loop
+@inner
 def _arrive(action: int, tables: DispatchTables, state: _State) -> bool:
     """Notes that one of the things has come that an action waits for: whether it was the last."""
     state.missing[action] -= 1
@@ -149,7 +149,7 @@ def _arrive(action: int, tables: DispatchTables, state: _State) -> bool:
     return True
 
 
-@loop
+@inner
 def _admit(rank: int, now_ps: int, tables: DispatchTables, state: _State) -> int:
     """Takes what has arrived through channels; returns when the next thing will, or IDLE."""
     next_ps = IDLE
@@ -164,7 +164,7 @@ def _admit(rank: int, now_ps: int, tables: DispatchTables, state: _State) -> int
     return next_ps
 
 
-@loop
+@inner
 def _pick(rank: int, now_ps: int, order: Uint32s, tables: DispatchTables, state: _State) -> int:
     """Starts an idle rank's next action; -1 if it has to wait.
 
@@ -190,7 +190,7 @@ def _pick(rank: int, now_ps: int, order: Uint32s, tables: DispatchTables, state:
     return -1
 
 
-@loop
+@inner
 def _send(edge: int, now_ps: int, tables: DispatchTables, state: _State) -> int:
     """Puts an edge at the end of its channel's line; returns when it will arrive."""
     channel = tables.channel[edge]
@@ -202,7 +202,7 @@ def _send(edge: int, now_ps: int, tables: DispatchTables, state: _State) -> int:
     return arrives_ps
 
 
-@loop
+@inner
 def _end(rank: int, now_ps: int, count: int, tables: DispatchTables, state: _State) -> int:
     """Gives memory back and hands on what was made; returns how many ranks are to pick then."""
     state.ends_ps[rank] = LISTED
@@ -229,7 +229,7 @@ def _end(rank: int, now_ps: int, count: int, tables: DispatchTables, state: _Sta
     return count
 
 
-@loop
+@inner
 def _run(
     order: Uint32s, tables: DispatchTables, state: _State, sequence: Uint32s
 ) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from dispatch_cases import even_costs, pipeline
 from naive_dispatch import B, F, NaiveDispatch, random_dispatch
 
 from torchmm.balance.dispatch import Dispatcher
@@ -14,7 +15,6 @@ from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulator import simulate
 from torchmm.pipelining.actions import Action
 from torchmm.pipelining.graph import Message, StageGraph, Task
-from torchmm.pipelining.layouts import ModuleLayers, separated_layout
 from torchmm.pipelining.lowering import lower_plan
 from torchmm.pipelining.orders import order_problems
 from torchmm.pipelining.validation import validate_plan
@@ -180,26 +180,6 @@ def test_no_rank_idles_while_it_may_work_and_each_takes_what_the_rules_say():
         both += Audit(dispatcher, order).check()
         checked += 1
     assert checked > 100 and both > 500
-
-
-def pipeline(ranks: int, counts: list[int], segments: int = 1) -> StageGraph:
-    """An encoder of one segment and an LLM on all ranks."""
-    modules = [
-        ModuleLayers("vision", "encoder", (1.0,) * ranks, sub_microbatched=True),
-        ModuleLayers("llm", "llm", (1.0,) * ranks * segments),
-    ]
-    layout = separated_layout(modules, ranks, {"llm": segments})
-    return StageGraph(layout, len(counts), {"vision": tuple(counts)})
-
-
-def even_costs(graph: StageGraph, encoder_ms=1.0, llm_ms=2.0, **others) -> PlanCosts:
-    compute = {}
-    for task in graph.tasks():
-        module = graph.layout.stages[task.stage].module
-        forward_ms = encoder_ms if module == "vision" else llm_ms
-        compute[Action(F, *task)] = forward_ms
-        compute[Action(B, *task)] = 2 * forward_ms
-    return PlanCosts(compute, **others)
 
 
 def test_priorities_decide_which_microbatch_goes_first():
