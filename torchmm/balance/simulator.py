@@ -258,10 +258,9 @@ def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
             problems.append(f"rank {rank} has {nbytes} static bytes; give 0 or more")
     for task in plan.graph.tasks():
         kept, later = costs.kept_bytes.get(task, 0), costs.kept_for_weights_bytes.get(task, 0)
-        if not 0 <= kept < inf or not 0 <= later <= kept:
+        if not (0 <= kept < inf and 0 <= later < inf):
             problems.append(
-                f"{task} keeps {kept} bytes, {later} of them for its weights; give 0 or more, and "
-                "no more for the weights than in all"
+                f"{task} keeps {kept} bytes, {later} between its I and W; give 0 or more"
             )
     for program in plan.actions:
         for action in program:

@@ -50,7 +50,7 @@ class MemoryModel:
 
     Attributes:
         kept_bytes: what a task's F keeps for its backward, its inputs included.
-        kept_for_weights_bytes: how much of that is still kept between I and W; None for all.
+        kept_for_weights_bytes: what is kept between I and W, which may be more; None for the same.
         static_bytes: by rank of the plan: parameters, gradients, optimizer state.
     """
 
@@ -226,7 +226,14 @@ class RuleBook:
                 later = self.memory.kept_for_weights_bytes(task)
             w = ((facts.gradient,), (facts.weights,), 0, later, *UNPAIRED)
             rules[self.givers[facts.weights]] = w
-        i = (for_inputs, (facts.gradient,), allocates, frees + kept - later, *UNPAIRED)
+        more = max(0, later - kept)  # gradients that W needs may take more than what I lets go
+        i = (
+            for_inputs,
+            (facts.gradient,),
+            allocates + more,
+            frees + kept + more - later,
+            *UNPAIRED,
+        )
         rules[Action(ActionType.I, *task)] = i
 
     def _add_ends(self, rank: int, done: dict[tuple[int, int], list[int]]) -> None:

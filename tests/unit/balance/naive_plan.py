@@ -135,6 +135,6 @@ def random_costs(plan: PipelinePlan, seed: int) -> PlanCosts:
             if rng.random() < 0.9
         },
         kept_bytes=kept,
-        kept_for_weights_bytes={task: rng.randint(0, n) for task, n in kept.items()},
+        kept_for_weights_bytes={task: rng.randint(0, 2 * n) for task, n in kept.items()},
         static_bytes=tuple(rng.randrange(100) for _ in plan.actions),
     )

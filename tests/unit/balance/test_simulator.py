@@ -235,7 +235,7 @@ def test_all_problems_of_costs_are_named_at_once():
         reduce_ms={1: math.inf},
         transfer_ms={(Message(0, 1, 0), False): -0.5},
         kept_bytes={Task(0, 0): 4, Task(0, 1): -4},
-        kept_for_weights_bytes={Task(0, 0): 5},
+        kept_for_weights_bytes={Task(0, 0): -5},
         static_bytes=(1, 2, -3),
         memory_limit_bytes=0,
     )
@@ -250,7 +250,7 @@ def test_all_problems_of_costs_are_named_at_once():
         "1B0: its exposed communication has a duration of -1.0 ms",
         "(1REDUCE_GRAD on rank 1) has a duration of inf ms",
         "(transfer of 0SEND_F0>1@1 from rank 0) has a duration of -0.5 ms",
-        "keeps 4 bytes, 5 of them",
+        "keeps 4 bytes, -5 between",
         "keeps -4 bytes",
         "static_bytes of 3 ranks for a plan of 2",
         "rank 2 has -3 static bytes",
@@ -290,3 +290,20 @@ def test_changes_of_what_the_plan_lacks_are_refused():
     with pytest.raises(SimulationError, match="duration of -1"):
         simulation.change({Action(T.F, 0, 0): -1})
     assert simulation.makespan_ms == before_ms
+
+
+def test_what_waits_for_the_weights_may_be_more_than_what_the_forward_kept():
+    llm = ModuleLayers("llm", "llm", (1.0,) * 2)
+    graph = StageGraph(schedule_layout("zero_bubble", [llm], 2), 1)
+    plan = lower_plan(SCHEDULES["zero_bubble"].order(graph), graph, {})
+    costs = flat_costs(
+        plan,
+        kept_bytes={task: 10 for task in graph.tasks()},
+        kept_for_weights_bytes={task: 16 for task in graph.tasks()},
+    )
+    step = simulate(plan, costs)
+    assert step.peak_bytes == (10, 16)  # the first stage has no I
+    spans = {r.action.type: r for r in step.records if r.rank == 1}
+    assert step.memory[1].times_ms.tolist() == [
+        0, spans[T.F].start_ms, spans[T.I].start_ms, spans[T.W].end_ms
+    ]  # fmt: skip
