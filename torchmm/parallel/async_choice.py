@@ -61,12 +61,12 @@ def choose_overlap(
     if backend == "symmetric_memory":
         blocks = "a block per rank"
     elif backend == "ring":
-        blocks = f"{overlap.chunks} blocks per slice"
+        blocks = f"blocks per slice: {overlap.chunks}"
         if parallel.async_tensor_chunks == 0 and tokens:
             times_ms = time_chunks(overlap, module.layer_sizes()[0], device, dtype, tokens)
             overlap = overlap._replace(chunks=min(times_ms, key=lambda c: times_ms[c]))
             tried = ", ".join(f"{chunks}: {ms:.2f}" for chunks, ms in times_ms.items())
-            blocks = f"{overlap.chunks} blocks per slice (ms by number: {tried})"
+            blocks = f"blocks per slice: {overlap.chunks} (ms by number: {tried})"
     logger.info("async tensor parallelism of %s: %s, %s; %s", module.name, backend, blocks, reason)
     return overlap
 

@@ -1,0 +1,152 @@
+"""A process group whose transfers take as long as on a slow link: gloo with a delay per byte.
+
+Every rank has one link for what comes in. Transfers go through it one after the other: one of N
+bytes that is posted at t is there at max(t, when the link was free) + N x s_per_byte, however fast
+gloo was. It takes no computing time: a wait sleeps. Sends and receives, all-gathers and
+reduce-scatters (of (ranks - 1) / ranks of the whole) are delayed; other collectives are gloo's.
+
+What was transferred and how long the rank waited is recorded, for pictures.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Interval(NamedTuple):
+    """Seconds of `time.perf_counter`."""
+
+    begin_s: float
+    end_s: float
+
+
+class Records(NamedTuple):
+    """What happened on one rank."""
+
+    transfers: list[Interval]
+    waits: list[Interval]
+    received_bytes: int
+
+
+class Link:
+    """What one rank receives through, and its records."""
+
+    def __init__(self) -> None:
+        self.s_per_byte = 0.0
+        self._transfers: list[Interval] = []
+        self._waits: list[Interval] = []
+        self._received_bytes = 0
+        self._free_s = 0.0
+
+    def post(self, size_bytes: int) -> float:
+        """When a transfer that is posted now will be there."""
+        begin_s = max(time.perf_counter(), self._free_s)
+        self._free_s = begin_s + size_bytes * self.s_per_byte
+        self._transfers.append(Interval(begin_s, self._free_s))
+        self._received_bytes += size_bytes
+        return self._free_s
+
+    def wait(self, work: dist.Work, due_s: float) -> None:
+        """Waits for gloo, then until the time is due."""
+        begin_s = time.perf_counter()
+        work.wait()
+        time.sleep(max(0.0, due_s - time.perf_counter()))
+        self._waits.append(Interval(begin_s, time.perf_counter()))
+
+    def take_records(self) -> Records:
+        """What was recorded since the last call."""
+        records = Records(self._transfers, self._waits, self._received_bytes)
+        self._transfers, self._waits, self._received_bytes = [], [], 0
+        return records
+
+
+class _SlowWork(dist.Work):
+    def __init__(self, link: Link, work: dist.Work, size_bytes: int) -> None:
+        super().__init__()
+        self._link, self._work = link, work
+        self._due_s = link.post(size_bytes)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._link.wait(self._work, self._due_s)
+        return True
+
+
+class SlowGroup(dist.ProcessGroup):
+    """The ranks of a gloo group, behind slow links."""
+
+    def __init__(self, rank: int, ranks: int, inner: dist.ProcessGroup) -> None:
+        super().__init__(rank, ranks)
+        self.link = Link()
+        self._inner = inner
+        self._name = ""
+
+    def getGroupName(self) -> str:
+        """Called by torch."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Called by torch."""
+        self._name = name
+
+    def getBackendName(self) -> str:
+        """Called by torch."""
+        return "slow"
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> dist.Work:
+        """Not delayed: the receiver is."""
+        return self._inner.send(tensors, to, tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
+        """Delayed by the bytes received."""
+        return self._slow(self._inner.recv(tensors, source, tag), tensors[0].nbytes)
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
+        """Not delayed."""
+        return dist.all_reduce(tensors[0], group=self._inner, async_op=True)
+
+    allreduce_coalesced = allreduce
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
+    ) -> dist.Work:
+        """Delayed by what the others send; torch's functional collectives have one tensor."""
+        (output,), (own,) = outputs, inputs
+        parts = list(output.chunk(self.size()))
+        work = dist.all_gather(parts, own, group=self._inner, async_op=True)
+        return self._slow(work, output.nbytes - own.nbytes)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
+    ) -> dist.Work:
+        """Delayed by the same bytes as a gather."""
+        (own,), (whole,) = outputs, inputs
+        parts = list(whole.chunk(self.size()))
+        work = dist.reduce_scatter(own, parts, group=self._inner, async_op=True)
+        return self._slow(work, whole.nbytes - own.nbytes)
+
+    # As torch 2.11 and 2.12 call them.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _slow(self, work: dist.Work, size_bytes: int) -> dist.Work:
+        return _SlowWork(self.link, work, size_bytes)
+
+
+def slow_group() -> tuple[dist.ProcessGroup, Link]:
+    """A group of all ranks behind slow links, whose speed is still unlimited; collective."""
+    inner = dist.new_group(backend="gloo")
+    made: list[SlowGroup] = []
+
+    def create(store: Any, rank: int, ranks: int, timeout: timedelta) -> SlowGroup:
+        made.append(SlowGroup(rank, ranks, inner))
+        return made[-1]
+
+    if "SLOW" not in vars(dist.Backend):
+        dist.Backend.register_backend("slow", create, devices=["cpu"])
+    group = dist.new_group(backend="slow")
+    return group, made[-1].link
