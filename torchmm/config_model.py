@@ -71,7 +71,9 @@ class GeneratorConfig(Section):
     `hf/generator` of another run; its weights are loaded."""
     config: dict[str, Any] | None = None
     """Inline diffusers config with `_class_name` ("PixArtTransformer2DModel"); `sample_size` is
-    the side of an image in pixels. Weights are random. With `source`: overrides of its config."""
+    the side of an image in pixels; `ffn_size`, a key of ours, is the width of feed-forward parts
+    (4 x that of the layers otherwise). Weights are random. With `source`: overrides of its
+    config."""
     connector: Literal["mlp"] = "mlp"
     """From the LLM's hidden states to the layers' context: two linear layers."""
     frames: int = Field(default=1, ge=1)

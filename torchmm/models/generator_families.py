@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, PixArtTransformer2DModel
-from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.embeddings import (
     get_1d_sincos_pos_embed_from_grid,
     get_2d_sincos_pos_embed,
@@ -36,6 +36,9 @@ from torchmm.errors import ConfigError
 TIME_SCALE = 1000.0
 """Transformers of diffusers count times from 0 to 1000."""
 NARROW_STD = 0.02
+FFN_SIZE = "ffn_size"
+"""Config key of ours: width of feed-forward parts. The class has 4 x its own only, so diffusers alone
+cannot load a model of another width."""
 
 
 class OutputTable(nn.Module):
@@ -68,7 +71,7 @@ class PixArtFamily:
         known = inspect.signature(PixArtTransformer2DModel.__init__).parameters
         written = {k: v for k, v in config.items() if not k.startswith("_")}
         problems = []
-        for key in written.keys() - (known.keys() - {"self"}):
+        for key in written.keys() - (known.keys() - {"self"}) - {FFN_SIZE}:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(f"{key!r} is not a key of PixArtTransformer2DModel{hint}")
@@ -90,6 +93,8 @@ class PixArtFamily:
                 f"sample_size = {full['sample_size']} pixels are not a multiple of patch_size = "
                 f"{full['patch_size']}"
             )
+        if not isinstance(size := full.get(FFN_SIZE, 1), int) or size < 1:
+            problems.append(f"{FFN_SIZE} = {size!r}: must be a number of features, 1 or more")
         if width % 4:
             problems.append(f"num_attention_heads x attention_head_dim = {width}: must divide by 4")
         if problems:
@@ -99,7 +104,12 @@ class PixArtFamily:
     def build(self, config: dict[str, Any], dtype: torch.dtype) -> Any:
         """The transformer, whole, with everything its class has."""
         # Not diffusers' own `to`, which warns of parts to be kept in float32: FSDP keeps all so.
-        dit: Any = PixArtTransformer2DModel(**config)
+        dit: Any = PixArtTransformer2DModel(**{k: v for k, v in config.items() if k != FFN_SIZE})
+        if size := config.get(FFN_SIZE):
+            kind = config["activation_fn"]
+            for layer in dit.transformer_blocks:
+                layer.ff = FeedForward(dit.inner_dim, activation_fn=kind, inner_dim=size)
+            dit.register_to_config(**{FFN_SIZE: size})
         return nn.Module.to(dit, dtype=dtype)
 
     def take_apart(self, dit: Any, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
@@ -211,7 +221,7 @@ class PixArtFamily:
             heads=heads,
             kv_heads=heads,
             head_dim=head_dim,
-            ffn_size=4 * heads * head_dim,
+            ffn_size=config.get(FFN_SIZE) or 4 * heads * head_dim,
             gated_ffn=config["activation_fn"] in ("geglu", "swiglu"),
             causal=False,
             cross_attention=True,

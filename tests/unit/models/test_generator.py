@@ -243,6 +243,7 @@ def test_sizes_of_stages_and_messages(model):
         ({"in_channels": 4}, "in_channels = 4, but it must be 3"),
         ({"sample_size": 18}, "not a multiple of patch_size"),
         ({"attention_head_dim": 3, "num_attention_heads": 2}, "must divide by 4"),
+        ({"ffn_size": 0}, "ffn_size = 0"),
     ],
 )
 def test_configs_that_cannot_be_are_told(settings, words):
@@ -285,6 +286,28 @@ def test_weights_of_another_run_are_loaded_connector_included(tmp_path):
             if name.startswith("connector.") and not connector:
                 continue
             assert torch.equal(parameter, source.generator.get_parameter(name)), name
+
+
+def test_feed_forward_parts_may_be_of_any_width(tmp_path, model):
+    width, hidden = 40, PIXART["num_attention_heads"] * PIXART["attention_head_dim"]
+    source = build(generator_config(encoder=None, ffn_size=width))
+    described, usual = source.generator.describe(), model.generator.describe()
+    assert {layer.ffn_size for layer in described.layers} == {width}
+    saved = (4 * hidden - width) * (2 * hidden + 1) * PIXART["num_layers"]
+    assert usual.parameters - described.parameters == saved
+    source.generator(generator_inputs(GRIDS, CONTEXTS), context(CONTEXTS)).backward()
+    whole = source.generator.whole_transformer()
+    prefixes = hf_prefixes(source)
+    state = source.generator.state_dict()
+    whole.load_state_dict({hf_name(prefixes, "generator", n): t for n, t in state.items()}, False)
+    whole.save_pretrained(tmp_path / "generator")
+    section = GeneratorConfig(source=str(tmp_path / "generator"))
+    config = ModelConfig(llm=LlmConfig(config=LLMS["llama"]), generator=section)
+    again = build_model(config, FreezeConfig())
+    materialize(again, "cpu")
+    init_weights(again, 3, skip=load_weights(again))
+    for name, parameter in again.generator.named_parameters():
+        assert torch.equal(parameter, source.generator.get_parameter(name)), name
 
 
 def test_randomize_reaches_all(model):
