@@ -1,0 +1,267 @@
+"""Compiled loops over a step's program; `step_program` and `reorder_microbatches` call them.
+
+Many groups are searched at once: arrays have a last axis of *lanes*, one group each, and every
+lane tries to swap the same two slots at the same time. What to do next is then looked up once for
+all, and the arithmetic runs in vector registers: 30 groups take about as long as four alone.
+
+Numba does not notice when a function that a cached one calls changes in another file, so no kernel
+here calls one of another file.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Float64s = NDArray[np.float64]
+Int64s = NDArray[np.int64]
+Index = int | np.int64
+Words = NDArray[np.uint64]
+
+# There are no NaNs, and -0 is 0: then `a if a > b else b` is one vector instruction.
+_NO_NANS = {"nnan", "nsz"}
+
+
+class ProgramTables(NamedTuple):
+    """Steps of a program in an order in which all that a step waits for comes before it.
+
+    Step 0 is the start. Unsigned indices, because signed ones may count from the end.
+    """
+
+    before_N: Words
+    """By step: the one before on its rank."""
+    need_N: Words
+    """By step: the one whose result it uses."""
+    delay_ms_N: Float64s
+    """By step: from the end of the needed one to its start at the earliest."""
+    row_N: Words
+    """By step: its place in the durations."""
+    begin_M: Int64s
+    """By slot, and one more: the first step that depends on it or on a later one."""
+    last_R: Words
+    """By rank: its last step."""
+    idle_from_M: Int64s
+    """By slot: the step before its first forward, if a backward follows on the first rank."""
+    idle_to_M: Int64s
+    """By slot: the step that this backward waits for; 0: none follows."""
+
+
+@njit(cache=True, fastmath=_NO_NANS)
+def play(tables: ProgramTables, costs: Float64s) -> float:
+    """Makespan.
+
+    Args:
+        costs: durations by row, and a last one of 0.
+    """
+    ends = np.zeros(len(tables.before_N))
+    advance(tables, costs, ends, 1, len(ends))
+    makespan = 0.0
+    for step in tables.last_R:
+        makespan = max(makespan, ends[step])
+    return makespan
+
+
+@njit(cache=True, fastmath=_NO_NANS)
+def advance(tables: ProgramTables, costs: Float64s, ends: Float64s, start: int, stop: int) -> None:
+    """Ends of the steps from `start` on."""
+    for step in range(start, stop):
+        free = ends[tables.before_N[step]]
+        ready = ends[tables.need_N[step]] + tables.delay_ms_N[step]
+        ends[step] = (free if free > ready else ready) + costs[tables.row_N[step]]
+
+
+@njit(cache=True, fastmath=_NO_NANS)
+def interval_orders(
+    tables: ProgramTables,
+    costs_GKM: Float64s,
+    entry_GM: Float64s,
+    size_GM: Float64s,
+    first_interval_GM: Float64s,
+    held: int,
+) -> Int64s:
+    """Algorithm 3 of DistTrain for each group; `reorder_microbatches` says what it does.
+
+    Args:
+        costs_GKM: durations by row and microbatch.
+        entry_GM: forward on the first rank, which is to fill its intervals.
+        size_GM: what decides which microbatches come first and last.
+        first_interval_GM: time of the first interval if a microbatch is the first.
+        held: smallest microbatches kept for the end.
+
+    Returns:
+        (G, M): microbatch of each slot.
+    """
+    groups, rows, slots = costs_GKM.shape
+    orders = np.empty((groups, slots), np.int64)
+    ends = np.zeros(len(tables.before_N))
+    costs = np.zeros(rows * slots + 1)
+    warmup = 0  # slots whose forwards come before the first backward
+    while warmup < slots and tables.idle_to_M[warmup] == 0:
+        warmup += 1
+    last = slots - held - 1  # of the slots to choose for
+    for group in range(groups):
+        order = np.argsort(size_GM[group], kind="mergesort")
+        if last > 0:
+            order = np.append(np.append(order[:1], order[held + 1 :]), order[held:0:-1])
+        to_fill = first_interval_GM[group, order[0]]
+        target = 0.0
+        for slot in range(last + 1):
+            if slot > warmup:
+                target = ends[tables.idle_to_M[slot]] - ends[tables.idle_from_M[slot]]
+            elif slot:
+                target = to_fill / (min(warmup, last) + 1 - slot)
+            if slot:
+                _take_closest(order[slot : last + 1], entry_GM[group], target)
+                to_fill -= entry_GM[group, order[slot]]
+            for row in range(rows):
+                costs[row * slots + slot] = costs_GKM[group, row, order[slot]]
+            advance(tables, costs, ends, tables.begin_M[slot], tables.begin_M[slot + 1])
+        orders[group] = order
+    return orders
+
+
+@njit(cache=True)
+def _take_closest(order: Int64s, entry_M: Float64s, target: float) -> None:
+    """Bring the microbatch whose forward is closest to the target to the front."""
+    best = 0
+    for other in range(1, len(order)):
+        if abs(entry_M[order[other]] - target) < abs(entry_M[order[best]] - target):
+            best = other
+    order[0], order[best] = order[best], order[0]
+
+
+class LaneCosts(NamedTuple):
+    """Durations of several groups side by side, in the order of each group's slots.
+
+    Rows that are the same for all microbatches are held once: `varying` rows of M slots come
+    first, then one place for each other row, then a 0.
+    """
+
+    place_N: Words
+    """By step: where its duration is."""
+    varying_V: Int64s
+    """Rows that differ between microbatches."""
+    fixed_C: Int64s
+    """The others."""
+    costs_RG: Float64s
+
+
+@njit(cache=True)
+def fill_lanes(lanes: LaneCosts, costs_GKM: Float64s, orders_GM: Int64s) -> None:
+    """Write the durations of each group in its order."""
+    groups, _, slots = costs_GKM.shape
+    for group in range(groups):
+        for index, row in enumerate(lanes.varying_V):
+            for slot in range(slots):
+                cost = costs_GKM[group, row, orders_GM[group, slot]]
+                lanes.costs_RG[index * slots + slot, group] = cost
+        base = len(lanes.varying_V) * slots
+        for index, row in enumerate(lanes.fixed_C):
+            lanes.costs_RG[base + index, group] = costs_GKM[group, row, 0]
+
+
+@njit(cache=True, fastmath=_NO_NANS)
+def advance_lanes(
+    tables: ProgramTables, lanes: LaneCosts, ends_NG: Float64s, start: int, makespan_G: Float64s
+) -> None:
+    """Ends of the steps from `start` on, and the makespans."""
+    groups = ends_NG.shape[1]
+    for step in range(start, len(tables.before_N)):
+        free, ready = ends_NG[tables.before_N[step]], ends_NG[tables.need_N[step]]
+        cost, end = lanes.costs_RG[lanes.place_N[step]], ends_NG[step]
+        delay_ms = tables.delay_ms_N[step]
+        for g in range(groups):
+            arrives = ready[g] + delay_ms
+            end[g] = (free[g] if free[g] > arrives else arrives) + cost[g]
+    makespan_G[:] = 0.0
+    for step in tables.last_R:
+        for g in range(groups):
+            end_g = ends_NG[step, g]
+            makespan_G[g] = end_g if end_g > makespan_G[g] else makespan_G[g]
+
+
+@njit(cache=True)
+def swap_slots(
+    lanes: LaneCosts, orders_MG: Int64s, one: Index, other: Index, which_G: NDArray[np.bool_]
+) -> None:
+    """Exchange two slots in the lanes marked by `which_G`."""
+    slots, groups = orders_MG.shape
+    for index in range(len(lanes.varying_V)):
+        here, there = lanes.costs_RG[index * slots + one], lanes.costs_RG[index * slots + other]
+        for g in range(groups):
+            a, b = here[g], there[g]
+            here[g] = b if which_G[g] else a
+            there[g] = a if which_G[g] else b
+    for g in range(groups):
+        a, b = orders_MG[one, g], orders_MG[other, g]
+        orders_MG[one, g] = b if which_G[g] else a
+        orders_MG[other, g] = a if which_G[g] else b
+
+
+@njit(cache=True)
+def _next(state: np.uint64) -> np.uint64:
+    """Marsaglia's xorshift: random bits that are the same on every machine."""
+    state ^= state << np.uint64(13)
+    state ^= state >> np.uint64(7)
+    return state ^ (state << np.uint64(17))
+
+
+@njit(cache=True)
+def _draw(bits: np.uint64, count: int) -> np.int64:
+    """An index below `count`, from the lowest 16 bits."""
+    return np.int64((bits & np.uint64(0xFFFF)) * np.uint64(count) >> np.uint64(16))
+
+
+@njit(cache=True, fastmath=_NO_NANS)
+def anneal(
+    tables: ProgramTables,
+    lanes: LaneCosts,
+    orders_MG: Int64s,
+    heat_G: Float64s,
+    steps: int,
+    seed: int,
+) -> tuple[Int64s, Float64s]:
+    """Swap slots, worse orders being accepted ever more seldom.
+
+    Args:
+        lanes: filled for `orders_MG`; both are changed.
+        heat_G: rise of the makespan that is accepted with a probability of 1/e at first.
+        steps: swaps tried; the last ones at a fiftieth of the heat.
+
+    Returns:
+        The best orders (M, G) and their makespans.
+    """
+    slots, groups = orders_MG.shape
+    ends = np.zeros((len(tables.before_N), groups))
+    now, new = np.empty(groups), np.empty(groups)
+    advance_lanes(tables, lanes, ends, 1, now)
+    best, best_orders = now.copy(), orders_MG.copy()
+    everyone, back = np.ones(groups, np.bool_), np.zeros(groups, np.bool_)
+    state = np.uint64(seed * 2 + 1)
+    heat, cooling = 1.0, 0.02 ** (1.0 / max(steps, 1))
+    stale = slots  # the first slot of the last swap, which some lane has taken back
+    for _ in range(steps if slots > 1 else 0):
+        state = _next(state)
+        one = _draw(state, slots)
+        other = (one + 1 + _draw(state >> np.uint64(16), slots - 1)) % slots
+        first = min(one, other)
+        swap_slots(lanes, orders_MG, one, other, everyone)
+        advance_lanes(tables, lanes, ends, tables.begin_M[min(first, stale)], new)
+        stale = first
+        heat *= cooling
+        rise = -heat * np.log((float(state >> np.uint64(32)) + 1.0) / 4294967296.0)
+        better = False
+        for g in range(groups):
+            back[g] = new[g] > now[g] + rise * heat_G[g]
+            now[g] = now[g] if back[g] else new[g]
+            better |= now[g] < best[g]
+        swap_slots(lanes, orders_MG, one, other, back)
+        if better:
+            for g in range(groups):
+                if now[g] < best[g]:
+                    best[g] = now[g]
+                    best_orders[:, g] = orders_MG[:, g]
+    return best_orders, best
