@@ -85,12 +85,18 @@ class SimulatedGraph:
 
     Attributes:
         start_ps, end_ps: by operator, in picoseconds from the begin.
-        memory: by device.
+        changes: of memory, by device, in order: (time in picoseconds, rank among equal times,
+            bytes).
     """
 
     start_ps: Int64s
     end_ps: Int64s
-    memory: Mapping[Hashable, MemoryTimeline]
+    changes: Mapping[Hashable, list[tuple[int, int, int]]]
+
+    @property
+    def memory(self) -> dict[Hashable, MemoryTimeline]:
+        """By device."""
+        return {device: memory_timeline(changes) for device, changes in self.changes.items()}
 
     @property
     def makespan_ms(self) -> float:
@@ -273,9 +279,11 @@ class CompiledGraph:
         start_ps, end_ps = np.empty_like(self.duration_ps), np.empty_like(self.duration_ps)
         time_nodes(self.duration_ps, self.pointers, self.sources, start_ps, end_ps)
         start_ps, end_ps = start_ps[self.place], end_ps[self.place]
-        return SimulatedGraph(start_ps, end_ps, self._memory(start_ps, end_ps))
+        return SimulatedGraph(start_ps, end_ps, self._changes(start_ps, end_ps))
 
-    def _memory(self, start_ps: Int64s, end_ps: Int64s) -> dict[Hashable, MemoryTimeline]:
+    def _changes(
+        self, start_ps: Int64s, end_ps: Int64s
+    ) -> dict[Hashable, list[tuple[int, int, int]]]:
         """What is given back at an instant may be used at that instant; tensors that are born and
         die in one all count together."""
         changes: dict[Hashable, list[tuple[int, int, int]]] = {}
@@ -284,13 +292,13 @@ class CompiledGraph:
             death = max(int(end_ps[n]) for n in (producer, *consumers))
             both = (birth, 1, nbytes), (death, 0 if death > birth else 2, -nbytes)
             changes.setdefault(device, []).extend(both)
-        return {device: memory_timeline(sorted(found)) for device, found in changes.items()}
+        return {device: sorted(found) for device, found in changes.items()}
 
 
 def memory_timeline(
     changes: Sequence[tuple[int, int, int]], begin_bytes: int = 0
 ) -> MemoryTimeline:
-    """Sums up changes, given in order as (time in picoseconds, rank among equal times, bytes).
+    """Sums up changes, given in order; see `SimulatedGraph`.
 
     Args:
         begin_bytes: what is used before all changes.
