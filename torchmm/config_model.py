@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-
 GENERATOR = "generator"
 """Name of the module behind the LLM, in tables and metrics."""
 

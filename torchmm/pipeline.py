@@ -183,7 +183,9 @@ def _with_velocities(stages: dict[int, PipelineStage]) -> dict[int, PipelineStag
     """The same stages, but the generator's last gives velocities in the place of the loss."""
 
     def drawing(stage: PipelineStage) -> PipelineStage:
-        last = isinstance(stage.module, GeneratorModule) and stage.module.is_last
-        return VelocityStage(stage.module, stage.sharding) if last else stage
+        module = stage.module
+        if isinstance(module, GeneratorModule) and module.is_last:
+            return VelocityStage(module, stage.sharding)
+        return stage
 
     return {index: drawing(stage) for index, stage in stages.items()}

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import struct
-import time
 import tracemalloc
 import zlib
 
@@ -45,15 +44,13 @@ ZOO = {
 
 
 @pytest.mark.parametrize("kind", ZOO)
-def test_bad_headers_are_refused_quickly_and_without_memory(kind):
+def test_bad_headers_are_refused_without_memory(kind):
     tracemalloc.start()
-    start = time.perf_counter()
     with pytest.raises(CorruptSampleError):
         read_size(ZOO[kind], LIMIT)
-    duration_s = time.perf_counter() - start
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert duration_s < 0.5 and peak_bytes < 5e6
+    assert peak_bytes < 5e6  # whoever decodes 100 megapixels needs 300 MB
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP"])
