@@ -1,0 +1,125 @@
+"""Encoder, LLM and generator through train.py on real data: reading and drawing in one run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from tiny_recipe import arguments, records, weights
+
+diffusers = pytest.importorskip("diffusers")
+
+pytestmark = pytest.mark.slow
+GENERATOR = (
+    '{_class_name = "PixArtTransformer2DModel", num_attention_heads = 4, attention_head_dim = 8, '
+    "num_layers = 2, sample_size = 16, patch_size = 8}"
+)
+CHANGES = {
+    "training__steps": 4,
+    "training__global_batch_size": 4,
+    "validation__interval": 2,
+    "validation__batches": 1,
+    "validation__samples": 1,
+    "validation__max_new_tokens": 2,
+    "validation__drawings": 3,
+    "validation__denoising_steps": 2,
+    "checkpoint__interval": 2,
+    "checkpoint__export_hf": "true",
+    "model__generator__config": GENERATOR,
+    "model__generator__loss_weight": 2.0,
+    "model__generator__text_loss_weight": 0.5,
+    "optimizer__module_lr": '{"generator.connector" = 1e-4}',
+    "parallel__generator__sub_microbatch_images": 3,
+}
+LOSSES = [
+    f"{prefix}loss{name}" for prefix in ("", "validation_") for name in ("", "_text", "_image")
+]
+
+
+def command(run_dir: Path, data: Path, **changes: object) -> list[str]:
+    """Every picture is read from one source and drawn from the other."""
+    values = {**CHANGES, **changes}
+    dotted = {key.replace("__", "."): value for key, value in values.items()}
+    sources = []
+    for section, part in (("sources", "train"), ("validation", "validation")):
+        path = f'path="{data}/tuxpaint_stamps/{part}"'
+        sources.append(f'--data.{section}=[{{{path}}},{{{path},generate="image"}}]')
+    return arguments(run_dir, data) + [f"--{k}={v}" for k, v in dotted.items()] + sources
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, real_data, train_server) -> dict[str, Path]:
+    """One rank; a pipeline of two; the same, stopped in the middle and resumed."""
+    root = tmp_path_factory.mktemp("generation")
+    found = {}
+    for name, ranks, steps in (("one", 1, [4]), ("pipeline", 2, [4]), ("resumed", 2, [2, 4])):
+        for last in steps:
+            changes = {"parallel__pipeline": ranks, "training__steps": last}
+            given = command(root / name, real_data, **changes)
+            codes, output = train_server.run(given, root / f"log-{name}-{last}", ranks)
+            assert codes == [0] * ranks, output
+        found[name] = root / name
+    return found
+
+
+def test_losses_are_the_same_in_a_pipeline(runs):
+    for one, two in zip(records(runs["one"]), records(runs["pipeline"]), strict=True):
+        for key in (*LOSSES, "grad_norm"):
+            assert two[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), key
+
+
+def test_the_loss_is_the_weighted_sum_and_falls(runs):
+    found = records(runs["one"])
+    for record in found:
+        for prefix in ("", "validation_") if record["validation_loss"] is not None else ("",):
+            text, image = record[f"{prefix}loss_text"], record[f"{prefix}loss_image"]
+            assert record[f"{prefix}loss"] == pytest.approx(0.5 * text + 2.0 * image, rel=1e-5)
+        assert 0 < record["generator_ms"] < record["step_ms"]
+        assert record["generated_per_s"] > 0 < record["images_per_s"]
+    assert found[-1]["validation_loss_image"] < found[1]["validation_loss_image"]
+
+
+def test_resuming_goes_on_bit_by_bit(runs):
+    whole, resumed = weights(runs["pipeline"]), weights(runs["resumed"])
+    assert whole.keys() == resumed.keys()
+    assert any(name.startswith("optimizer.generator.") for name in whole)
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+
+
+def test_drawings_of_every_validation_are_saved(runs):
+    for run_dir in runs.values():
+        for step in (2, 4):
+            with Image.open(run_dir / "drawings" / f"step-{step}.png") as picture:
+                assert min(picture.size) > 100
+        assert json.loads((run_dir / "samples.json").read_text())
+
+
+def test_the_export_is_a_diffusers_model_with_the_trained_weights(runs):
+    directory = runs["pipeline"] / "hf" / "generator"
+    loaded, notes = diffusers.PixArtTransformer2DModel.from_pretrained(
+        directory, output_loading_info=True
+    )
+    assert not notes["missing_keys"] and not notes["unexpected_keys"]
+    saved = {name.partition("[")[0]: value for name, value in weights(runs["pipeline"]).items()}
+    exported = load_file(directory / "diffusion_pytorch_model.safetensors")
+    assert torch.equal(exported["proj_out.weight"], saved["model.generator.dit.proj_out.weight"])
+    connector = saved["model.generator.connector.linear_1.weight"]
+    assert torch.equal(loaded.caption_projection.linear_1.weight, connector)
+    assert (runs["pipeline"] / "hf" / "config.json").exists(), "the LLM and its encoder"
+
+
+def test_an_export_is_where_another_run_begins(runs, tmp_path, real_data, train_server):
+    """Without learning rate nothing but the LLM and encoder, which are new, differs."""
+    directory = runs["one"] / "hf" / "generator"
+    still = {"optimizer__lr": 0.0, "optimizer__module_lr": "{}", "training__steps": 2}
+    given = command(tmp_path / "more", real_data, **still, checkpoint__export_hf="false")
+    given = [a for a in given if not a.startswith("--model.generator.config=")]
+    given.append(f"--model.generator.source={directory}")
+    codes, output = train_server.run(given, tmp_path / "log", 1)
+    assert codes == [0], output
+    trained, begun = weights(runs["one"]), weights(tmp_path / "more")
+    names = [name for name in trained if name.startswith("model.generator.")]
+    assert len(names) > 30
+    assert [name for name in names if not torch.equal(trained[name], begun[name])] == []
