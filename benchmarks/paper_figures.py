@@ -227,6 +227,10 @@ PRINTED_SIZES = (
     Sizes("pipeweaver_vlm_l", "PipeWeaver table 4, VLM-L", 1, 8, 8, 64),
     Sizes("pipeweaver_vlm_xl", "PipeWeaver table 6, VLM-XL-8k", 128, 8, 8, 8192),
     Sizes("pipeweaver_vlm_xl", "PipeWeaver table 6, VLM-XL-16k", 128, 16, 8, 16384),
+    Sizes("pipeweaver_t2v_s", "PipeWeaver table 4, T2V-S", 1, 4, 4, 16),
+    Sizes("pipeweaver_t2v_l", "PipeWeaver table 4, T2V-L", 1, 8, 8, 64),
+    Sizes("pipeweaver_t2v_xl", "PipeWeaver table 6, T2V-XL-3k", 96, 4, 8, 3072),
+    Sizes("pipeweaver_t2v_xl", "PipeWeaver table 6, T2V-XL-6k", 96, 8, 8, 6144),
 )
 
 # --- parameters -----------------------------------------------------------------------------------
@@ -237,7 +241,7 @@ class NamedSize(NamedTuple):
 
     recipe: str
     module: str
-    """As in the recipe; an encoder without its connector, which no paper describes."""
+    """As in the recipe, without its connector, which no paper describes."""
     name: Figure
     differs: str = ""
     """Why the printed shape has not within 2 % as many; empty: it has."""
@@ -253,6 +257,8 @@ _VIT_3B = "48 layers of 12 width^2 are 3.06 B; embeddings make it 2.1 %"
 _VIT_5B = "63 layers of two matrices in the FFN are 4.28 B, of three 6.01 B"
 _GPT_11B = "80 layers of 12 width^2 are 9.06 B"
 _QWEN_32B = "Qwen2.5-32B itself has 32.8 B"
+_DIT_30B = "48 layers of 16 width^2 (two attentions, two matrices in the FFN) are 29.0 B"
+_LLAMA_7B = "Llama 2's 7 B, which has the same shape, are 6.74 B"
 NAMED_SIZES = (
     _size("optimus_model_a", "vision", "Optimus table 3, ViT-11B", 11, _VIT_11B),
     _size("optimus_model_a", "vision", "Optimus table 8, ViT-10B", 10, _VIT_10B),
@@ -275,4 +281,19 @@ NAMED_SIZES = (
     _size("pipeweaver_vlm_l", "llm", "PipeWeaver table 3, Qwen2 72B", 72),
     _size("pipeweaver_vlm_xl", "vision", "PipeWeaver table 3, ViT 22B", 22),
     _size("pipeweaver_vlm_xl", "llm", "PipeWeaver table 6, GPT 175B", 175),
+    _size("pipeweaver_t2v_s", "llm", "PipeWeaver table 3, Llama3 8B", 8),
+    _size("pipeweaver_t2v_s", "generator", "PipeWeaver table 3, DiT 5B", 5),
+    _size("pipeweaver_t2v_l", "llm", "PipeWeaver table 3, Qwen2 32B", 32, _QWEN_32B),
+    _size("pipeweaver_t2v_l", "generator", "PipeWeaver table 3, DiT 30B", 30, _DIT_30B),
+    _size("pipeweaver_t2v_xl", "llm", "PipeWeaver table 3, Qwen2 72B", 72),
+    _size("pipeweaver_t2v_xl", "generator", "PipeWeaver table 3, DiT 30B", 30, _DIT_30B),
+    _size("disttrain_mllm_9b", "vision", "DistTrain section 8, ViT-Huge", 0.63),
+    _size("disttrain_mllm_9b", "llm", "DistTrain table 1, Llama3-7B", 7, _LLAMA_7B),
+    _size("disttrain_mllm_9b", "generator", "DistTrain section 8, Stable Diffusion 2.1", 1),
+    _size("disttrain_mllm_15b", "vision", "DistTrain section 8, ViT-Huge", 0.63),
+    _size("disttrain_mllm_15b", "llm", "DistTrain table 1, Llama3-13B", 13),
+    _size("disttrain_mllm_15b", "generator", "DistTrain section 8, Stable Diffusion 2.1", 1),
+    _size("disttrain_mllm_72b", "vision", "DistTrain section 8, ViT-Huge", 0.63),
+    _size("disttrain_mllm_72b", "llm", "DistTrain table 1, Llama3-70B", 70),
+    _size("disttrain_mllm_72b", "generator", "DistTrain section 8, Stable Diffusion 2.1", 1),
 )

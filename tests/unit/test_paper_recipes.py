@@ -19,9 +19,12 @@ from torchmm.balance.profiles import load_profile
 from torchmm.balance.workload import draw_microbatches
 from torchmm.config import Recipe
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.registry import build_model
 from torchmm.recipe import dump_recipe, load_recipe
 from torchmm.step_plan import plan_layout, plan_step
+
+pytest.importorskip("diffusers")
 
 ROOT = Path(__file__).parents[2]
 PAPERS = ROOT / "recipes" / "papers"
@@ -49,6 +52,27 @@ SIZES = {
     },
     "pipeweaver_vlm_xl": {
         "vision": 21_767_337_984, "vision.connector": 1_358_979_072, **GPT_175B,
+    },
+    "pipeweaver_t2v_s": {
+        "llm": 8_030_261_248, "generator": 5_030_671_616, "generator.connector": 27_532_288,
+    },
+    "pipeweaver_t2v_l": {
+        "llm": 32_763_876_352, "generator": 29_271_952_128, "generator.connector": 69_218_304,
+    },
+    "pipeweaver_t2v_xl": {
+        "llm": 72_706_203_648, "generator": 29_271_952_128, "generator.connector": 88_092_672,
+    },
+    "disttrain_mllm_9b": {
+        "vision": 631_973_120, "vision.connector": 22_028_288, "llm": 6_738_415_616,
+        "generator": 1_008_591_360, "generator.connector": 8_653_824,
+    },
+    "disttrain_mllm_15b": {
+        "vision": 631_973_120, "vision.connector": 32_778_240, "llm": 13_015_864_320,
+        "generator": 1_008_591_360, "generator.connector": 10_226_688,
+    },
+    "disttrain_mllm_72b": {
+        "vision": 631_973_120, "vision.connector": 77_611_008, **LLAMA_70B,
+        "generator": 1_008_591_360, "generator.connector": 14_945_280,
     },
 }  # fmt: skip
 """Our counts by recipe and module."""
@@ -87,7 +111,7 @@ def test_recipes_resolve_and_build(name: str, tmp_path: Path) -> None:
     counts = {module: every for module, (every, _) in model.parameter_counts().items()}
     assert counts == SIZES[name]
     comment = re.match(r"(#.*\n)+", (PAPERS / f"{name}.toml").read_text())
-    for module in ("llm", "vision"):
+    for module in (m for m in counts if not m.endswith("connector")):
         assert comment and f"{counts[module] / 1e9:.1f} B (" in comment[0], module
 
 
@@ -109,10 +133,15 @@ def test_steps_of_recipes_can_be_planned(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_images_of_a_recipe_are_its_encoders(name: str) -> None:
+def test_images_of_a_recipe_are_those_of_its_modules(name: str) -> None:
     recipe = read(name)
     model = build_model(recipe.model, recipe.freeze)
+    drawn = recipe.simulation.generated
     for module in model.modality_modules():
+        if isinstance(module, GeneratorModule):
+            images = module.spec.images
+            assert drawn is not None and drawn.context_tokens == images.context_tokens
+            assert images.grid(drawn.frames[1]) == (drawn.frames[1], drawn.rows, drawn.columns)
         if isinstance(module, EncoderModule):
             size = recipe.simulation.images[module.name]
             side = module.spec.config.image_size // module.spec.config.patch_size
@@ -125,8 +154,11 @@ def test_images_of_a_recipe_are_its_encoders(name: str) -> None:
         sequence_length=training.sequence_length,
         microbatch_size=training.microbatch_size,
     ):
-        assert meta.used_tokens == meta.tokens
-        assert meta.image_count <= 48
+        assert meta.used_tokens == meta.tokens or recipe.simulation.sequences[0].tokens
+        assert meta.image_count <= 48 and len(meta.generated) <= 8
+        if recipe.model.generator is not None and drawn is not None:
+            most = drawn.frames_per_sequence or 8
+            assert sum(clip.grid_thw[0] for clip in meta.generated) <= most
 
 
 def test_named_sizes_are_reached_where_the_printed_shapes_allow_it(load) -> None:

@@ -37,8 +37,8 @@ TIME_SCALE = 1000.0
 """Transformers of diffusers count times from 0 to 1000."""
 NARROW_STD = 0.02
 FFN_SIZE = "ffn_size"
-"""Config key of ours: width of feed-forward parts. The class has 4 x its own only, so diffusers alone
-cannot load a model of another width."""
+"""Config key of ours: width of feed-forward parts. Those of the class are 4 x as wide as its
+layers, so diffusers alone cannot load a model of another width."""
 
 
 class OutputTable(nn.Module):
