@@ -110,6 +110,31 @@ def test_restoring_brings_back_times_edges_and_order():
         assert tuple(t.tolist() for t in graph.times.times_ps()) == graph.scratch(), seed
 
 
+def test_local_edits_of_a_large_graph_are_settled_node_by_node():
+    timed = edits = 0
+    for seed in range(20):
+        case = random_case(seed, 1200)._replace(tensors=[])
+        rng, graph = random.Random(seed), build(case)
+        times = IncrementalTimes(graph.compile())
+        durations = {}
+        for _ in range(25):
+            node = rng.randrange(len(case.operators))
+            durations[node] = rng.randint(0, 4)
+            before = times.timed
+            times.set_durations({node: durations[node]})
+            rows = enumerate(case.operators)
+            now = [
+                o._replace(duration_ps=durations.get(n, o.duration_ps / 1e9) * 10**9)
+                for n, o in rows
+            ]
+            scratch = build(case._replace(operators=now)).compile().simulate()
+            start, end = times.times_ps()
+            assert (start == scratch.start_ps).all() and (end == scratch.end_ps).all(), seed
+            timed += times.timed - before
+            edits += len(case.operators)
+    assert 1000 < timed < edits / 3
+
+
 def chains(count: int, length: int) -> IncrementalTimes:
     graph = OperatorGraph()
     for chain in range(count):

@@ -1,0 +1,267 @@
+"""How many steps per second are simulated on one core, and what reuse saves.
+
+Schedule search has seconds, in which it asks for the time of a step under thousands of orders
+(PipeWeaver §6). The steps are those of a pipeline of 8 ranks with 64 microbatches: encoder tasks of
+0 to many sub-microbatches of up to 8 images, LLM tasks in 3 to 5 segments, 7,000 to 14,000 forward
+and backward tasks in all. Costs are synthetic: the ratio of PipeWeaver's examples (6.75 ms for a
+layer of ViT-5B and 8 images, 10.5 ms for a layer of a 32B LLM), lengths that vary, seed 0.
+
+- Dispatcher: an evaluation gives the time of the step for priorities that were not seen before.
+- Plan: an evaluation gives the time of a lowered plan for durations that were not seen before.
+- Reuse: the costs of one microbatch change. "From nothing" builds and times the plan's graph,
+  "all costs" gives a kept graph all of its costs again, "timing alone" leaves out reading costs: a
+  microbatch in the middle moves all that comes behind it, so the least is gained there.
+
+CPU time of this one thread, the best of several batches: on an idle core that is the time that
+passes. Agreement with slow references is a matter of tests/unit/balance.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from harness import Row, describe_machine, make_parser, report
+
+from torchmm.balance.dispatch import Dispatcher
+from torchmm.balance.operator_graph import OperatorGraph
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.simulator import PlanSimulation
+from torchmm.balance.subgraphs import Part, Subgraph, SubgraphCache
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.graph import StageGraph, Task
+from torchmm.pipelining.layouts import ModuleLayers, separated_layout
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.transfers import transfers
+
+RANKS, MICROBATCHES, IMAGES_PER_PART = 8, 64, 8
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Size:
+    """A step to be simulated."""
+
+    name: str
+    tasks: int
+    """Forwards and backwards."""
+    segments: int
+    """Of the LLM."""
+    goal: float
+    """Evaluations per second."""
+
+
+SIZES = (
+    Size("7k", 7_000, 3, 4000),
+    Size("10k", 10_000, 4, 2500),
+    Size("14k", 14_000, 5, 1600),
+)
+
+
+def step_graph(size: Size) -> StageGraph:
+    """As many sub-microbatches as make up the number of tasks, unevenly spread."""
+    modules = [
+        ModuleLayers("vision", "encoder", (1.0,) * 64, sub_microbatched=True),
+        ModuleLayers("llm", "llm", (1.0,) * 120),
+    ]
+    layout = separated_layout(modules, RANKS, {"llm": size.segments})
+    parts = round(size.tasks / (2 * RANKS)) - size.segments * MICROBATCHES
+    rng = random.Random(SEED)
+    weights = [rng.choice((0, 0, 1, 1, 2, 3, 6)) for _ in range(MICROBATCHES)]
+    counts = [0] * MICROBATCHES
+    for microbatch in rng.choices(range(MICROBATCHES), weights, k=parts):
+        counts[microbatch] += 1
+    return StageGraph(layout, MICROBATCHES, {"vision": tuple(counts)})
+
+
+def forward_ms(graph: StageGraph, task: Task, rng: random.Random) -> float:
+    """A stage's forward: the last sub-microbatch of a microbatch may have few images."""
+    stage = graph.layout.stages[task.stage]
+    layers = stage.stop - stage.start
+    if stage.module == "llm":
+        return 10.5 * layers * (0.9 + 0.2 * rng.random())
+    last = task.sub_microbatch == graph.parts(task.stage, task.microbatch) - 1
+    images = rng.randint(1, IMAGES_PER_PART) if last else IMAGES_PER_PART
+    return 6.75 * layers * images / IMAGES_PER_PART
+
+
+def step_costs(graph: StageGraph, transfer_ms: float) -> PlanCosts:
+    """Tasks of a microbatch that differ only in the rank take equally long."""
+    compute: dict[Action, float] = {}
+    for task in graph.tasks():
+        stage = graph.layout.stages[task.stage]
+        rng = random.Random(repr((SEED, stage.module, stage.segment, *task[1:])))
+        length_ms = forward_ms(graph, task, rng)
+        compute[Action(ActionType.F, *task)] = length_ms
+        compute[Action(ActionType.B, *task)] = 2 * length_ms
+    wires = {(t.message, t.backward): transfer_ms for t in transfers(graph)} if transfer_ms else {}
+    return PlanCosts(compute, transfer_ms=wires)
+
+
+def best_s(calls: list[Callable[[], object]], batches: int) -> float:
+    """Least CPU time of a call, as the mean of a batch of calls."""
+    best = float("inf")
+    for _ in range(batches):
+        begin_s = time.thread_time()
+        for call in calls:
+            call()
+        best = min(best, (time.thread_time() - begin_s) / len(calls))
+    return best
+
+
+def dispatcher_rows(size: Size, batches: int) -> list[Row]:
+    """Evaluations of priorities, without and with time for transfers."""
+    rows = []
+    for transfer_ms, what, goal in ((0.0, "", size.goal), (0.3, " with transfers", None)):
+        graph = step_graph(size)
+        dispatcher = Dispatcher(graph, step_costs(graph, transfer_ms))
+        rng = np.random.default_rng(SEED)
+        groups = len(dispatcher.groups)
+        orders = [dispatcher.order_of_groups(rng.permutation(groups)) for _ in range(20)]
+        seconds = best_s([partial(dispatcher.evaluate, order) for order in orders], batches)
+        case = f"{size.name}: {len(dispatcher.actions)} tasks"
+        rows.append(Row(case, f"dispatcher{what}", "evaluations/s", 1 / seconds, goal=goal))
+    return rows
+
+
+def natural_plan(size: Size) -> tuple[PipelinePlan, PlanCosts]:
+    """The plan of the dispatcher's natural order."""
+    graph = step_graph(size)
+    costs = step_costs(graph, 0.3)
+    order = Dispatcher(graph, costs).dispatch().order
+    return lower_plan(order, graph, {}, sharding="step"), costs
+
+
+def plan_rows(size: Size, batches: int) -> list[Row]:
+    """Evaluations of durations, and what one microbatch's new costs take."""
+    plan, costs = natural_plan(size)
+    simulation = PlanSimulation(plan, costs)
+    graph = simulation.nodes.graph
+    rng = np.random.default_rng(SEED)
+    durations = [
+        (graph.duration_ps * rng.uniform(0.5, 1.5, len(graph.duration_ps))).astype(np.int64)
+        for _ in range(20)
+    ]
+    seconds = best_s([partial(graph.makespan_ps, each) for each in durations], batches)
+    case = f"{size.name}: {len(costs.compute_ms)} tasks"
+    metric = f"plan of {len(graph.duration_ps)} operators"
+    row = Row(case, metric, "evaluations/s", 1 / seconds, goal=size.goal)
+    return [row, *reuse_rows(case, plan, costs, simulation, batches)]
+
+
+def reuse_rows(
+    case: str, plan: PipelinePlan, costs: PlanCosts, simulation: PlanSimulation, batches: int
+) -> list[Row]:
+    """One microbatch's costs change, in turn those of all microbatches."""
+    changes = [
+        {a: ms * factor for a, ms in costs.compute_ms.items() if a.microbatch == microbatch}
+        for factor in (1.1, 1.0)
+        for microbatch in range(MICROBATCHES)
+    ]
+
+    def change(compute_ms: dict[Action, float]) -> float:
+        simulation.change(compute_ms)
+        return simulation.makespan_ms
+
+    nodes = simulation.nodes
+    settled = [{nodes.compute[a]: ms for a, ms in each.items()} for each in changes]
+    timing_s = 0.0
+    for durations_ms in settled:
+        simulation.times.set_durations(durations_ms)
+        begin_s = time.thread_time()
+        _ = simulation.times.makespan_ps
+        timing_s += (time.thread_time() - begin_s) / len(settled)
+    one_s = best_s([partial(change, each) for each in changes], max(1, batches // 5))
+    nothing_s = best_s([lambda: PlanSimulation(plan, costs).makespan_ms], max(2, batches // 5))
+    everything_s = best_s([partial(change, dict(costs.compute_ms))], max(2, batches // 5))
+    full_s = best_s([partial(nodes.graph.makespan_ps, nodes.graph.duration_ps)] * 20, batches)
+    return [
+        Row(case, "one microbatch changes", "ms", one_s * 1e3, nothing_s * 1e3, better="lower"),
+        Row(case, "speed-up against from nothing", "x", nothing_s / one_s, 1.0, goal=10.0),
+        Row(case, "speed-up against all costs", "x", everything_s / one_s, 1.0),
+        Row(case, "speed-up of timing alone", "x", full_s / timing_s, 1.0),
+    ]
+
+
+LAYER_PARTS = (
+    # queue, share of the layer's time: norm, projections, attention, collectives, feed-forward
+    *(("gpu", s) for s in (0.02, 0.15, 0.14, 0.06)),
+    ("nic", 0.05),
+    *(("gpu", s) for s in (0.02, 0.3, 0.04, 0.15)),
+    ("nic", 0.05),
+)
+"""Each part comes after the one before it."""
+
+
+def layer_subgraph(length_ms: float) -> Subgraph:
+    """Ten operators in a row."""
+    return Subgraph(
+        tuple(
+            Part(queue, share * length_ms, (index - 1,) if index else ())
+            for index, (queue, share) in enumerate(LAYER_PARTS)
+        )
+    )
+
+
+def subgraph_rows(size: Size) -> list[Row]:
+    """The step's operators as subgraphs, against all of them in one graph."""
+    graph = step_graph(size)
+    costs = step_costs(graph, 0.0)
+    order = Dispatcher(graph, costs).dispatch().order
+    stages = graph.layout.stages
+    layers = {action: stages[action.stage].stop - stages[action.stage].start
+              for action in costs.compute_ms}  # fmt: skip
+
+    def flat() -> OperatorGraph:
+        operators = OperatorGraph()
+        for rank, program in enumerate(order):
+            for action in program:
+                for _ in range(layers[action]):
+                    for _queue, share in LAYER_PARTS:
+                        operators.add(rank, share * costs.compute_ms[action] / layers[action])
+        return operators
+
+    def reused() -> SubgraphCache:
+        cache = SubgraphCache()
+        for action, whole_ms in costs.compute_ms.items():
+            layer = layer_subgraph(whole_ms / layers[action])
+            cache.simulate(Subgraph((Part("gpu", layer),) * layers[action]))
+        return cache
+
+    begin_s = time.thread_time()
+    operators = flat()
+    operators.compile().simulate()
+    flat_s = time.thread_time() - begin_s
+    begin_s = time.thread_time()
+    cache = reused()
+    reused_s = time.thread_time() - begin_s
+    case = f"{size.name}: {len(operators)} operators"
+    share = cache.simulated / (cache.simulated + cache.reused)
+    return [
+        Row(case, "subgraphs simulated", "share", share, 1.0, better="lower"),
+        Row(case, "operators as subgraphs", "s", reused_s, flat_s, better="lower"),
+        Row(case, "speed-up by subgraphs", "x", flat_s / reused_s, 1.0),
+    ]
+
+
+def main() -> None:
+    """Prints the table."""
+    arguments = make_parser(__doc__ or "").parse_args()
+    torch.set_num_threads(1)
+    batches = 5 if arguments.quick else 50
+    rows: list[Row] = []
+    for size in SIZES:
+        rows += dispatcher_rows(size, batches) + plan_rows(size, batches)
+    rows += subgraph_rows(SIZES[0])
+    title = f"Simulated steps, seed {SEED}; {describe_machine(torch.device('cpu'))}"
+    report(title, rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

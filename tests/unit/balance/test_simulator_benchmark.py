@@ -1,0 +1,37 @@
+"""The simulator's benchmark measures steps of the size it says."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("simulator")
+
+
+def test_sizes_are_what_they_are_called(benchmark):
+    for size in benchmark.SIZES:
+        graph = benchmark.step_graph(size)
+        costs = benchmark.step_costs(graph, 0.0)
+        assert abs(len(costs.compute_ms) - size.tasks) <= benchmark.RANKS
+        assert 0 in graph.sub_microbatches["vision"]
+
+
+def test_a_small_step_gives_all_rows(benchmark):
+    size = benchmark.Size("small", 1_200, 1, 1.0)
+    rows = benchmark.dispatcher_rows(size, 1) + benchmark.plan_rows(size, 1)
+    assert [row.metric.split(" of ")[0] for row in rows] == [
+        "dispatcher",
+        "dispatcher with transfers",
+        "plan",
+        "one microbatch changes",
+        "speed-up against from nothing",
+        "speed-up against all costs",
+        "speed-up",
+    ]
+    assert all(row.case == "small: 1200 tasks" and row.ours > 0 for row in rows)
