@@ -46,6 +46,8 @@ from torchmm.parallel.tensor import apply_tensor_parallel
 
 RANKS = 2
 SEED = 0
+QUIET = 0.05
+"""Share of the CPU that other programs may take."""
 NEAR_BOUND = 1.1
 """Goal: so many times the shortest possible step."""
 
@@ -235,7 +237,7 @@ class Layers(SplitProgram):
 def run_rank(setting: Setting) -> list[Found]:
     """Measures all programs at every speed of the link; on every rank."""
     group, link = slow_group()
-    watch = Stopwatch(setting.patience_s)
+    watch = Stopwatch(setting.patience_s, QUIET)
     return [
         found for kind in (Mlps, Layers) for found in compare(kind, setting, group, link, watch)
     ]

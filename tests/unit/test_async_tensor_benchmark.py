@@ -4,7 +4,6 @@ import importlib
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,9 @@ def load(monkeypatch):
 def test_a_link_transfers_one_after_the_other_and_forgets_what_was_taken(load):
     link = load("slow_link").Link()
     link.s_per_byte = 1e-4
-    begin_s = time.perf_counter()
     first, second = link.post(100), link.post(200)
     assert second - first == pytest.approx(0.02)
     link.wait(_Done(), second)
-    assert time.perf_counter() - begin_s >= 0.03
     records = link.take_records()
     assert records.received_bytes == 300 and len(records.transfers) == 2
     assert records.waits[0].end_s >= second
