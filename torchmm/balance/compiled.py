@@ -11,6 +11,7 @@ nearly as slow unless all is written out in one function.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,23 @@ Int32s = NDArray[np.int32]
 Uint32s = NDArray[np.uint32]
 Words = NDArray[np.uint64]
 
-compiled: Any = njit(cache=True)
 _njit: Any = njit  # takes options that its annotations do not have
-loop: Any = _njit(cache=True, _nrt=False)
+
+
+def _cached(**options: Any) -> Any:
+    """Decorator; where numba finds no directory to write to, every process compiles anew."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return _njit(cache=True, **options)(function)
+        except RuntimeError:
+            return _njit(**options)(function)
+
+    return decorate
+
+
+compiled: Any = _cached()
+loop: Any = _cached(_nrt=False)
 inner: Any = _njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """For functions that only compiled ones call: half the time to compile."""
 
