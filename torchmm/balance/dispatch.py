@@ -67,6 +67,9 @@ class Dispatched:
 class Dispatcher:
     """Times a step under any priorities of its segments.
 
+    Left out are gathers and reductions of parameters, which come before and behind all of it, and
+    the memory of messages: leave room for it in the costs' limit.
+
     Args:
         graph: of the step, on any layout.
         costs: of the graph. An action takes at least one picosecond.

@@ -59,7 +59,7 @@ def segment_numbers(graph: StageGraph, module: str) -> dict[int, int]:
 
 def test_it_equals_a_naive_dispatcher():
     infeasible = 0
-    for seed in range(700):
+    for seed in range(550):
         graph, costs = random_dispatch(seed)
         dispatcher = Dispatcher(graph, costs)
         order = shuffled(dispatcher, seed)
@@ -71,7 +71,7 @@ def test_it_equals_a_naive_dispatcher():
         expected_ms = naive.makespan_ps / 1e9 if naive.finished else math.inf
         assert done.makespan_ms == dispatcher.evaluate(order) == expected_ms, seed
         infeasible += not naive.finished
-    assert 50 < infeasible < 350
+    assert 50 < infeasible < 275
 
 
 def test_its_orders_are_legal_plans_that_take_the_time_it_says():
