@@ -92,8 +92,8 @@ class Pipeline:
         self._drawer = PipelineRuntime(rank, _with_velocities(stages), channels, device)
 
     def _sharding_of(self, module: LayeredModule) -> StepSharding | LayerSharding | None:
-        if self._sharding == "none":
-            return None
+        if not isinstance(module, FSDPModule):
+            return None  # whole on this rank, while encoders may be shared by pipeline ranks
         return LayerSharding(module) if self._sharding == "layer" else StepSharding(module)
 
     def plan(

@@ -14,6 +14,7 @@ from math import ceil
 from typing import Literal
 
 from torchmm.balance.layer_costs import module_layers, task_durations
+from torchmm.balance.planners import PLANNERS
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.config_model import GENERATOR
@@ -121,7 +122,10 @@ def plan_step(
         order = one_f_one_b(graph)
     else:
         costs = task_durations(graph, modules, microbatches, targets)
-        order = schedule_named(config.schedule).order(graph, costs)
+        if config.schedule in PLANNERS:
+            graph, order = PLANNERS[config.schedule].plan(graph, costs)
+        else:
+            order = schedule_named(config.schedule).order(graph, costs)
     # Layer by layer, FSDP gathers and reduces by itself.
     gathers: Sharding = "step" if sharding == "step" else "none"
     plan = lower_plan(order, graph, specs(graph), sharding=gathers, training=training)

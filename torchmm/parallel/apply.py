@@ -10,6 +10,8 @@ of the rank's stages, as if it were a module of its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from torchmm.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
@@ -31,6 +33,7 @@ def parallelize(
     compile_config: CompileConfig,
     dtype: torch.dtype,
     tokens: int = 0,
+    meshes: Mapping[str, ParallelMesh] | None = None,
 ) -> None:
     """Applies the recipe's parallelism to every stage of the model, in place, on the meta device.
 
@@ -38,22 +41,24 @@ def parallelize(
 
     Args:
         tokens: of a microbatch, for what is tuned by a measurement; 0: nothing is measured.
+        meshes: by module with sizes of its own (`ParallelMesh.colocated`).
     """
-    computes_alone = mesh.world_size == mesh.pipeline_size
     overlaps = parallel.async_tensor_parallel and mesh.tensor_size > 1
     chosen: dict[str, Overlap] = {}
     for module in model.all_stages():
+        own = (meshes or {}).get(module.name, mesh)
         has_slices = "sequence" in module.tensor_parallel_plan().values()
         if overlaps and has_slices and module.name not in chosen:
-            chosen[module.name] = choose_overlap(module, mesh.tensor, parallel, dtype, tokens)
+            chosen[module.name] = choose_overlap(module, own.tensor, parallel, dtype, tokens)
         overlap = chosen.get(module.name)
-        apply_tensor_parallel(module, mesh.tensor, parallel.sequence_parallel, overlap)
+        apply_tensor_parallel(module, own.tensor, parallel.sequence_parallel, overlap)
         mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
         apply_activation_checkpoint(module, mode)
         if compile_config.enabled and module.name in (compile_config.modules or [module.name]):
             _compile_layers(module)
-        if not computes_alone or dtype != torch.float32:
-            apply_fsdp(module, mesh.fsdp, dtype, reshards_after_forward(parallel))
+        if own.world_size > own.pipeline_size or dtype != torch.float32:
+            divisor = None if own is mesh else mesh.data_parallel_size
+            apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), divisor)
 
 
 def reshards_after_forward(parallel: ParallelConfig) -> bool:

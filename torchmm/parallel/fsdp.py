@@ -34,12 +34,15 @@ def apply_fsdp(
     mesh: DeviceMesh,
     dtype: torch.dtype,
     reshard_after_forward: bool = True,
+    averaged_over: int | None = None,
 ) -> None:
     """Shards `module` in place over a 1-D mesh, or 2-D (replicate, shard) for HSDP.
 
     Parameters, gradients and reductions stay float32; computing is done in `dtype`.
 
     Args:
+        averaged_over: what the sum of gradients is divided by; None: the number of ranks. Ranks
+            that share out the microbatches of one data-parallel rank have to add up theirs.
         reshard_after_forward: whether gathered layers are freed behind each forward and gathered
             again for backward; False for stages that `StepSharding` drives.
     """
@@ -47,6 +50,10 @@ def apply_fsdp(
     reshard = None if reshard_after_forward else False  # None: all but the root
     for part in (*module.layers, module):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        if averaged_over is not None:
+            assert isinstance(part, FSDPModule)
+            part.set_gradient_divide_factor(float(averaged_over))
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide on its way
     for method in module.forward_methods:
         register_fsdp_forward_method(module, method)
 

@@ -101,6 +101,30 @@ class ParallelMesh:
         """Global rank of the first data- and tensor-parallel rank at a place in the pipeline."""
         return int(self.mesh.mesh[pipeline].flatten()[0])
 
+    def colocated(self, pipeline: int) -> ParallelMesh:
+        """The mesh of a module on the same ranks, with a shorter pipeline (Optimus §4.1).
+
+        Blocks of consecutive pipeline ranks have the module each; ranks at the same place of their
+        block have the same stages, and share them like data-parallel ranks. Collective.
+
+        Raises:
+            ConfigError: the pipeline is not a divisor of this one's.
+        """
+        if pipeline < 1 or self.pipeline_size % pipeline:
+            raise ConfigError(
+                f"a module with pipeline = {pipeline} on the ranks of one of {self.pipeline_size}; "
+                "give a divisor"
+            )
+        if pipeline == self.pipeline_size:
+            return self
+        # Block, stage, replicate, shard, tensor: blocks become part of the shards.
+        ranks = self.mesh.mesh.unflatten(0, (-1, pipeline))
+        ranks = ranks.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        names = ("pipeline", "replicate", "shard", "tensor")
+        return ParallelMesh(
+            self.device, DeviceMesh(self.device.type, ranks.contiguous(), mesh_dim_names=names)
+        )
+
     def sum_over_data(self, values: list[float]) -> list[float]:
         """Sums over the data-parallel ranks, in float64; every rank must call it.
 

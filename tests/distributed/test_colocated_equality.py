@@ -1,0 +1,254 @@
+"""Encoders in pipelines of their own on the LLM's ranks give the gradients of the single process.
+
+Every layout of a world is run in one launch. Encoder tasks are dealt to replicas on other ranks,
+whose gradients are added up by FSDP2 over all ranks with the same encoder stage.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_distributed
+from microbatches import MODEL, random_microbatch
+from torch.distributed.tensor import DTensor
+
+from torchmm.balance.layer_costs import module_layers, task_durations
+from torchmm.balance.optimus import optimus
+from torchmm.balance.planners import costs_of
+from torchmm.batch import Microbatch, MicrobatchMeta
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.fsdp import FSDPModule
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
+from torchmm.pipeline import Pipeline
+from torchmm.pipelining.actions import ActionType
+from torchmm.pipelining.colocated import colocated_layout
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.messages import message_specs
+from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.validation import validate_plan
+
+CPU = torch.device("cpu")
+IMAGES = [2, 0, 3, 0, 5, 1, 1, 4]
+"""In each sequence of the global batch."""
+FREEZES = {
+    "nothing": (),
+    "tower": ("vision",),
+    "llm": ("llm",),
+    "all but connector": ("vision", "llm"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes: pipeline ranks of the LLM and of an encoder's pipelines, slices of encoder stages."""
+
+    pipeline: int
+    encoder: int
+    slices: int = 1
+    shard: int = 1
+    replicate: int = 1
+    tensor: int = 1
+    virtual: int = 1
+    freeze: str = "nothing"
+    granularity: str = "fine"
+    encoders: int = 1
+
+
+CASES = {
+    2: [
+        Case(2, 1, granularity="coarse"),
+        Case(2, 2, granularity="coarse"),
+        Case(2, 1, slices=2, virtual=2),
+        Case(2, 2, slices=2),
+        Case(2, 1, slices=4, freeze="tower"),
+        Case(2, 1, freeze="llm"),
+        Case(2, 1, slices=2, freeze="all but connector"),
+        Case(2, 1, slices=2, encoders=2),
+    ],
+    4: [
+        Case(4, 1, slices=4),
+        Case(4, 2, slices=2),
+        Case(4, 2, granularity="coarse", freeze="tower"),
+        Case(4, 4),
+        Case(2, 1, shard=2, slices=2),
+        Case(2, 2, shard=2),
+        Case(2, 1, replicate=2, encoders=2),
+        Case(2, 1, tensor=2),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_colocated_encoders_equal_one_process(ranks):
+    outcomes = run_distributed(_compare_all, ranks, CASES[ranks])
+    for rank, found in enumerate(outcomes):
+        assert len(found) == len(CASES[ranks])
+        for case, problems, _ in found:
+            assert not problems, (rank, case, problems)
+    for index, case in enumerate(CASES[ranks]):
+        ran = [found[index][2] for found in outcomes]
+        if case.encoder == 1:
+            assert all(ran), f"{case}: encoder tasks on each rank: {ran}"
+
+
+def model_config(encoders: int) -> ModelConfig:
+    config = MODEL.model_copy(deep=True)
+    assert config.llm is not None and config.llm.config is not None
+    config.llm.config.update(tie_word_embeddings=False, num_hidden_layers=4)
+    vision = config.encoders["vision"]
+    assert vision.config is not None
+    vision.config["num_hidden_layers"] = 5  # its last is not used
+    if encoders == 2:
+        config.encoders["second"] = vision.model_copy(deep=True)
+    return config
+
+
+def global_batch(encoders: int) -> list[Microbatch]:
+    """Every other sequence's images are the second encoder's."""
+    batch = [random_microbatch(seed, n) for seed, n in enumerate(IMAGES)]
+    for index, microbatch in enumerate(batch):
+        if encoders == 2 and index % 2 and microbatch.encoders:
+            microbatch.encoders["second"] = microbatch.encoders.pop("vision")
+            samples = tuple(
+                replace(s, encoder="second" if s.images else None) for s in microbatch.meta.samples
+            )
+            microbatch.meta = MicrobatchMeta(samples, microbatch.meta.tokens)
+    return batch
+
+
+def build(case: Case) -> MultimodalModel:
+    freeze = FreezeConfig(modules=list(FREEZES[case.freeze]))
+    return build_model(model_config(case.encoders), freeze)
+
+
+@cache
+def reference(freeze: str, encoders: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the single process."""
+    model = build(Case(1, 1, freeze=freeze, encoders=encoders))
+    materialize(model, "cpu")
+    init_weights(model, seed=1)
+    batch = global_batch(encoders)
+    targets = sum(m.target_count for m in batch)
+    total = 0.0
+    for microbatch in batch:
+        loss = model(microbatch) / targets
+        if loss.requires_grad:
+            loss.backward()
+        total += loss.item()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return total, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+
+
+def _compare_all(cases: list[Case]) -> list[tuple[Case, list[str], int]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    meshes: dict[tuple, ParallelMesh] = {}
+    found = []
+    for case in cases:
+        sizes = {
+            "pipeline": case.pipeline, "shard": case.shard, "replicate": case.replicate,
+            "tensor": case.tensor,
+        }  # fmt: skip
+        config = ParallelConfig(**sizes, virtual_stages=case.virtual, schedule="optimus")
+        key = tuple(sizes.values())
+        meshes[key] = meshes.get(key) or build_mesh(config, CPU)
+        found.append((case, *_compare(case, config, meshes[key])))
+    return found
+
+
+def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[list[str], int]:
+    """What differs from the single process; how many encoder forwards this rank ran."""
+    model, batch = build(case), global_batch(case.encoders)
+    descriptions = [module.describe() for module in model.modality_modules()]
+    encoders = [d.name for d in descriptions if d.kind == "encoder"]
+    layout = colocated_layout(
+        module_layers(descriptions, [m.meta for m in batch]),
+        case.pipeline,
+        case.virtual,
+        pipelines=dict.fromkeys(encoders, case.encoder),
+        slices=dict.fromkeys(encoders, case.slices),
+    )
+    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    own = mesh.colocated(case.encoder)
+    plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
+    parallelize(model, mesh, config, *plain, meshes=dict.fromkeys(encoders, own))
+    materialize(model, "cpu")
+    init_weights(model, seed=1)
+    pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
+    share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+    targets = sum(m.target_count for m in batch)
+    scale = mesh.data_parallel_size / targets
+    if case.granularity == "fine":  # what the recipe's name stands for
+        plan, result = pipeline.run(share, loss_scale=scale)
+    else:
+        sharded = any(isinstance(module, FSDPModule) for module in stages.values())
+        plan = _coarse_plan(model, pipeline, share, sharded)
+        result = pipeline._runtime.step(plan, share, loss_scale=scale)
+    loss, gradients = reference(case.freeze, case.encoders)
+    here = result.losses if mesh.mesh.get_local_rank("tensor") == 0 else {}
+    problems = _loss_problems(here, targets, loss)
+    problems += _gradient_problems(model, gradients)
+    forwards = [
+        a for a in plan.actions[mesh.pipeline_rank]
+        if a.type is ActionType.F and layout.stages[a.stage].module in encoders
+    ]  # fmt: skip
+    return problems, len(forwards)
+
+
+def _coarse_plan(
+    model: MultimodalModel, pipeline: Pipeline, share: list[Microbatch], sharded: bool
+) -> PipelinePlan:
+    """The plan of encoders before and behind the LLM only."""
+    metas = [m.meta for m in share]
+    counts = {
+        name: tuple(int(meta.images_of(name) > 0) for meta in metas)
+        for name in pipeline.layout.sub_microbatched
+    }
+    graph = StageGraph(pipeline.layout, len(metas), counts)
+    costs = costs_of(graph, task_durations(graph, pipeline._descriptions, metas))
+    planned = optimus(graph, costs, granularity="coarse")
+    modules = {m.name: m for m in model.modality_modules()}
+    specs = message_specs(planned.graph, modules, metas, torch.float32)
+    plan = lower_plan(planned.order, planned.graph, specs, sharding="step" if sharded else "none")
+    validate_plan(plan).raise_for_problems()
+    return plan
+
+
+def _loss_problems(losses: dict[int, torch.Tensor], targets: int, wanted: float) -> list[str]:
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, sum(float(loss) for loss in losses.values()))
+    loss = sum(by_rank) / targets
+    return [] if abs(loss / wanted - 1) <= 1e-5 else [f"loss {loss}, expected {wanted}"]
+
+
+def _gradient_problems(model: MultimodalModel, wanted: dict[str, torch.Tensor]) -> list[str]:
+    whole = torch.stack([g.norm() for g in wanted.values()]).norm().item()
+    problems, compared = [], 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        grad = parameter.grad
+        found = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        size = wanted[name].norm().item()
+        # Zero but for rounding (a key bias cannot change attention): against the whole gradient.
+        scale = size if size > 1e-6 * whole else whole
+        error = (found - wanted[name]).norm().item() / scale
+        compared += 1
+        if not error <= 1e-5:
+            problems.append(f"{name} is off by {error}")
+    return problems if compared else ["nothing was compared"]
