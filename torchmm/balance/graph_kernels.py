@@ -172,13 +172,13 @@ def _time_behind(begin: int, times: Times, order: Ordering, edges: LinkedEdges) 
 @loop
 def settle(times: Times, order: Ordering, edges: LinkedEdges) -> int:
     """Times dirty nodes again, and behind them those whose start moves; along the order, so each
-    node at most once. Where that becomes a good part of the graph, as when what changes is on the
-    longest path, all behind it are timed in one go, which takes a third of the time for each.
+    node at most once. Where they become many, as when what changes is on the longest path, all
+    that are left of the order are timed in one go, which takes a third of the time for each.
 
     Returns:
         How many nodes were timed.
     """
-    timed, limit = 0, len(order.node_at) >> 4
+    timed, limit = 0, max(64, len(order.node_at) >> 6)
     for index in range(len(order.dirty)):
         while order.dirty[index]:
             if timed > limit:
