@@ -89,7 +89,8 @@ def global_grad_norm(
 ) -> Tensor:
     """Euclidean norm of all gradients of all ranks, a float32 scalar equal on every rank.
 
-    Plain tensors count as replicated: they are the same on all ranks of a stage.
+    Plain tensors count as replicated: they are the same on all ranks of a stage. What several ranks
+    of a pipeline share counts once.
 
     Args:
         copies: parameters that are copies of another rank's, which counts them.
@@ -97,15 +98,18 @@ def global_grad_norm(
     """
     left_out = {id(copy) for copy in copies}
     counted = [p for p in parameters if id(p) not in left_out]
-    norms = [_norm(grads) for grads in _gradients_by_mesh(counted).values()]
+    by_mesh = _gradients_by_mesh(counted)
+    norms = [_norm(grads) for grads in by_mesh.values()]
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
     if pipeline is None:
         return torch.linalg.vector_norm(torch.stack(whole))
     # A rank may have nothing to train, and then no tensor that tells the device.
     device = torch.device("cuda" if dist.get_backend(pipeline) == "nccl" else "cpu")
     square = torch.zeros((), dtype=torch.float64, device=device)
-    for norm in whole:
-        square += norm.to(device, torch.float64).square()
+    ranks = set(dist.get_process_group_ranks(pipeline))
+    for mesh, norm in zip(by_mesh, whole, strict=True):
+        sharing = 1 if mesh is None else len(ranks.intersection(mesh.mesh.flatten().tolist()))
+        square += norm.to(device, torch.float64).square() / sharing
     dist.all_reduce(square, group=pipeline)
     return square.sqrt().float()
 

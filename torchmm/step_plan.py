@@ -20,6 +20,7 @@ from torchmm.config import ParallelConfig
 from torchmm.config_model import GENERATOR
 from torchmm.errors import ConfigError
 from torchmm.pipelining.classic import forward_only, one_f_one_b
+from torchmm.pipelining.colocated import spread_replicas
 from torchmm.pipelining.graph import StageGraph, StageLayout
 from torchmm.pipelining.layouts import megatron_layout
 from torchmm.pipelining.lowering import Sharding, lower_plan
@@ -117,6 +118,7 @@ def plan_step(
     graph = step_graph(layout, config, microbatches, sharding, purpose)
     training = purpose == "training"
     if not training:
+        graph = spread_replicas(graph)
         order = forward_only(graph)
     elif layout.rank_count == 1:
         order = one_f_one_b(graph)

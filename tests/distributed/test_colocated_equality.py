@@ -24,11 +24,13 @@ from torchmm.config import (
     CompileConfig,
     FreezeConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
 )
 from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
+from torchmm.optim import build_optimizer, global_grad_norm
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.fsdp import FSDPModule
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
@@ -202,7 +204,9 @@ def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[li
     loss, gradients = reference(case.freeze, case.encoders)
     here = result.losses if mesh.mesh.get_local_rank("tensor") == 0 else {}
     problems = _loss_problems(here, targets, loss)
-    problems += _gradient_problems(model, gradients)
+    problems += _gradient_problems(model, gradients, mesh)
+    problems += _losses_problems(pipeline, share, loss * targets, mesh)
+    build_optimizer(model, module_of, OptimizerConfig()).step()
     forwards = [
         a for a in plan.actions[mesh.pipeline_rank]
         if a.type is ActionType.F and layout.stages[a.stage].module in encoders
@@ -236,9 +240,23 @@ def _loss_problems(losses: dict[int, torch.Tensor], targets: int, wanted: float)
     return [] if abs(loss / wanted - 1) <= 1e-5 else [f"loss {loss}, expected {wanted}"]
 
 
-def _gradient_problems(model: MultimodalModel, wanted: dict[str, torch.Tensor]) -> list[str]:
+def _losses_problems(
+    pipeline: Pipeline, share: list[Microbatch], wanted: float, mesh: ParallelMesh
+) -> list[str]:
+    """Of a step of forwards only, as validation runs it."""
+    losses = pipeline.losses(share)
+    here = sum(float(loss) for own in losses.values() for loss in own) / mesh.tensor_size
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, here)
+    found = sum(by_rank)
+    return [] if abs(found / wanted - 1) <= 1e-5 else [f"validation: {found}, expected {wanted}"]
+
+
+def _gradient_problems(
+    model: MultimodalModel, wanted: dict[str, torch.Tensor], mesh: ParallelMesh
+) -> list[str]:
     whole = torch.stack([g.norm() for g in wanted.values()]).norm().item()
-    problems, compared = [], 0
+    problems = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -248,7 +266,10 @@ def _gradient_problems(model: MultimodalModel, wanted: dict[str, torch.Tensor]) 
         # Zero but for rounding (a key bias cannot change attention): against the whole gradient.
         scale = size if size > 1e-6 * whole else whole
         error = (found - wanted[name]).norm().item() / scale
-        compared += 1
         if not error <= 1e-5:
             problems.append(f"{name} is off by {error}")
-    return problems if compared else ["nothing was compared"]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    norm = global_grad_norm(trained, pipeline=mesh.pipeline.get_group()).item()
+    if abs(norm / whole - 1) > 1e-5:
+        problems.append(f"gradient norm {norm}, expected {whole}")
+    return problems

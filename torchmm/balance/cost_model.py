@@ -58,6 +58,15 @@ class StageCosts(NamedTuple):
     """Largest temporary: a layer that is recomputed or has no backward, gradients of logits."""
     flops: PassFlops
 
+    def not_faster_than(self, gather_ms: float) -> StageCosts:
+        """The same where every forward and backward gathers the parameters, layer by layer."""
+
+        def bounded(times: Times) -> Times:
+            total_ms = np.where(times.total_ms > 0, np.maximum(times.total_ms, gather_ms), 0.0)
+            return times._replace(total_ms=total_ms)
+
+        return self._replace(forward=bounded(self.forward), backward=bounded(self.backward))
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -154,13 +163,13 @@ class CostModel:
     ) -> PartWork:
         key = replace(part, count=1)
         if key not in cache:
-            found = part_operators(module, part, sizes, self.setting(module.name))
+            found = part_operators(module, part, sizes, self.setting(module.name, sizes.tasks))
             cache[key] = PartWork(
                 *(Work.of(own, self.profile, self.dtype, sizes.tasks) for own in found)
             )
         return cache[key]
 
-    def setting(self, module: str) -> Setting:
+    def setting(self, module: str, tasks: int) -> Setting:
         """What a module's operators depend on beside sizes."""
         execution = self.execution(module)
         return Setting(
@@ -168,6 +177,7 @@ class CostModel:
             self.element_bytes,
             self._link(execution.tensor),
             segment_calls=not self.profile.device.asynchronous,
+            accumulated=1 - 1 / max(1, tasks),
         )
 
     def _times(self, module: ModuleDescription, action_type: str, work: Work) -> Times:

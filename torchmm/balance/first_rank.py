@@ -24,17 +24,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
-from numpy.typing import NDArray
 
-Float64s = NDArray[np.float64]
-Int64s = NDArray[np.int64]
+from torchmm.balance.compiled import Float64s, Int64s, compiled, without_nans
+
 Index = int | np.int64
 
-_NO_NANS = {"nnan", "nsz"}
 
-
-@njit(cache=True)
+@compiled
 def first_rank_makespans(
     forward_GM: Float64s,
     backward_GM: Float64s,
@@ -67,7 +63,7 @@ class _Pairs(NamedTuple):
     that they always last the same and no swap changes them: cheaper than a branch."""
 
 
-@njit(cache=True)
+@compiled
 def _pair_up(forward_M: Float64s, backward_M: Float64s, others: float, ranks: int) -> _Pairs:
     slots = len(forward_M)
     forward, backward = np.zeros(slots + ranks), np.zeros(slots + ranks)
@@ -78,21 +74,21 @@ def _pair_up(forward_M: Float64s, backward_M: Float64s, others: float, ranks: in
     return _Pairs(forward, backward, least)
 
 
-@njit(cache=True, fastmath=_NO_NANS)
+@without_nans
 def _longer(pairs: _Pairs, pair: Index) -> float:
     """A forward and the backward before it, or what the others do meanwhile."""
     own, least = pairs.forward_Q[pair] + pairs.backward_Q[pair], pairs.least_Q[pair]
     return own if own > least else least
 
 
-@njit(cache=True, fastmath=_NO_NANS)
+@without_nans
 def _around(pairs: _Pairs, ranks: int, one: Index, other: Index) -> float:
     """Sum of the pairs of two slots, one < other, up to a constant."""
     total = _longer(pairs, one) + _longer(pairs, one + ranks) + _longer(pairs, other + ranks)
     return total + _longer(pairs, other) if other != one + ranks else total
 
 
-@njit(cache=True, fastmath=_NO_NANS)
+@without_nans
 def _start(pairs: _Pairs, others: float, ranks: int) -> float:
     """Until the first backward."""
     behind = pairs.forward_Q[0]
@@ -103,7 +99,7 @@ def _start(pairs: _Pairs, others: float, ranks: int) -> float:
     return most + (ranks - 1) * others
 
 
-@njit(cache=True, fastmath=_NO_NANS)
+@without_nans
 def _end(pairs: _Pairs, others: float, ranks: int) -> float:
     """From the first of the backwards that no forward follows."""
     last = len(pairs.backward_Q) - 1
@@ -116,7 +112,7 @@ def _end(pairs: _Pairs, others: float, ranks: int) -> float:
     return most
 
 
-@njit(cache=True)
+@compiled
 def _swap(pairs: _Pairs, ranks: int, one: Index, other: Index) -> None:
     forward, backward = pairs.forward_Q, pairs.backward_Q
     forward[one], forward[other] = forward[other], forward[one]
@@ -124,7 +120,7 @@ def _swap(pairs: _Pairs, ranks: int, one: Index, other: Index) -> None:
     backward[one], backward[other] = backward[other], backward[one]
 
 
-@njit(cache=True)
+@compiled
 def anneal_first_rank(
     forward_GM: Float64s,
     backward_GM: Float64s,
@@ -160,7 +156,7 @@ def anneal_first_rank(
     return orders_GM
 
 
-@njit(cache=True)
+@compiled
 def _next(state: np.uint64) -> np.uint64:
     """Marsaglia's xorshift: random bits that are the same on every machine."""
     state ^= state << np.uint64(13)
@@ -168,13 +164,13 @@ def _next(state: np.uint64) -> np.uint64:
     return state ^ (state << np.uint64(17))
 
 
-@njit(cache=True)
+@compiled
 def _draw(bits: np.uint64, count: int) -> np.int64:
     """An index below `count`, from the lowest 16 bits."""
     return np.int64((bits & np.uint64(0xFFFF)) * np.uint64(count) >> np.uint64(16))
 
 
-@njit(cache=True, fastmath=_NO_NANS)
+@without_nans
 def _anneal_order(
     pairs: _Pairs,
     others: float,

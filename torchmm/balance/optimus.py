@@ -14,14 +14,15 @@ reordering inside a group). A few such sequences are tried and the shortest step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
 from torchmm.balance.bubble_filling import BubbleSchedule, Granularity, fill_bubbles
-from torchmm.balance.encoder_work import encoder_work, pipeline_stages
-from torchmm.balance.llm_timeline import llm_timeline
+from torchmm.balance.encoder_plans import ColocatedPlan
+from torchmm.balance.encoder_work import EncoderWork, encoder_work, pipeline_stages
+from torchmm.balance.llm_timeline import LlmTimeline, llm_timeline
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.colocated import backbone_order, encoder_names
@@ -84,6 +85,43 @@ def optimus(
     }
     placed = replace(graph, replica=replicas)
     return PlannedStep(placed, order_of(best, placed), best)
+
+
+def choose_plan(
+    plans: Sequence[ColocatedPlan],
+    works_of: Callable[[ColocatedPlan], Sequence[EncoderWork]],
+    timeline: LlmTimeline,
+    granularity: Granularity = "fine",
+    *,
+    evaluations: int = 256,
+) -> tuple[ColocatedPlan, BubbleSchedule]:
+    """The encoder plans with the shortest step, and that step (Optimus, algorithm 1); of equally
+    long ones, the leanest.
+
+    Plans that give encoders different tensor-parallel sizes are passed over: their devices differ.
+
+    Args:
+        plans: that fit, see `colocated_plans`.
+        works_of: the encoders' kernels under a plan, on its `devices_MS`.
+        timeline: of the LLM.
+        evaluations: as for `fill_bubbles`.
+
+    Raises:
+        ValueError: there are no plans with one tensor-parallel size.
+    """
+    alike = [plan for plan in plans if len({own.parts for own in plan.encoders}) == 1]
+    if not alike:
+        raise ValueError(
+            f"none of {len(plans)} plans has one tensor-parallel size for all encoders; allow more "
+            "memory, or fewer heads per rank"
+        )
+    schedules = (
+        fill_bubbles(timeline, works_of(plan), granularity, evaluations=evaluations)
+        for plan in alike
+    )
+    return min(
+        zip(alike, schedules, strict=True), key=lambda both: (both[1].total_ms, both[0].worst_bytes)
+    )
 
 
 def sequences(graph: StageGraph, costs: PlanCosts) -> Iterator[Sequence[int]]:

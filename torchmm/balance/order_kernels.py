@@ -3,9 +3,6 @@
 Many groups are searched at once: arrays have a last axis of *lanes*, one group each, and every
 lane tries to swap the same two slots at the same time. What to do next is then looked up once for
 all, and the arithmetic runs in vector registers: 30 groups take about as long as four alone.
-
-Numba does not notice when a function that a cached one calls changes in another file, so no kernel
-here calls one of another file.
 """
 
 from __future__ import annotations
@@ -13,16 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-Float64s = NDArray[np.float64]
-Int64s = NDArray[np.int64]
-Index = int | np.int64
-Words = NDArray[np.uint64]
+from torchmm.balance.compiled import Float64s, Int64s, Words, compiled, without_nans
 
-# There are no NaNs, and -0 is 0: then `a if a > b else b` is one vector instruction.
-_NO_NANS = {"nnan", "nsz"}
+Index = int | np.int64
 
 
 class ProgramTables(NamedTuple):
@@ -49,7 +41,7 @@ class ProgramTables(NamedTuple):
     """By slot: the step that this backward waits for; 0: none follows."""
 
 
-@njit(cache=True, fastmath=_NO_NANS)
+@without_nans
 def play(tables: ProgramTables, costs: Float64s) -> float:
     """Makespan.
 
@@ -64,7 +56,7 @@ def play(tables: ProgramTables, costs: Float64s) -> float:
     return makespan
 
 
-@njit(cache=True, fastmath=_NO_NANS)
+@without_nans
 def advance(tables: ProgramTables, costs: Float64s, ends: Float64s, start: int, stop: int) -> None:
     """Ends of the steps from `start` on."""
     for step in range(start, stop):
@@ -73,7 +65,7 @@ def advance(tables: ProgramTables, costs: Float64s, ends: Float64s, start: int, 
         ends[step] = (free if free > ready else ready) + costs[tables.row_N[step]]
 
 
-@njit(cache=True, fastmath=_NO_NANS)
+@without_nans
 def interval_orders(
     tables: ProgramTables,
     costs_GKM: Float64s,
@@ -123,7 +115,7 @@ def interval_orders(
     return orders
 
 
-@njit(cache=True)
+@compiled
 def _take_closest(order: Int64s, entry_M: Float64s, target: float) -> None:
     """Bring the microbatch whose forward is closest to the target to the front."""
     best = 0
@@ -149,7 +141,7 @@ class LaneCosts(NamedTuple):
     costs_RG: Float64s
 
 
-@njit(cache=True)
+@compiled
 def fill_lanes(lanes: LaneCosts, costs_GKM: Float64s, orders_GM: Int64s) -> None:
     """Write the durations of each group in its order."""
     groups, _, slots = costs_GKM.shape
@@ -163,7 +155,7 @@ def fill_lanes(lanes: LaneCosts, costs_GKM: Float64s, orders_GM: Int64s) -> None
             lanes.costs_RG[base + index, group] = costs_GKM[group, row, 0]
 
 
-@njit(cache=True, fastmath=_NO_NANS)
+@without_nans
 def advance_lanes(
     tables: ProgramTables, lanes: LaneCosts, ends_NG: Float64s, start: int, makespan_G: Float64s
 ) -> None:
@@ -183,7 +175,7 @@ def advance_lanes(
             makespan_G[g] = end_g if end_g > makespan_G[g] else makespan_G[g]
 
 
-@njit(cache=True)
+@compiled
 def swap_slots(
     lanes: LaneCosts, orders_MG: Int64s, one: Index, other: Index, which_G: NDArray[np.bool_]
 ) -> None:
@@ -201,7 +193,7 @@ def swap_slots(
         orders_MG[other, g] = a if which_G[g] else b
 
 
-@njit(cache=True)
+@compiled
 def _next(state: np.uint64) -> np.uint64:
     """Marsaglia's xorshift: random bits that are the same on every machine."""
     state ^= state << np.uint64(13)
@@ -209,13 +201,13 @@ def _next(state: np.uint64) -> np.uint64:
     return state ^ (state << np.uint64(17))
 
 
-@njit(cache=True)
+@compiled
 def _draw(bits: np.uint64, count: int) -> np.int64:
     """An index below `count`, from the lowest 16 bits."""
     return np.int64((bits & np.uint64(0xFFFF)) * np.uint64(count) >> np.uint64(16))
 
 
-@njit(cache=True, fastmath=_NO_NANS)
+@without_nans
 def anneal(
     tables: ProgramTables,
     lanes: LaneCosts,

@@ -38,6 +38,15 @@ class Setting(NamedTuple):
     segment_calls: bool = True
     """Whether attention makes a call per run of equally long segments (CPU), or one for all."""
 
+    accumulated: float = 1.0
+    """Share of the backwards that add to gradients of others; a step's first one has none."""
+
+    @property
+    def causal_block(self) -> int:
+        """Keys that fused attention computes together, masked or not: of torch's kernel for CPUs,
+        of FlashAttention."""
+        return 512 if self.segment_calls else 128
+
 
 class Operators(NamedTuple):
     """Operators of one of a part's equal pieces, by pass."""
@@ -66,7 +75,7 @@ def part_operators(
 
 def accumulate(parameters: float, setting: Setting, tensors: int) -> Operator:
     """Adding new gradients to the float32 sums of a step."""
-    bytes_each = 8 + setting.element_bytes
+    bytes_each = setting.accumulated * (8 + setting.element_bytes)
     return Operator("elementwise", memory_bytes=bytes_each * parameters, calls=tensors)
 
 
@@ -119,15 +128,15 @@ def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Ope
 def _norms(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
     rows_N = sizes.units_N * setting.execution.residual_share
     elements = (3 if layer.cross_attention else 2) * rows_N * layer.hidden_size
-    passes = _norm(layer.norm, elements, 2, setting)
+    passes = norm_operators(layer.norm, elements, 2, setting)
     if layer.qk_norm:
         heads = (layer.heads + layer.kv_heads) * layer.head_dim / setting.execution.tensor
-        own = _norm(layer.norm, sizes.units_N * heads, 2, setting)
+        own = norm_operators(layer.norm, sizes.units_N * heads, 2, setting)
         passes = Operators(*(a + b for a, b in zip(passes, own, strict=True)))
     return passes
 
 
-def _norm(kind: str, elements: Array, calls: int, setting: Setting) -> Operators:
+def norm_operators(kind: str, elements: Array | float, calls: int, setting: Setting) -> Operators:
     """Norms of `elements` values in all; RMSNorms compute in float32, call by call."""
     size, casts = setting.element_bytes, setting.element_bytes < 4
     if kind == "layer":
@@ -152,7 +161,7 @@ def _attention(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> O
     key = max(layer.kv_heads / tensor, 1) * layer.head_dim
     units_N, pairs_N = sizes.units_N, sizes.pairs_N(layer.window)
     if layer.causal:
-        pairs_N = (pairs_N + units_N) / 2
+        pairs_N = sizes.causal_pairs_N(layer.window, setting.causal_block)
     calls_N = sizes.calls_N(layer.window) if setting.segment_calls else units_N * 0.0 + 1
     forward = [_fused("attention", 4 * query * pairs_N, units_N * 2 * (query + key), calls_N, size)]
     # Five products instead of two: scores are worked out again, and both inputs have gradients.
@@ -319,7 +328,7 @@ def _head(module: ModuleDescription, part: Part, sizes: TaskSizes, setting: Sett
     assert part.linear is not None
     tensor, size, link = setting.execution.tensor, setting.element_bytes, setting.tensor_link
     hidden, vocabulary = part.linear
-    norm = _norm(module.layers[-1].norm, sizes.units_N * hidden, 1, setting)
+    norm = norm_operators(module.layers[-1].norm, sizes.units_N * hidden, 1, setting)
     product = _matmul(sizes.outputs_N, hidden, vocabulary / tensor, setting)
     logits_N, picked_N = sizes.outputs_N * vocabulary, sizes.outputs_N * hidden
     casts = 4 + size if size < 4 else 0

@@ -77,7 +77,8 @@ def plan_costs(
         microbatches: of the graph.
         model: of the device all stages run on; its memory is the limit.
         targets: positions that count in the loss, by microbatch; None: all text.
-        layerwise: whether FSDP2 gathers layer by layer and not once per step.
+        layerwise: whether FSDP2 gathers layer by layer, in every forward and backward and beside
+            it, and not once per step.
 
     Raises:
         ValueError: the graph has another number of microbatches, more sub-microbatches than there
@@ -98,6 +99,8 @@ def plan_costs(
         span = own.module, stage.start, stage.stop
         arrives_N = own.gradient_arrives_N(graph, stage.index)
         found = model.stage_costs(*span, own.sizes, arrives_N, own.useful, caches[stage.module])
+        if layerwise and model.execution(stage.module).shard > 1:
+            found = found.not_faster_than(model.gather_ms(*span))
         collected.add(graph, stage, own, found, arrives_N)
         gather[stage.index], reduce[stage.index] = model.gather_ms(*span), model.reduce_ms(*span)
         for rank in stage.ranks:
@@ -164,7 +167,7 @@ class _Collected:
             strict=True,
         ):
             self.kept[task] = round(kept) if has else 0
-            self.kept_for_weights[task] = min(round(waiting), self.kept[task]) if has else 0
+            self.kept_for_weights[task] = round(waiting) if has else 0
 
 
 def _transfers(

@@ -21,11 +21,9 @@ order: a thousand times as many.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Float64s = NDArray[np.float64]
-Int64s = NDArray[np.int64]
+from torchmm.balance.compiled import Float64s, Int64s, compiled
 
 TOLERANCE = 1e-4
 """The heaviest group may have this share more than the bound before swaps set in."""
@@ -84,7 +82,7 @@ def _checked(sizes_N: ArrayLike, groups: int) -> Float64s:
     return sizes
 
 
-@njit(cache=True)
+@compiled
 def _deal(sizes_N: Float64s, groups: int) -> tuple[Int64s, Float64s]:
     """Items in descending order of size, each to the lightest group that is not full.
 
@@ -115,13 +113,13 @@ def _deal(sizes_N: Float64s, groups: int) -> tuple[Int64s, Float64s]:
     return members, loads
 
 
-@njit(cache=True)
+@compiled
 def _lighter(loads: Float64s, one: int, other: int) -> bool:
     """Whether a group has less work; of equal ones the first."""
     return loads[one] < loads[other] or (loads[one] == loads[other] and one < other)
 
 
-@njit(cache=True)
+@compiled
 def _improve(sizes_N: Float64s, members: Int64s, loads: Float64s, limit: float, swaps: int) -> None:
     """Swap items of the heaviest group, in place, until it is within the limit or nothing helps."""
     for _ in range(swaps):
@@ -145,7 +143,7 @@ def _improve(sizes_N: Float64s, members: Int64s, loads: Float64s, limit: float, 
         loads[light] += moved
 
 
-@njit(cache=True)
+@compiled
 def _best_swap(
     sizes_N: Float64s, members: Int64s, heavy: int, light: int, gap: float
 ) -> tuple[int, int]:
@@ -169,7 +167,7 @@ def _best_swap(
     return found_mine, found_other
 
 
-@njit(cache=True)
+@compiled
 def _replace(sizes_N: Float64s, group: Int64s, position: int, item: int) -> None:
     """Put an item in the place of another, and the group in order again."""
     while position > 0 and sizes_N[group[position - 1]] < sizes_N[item]:

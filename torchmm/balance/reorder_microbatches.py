@@ -29,15 +29,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.first_rank import anneal_first_rank, first_rank_makespans
 from torchmm.balance.order_kernels import LaneCosts, advance_lanes, anneal, fill_lanes
 from torchmm.balance.order_kernels import interval_orders as compiled_interval_orders
 from torchmm.balance.step_program import StepProgram
-
-Float64s = NDArray[np.float64]
-Int64s = NDArray[np.int64]
 
 START_HEAT = 0.01
 """What the search accepts at first, as a share of a microbatch's time on the slowest rank."""

@@ -22,16 +22,13 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.order_kernels import ProgramTables, play
 from torchmm.pipelining.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.graph import StageGraph, Task
 from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.timeline import uniform_timeline
-
-Float64s = NDArray[np.float64]
-Int64s = NDArray[np.int64]
 
 
 class _Result(NamedTuple):

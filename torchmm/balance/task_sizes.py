@@ -66,6 +66,11 @@ class TaskSizes:
         """Pairs of positions of which one attends to the other, without a causal mask."""
         return self._pairs(window)
 
+    def causal_pairs_N(self, window: int | None, block: int) -> Array:
+        """Pairs that a kernel computes which skips the masked half in blocks of keys."""
+        reach_S = self._reach(window)
+        return self._sum(self.lengths_S * np.minimum(reach_S, (reach_S + block) / 2))
+
     def calls_N(self, window: int | None) -> Array:
         """Runs of equally long neighbouring segments: calls of a kernel for equal lengths."""
         reach_S = self._reach(window)

@@ -155,3 +155,21 @@ def _needed(graph: StageGraph, action: Action) -> Action | None:
     if kinds.first is ActionType.B:  # nothing to hand back early: the W is all there is
         return action._replace(type=ActionType.B) if action.type is ActionType.W else None
     return action if action.type in (ActionType.I, kinds.deferred) else None
+
+
+def spread_replicas(graph: StageGraph) -> StageGraph:
+    """The graph with the tasks of replicated modules dealt to their replicas in turn.
+
+    For steps of forwards only, where no replica has anything else to do than another.
+    """
+    counts = {s.module: len(s.ranks) for s in graph.layout.stages if len(s.ranks) > 1}
+    first = {stage.module: stage.index for stage in reversed(graph.layout.stages)}
+    replica: dict[tuple[str, int, int], int] = {}
+    for module, count in counts.items():
+        tasks = [
+            (microbatch, part)
+            for microbatch in range(graph.microbatches)
+            for part in range(graph.parts(first[module], microbatch))
+        ]
+        replica |= {(module, *task): index % count for index, task in enumerate(tasks)}
+    return replace(graph, replica=replica)

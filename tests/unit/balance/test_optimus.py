@@ -3,12 +3,18 @@
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+from colocated_cases import llm_step
 
+from torchmm.balance.bubble_filling import fill_bubbles
+from torchmm.balance.encoder_plans import ColocatedPlan, ParallelSizes, colocated_plans
+from torchmm.balance.encoder_work import EncoderWork
 from torchmm.balance.operator_graph import SimulationError
-from torchmm.balance.optimus import optimus, sequences
+from torchmm.balance.optimus import choose_plan, optimus, sequences
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.simulator import simulate
+from torchmm.batch import LayerDescription, ModuleDescription
 from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.colocated import colocated_layout
 from torchmm.pipelining.graph import StageGraph, Task
@@ -214,6 +220,31 @@ def test_frozen_encoders_have_no_backward():
         whole = optimus(full, uniform(full, lambda _: 0.5))
         assert planned.schedule.total_ms < whole.schedule.total_ms
     assert found == {"all": set(), "but the connector": {1}}
+
+
+def test_the_best_of_the_plans_that_fit_is_chosen():
+    llm = ParallelSizes(1, 4, 2)
+    layer = LayerDescription(64, 4, 4, 16, 256, False, False, parameters=12 * 64**2)
+    vision = ModuleDescription("vision", "encoder", (layer,) * 8, 1, 1, 8 * layer.parameters)
+    timeline = llm_step(4, 1, 8)
+
+    def works_of(plan: ColocatedPlan) -> list[EncoderWork]:
+        (own,) = plan.encoders
+        stages = own.sizes.pipeline
+        forward = np.full((8, stages, 4), 0.8 * llm.tensor / own.sizes.tensor / stages / 4)
+        tasks = tuple((m, 0) for m in range(8))
+        return [EncoderWork("vision", tasks, own.devices_MS, forward, 2 * forward, own.parts)]
+
+    plans = colocated_plans([vision], llm, [0] * 4, 10**9)
+    chosen, schedule = choose_plan(plans, works_of, timeline)
+    every = [fill_bubbles(timeline, works_of(plan)).total_ms for plan in plans]
+    assert len(every) == 6 and len(set(every)) > 1
+    assert schedule.total_ms == min(every) == every[plans.index(chosen)]
+    lean = min(plan.worst_bytes for plan in plans)
+    (fitting,) = [p for p in plans if p.worst_bytes == lean]
+    assert choose_plan([fitting], works_of, timeline)[0] is fitting
+    with pytest.raises(ValueError, match="none of 0 plans"):
+        choose_plan([], works_of, timeline)
 
 
 def test_costs_and_layouts_that_do_not_fit_are_refused():

@@ -75,7 +75,10 @@ def test_every_action_of_a_plan_has_a_cost(freeze) -> None:
         if action.type in (ActionType.UNSHARD, ActionType.REDUCE_GRAD):
             assert action.stage in costs.gather_ms
     assert set(costs.kept_bytes) == set(step.graph.tasks())
-    assert all(0 <= costs.kept_for_weights_bytes[t] <= kept for t, kept in costs.kept_bytes.items())
+    for task, kept in costs.kept_bytes.items():
+        # torch keeps the whole graph for W, and gradients of what linears gave beside it.
+        waiting = costs.kept_for_weights_bytes[task]
+        assert waiting == 0 or waiting > kept > 0, task
     assert len(costs.static_bytes) == 2
     assert min(costs.static_bytes) > 0
 

@@ -1,6 +1,7 @@
 """A generator computes what its diffusers class does, image by image, however it is batched."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -315,3 +316,25 @@ def test_randomize_reaches_all(model):
     randomize(copy.deepcopy(model))
     assert all(p.any() for p in model.parameters())
     assert PIXART["num_layers"] == len(model.generator.layers)
+
+
+def test_diffusers_own_scheduler_draws_the_same(model):
+    """What `draw` does in a pipeline, and what a user of the export does."""
+    inputs, features, steps = generator_inputs(GRIDS, CONTEXTS), context(CONTEXTS), 4
+    plain, scheduler = plain_pixart(model), model.generator.family.scheduler()
+    scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
+    theirs, ours = to_pixels(inputs.noise_PV), inputs.noise_PV
+    with torch.no_grad():
+        for time in scheduler.timesteps:
+            velocity = plain(
+                theirs,
+                encoder_hidden_states=features.view(2, -1, D_LLM),
+                timestep=time.expand(2),
+                added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+            ).sample
+            theirs = scheduler.step(velocity, time, theirs).prev_sample
+        for step in range(steps, 0, -1):
+            times = [step / steps] * 2
+            now = dataclasses.replace(inputs, patches_PV=ours, noise_PV=ours, times=times)
+            ours = ours - model.generator.velocity(now, features) / steps
+    assert relative_error(to_pixels(ours), theirs) < 1e-5

@@ -1,0 +1,168 @@
+"""Measure this device for the cost model, or improve a profile from recorded steps of training.
+
+Measuring takes about a minute and covers matrix products, attention, norms, element-wise operators,
+copies and, with several ranks, collectives and messages. Training on N ranks of a machine is
+predicted best by a profile measured on as many: they compete for memory.
+
+python scripts/calibrate.py --out profile.json
+torchrun --nproc-per-node 2 scripts/calibrate.py --out profile.json
+python scripts/calibrate.py --profile profile.json --out learned.json --config recipe.toml \\
+    --learn outputs/NAME/timeline/step-*.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchmm.balance.calibration import Observed, RecordedStep, fit_profile, learn, observe
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.devices import DEVICES
+from torchmm.balance.execution import Execution
+from torchmm.balance.operators import Profile
+from torchmm.balance.profiles import load_profile, save_profile
+from torchmm.config import Recipe
+from torchmm.errors import TorchmmError
+from torchmm.measure import machine, measure
+from torchmm.models.registry import build_model
+from torchmm.pipelining.records import read_content, read_records
+from torchmm.recipe import load_recipe, resolve_layout
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Does what the command line asks for; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.learn:
+            profile = _learn(options)
+        else:
+            found = _measure(options)
+            if found is None:
+                return 0
+            profile = found
+    except (ValueError, OSError, TorchmmError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    save_profile(options.out, profile)
+    print(options.out)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    about, _, examples = (__doc__ or "").partition("\n\npython ")
+    parser = argparse.ArgumentParser(
+        description=about,
+        epilog="python " + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, help="profile to write (.json)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as is usual")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for operators, about")
+    parser.add_argument("--quick", action="store_true", help="few sizes, to see that it works")
+    parser.add_argument("--profile", type=Path, help="with --learn: profile to improve")
+    parser.add_argument("--learn", type=Path, nargs="+", default=[], help="recorded steps (.json)")
+    parser.add_argument("--config", type=Path, help="with --learn: recipe of the steps")
+    parser.add_argument(
+        "--world-size", type=int, help="with --learn: ranks of the run; default: one pipeline"
+    )
+    return parser
+
+
+def _measure(options: argparse.Namespace) -> Profile | None:
+    """The measured profile, on rank 0."""
+    cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise ValueError("--device cuda: no CUDA device is available; use --device cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else None
+    device = device or torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
+    name = options.dtype or ("bfloat16" if cuda else "float32")
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    found = measure(device, dtype, options.seconds, quick=options.quick)
+    where, first = machine(device), not dist.is_initialized() or dist.get_rank() == 0
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if not first:
+        return None
+    base, known = _base(device)
+    profile = fit_profile(found, base, name, where, own_peaks=not known)
+    _print(profile, name)
+    return profile
+
+
+def _base(device: torch.device) -> tuple[Profile, bool]:
+    """What is known of a device, and whether its peaks are in the table."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_name(device).lower()
+        for name in DEVICES:
+            if name in found:
+                return load_profile(name), True
+        return load_profile("a100"), False
+    return load_profile("cpu"), False
+
+
+def _print(profile: Profile, dtype: str) -> None:
+    device = profile.device
+    print(f"measured on {profile.measured_on}")
+    print(
+        f"peak {device.peak_flops[dtype] / 1e9:,.0f} GFLOP/s, "
+        f"memory {device.memory_bytes_per_s / 1e9:,.1f} GB/s"
+    )
+    for kind, curve in profile.efficiency.items():
+        points = ", ".join(
+            f"{size:.1e}: {value:.2f}"
+            for size, value in zip(curve.sizes, curve.values, strict=True)
+        )
+        print(f"{kind:<18} {profile.call_us.get(kind, 0.0):7.1f} us  {points}")
+
+
+def _learn(options: argparse.Namespace) -> Profile:
+    """The given profile with factors from recorded steps."""
+    if options.profile is None or options.config is None:
+        raise ValueError("--learn needs --profile and the steps' recipe, --config")
+    recipe = load_recipe(options.config).recipe
+    profile, model = load_profile(options.profile), build_model(recipe.model, recipe.freeze)
+    modules = [m.describe() for m in model.modality_modules()]
+    ranks = options.world_size or recipe.parallel.pipeline * recipe.parallel.tensor
+    executions = {m.name: _execution(recipe, ranks, m.name) for m in modules}
+    costs = CostModel(profile, recipe.training.dtype, executions)
+    observed: list[Observed] = []
+    for path in options.learn:
+        records, graph = read_records(path)
+        content = read_content(path)
+        if content is None:
+            raise ValueError(f"{path}: does not say what its microbatches contained")
+        observed += observe(RecordedStep(records, graph, content), modules, costs)
+    learned = learn(profile, observed)
+    for module, factors in learned.factors.items():
+        shown = ", ".join(f"{kind} {factor:.3f}" for kind, factor in factors.items())
+        print(f"{module}: measured / predicted: {shown}")
+    return learned
+
+
+def _execution(recipe: Recipe, world_size: int, module: str) -> Execution:
+    """How a module of a recipe is run."""
+    config, checkpointing = recipe.parallel, recipe.activation_checkpoint
+    ranks = resolve_layout(config, world_size)
+    return Execution(
+        tensor=ranks.tensor,
+        sequence_parallel=config.sequence_parallel,
+        async_tensor=config.async_tensor_parallel,
+        shard=ranks.shard,
+        replicate=ranks.replicate,
+        recompute=checkpointing.modules.get(module, checkpointing.mode),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Calibration: a device whose truth is known is found again from its timings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pipeline_cases import Case
+from test_plan_costs import Step
+
+from torchmm.balance.calibration import (
+    Measured,
+    Measurements,
+    Observed,
+    RecordedStep,
+    fit_profile,
+    learn,
+    observe,
+)
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.operators import KINDS, Curve, Operator, Profile, operator_ms
+from torchmm.balance.profiles import load_profile
+from torchmm.pipelining.plan import ActionRecord
+from torchmm.pipelining.records import StepContent
+
+CPU = load_profile("cpu")
+TRUTH = Profile(
+    replace(CPU.device, peak_flops={"float32": 2e11}, memory_bytes_per_s=4e10),
+    {
+        **{kind: Curve((1e3, 1e5, 1e7, 1e9), (0.1, 0.4, 0.9, 1.0)) for kind in KINDS},
+        "elementwise": Curve((1e3, 1e9), (0.8, 0.8)),
+    },
+    dict.fromkeys(KINDS, 5.0),
+)
+SIZES = [10.0**e for e in range(4, 10)]
+
+
+def timed(kind: str, size: float) -> Measured:
+    """An operator with the time it truly takes."""
+    if kind in ("matmul", "attention", "attention_backward"):
+        operator = Operator(kind, flops=size, memory_bytes=size / 1e3)  # type: ignore[arg-type]
+    elif kind in ("all_gather", "reduce_scatter", "all_reduce", "p2p"):
+        operator = Operator(kind, network_bytes=size)  # type: ignore[arg-type]
+    else:
+        operator = Operator(kind, memory_bytes=size)  # type: ignore[arg-type]
+    return Measured(operator, float(operator_ms(operator, TRUTH, "float32")) * 1e-3)
+
+
+def measurements() -> Measurements:
+    operators = [timed(kind, size) for kind in KINDS for size in SIZES]
+    return Measurements(operators, dict.fromkeys(KINDS, 5e-6))
+
+
+def test_a_fitted_profile_predicts_what_was_measured() -> None:
+    found = measurements()
+    profile = fit_profile(found, CPU, "float32", "here", own_peaks=True)
+    assert profile.measured_on == "here"
+    for operator, seconds in found.operators:
+        predicted_ms = float(operator_ms(operator, profile, "float32"))
+        # Half of what is nearly all overhead counts as work.
+        assert predicted_ms == pytest.approx(seconds * 1e3, rel=0.01 if seconds > 2e-5 else 0.5)
+    assert profile.device.peak_flops["float32"] == pytest.approx(2e11, rel=0.01)
+    between = Operator("matmul", flops=3e7, memory_bytes=3e4)
+    truth_ms = float(operator_ms(between, TRUTH, "float32"))
+    assert float(operator_ms(between, profile, "float32")) == pytest.approx(truth_ms, rel=0.05)
+
+
+def test_a_data_sheet_is_kept_and_efficiencies_are_shares_of_it() -> None:
+    profile = fit_profile(measurements(), load_profile("a100"), "float32", "", own_peaks=False)
+    assert profile.device == load_profile("a100").device
+    assert profile.efficiency["matmul"].at(1e9) == pytest.approx(2e11 / 19.5e12, rel=0.01)
+
+
+def test_classes_that_were_not_measured_stay_assumed() -> None:
+    found = [timed(kind, size) for kind in ("matmul", "copy") for size in SIZES]
+    profile = fit_profile(Measurements(found), CPU, "float32", "", own_peaks=True)
+    assert profile.efficiency["p2p"] == CPU.efficiency["p2p"]
+    with pytest.raises(ValueError, match="no measurements of copy"):
+        fit_profile(Measurements(found[: len(SIZES)]), CPU, "float32", "", own_peaks=True)
+
+
+def test_overhead_of_calls_is_that_of_calls_in_layers() -> None:
+    found = replace(measurements(), layers=[(100.0, 2e-3), (300.0, 6e-3)])
+    profile = fit_profile(found, CPU, "float32", "", own_peaks=True)
+    assert profile.call_us["matmul"] == profile.call_us["norm"] == pytest.approx(20.0)
+    assert profile.call_us["p2p"] == pytest.approx(5.0)
+    assert profile.launch_us == 0
+    queued = fit_profile(found, load_profile("h100"), "float32", "", own_peaks=False)
+    assert queued.launch_us == pytest.approx(20.0)
+    assert queued.call_us["matmul"] == pytest.approx(5.0)
+
+
+def test_sizes_near_each_other_count_by_their_median() -> None:
+    good = [timed(kind, size) for kind in ("matmul", "copy") for size in SIZES]
+    slow = [Measured(m.operator, 9 * m.seconds) for m in good if m.operator.kind == "matmul"]
+    steady = fit_profile(Measurements(good * 2 + slow), CPU, "float32", "", own_peaks=True)
+    clean = fit_profile(Measurements(good), CPU, "float32", "", own_peaks=True)
+    assert steady.efficiency == clean.efficiency
+
+
+def test_factors_make_predictions_add_up() -> None:
+    observed = [
+        *(Observed("llm", "F", 2.0, ms) for ms in (2.0, 3.0, 2.5)),
+        Observed("llm", "F", 2.0, 80.0),  # interrupted
+        Observed("llm", "W", 0.0, 0.1),  # nothing to learn
+        Observed("vision", "B", 4.0, 2.0),
+    ]
+    learned = learn(CPU, observed)
+    assert learned.factors == {"llm": {"F": pytest.approx(1.25)}, "vision": {"B": 0.5}}
+    # Predictions of the learned profile have the factor already.
+    again = learn(learned, [Observed("llm", "F", 2.5, 5.0)])
+    assert again.factor("llm", "F") == pytest.approx(2.5)
+    assert again.factor("vision", "B") == 0.5
+
+
+def test_learning_from_a_recorded_step_explains_it() -> None:
+    step = Step(Case("recorded", pipeline=2))
+    costs = step.costs()
+    slower = {"vision": 1.5, "llm": 0.8}
+    records, clock_ms = [], 0.0
+    for action, ms in costs.compute_ms.items():
+        took_ms = ms * slower[step.graph.layout.stages[action.stage].module]
+        records.append(ActionRecord(0, action, clock_ms, clock_ms + took_ms))
+        clock_ms += took_ms
+    content = StepContent(tuple(step.metas), tuple(step.targets))
+    model = CostModel(CPU, "float32")
+    recorded = RecordedStep(records, step.graph, content)
+    learned = learn(CPU, observe(recorded, step.modules, model))
+    for module, factor in slower.items():
+        assert list(learned.factors[module].values()) == pytest.approx([factor] * 4)
+    found = step.costs(CostModel(learned, "float32"))
+    assert sum(found.compute_ms.values()) == pytest.approx(clock_ms)
+
+
+def test_a_step_of_another_model_is_refused() -> None:
+    step, other = Step(Case("recorded", pipeline=2)), Step(Case("other", freeze=("vision", "llm")))
+    action = next(a for a in step.costs().compute_ms if a not in other.costs().compute_ms)
+    content = StepContent(tuple(other.metas), tuple(other.targets))
+    recorded = RecordedStep([ActionRecord(0, action, 0.0, 1.0)], other.graph, content)
+    with pytest.raises(ValueError, match="recorded with"):
+        observe(recorded, other.modules, CostModel(CPU, "float32"))

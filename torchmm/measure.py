@@ -1,0 +1,374 @@
+"""Times operators and tiny layers on the device at hand, for `torchmm.balance.calibration`.
+
+Inputs rotate through more memory than caches hold and results are new tensors, as in training.
+Cases are timed in several rounds, so that a slow minute of the machine hits all of them alike, and
+the median over rounds counts. In a process group all ranks measure at the same time, because in
+training they compete for memory too, and collectives and transfers are measured as well.
+"""
+
+from __future__ import annotations
+
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, pairwise, product
+from math import prod
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from torchmm.balance.calibration import Measured, Measurements
+from torchmm.balance.execution import Execution
+from torchmm.balance.operators import NETWORK_KINDS, Kind, Operator
+from torchmm.balance.part_operators import Setting, all_reduce_bytes, norm_operators, part_operators
+from torchmm.balance.parts import stage_parts
+from torchmm.balance.task_sizes import llm_sizes
+from torchmm.batch import Microbatch, MicrobatchMeta, SampleMeta
+from torchmm.config import FreezeConfig, LlmConfig, ModelConfig
+from torchmm.models.attention import Segments, attention
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import materialize
+from torchmm.models.registry import build_model
+
+ROUNDS = 5
+COLLECTIVE_RUNS = 4
+MOST_TURNS = 64
+HEADS, HEAD_SIZE = 8, 64
+TINY_ELEMENTS = 64
+
+
+class _Sizes(NamedTuple):
+    """What is measured: products of rows with square and longer matrices, and so on."""
+
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Of attention segments."""
+    elements: tuple[int, ...]
+    """Of tensors that are only read and written."""
+
+
+CPU_SIZES = _Sizes(
+    rows=(32, 128, 512, 1024),
+    widths=(64, 256, 1024, 2048),
+    lengths=(16, 64, 256, 1024),
+    elements=(1 << 13, 1 << 16, 1 << 19, 1 << 22),
+)
+GPU_SIZES = _Sizes(
+    rows=(128, 512, 2048, 8192),
+    widths=(1024, 4096, 14336),
+    lengths=(256, 1024, 4096, 8192),
+    elements=(1 << 18, 1 << 21, 1 << 24, 1 << 27),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to be timed: an operator and what runs it."""
+
+    operator: Operator
+    run: Callable[[], object]
+    tiny: bool = False
+    """Whether it does next to nothing: its time is the overhead of a call."""
+
+
+def measure(
+    device: torch.device, dtype: torch.dtype, seconds: float, *, quick: bool = False
+) -> Measurements:
+    """Measures operators of all classes; collective, if there is a process group.
+
+    Args:
+        seconds: about how long it may take.
+        quick: only small sizes, once: whether it works, not what is true.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    cases = list(_compute_cases(device, dtype, quick))
+    if ranks > 1:
+        cases += _network_cases(device, ranks, quick)
+    times = _time_all(cases, device, seconds, 1 if quick else ROUNDS)
+    tiny: dict[Kind, float] = {}
+    operators = []
+    for case, took in zip(cases, times, strict=True):
+        if case.tiny:
+            tiny[case.operator.kind] = took / float(case.operator.calls)
+        else:
+            operators.append(Measured(case.operator, took))
+    tiny["norm"] = tiny["elementwise"]  # of which an RMSNorm consists
+    return Measurements(operators, tiny, _layers(device))
+
+
+def machine(device: torch.device) -> str:
+    """Where this was measured, in words."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return f"{name}, {ranks} rank(s), {socket.gethostname()}, torch {torch.__version__}"
+
+
+def seconds_per_run(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Mean time of a run within about `budget_s`, after one that does not count.
+
+    Of a CPU with one thread it is CPU time, in which other programs' turns do not count.
+    """
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+    run()
+    once = _timed(run, device, clock, 1)
+    runs = max(1, min(1000, int(budget_s / max(once, 1e-6))))
+    return _timed(run, device, clock, runs)
+
+
+def _timed(
+    run: Callable[[], object], device: torch.device, clock: Callable[[], float], runs: int
+) -> float:
+    """Mean time of so many runs."""
+    _wait(device)
+    begin = clock()
+    for _ in range(runs):
+        run()
+    _wait(device)
+    return (clock() - begin) / runs
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _time_all(
+    cases: Sequence[Case], device: torch.device, seconds: float, repeats: int
+) -> list[float]:
+    """Median over rounds of each case's time; the mean over ranks."""
+    budget_s = seconds / (len(cases) * repeats)
+    rounds = []
+    for _ in range(repeats):
+        times = []
+        for case in cases:
+            if dist.is_initialized():
+                dist.barrier()
+            fixed = case.operator.kind in NETWORK_KINDS  # as many runs on every rank
+            times.append(
+                _timed(case.run, device, time.perf_counter, COLLECTIVE_RUNS)
+                if fixed
+                else seconds_per_run(case.run, device, budget_s)
+            )
+        rounds.append(times)
+    found = [median(times) for times in zip(*rounds, strict=True)]
+    if dist.is_initialized():
+        means = torch.tensor(found, dtype=torch.float64, device=device)
+        dist.all_reduce(means)
+        found = (means / dist.get_world_size()).tolist()
+    return found
+
+
+def _compute_cases(device: torch.device, dtype: torch.dtype, quick: bool) -> Iterator[Case]:
+    pool, sizes = _Pool(device, dtype), GPU_SIZES if device.type == "cuda" else CPU_SIZES
+    if quick:
+        sizes = _Sizes(*(own[:2] for own in sizes))
+    widths = [*((n, n) for n in sizes.widths), *pairwise(sizes.widths)]
+    for rows, (inputs, outputs) in product(sizes.rows, widths):
+        if rows * inputs * outputs <= 2.2e9 or device.type == "cuda":
+            yield from _products(pool, rows, inputs, outputs)
+    yield from _products(pool, 4, 4, 4, tiny=True)
+    for length, causal in product(sizes.lengths, (True, False)):
+        segments = max(1, 1024 // length)
+        yield from _attention(length, segments, causal, device, dtype)
+    yield from _attention(1, 1, False, device, dtype, tiny=True)
+    for count in (TINY_ELEMENTS, *sizes.elements):
+        yield from _streams(pool, count, tiny=count == TINY_ELEMENTS)
+
+
+class _Pool:
+    """Random numbers, larger than caches, of which cases take their inputs in turns."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        nbytes = 2 << 30 if device.type == "cuda" else 96 << 20
+        self._values = torch.randn(nbytes // dtype.itemsize, device=device, dtype=dtype)
+        self.device, self.dtype = device, dtype
+
+    def turns(self, *shapes: tuple[int, int]) -> Callable[[], list[Tensor]]:
+        """What gives tensors of these shapes, others every time as long as there are others."""
+        sizes = [prod(shape) for shape in shapes]
+        count = min(MOST_TURNS, max(1, len(self._values) // sum(sizes)))
+        sets = []
+        for turn in range(count):
+            rest = self._values[turn * sum(sizes) :]
+            parts = rest[: sum(sizes)].split(sizes)
+            sets.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+        turns = cycle(sets)
+        return lambda: next(turns)
+
+
+def _products(
+    pool: _Pool, rows: int, inputs: int, outputs: int, tiny: bool = False
+) -> Iterator[Case]:
+    """A linear's forward, and the products of both its gradients."""
+    given = pool.turns((rows, inputs), (outputs, inputs), (rows, outputs))
+
+    def forward() -> object:
+        x, weight, _ = given()
+        return functional.linear(x, weight)
+
+    def of_inputs() -> object:
+        _, weight, gradient = given()
+        return gradient @ weight
+
+    def of_weights() -> object:
+        x, _, gradient = given()
+        return gradient.t() @ x
+
+    moved = rows * (inputs + outputs) + inputs * outputs
+    operator = Operator("matmul", 2.0 * rows * inputs * outputs, pool.dtype.itemsize * moved)
+    for run in (forward,) if tiny else (forward, of_inputs, of_weights):
+        yield Case(operator, run, tiny)
+
+
+def _attention(
+    length: int,
+    segments: int,
+    causal: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    tiny: bool = False,
+) -> Iterator[Case]:
+    """Attention within segments of unequal length, and its backward."""
+    # Unequal, so that each is a call of its own where kernels take equal lengths.
+    lengths = [length + i % 2 for i in range(segments)]
+    starts = [sum(lengths[:i]) for i in range(segments + 1)]
+    rows = Segments.from_starts(starts, device)
+    shape = (1, HEADS, starts[-1], HEAD_SIZE)
+    query, key, value = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    module = torch.nn.Module()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            out, _ = attention(
+                module, query, key, value, None, cu_seq_lens_q=rows, is_causal=causal
+            )
+        return out
+
+    out, _ = attention(module, query, key, value, None, cu_seq_lens_q=rows, is_causal=causal)
+    gradient = torch.randn_like(out)
+
+    def backward() -> object:
+        return torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
+
+    setting = Setting(Execution(), dtype.itemsize, segment_calls=device.type == "cpu")
+    block = setting.causal_block
+    pairs = sum(n * min(n, (n + block) / 2) if causal else n * n for n in lengths)
+    width, calls = HEADS * HEAD_SIZE, float(segments if setting.segment_calls else 1)
+    moved = dtype.itemsize * starts[-1] * width
+    yield Case(Operator("attention", 4 * width * pairs, 4 * moved, calls=calls), forward, tiny)
+    yield Case(
+        Operator("attention_backward", 10 * width * pairs, 8 * moved, calls=calls), backward, tiny
+    )
+
+
+def _streams(pool: _Pool, elements: int, tiny: bool) -> Iterator[Case]:
+    """Operators that read and write every element a few times."""
+    width, size = min(elements, 1024), pool.dtype.itemsize * elements
+    norm = LlamaRMSNorm(width).to(pool.device, pool.dtype)
+    given = pool.turns((elements // width, width), (elements // width, width))
+    (normed,) = norm_operators(
+        "rms", float(elements), 1, Setting(Execution(), pool.dtype.itemsize)
+    )[0]
+    runs: list[tuple[Operator, Callable[[Tensor, Tensor], object]]] = [
+        (Operator("elementwise", memory_bytes=3.0 * size), lambda x, y: x + y),
+        (Operator("activation", memory_bytes=2.0 * size), lambda x, y: functional.silu(x)),
+        (Operator("copy", memory_bytes=2.0 * size), lambda x, y: x.clone()),
+    ]
+    if not tiny:
+        runs += [
+            (Operator("elementwise", memory_bytes=3.0 * size), lambda x, y: x * y),
+            (Operator("activation", memory_bytes=2.0 * size), lambda x, y: x.log_softmax(-1)),
+            (normed, lambda x, y: norm(x)),
+        ]
+    for operator, function in runs:
+
+        def run(function: Callable[[Tensor, Tensor], object] = function) -> object:
+            with torch.no_grad():
+                x, y = given()
+                return function(x, y)
+
+        yield Case(operator, run, tiny)
+
+
+def _network_cases(device: torch.device, ranks: int, quick: bool) -> Iterator[Case]:
+    """Collectives over all ranks, and a message there and back between the first two."""
+    hosts: list[Any] = [None] * ranks
+    dist.all_gather_object(hosts, socket.gethostname())
+    link = "node" if len(set(hosts)) == 1 else "network"
+    rank = dist.get_rank()
+    for elements in (1, 1 << 12, 1 << 16, 1 << 20, 1 << 22)[: 3 if quick else None]:
+        whole, share = (
+            torch.ones(elements * ranks, device=device),
+            torch.ones(elements, device=device),
+        )
+        nbytes = float(whole.nbytes)
+        sent = nbytes * (ranks - 1) / ranks
+
+        def gather(whole: Tensor = whole, share: Tensor = share) -> None:
+            dist.all_gather_into_tensor(whole, share)
+
+        def scatter(whole: Tensor = whole, share: Tensor = share) -> None:
+            dist.reduce_scatter_tensor(share, whole)
+
+        def reduce(whole: Tensor = whole) -> None:
+            dist.all_reduce(whole)
+
+        def message(whole: Tensor = whole) -> None:
+            if rank < 2:
+                (dist.send if rank == 0 else dist.recv)(whole, 1 - rank)
+                (dist.recv if rank == 0 else dist.send)(whole, 1 - rank)
+
+        tiny = elements == 1
+        for kind, bytes_, calls, run in (
+            ("all_gather", sent, 1.0, gather),
+            ("reduce_scatter", sent, 1.0, scatter),
+            ("all_reduce", all_reduce_bytes(nbytes, ranks), 1.0, reduce),
+            ("p2p", 2 * nbytes, 2.0, message),
+        ):
+            operator = Operator(kind, network_bytes=bytes_, calls=calls, link=link)  # type: ignore[arg-type]
+            yield Case(operator, run, tiny)
+
+
+def _layers(device: torch.device) -> list[tuple[float, float]]:
+    """(calls, seconds) of forward and backward of models so small that they are all overhead."""
+    found = []
+    for depth in (2, 6):
+        config = {
+            "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
+            "num_hidden_layers": depth, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        }  # fmt: skip
+        model = build_model(ModelConfig(llm=LlmConfig(config=config)), FreezeConfig())
+        materialize(model, device)
+        init_weights(model, seed=0)
+        ids = torch.ones(8, dtype=torch.int64)
+        meta = MicrobatchMeta((SampleMeta("tiny", 0, 8),), 8)
+        microbatch = Microbatch(ids, ids, torch.arange(8), [0, 8], {}, meta).to(device)
+
+        def run(model: Any = model, microbatch: Microbatch = microbatch) -> None:
+            model(microbatch).backward()
+
+        module = model.llm.describe()
+        sizes = llm_sizes([meta], [8], padding=True)
+        calls = 0.0
+        for part in stage_parts(module, 0, depth):
+            passes = part_operators(module, part, sizes, Setting(Execution(), 4))
+            made = sum(float(np.sum(o.calls)) for own in passes[:3] for o in own)
+            calls += part.count * made
+        found.append((calls, median(seconds_per_run(run, device, 0.1) for _ in range(ROUNDS))))
+    return found
