@@ -40,6 +40,8 @@ RANKS = 2
 GOAL, TOLERANCE = 1.15, 1e-5
 QUIET = 0.05
 """Share of the CPU that other programs may take: ranks need all of it."""
+ACTION_S = 2e-3
+"""Assumed when playing through: what an action takes beside its layers, mostly for messages."""
 FRONT, SPREAD, OURS = "tower in stage 0", "tower cut too", "ours"
 
 
@@ -61,13 +63,13 @@ class Setting:
 
 SETTINGS = {
     "full": Setting(
-        Size(8, 8, 96, 256),
+        Size(16, 14, 96, 256),
         microbatches=8,
-        steps=3,
-        runs=7,
+        steps=2,
+        runs=5,
         patience_s=1800,
-        tried=3,
-        images=(2, 4, 8),
+        tried=2,
+        images=(4, 8),
     ),
     "quick": Setting(
         Size(4, 4, 96, 256),
@@ -218,13 +220,14 @@ class Costs:
         order: Callable[[StageGraph, Callable[[Action], float]], ComputeOrder],
         speed: Mapping[str, float],
     ) -> float:
-        """Of all steps, with nothing but computing taking time."""
+        """Of all steps."""
         total = 0.0
         for index in range(len(self.steps)):
             graph, flops = self._step(layout, index, parts)
 
             def seconds(action: Action, flops: Callable[[Action], float] = flops) -> float:
-                return flops(action) * speed[layout.stages[action.stage].module]
+                module = layout.stages[action.stage].module
+                return ACTION_S + flops(action) * speed[module]
 
             records = uniform_timeline(order(graph, flops), graph, seconds)
             total += max(record.end_ms for record in records)
@@ -256,7 +259,7 @@ def chain_layout(modules: Sequence[ModuleLayers], split: Split) -> StageLayout:
     return build_layout(modules, cuts)
 
 
-def splits(modules: Sequence[ModuleLayers], stages: int, slack: float = 1.3) -> Iterator[Split]:
+def splits(modules: Sequence[ModuleLayers], stages: int, slack: float = 1.15) -> Iterator[Split]:
     """All splits of the chain whose most loaded rank has at most `slack` times the least load."""
     costs = [cost for module in modules for cost in module.costs_with_ends]
     loads: dict[Split, float] = {}

@@ -64,7 +64,7 @@ class Setting:
 
 SETTINGS = {
     "full": [
-        Setting(layer_s=5e-3, microbatches=count, steps=3, runs=3, patience_s=1800, tried=3)
+        Setting(layer_s=4e-3, microbatches=count, steps=2, runs=3, patience_s=1800, tried=2)
         for count in (8, 16)
     ],
     "quick": [Setting(layer_s=2e-3, microbatches=8, steps=1, runs=2, patience_s=0, tried=1)],

@@ -85,7 +85,9 @@ def test_splits_are_all_that_are_balanced(load):
     assert [split for split in sorted(every) if case.in_front(modules, split)] == [(4, 4), (5, 3)]
     four = set(case.splits(modules, stages=4, slack=1.0))
     assert (4, 1, 1, 2) in four  # rank 0 must have five layers if it has the tower
-    assert (4, 1, 2, 1) not in four and (4, 1, 2, 1) in set(case.splits(modules, stages=4))
+    assert (4, 1, 2, 1) not in four and (4, 1, 2, 1) in set(
+        case.splits(modules, stages=4, slack=1.3)
+    )
     for split in four:
         assert sum(split) == 8 and min(split) >= 1
 
