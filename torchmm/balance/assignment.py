@@ -14,7 +14,7 @@ from math import exp, prod
 
 import numpy as np
 
-from torchmm.balance.graph_kernels import Int32s
+from torchmm.balance.compiled import Int32s
 
 TEMPERATURE = 0.02
 """At the begin, as a share of the cost; it falls to 0."""

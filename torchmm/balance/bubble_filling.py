@@ -44,10 +44,11 @@ from torchmm.balance.bubble_kernels import (
     assign,
     place,
     residual,
+    start_cursor,
 )
+from torchmm.balance.compiled import Int32s, Int64s
 from torchmm.balance.encoder_work import EncoderWork
 from torchmm.balance.free_time import ALWAYS_PS
-from torchmm.balance.graph_kernels import Int32s, Int64s
 from torchmm.balance.llm_timeline import LlmTimeline, RankActions
 from torchmm.balance.operator_graph import PICOSECONDS_PER_MS
 from torchmm.balance.task_sizes import Array
@@ -173,11 +174,11 @@ class BubbleFiller:
         # All kernels one after the other before the LLM begins: certainly enough.
         low, high = -1, int(self._forward.duration_ps.sum() + self._forward.hop_ps.sum())
         best = np.zeros(len(self.keys), np.int32)
-        assign(way, free, self._needed, self._gathered - high, best)
+        self._assign(way, free, self._needed, self._gathered - high, best)
         tolerance = int(BISECTION * high) + 1
         while high - low > tolerance:
             delay, tried = (low + high) // 2, best.copy()
-            if assign(way, free, self._needed, self._gathered - delay, tried):
+            if self._assign(way, free, self._needed, self._gathered - delay, tried):
                 best, high = tried, delay
             else:
                 low = delay
@@ -189,8 +190,16 @@ class BubbleFiller:
         count, room = len(self.keys), self._room(granularity)
         way = Pass(self._backward, self._pipelines, room, True, False)
         never, found = np.full(count, ALWAYS_PS), np.zeros(count, np.int32)
-        assign(way, self._returned, never, np.full(len(self._gathered), -ALWAYS_PS), found)
+        self._assign(way, self._returned, never, np.full(len(self._gathered), -ALWAYS_PS), found)
         return found
+
+    @staticmethod
+    def _assign(
+        way: Pass, release_ps: Int64s, deadline_ps: Int64s, begin_ps: Int64s, found: Int32s
+    ) -> bool:
+        cursors = start_cursor(way.room, begin_ps), start_cursor(way.room, begin_ps)
+        scratch = np.empty(len(way.tasks.duration_ps), np.int64)
+        return bool(assign(way, release_ps, deadline_ps, *cursors, scratch, found))
 
     def search(
         self, granularity: Granularity, starts: Sequence[Int32s], evaluations: int
@@ -210,15 +219,18 @@ class BubbleFiller:
         start, end = np.zeros(len(self._forward.duration_ps), np.int64), np.zeros(count, np.int64)
         unbound = np.full(len(ranks), -ALWAYS_PS)
         mirrored = Pass(self._forward, self._pipelines, self._room(granularity, True), True, True)
-        reach = place(mirrored, pipeline_of, -self._needed, unbound, start, end)
-        before_ps = max(0, int((reach + self._gathered).max(initial=0)))
+        cursor = start_cursor(mirrored.room, unbound)
+        place(mirrored, pipeline_of, -self._needed, cursor, start, end)
+        before_ps = max(0, int((cursor.time_ps + self._gathered).max(initial=0)))
         way = Pass(self._forward, self._pipelines, room, False, False)
-        begin = self._gathered - before_ps
-        place(way, pipeline_of, np.full(count, -ALWAYS_PS), begin, start, end)
+        cursor = start_cursor(room, self._gathered - before_ps)
+        place(way, pipeline_of, np.full(count, -ALWAYS_PS), cursor, start, end)
         back = Pass(self._backward, self._pipelines, residual(way, pipeline_of, start), True, False)
         back_start = np.zeros(len(self._backward.duration_ps), np.int64)
         back_end = np.zeros(count, np.int64)
-        done = place(back, pipeline_of, self._returned, unbound, back_start, back_end)
+        cursor = start_cursor(back.room, unbound)
+        place(back, pipeline_of, self._returned, cursor, back_start, back_end)
+        done = cursor.time_ps
         ends = [int(done[ranks == rank].max(initial=0)) for rank in range(len(self.timeline.ranks))]
         total_ps = before_ps + self.timeline.step_end_ps(ends)
         return Placed(total_ps, before_ps, start, back_start, end)

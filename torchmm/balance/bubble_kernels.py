@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from torchmm.balance.graph_kernels import Int32s, Int64s
+from torchmm.balance.compiled import Int32s, Int64s, compiled, inner, loop
 
 NEVER_PS = 1 << 61
 Flags = NDArray[np.bool_]
@@ -85,14 +84,14 @@ class Cursor(NamedTuple):
     link: Int64s
 
 
-@njit(cache=True)
-def _cursor(room: Room, begin_ps: Int64s) -> Cursor:
+def start_cursor(room: Room, begin_ps: Int64s) -> Cursor:
+    """Every device before all its intervals, and not before a given time."""
     return Cursor(
         begin_ps.copy(), room.compute_pointers[:-1].copy(), room.link_pointers[:-1].copy()
     )
 
 
-@njit(cache=True)
+@inner
 def _place_row(
     row: int, device: int, ready_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
 ) -> int:
@@ -134,7 +133,7 @@ def _place_row(
     return now
 
 
-@njit(cache=True)
+@inner
 def _place_task(
     task: int, pipeline: int, release_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
 ) -> int:
@@ -157,53 +156,53 @@ def _place_task(
     return now
 
 
-@njit(cache=True)
+@loop
 def place(
     way: Pass,
     pipeline_of: Int32s,
     release_ps: Int64s,
-    begin_ps: Int64s,
+    cursor: Cursor,
     start_ps: Int64s,
     end_ps: Int64s,
-) -> Int64s:
+) -> None:
     """Places all tasks.
 
     Args:
         pipeline_of: by task.
         release_ps: by task: it may not start before.
-        begin_ps: by device: nothing starts before.
+        cursor: where devices begin; where they have ended.
         start_ps: by kernel; written.
         end_ps: by task: when its result is there, or NEVER_PS; written.
-
-    Returns:
-        By device: when it has ended.
     """
-    cursor, order = _cursor(way.room, begin_ps), way.tasks.order
+    order = way.tasks.order
     for index in range(len(order)):
         task = order[len(order) - 1 - index if way.mirrored else index]
         end_ps[task] = _place_task(task, pipeline_of[task], release_ps[task], way, cursor, start_ps)
-    return cursor.time_ps
 
 
-@njit(cache=True)
+@loop
 def assign(
-    way: Pass, release_ps: Int64s, deadline_ps: Int64s, begin_ps: Int64s, pipeline_of: Int32s
+    way: Pass,
+    release_ps: Int64s,
+    deadline_ps: Int64s,
+    cursor: Cursor,
+    saved: Cursor,
+    start_ps: Int64s,
+    pipeline_of: Int32s,
 ) -> bool:
     """Hands each next task to the pipeline of its encoder that finishes it first.
 
     Args:
         release_ps, deadline_ps: by task: it may not start before, or end after.
-        begin_ps: by device: nothing starts before.
+        cursor: where devices begin; moved on.
+        saved: as large; for trials.
+        start_ps: by kernel; written.
         pipeline_of: written.
 
     Returns:
         Whether all deadlines are met; else tasks behind the first late one keep their pipelines.
     """
     tasks, pipelines = way.tasks, way.pipelines
-    cursor = _cursor(way.room, begin_ps)
-    start_ps = np.empty(len(tasks.duration_ps), np.int64)
-    stages = pipelines.device.shape[1]
-    saved = np.empty((3, stages), np.int64)
     for task in tasks.order:
         count = tasks.first[task + 1] - tasks.first[task]
         encoder = tasks.encoder[task]
@@ -215,9 +214,9 @@ def assign(
                 return False
             for stage in range(count):
                 device = pipelines.device[tried, stage]
-                saved[0, stage] = cursor.time_ps[device]
-                saved[1, stage] = cursor.compute[device]
-                saved[2, stage] = cursor.link[device]
+                saved.time_ps[device] = cursor.time_ps[device]
+                saved.compute[device] = cursor.compute[device]
+                saved.link[device] = cursor.link[device]
             end = _place_task(task, tried, release_ps[task], way, cursor, start_ps)
             if commit:
                 break
@@ -225,16 +224,16 @@ def assign(
                 best, best_end = pipeline, end
             for stage in range(count):
                 device = pipelines.device[tried, stage]
-                cursor.time_ps[device] = saved[0, stage]
-                cursor.compute[device] = saved[1, stage]
-                cursor.link[device] = saved[2, stage]
+                cursor.time_ps[device] = saved.time_ps[device]
+                cursor.compute[device] = saved.compute[device]
+                cursor.link[device] = saved.link[device]
         pipeline_of[task] = best
         if best_end > deadline_ps[task]:
             return False
     return True
 
 
-@njit(cache=True)
+@compiled
 def _busy(
     tasks: Tasks, pipeline_of: Int32s, pipelines: Pipelines, start_ps: Int64s
 ) -> tuple[Int64s, Int64s, Int64s]:
@@ -263,7 +262,7 @@ def _busy(
     return pointers, starts, ends
 
 
-@njit(cache=True)
+@compiled
 def _subtract(
     pointers: Int64s,
     start: Int64s,
@@ -299,7 +298,7 @@ def _subtract(
     return new_pointers, new_start[:count], new_end[:count]
 
 
-@njit(cache=True)
+@compiled
 def residual(way: Pass, pipeline_of: Int32s, start_ps: Int64s) -> Room:
     """Free time without placed kernels, which occupy computation and links alike."""
     room = way.room

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.graph_kernels import Int64s
+from torchmm.balance.compiled import Int64s
 from torchmm.balance.operator_graph import PICOSECONDS_PER_MS
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.actions import Action

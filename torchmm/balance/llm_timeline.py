@@ -19,8 +19,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from torchmm.balance.compiled import Int32s, Int64s, compiled
 from torchmm.balance.free_time import (
     FreeTime,
     Pieces,
@@ -29,7 +29,6 @@ from torchmm.balance.free_time import (
     layer_pieces,
     spans_of,
 )
-from torchmm.balance.graph_kernels import Int32s, Int64s
 from torchmm.balance.operator_graph import (
     PICOSECONDS_PER_MS,
     CompiledGraph,
@@ -358,7 +357,7 @@ def _by_rank(
     return found
 
 
-@njit(cache=True)
+@compiled
 def _earliest(
     duration_ps: Int64s,
     pointers: Int32s,
@@ -376,7 +375,7 @@ def _earliest(
         end_ps[node] = start + duration_ps[node]
 
 
-@njit(cache=True)
+@compiled
 def _defer(
     pointers: Int32s, sources: Int32s, moves: np.ndarray, start_ps: Int64s, end_ps: Int64s
 ) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 from torchmm.balance.devices import Link
-from torchmm.balance.execution import Execution, local_linears
+from torchmm.balance.execution import Execution, Recompute, local_linears
 from torchmm.balance.flops import cross_rows
 from torchmm.balance.operators import Kind, Operator
 from torchmm.balance.parts import Part, layer_linears
@@ -80,11 +80,11 @@ def accumulate(parameters: float, setting: Setting, tensors: int) -> Operator:
 
 
 def _layer(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
-    execution = setting.execution
     passes = Operators([], [], [], [])
+    linears = _linears(layer, sizes, setting)
     for found in (
         _norms(layer, sizes, setting),
-        _linears(layer, sizes, setting),
+        linears,
         _attention(layer, sizes, setting),
         _activation(layer.activation, layer.gated_ffn, _ffn(layer, sizes, setting), setting),
         _residuals(layer, sizes, setting),
@@ -92,12 +92,24 @@ def _layer(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Opera
     ):
         for every, own in zip(passes, found, strict=True):
             every.extend(own)
-    if execution.recompute == "full":
-        passes.again.extend(passes.forward)
-    elif execution.recompute == "selective":
-        kept = ("matmul", "attention")
-        passes.again.extend(o for o in passes.forward if o.kind not in kept)
+    if setting.execution.recompute != "none":
+        last = linears.forward[list(local_linears(layer, setting.execution.tensor)).index("down")]
+        passes.again.extend(_again(passes.forward, last, setting.execution.recompute))
     return passes
+
+
+def _again(forward: list[Operator], last: Operator, mode: Recompute) -> Iterator[Operator]:
+    """What is run again. torch stops where the last tensor is there that backward needs: in front
+    of the layer's last product, whose result is summed over ranks behind it."""
+    for operator in forward:
+        if operator is last or (mode == "selective" and operator.kind in ("matmul", "attention")):
+            continue
+        share = 1.0
+        if operator.kind in ("all_reduce", "reduce_scatter"):
+            share = 1 - 1 / float(operator.calls)
+        yield operator._replace(
+            network_bytes=share * operator.network_bytes, calls=share * operator.calls
+        )
 
 
 def _matmul(rows: Array | float, inputs: float, outputs: float, setting: Setting) -> Operator:

@@ -87,11 +87,10 @@ def test_recomputation_costs_time_and_saves_memory_but_is_no_model_flop(mode: st
     assert (found.kept_bytes < 0.7 * plain.kept_bytes).all()
     assert found.flops.inputs_N == pytest.approx(plain.flops.inputs_N)
     extra = found.backward.total_ms - plain.backward.total_ms
-    if mode == "full":
-        assert extra == pytest.approx(plain.forward.total_ms)
-    else:
-        assert (extra > 0).all()
-        assert (extra < 0.9 * plain.forward.total_ms).all()
+    # All but the last product, which backward does not need; or all but products.
+    low, high = (0.75, 0.99) if mode == "full" else (0.1, 0.9)
+    assert (extra > low * plain.forward.total_ms).all()
+    assert (extra < high * plain.forward.total_ms).all()
     # A backward that recomputes is not split: all of it is in I.
     assert found.inputs.total_ms == pytest.approx(found.backward.total_ms)
     assert found.weights.total_ms == pytest.approx([0, 0])

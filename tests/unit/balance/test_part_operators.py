@@ -12,7 +12,7 @@ import model_cases
 import numpy as np
 import pytest
 import torch
-from counting import CountLive, CountTraffic
+from counting import CountLive, CountTraffic, count_flops
 from torch import Tensor, nn
 
 from torchmm.balance.execution import Execution
@@ -53,6 +53,15 @@ class RealLayer:
 
     def run(self) -> Tensor:
         return self._run()
+
+    def backward_flops(self, mode: str) -> int:
+        """FLOPs of a backward, recomputation included."""
+        forward = self.layer.forward
+        apply_activation_checkpoint(self.module, mode)
+        out = self.run()
+        found, _ = count_flops(out.sum().backward)
+        self.layer.forward = forward
+        return found
 
     def live_bytes(self, mode: str, trained: bool) -> int:
         """Bytes that a forward leaves for backward, beside its input and parameters."""
@@ -165,7 +174,20 @@ def test_kept_bytes_are_what_stays_alive(family: str, dtype: torch.dtype) -> Non
         assert found == pytest.approx([alive], rel=allowed), (mode, trained)
 
 
-def test_full_recomputation_runs_the_forward_again_and_selective_all_but_products() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_backward_runs_again_all_but_the_last_product(family: str) -> None:
+    real = real_layer(family, torch.float32)
+    layer = real.description.layers[0]
+    setting = Setting(Execution(recompute="full"), 4)
+    part = Part("layer", True, layer=layer)
+    again = part_operators(real.description, part, real.sizes, setting).again
+    products = sum(np.sum(o.flops) for o in again if o.kind == "matmul")
+    scores = 4 * layer.heads * layer.head_dim * np.sum(real.sizes.pairs_N(layer.window))
+    found = real.backward_flops("full") - real.backward_flops("none")
+    assert products + scores == pytest.approx(found, rel=0.01)
+
+
+def test_selective_recomputation_keeps_products_and_attention() -> None:
     real = real_layer("llama", torch.float32)
     part = Part("layer", True, layer=real.description.layers[0])
 
