@@ -23,6 +23,7 @@ from torchmm.config_model import (
 from torchmm.config_simulation import SimulationConfig
 
 __all__ = [
+    "MODULE_SIZES",
     "SCHEDULES",
     "ActivationCheckpointConfig",
     "CheckpointConfig",
@@ -102,6 +103,15 @@ class DataConfig(Section):
 class ModuleParallelConfig(Section):
     """One module in the pipeline; NAME is "llm", "generator" or the name of an encoder."""
 
+    pipeline: int | None = Field(default=None, ge=1)
+    """Pipeline ranks of this module, where its `parallel.placement` gives it sizes of its own.
+    Default, of all four sizes: those of [parallel] for the LLM, 1 for other modules."""
+    replicate: int | None = Field(default=None, ge=-1)
+    """Data-parallel replicas of this module; -1: what is left."""
+    shard: int | None = Field(default=None, ge=-1)
+    """Ranks over which FSDP2 shards this module; -1: what is left."""
+    tensor: int | None = Field(default=None, ge=1)
+    """Tensor-parallel ranks of this module."""
     segments: int | None = Field(default=None, ge=1)
     """Stages of this module per rank, under a schedule with separated modules ("separated",
     "csv:..."). Default: `parallel.virtual_stages` for the LLM, 1 for encoders."""
@@ -110,6 +120,9 @@ class ModuleParallelConfig(Section):
     nearly equal size. Fewer fill gaps in the pipeline better, more keep the device busier. Default:
     4 under a schedule with separated modules, all images of a microbatch under the others."""
 
+
+MODULE_SIZES = ("pipeline", "replicate", "shard", "tensor")
+"""Keys of [parallel] that [parallel.NAME] may set for one module."""
 
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "megatron", "megatron_balanced",
@@ -172,6 +185,11 @@ class ParallelConfig(Section):
     def separates_modules(self) -> bool:
         """Whether the schedule gives every module stages of its own on all pipeline ranks."""
         return self.schedule == "separated" or self.schedule.startswith("csv:")
+
+    def sizes_given(self, name: str) -> dict[str, int]:
+        """A module's own `pipeline`, `replicate`, `shard` and `tensor`, as far as they are set."""
+        module = self.modules.get(name, ModuleParallelConfig())
+        return module.model_dump(include=set(MODULE_SIZES), exclude_none=True)
 
     def segments(self, name: str) -> int:
         """Stages of a module per pipeline rank, under a schedule with separated modules."""

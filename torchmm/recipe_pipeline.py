@@ -65,6 +65,13 @@ def _check_modules(recipe: Recipe) -> Found:
             text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
             yield Problem("parallel", name, text, ("model",))
             continue
+        if parallel.placement == "interleaved":
+            for size, value in parallel.sizes_given(name).items():
+                text = (
+                    "but all modules share the sizes of [parallel] where they are interleaved; "
+                    "remove it or set another parallel.placement"
+                )
+                yield Problem(f"{key}.{size}", value, text, ("parallel.placement",))
         if module.segments is not None and not parallel.separates_modules:
             text = f'"{parallel.schedule}" does not cut modules apart; use "separated" or remove it'
             yield Problem(f"{key}.segments", module.segments, text, (SCHEDULE,))
