@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.actions import Action
 from torchmm.pipelining.graph import StageGraph, StageLayout
 from torchmm.pipelining.layouts import Cut, ModuleLayers, build_layout, megatron_layout
-from torchmm.pipelining.orders import backward_kinds
+from torchmm.pipelining.orders import needed_action
 from torchmm.pipelining.partition import balanced_cuts
 from torchmm.pipelining.plan import ComputeOrder
 
@@ -118,7 +118,7 @@ def backbone_order(
     rows: list[tuple[Action, ...]] = []
     for row in schedule(backbone):
         actions = (a._replace(stage=a.stage + offset, microbatch=taken[a.microbatch]) for a in row)
-        rows.append(tuple(new for a in actions if (new := _needed(graph, a)) is not None))
+        rows.append(tuple(new for a in actions if (new := needed_action(graph, a)) is not None))
     return tuple(rows)
 
 
@@ -142,19 +142,6 @@ def _backbone(graph: StageGraph, taken: Sequence[int]) -> tuple[StageGraph, int]
     parts = layout.sub_microbatched - encoders
     counts = {name: tuple(graph.sub_microbatches[name][i] for i in taken) for name in parts}
     return StageGraph(StageLayout(stages, edges, parts), graph.microbatches, counts), offset
-
-
-def _needed(graph: StageGraph, action: Action) -> Action | None:
-    """The action that the whole step has in the place of one that trains everything."""
-    if action.type is ActionType.F:
-        return action
-    split = action.type is not ActionType.B
-    kinds = backward_kinds(graph, action.stage, action.microbatch, split=split)
-    if not split or kinds.first is None:
-        return action if kinds.first else None
-    if kinds.first is ActionType.B:  # nothing to hand back early: the W is all there is
-        return action._replace(type=ActionType.B) if action.type is ActionType.W else None
-    return action if action.type in (ActionType.I, kinds.deferred) else None
 
 
 def spread_replicas(graph: StageGraph) -> StageGraph:

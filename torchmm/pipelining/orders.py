@@ -48,6 +48,19 @@ def backward_kinds(graph: StageGraph, stage: int, microbatch: int, *, split: boo
     )
 
 
+def needed_action(graph: StageGraph, action: Action) -> Action | None:
+    """What a step has in the place of an action of one that trains everything; None: nothing."""
+    if action.type is ActionType.F:
+        return action
+    split = action.type is not ActionType.B
+    kinds = backward_kinds(graph, action.stage, action.microbatch, split=split)
+    if not split or kinds.first is None:
+        return action if kinds.first else None
+    if kinds.first is ActionType.B:  # nothing to hand back early: the W is all there is
+        return action._replace(type=ActionType.B) if action.type is ActionType.W else None
+    return action if action.type in (ActionType.I, kinds.deferred) else None
+
+
 def by_rank(graph: StageGraph, actions: Iterable[Action]) -> ComputeOrder:
     """Each rank's part of one order of all actions: legal if that one is."""
     rows: list[list[Action]] = [[] for _ in range(graph.layout.rank_count)]

@@ -1,0 +1,189 @@
+"""Modules on ranks of their own: layouts, dealt tasks and orders of replica groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from module_cases import AUDIO, GENERATOR, LLM, MODELS, VISION, freezing, frozen, steps
+from order_checks import assert_complete, peaks, play
+
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.classic import gpipe, one_f_one_b, zero_bubble
+from torchmm.pipelining.disaggregated import (
+    UnitSize,
+    deal_tasks,
+    disaggregated_layout,
+    disaggregated_order,
+)
+from torchmm.pipelining.graph import StageGraph, StageLayout
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.separated import separated
+from torchmm.pipelining.validation import validate_plan
+
+F, B = ActionType.F, ActionType.B
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
+UNITS = {
+    "vision": [
+        {"vision": UnitSize(1, 3), "llm": UnitSize(2, 2)},
+        {"vision": UnitSize(2, 1), "llm": UnitSize(1, 4)},
+        {"vision": UnitSize(1, 1), "llm": UnitSize(1, 1)},
+        {"vision": UnitSize(2, 5), "llm": UnitSize(3, 3)},
+    ],
+    "two encoders": [{"vision": UnitSize(2, 2), "audio": UnitSize(1, 3), "llm": UnitSize(2, 1)}],
+    "generator": [
+        {"vision": UnitSize(2, 1), "llm": UnitSize(2, 1), "generator": UnitSize(1, 1)},
+        {"vision": UnitSize(1, 2), "llm": UnitSize(2, 2), "generator": UnitSize(2, 3)},
+    ],
+}
+
+
+def graphs() -> Iterator[StageGraph]:
+    for model, sizes in UNITS.items():
+        kinds = freezing(MODELS[model])
+        if model == "generator":
+            kinds["all but the generator"] = [frozen(VISION), frozen(LLM), GENERATOR]
+            kinds["generator"] = [VISION, LLM, frozen(GENERATOR)]
+        for units in sizes:
+            for modules in kinds.values():
+                layout = disaggregated_layout(modules, units)
+                microbatches = 6 * units["llm"].replicas
+                for graph in steps(layout, microbatches, seed=len(units)):
+                    yield deal_tasks(graph)
+
+
+def test_units_share_no_rank() -> None:
+    units = UNITS["generator"][1]
+    layout = disaggregated_layout(MODELS["generator"], units)
+    owners: dict[int, set[str]] = {}
+    for stage in layout.stages:
+        assert len(set(stage.ranks)) == units[stage.module].replicas
+        for rank in stage.ranks:
+            owners.setdefault(rank, set()).add(stage.module)
+    assert sorted(owners) == list(range(sum(size.ranks for size in units.values())))
+    assert all(len(modules) == 1 for modules in owners.values())
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "separated"])
+def test_plans_do_the_whole_step_without_deadlock(name: str) -> None:
+    for graph in graphs():
+        if name == "separated":
+            order = separated(graph)
+        else:
+            order = disaggregated_order(graph, SCHEDULES[name])
+        assert_complete(graph, order, split=name == "zero_bubble")
+        play(graph, order, lambda action: 1.0)
+        validate_plan(lower_plan(order, graph, {}, sharding="step")).raise_for_problems()
+
+
+def test_an_unfit_order_is_told_before_it_runs() -> None:
+    """The LLM waits for an encoder that first wants the gradient of what the LLM has not got."""
+    layout = disaggregated_layout(
+        MODELS["vision"], {"vision": UnitSize(1, 1), "llm": UnitSize(1, 1)}
+    )
+    graph = deal_tasks(StageGraph(layout, 2, {"vision": (1, 1)}))
+    vision = tuple(Action(kind, 0, m) for m in (0, 1) for kind in (F, B))
+    llm = tuple(Action(kind, 1, m) for kind in (F, B) for m in (0, 1))
+    report = validate_plan(lower_plan((vision, llm), graph, {}))
+    assert {problem.kind for problem in report.problems} == {"deadlock"}
+
+
+def test_a_rank_keeps_no_more_waves_than_positions_behind_it() -> None:
+    """Uniform microbatches: the bound of 1F1B over the whole chain, of 2 + 3 ranks."""
+    layout = disaggregated_layout(
+        MODELS["vision"], {"vision": UnitSize(2, 1), "llm": UnitSize(3, 1)}
+    )
+    graph = deal_tasks(StageGraph(layout, 9, {"vision": (1,) * 9}))
+    assert peaks(disaggregated_order(graph, one_f_one_b)) == [5, 4, 3, 2, 1]
+
+
+def test_the_llm_is_never_idle_between_microbatches_of_faster_encoders() -> None:
+    """3 encoder replicas for 2 of the LLM, an encoder task takes less than a third of the LLM's."""
+    layout = disaggregated_layout(
+        MODELS["vision"], {"vision": UnitSize(1, 3), "llm": UnitSize(1, 2)}
+    )
+    graph = deal_tasks(StageGraph(layout, 12, {"vision": (1,) * 12}))
+    module = [stage.module for stage in layout.stages]
+    records = play(
+        graph,
+        disaggregated_order(graph, one_f_one_b),
+        lambda action: 3.0 if module[action.stage] == "llm" else 1.0,
+    )
+    for rank in (3, 4):
+        own = sorted((r.start_ms, r.end_ms) for r in records if r.rank == rank)
+        assert own[-1][1] - own[0][0] == 3.0 * len(own) == 3.0 * 12
+
+
+def test_tasks_are_dealt_evenly_and_in_order() -> None:
+    layout = disaggregated_layout(
+        MODELS["generator"],
+        {"vision": UnitSize(2, 3), "llm": UnitSize(1, 2), "generator": UnitSize(1, 3)},
+    )
+    images = (3, 0, 1, 2, 5, 1, 0, 4)
+    costs = {0: 4.0, 1: 7.0, 2: 1.0}
+    graph = deal_tasks(
+        StageGraph(layout, 8, {"vision": images, "generator": (1,) * 8}),
+        lambda action: costs[action.sub_microbatch % 3],
+    )
+    assert [graph.replica["llm", m, 0] for m in range(8)] == [0, 1] * 4
+    drawn = [graph.replica["generator", m, 0] for m in range(8)]
+    assert drawn == [0, 1, 2] * 2 + [0, 1]
+    loads = [0.0] * 3
+    for (name, _, part), chosen in graph.replica.items():
+        if name == "vision":
+            loads[chosen] += 2 * costs[part % 3]
+    assert max(loads) - min(loads) <= 2 * max(costs.values())
+
+
+def test_nothing_frozen_causes_traffic() -> None:
+    """Gradients between units go only where something is trained behind them."""
+    units = UNITS["generator"][1]
+    wanted = {  # by what is trained: modules that send gradients to another
+        (VISION, LLM, GENERATOR): {"llm", "generator"},
+        (frozen(VISION), LLM, GENERATOR): {"generator"},
+        (VISION, frozen(LLM), frozen(GENERATOR)): {"llm", "generator"},
+        (frozen(VISION), LLM, frozen(GENERATOR)): {"generator"},
+        (frozen(VISION), frozen(LLM), GENERATOR): set(),
+    }
+    for modules, senders in wanted.items():
+        layout = disaggregated_layout(modules, units)
+        graph = deal_tasks(StageGraph(layout, 4, {"vision": (1,) * 4, "generator": (2,) * 4}))
+        order = disaggregated_order(graph, one_f_one_b)
+        plan = lower_plan(order, graph, {})
+        found = {
+            layout.stages[action.stage].module
+            for row in plan.actions
+            for action in row
+            if action.type is ActionType.SEND_B
+            and layout.stages[action.stage].module != layout.stages[action.other].module
+        }
+        assert found == senders
+        trained = {m.name for m in modules if m.pre_trainable}
+        with_backward = {layout.stages[a.stage].module for row in order for a in row if a.type is B}
+        behind = ["vision", "llm", "generator"]
+        assert with_backward == set(behind[min(behind.index(name) for name in trained) :])
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        ({"vision": UnitSize(1, 1)}, "sizes of"),
+        ({"vision": UnitSize(9, 1), "llm": UnitSize(1, 1)}, "vision: 8 layers for 9 ranks"),
+        ({"vision": UnitSize(1, 0), "llm": UnitSize(1, 1)}, "in 0 replicas"),
+    ],
+)
+def test_sizes_that_do_not_fit(units: dict[str, UnitSize], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        disaggregated_layout(MODELS["vision"], units)
+
+
+def test_several_stages_per_rank() -> None:
+    layout: StageLayout = disaggregated_layout(
+        [VISION, AUDIO, LLM],
+        {"vision": UnitSize(2, 1), "audio": UnitSize(1, 1), "llm": UnitSize(2, 2)},
+        {"llm": 2},
+    )
+    ranks = [stage.ranks for stage in layout.stages if stage.module == "llm"]
+    assert ranks == [(3, 5), (4, 6), (3, 5), (4, 6)]
+    graph = deal_tasks(next(steps(layout, 4, seed=1)))
+    validate_plan(lower_plan(separated(graph), graph, {})).raise_for_problems()
