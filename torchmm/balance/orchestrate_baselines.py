@@ -1,0 +1,61 @@
+"""How modules are placed without orchestration: what the optimum is compared with.
+
+- Rigid (Megatron-LM, DistTrain §2.1): one tensor- and data-parallel size for all units, one
+  pipeline stage for every encoder and generator.
+- FLOP ratio (DistTrain §8.2.1): devices in proportion to the FLOPs of a unit. Sizes within the
+  shares are the best ones, which flatters the baseline: the paper does not say how it chooses them.
+"""
+
+from __future__ import annotations
+
+from torchmm.balance.orchestrate import OrchestrationPlan, UnitSizes, orchestrate, plan_with
+from torchmm.balance.orchestrate_problem import OrchestrationProblem
+
+
+def rigid_plan(
+    problem: OrchestrationProblem, tensor: int = 8, pipeline: int | None = None
+) -> OrchestrationPlan:
+    """The fastest plan of Megatron-LM's form.
+
+    Args:
+        tensor: size for all units.
+        pipeline: of the LLM; None: the best.
+
+    Raises:
+        ValueError: none fits.
+    """
+    batch = problem.global_batch_size // problem.microbatch_size
+    llm, count = problem.llm, len(problem.units)
+    most = problem.units[llm].layers // problem.units[llm].virtual_stages
+    best: OrchestrationPlan | None = None
+    for stages in range(1, most + 1) if pipeline is None else [pipeline]:
+        replicas = problem.devices // (tensor * (stages + count - 1))
+        for data in range(1, replicas + 1):
+            if batch % data:
+                continue
+            sizes = [UnitSizes(tensor, data, stages if i == llm else 1) for i in range(count)]
+            plan = plan_with(problem, sizes)
+            if plan.fits and (best is None or plan.step_s < best.step_s):
+                best = plan
+    if best is None:
+        wanted = "any number of" if pipeline is None else pipeline
+        raise ValueError(
+            f"no rigid plan with tensor = {tensor} and {wanted} pipeline ranks of the LLM fits on "
+            f"{problem.devices} devices; use more devices or other sizes"
+        )
+    return best
+
+
+def ratio_plan(problem: OrchestrationProblem) -> OrchestrationPlan:
+    """The fastest plan with devices in proportion to `UnitCosts.flops`, rounded down, at least 1.
+
+    Raises:
+        ValueError: FLOPs are not given, or no plan within the shares fits.
+    """
+    total = sum(unit.flops for unit in problem.units)
+    if not total > 0:
+        raise ValueError("FLOPs of all units are 0: give UnitCosts.flops")
+    shares = {
+        unit.name: max(1, int(problem.devices * unit.flops / total)) for unit in problem.units
+    }
+    return orchestrate(problem, alternatives=0, limits=shares).best
