@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torchmm.balance.profiles import load_profile
-from torchmm.config import SCHEDULES
+from torchmm.config import COLOCATED_SCHEDULES, SCHEDULES
 from torchmm.errors import ConfigError, TorchmmError
 from torchmm.forecast import Forecaster
 from torchmm.forecast_report import forecast_table, write_forecasts
@@ -50,10 +50,14 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
     forecaster = Forecaster(recipe, world_size, profile)
-    names = list(SCHEDULES) if options.schedule == ["all"] else options.schedule
-    if unknown := [name for name in names if name not in SCHEDULES and ":" not in name]:
-        raise ConfigError(f"--schedule {' '.join(unknown)}: known: all, {', '.join(SCHEDULES)}")
-    forecasts = [forecaster.forecast(name) for name in names or [None]]
+    known = (*SCHEDULES, *COLOCATED_SCHEDULES)
+    if options.schedule == ["all"]:
+        forecasts = forecaster.forecast_all()
+    else:
+        names = options.schedule
+        if unknown := [name for name in names if name not in known and ":" not in name]:
+            raise ConfigError(f"--schedule {' '.join(unknown)}: known: all, {', '.join(known)}")
+        forecasts = [forecaster.forecast(name) for name in names or [None]]
     Console(width=150).print(forecast_table(forecaster, forecasts))
     if options.out is not None:
         for file in write_forecasts(options.out, forecaster, forecasts):

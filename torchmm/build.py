@@ -33,7 +33,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
 from torchmm.optim import build_optimizer
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
 from torchmm.pipeline import Pipeline
 from torchmm.pipelining.cut import cut_for_rank
 from torchmm.recipe import dump_recipe
@@ -194,9 +194,10 @@ def fill_model(
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
     dtype = DTYPES[recipe.training.dtype]
     tokens = recipe.training.microbatch_size * recipe.training.sequence_length
-    parallelize(
-        model, mesh, recipe.parallel, recipe.activation_checkpoint, recipe.compile, dtype, tokens
-    )
+    encoders = [module.name for module in descriptions if module.kind == "encoder"]
+    how = (recipe.activation_checkpoint, recipe.compile, dtype, tokens)
+    meshes = encoder_meshes(recipe.parallel, mesh, encoders)
+    parallelize(model, mesh, recipe.parallel, *how, meshes=meshes)
     materialize(model, mesh.device)
     init_weights(model, recipe.training.seed, skip=load_weights(model))
     return Pipeline(model, stages, layout, descriptions, recipe.parallel, mesh, dtype)

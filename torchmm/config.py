@@ -24,6 +24,7 @@ from torchmm.config_simulation import SimulationConfig
 
 __all__ = [
     "MODULE_SIZES",
+    "COLOCATED_SCHEDULES",
     "SCHEDULES",
     "ActivationCheckpointConfig",
     "CheckpointConfig",
@@ -39,6 +40,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "Recipe",
+    "Placement",
     "Section",
     "SimulationConfig",
     "SourceConfig",
@@ -105,7 +107,8 @@ class ModuleParallelConfig(Section):
 
     pipeline: int | None = Field(default=None, ge=1)
     """Pipeline ranks of this module, where its `parallel.placement` gives it sizes of its own.
-    Default, of all four sizes: those of [parallel] for the LLM, 1 for other modules."""
+    Default, of all four sizes: those of [parallel] for the LLM, 1 for other modules; but where
+    encoders are colocated, `tensor` is the LLM's and all other ranks are replicas and shards."""
     replicate: int | None = Field(default=None, ge=-1)
     """Data-parallel replicas of this module; -1: what is left."""
     shard: int | None = Field(default=None, ge=-1)
@@ -114,7 +117,8 @@ class ModuleParallelConfig(Section):
     """Tensor-parallel ranks of this module."""
     segments: int | None = Field(default=None, ge=1)
     """Stages of this module per rank, under a schedule with separated modules ("separated",
-    "csv:..."). Default: `parallel.virtual_stages` for the LLM, 1 for encoders."""
+    "csv:..."), and of colocated encoders. Default: `parallel.virtual_stages` for the LLM, 1 for
+    encoders; one for each layer of colocated encoders, whose stages have to fit into bubbles."""
     sub_microbatch_images: int | None = Field(default=None, ge=1)
     """Encoders and generator: images processed together at most; a microbatch is cut into groups of
     nearly equal size. Fewer fill gaps in the pipeline better, more keep the device busier. Default:
@@ -123,6 +127,8 @@ class ModuleParallelConfig(Section):
 
 MODULE_SIZES = ("pipeline", "replicate", "shard", "tensor")
 """Keys of [parallel] that [parallel.NAME] may set for one module."""
+
+Placement = Literal["interleaved", "colocated"]
 
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "megatron", "megatron_balanced",
@@ -133,6 +139,9 @@ SCHEDULES = (
 
 class ParallelConfig(Section):
     """How ranks share the work. pipeline x replicate x shard x tensor = number of ranks."""
+COLOCATED_SCHEDULES = ("optimus",)
+"""Those it may have where encoders are colocated."""
+
 
     model_config = ConfigDict(extra="allow")
     named_tables: ClassVar[type[Section] | None] = ModuleParallelConfig
@@ -145,9 +154,19 @@ class ParallelConfig(Section):
     "1f1b", "interleaved_1f1b", "zero_bubble", "megatron_balanced": all layers as one chain in
     equally costly stages; "megatron": whole encoders in front of the LLM's first stage;
     "separated": every module in segments of its own over all ranks; "csv:PATH": an order from a
-    file, for separated modules."""
-    placement: Literal["interleaved"] = "interleaved"
-    """Where modules lie: "interleaved": on the same ranks."""
+    file, for separated modules; "optimus": colocated encoders in the LLM's bubbles."""
+    placement: Placement = "interleaved"
+    """Where modules lie: "interleaved": on the same ranks; "colocated": too, but encoders have
+    sizes of their own ([parallel.NAME]): pipelines with fewer ranks, and so several of them."""
+    llm_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "interleaved_1f1b"
+    """Order of the LLM's own forwards and backwards under "optimus"."""
+    bubbles: Literal["fine", "coarse"] = "fine"
+    """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": before
+    its first action and behind its last only."""
+    replan_drift: float = Field(default=0.0, ge=0)
+    """With a pipeline: how far measured times may drift away from those that steps are planned with
+    (0.1: 10 %) before the next steps are planned with new ones. 0: never; orders then follow from
+    FLOPs alone, and a resumed run gives the same bits."""
     virtual_stages: int = Field(default=1, ge=1)
     """Stages per rank; with separated modules: of the LLM."""
     replicate: int = Field(default=1, ge=-1)
@@ -199,6 +218,10 @@ class ParallelConfig(Section):
     def sub_microbatch_images(self, name: str) -> int | None:
         """Images an encoder processes together at most; None: all of a microbatch."""
         given = self.modules.get(name, ModuleParallelConfig()).sub_microbatch_images
+    def slices(self, name: str) -> int | None:
+        """Stages of a colocated encoder per rank of its pipelines; None: one for each layer."""
+        return self.modules.get(name, ModuleParallelConfig()).segments
+
         return given or (4 if self.separates_modules else None)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
-from torchmm.balance.memory import MemoryEstimate, estimate_memory
+from torchmm.balance.memory import MemoryEstimate, OwnSizes, estimate_memory
 from torchmm.balance.profiles import load_profile
 from torchmm.batch import ModuleDescription
 from torchmm.config import Recipe
@@ -18,6 +18,7 @@ from torchmm.forecast import Forecast, Forecaster
 from torchmm.forecast_report import write_picture
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe import resolve_layout
+from torchmm.recipe_colocated import encoder_layout
 
 
 def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> MemoryEstimate:
@@ -32,6 +33,7 @@ def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> Memor
     modules = [m.describe() for m in model.modality_modules()]
     checkpointing = recipe.activation_checkpoint
     ranks = layout.data_parallel * training.microbatch_size
+    colocated = recipe.parallel.placement == "colocated"
     return estimate_memory(
         modules,
         {m.name: _units(m, model, llm_tokens) for m in modules},
@@ -41,6 +43,12 @@ def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> Memor
         microbatches=max(1, training.global_batch_size // ranks),
         recompute={m.name: checkpointing.modules.get(m.name, checkpointing.mode) for m in modules},
         pipeline=layout.pipeline,
+        own={
+            m.name: OwnSizes(own.pipeline, own.shard)
+            for m in modules
+            if colocated and m.kind == "encoder"
+            for own in [encoder_layout(recipe.parallel, m.name, layout)]
+        },
     )
 
 

@@ -25,12 +25,13 @@ from torchmm.balance.plan_costs import plan_costs
 from torchmm.balance.simulator import SimulatedStep, simulate
 from torchmm.balance.workload import draw_microbatches
 from torchmm.batch import MicrobatchMeta, ModuleDescription
-from torchmm.config import SCHEDULES, Recipe
+from torchmm.config import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig, Placement, Recipe
 from torchmm.errors import ConfigError, PlanError
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.pipelining.messages import message_specs
 from torchmm.recipe import Layout, resolve_layout
+from torchmm.recipe_colocated import encoder_layout
 from torchmm.step_plan import plan_layout, plan_step
 from torchmm.tokenizer import load_tokenizer
 
@@ -99,21 +100,23 @@ class Forecaster:
         self.modules = [module.describe() for module in modules]
         self._layered = {module.name: module for module in modules}
         self.workload = _heaviest(self.modules, _microbatches(recipe, self.model, self.ranks))
-        self._costs = self._cost_model()
+        self._costs(recipe.parallel)  # what is wrong with it, now
 
-    def _cost_model(self) -> CostModel:
-        parallel, recompute = self.recipe.parallel, self.recipe.activation_checkpoint
-        executions = {
-            module.name: Execution(
-                tensor=self.ranks.tensor,
+    def _costs(self, parallel: ParallelConfig) -> CostModel:
+        recompute = self.recipe.activation_checkpoint
+        executions = {}
+        for module in self.modules:
+            ranks = self.ranks
+            if parallel.placement == "colocated" and module.kind == "encoder":
+                ranks = encoder_layout(parallel, module.name, ranks)
+            executions[module.name] = Execution(
+                tensor=ranks.tensor,
                 sequence_parallel=parallel.sequence_parallel,
                 async_tensor=parallel.async_tensor_parallel,
-                shard=self.ranks.shard,
-                replicate=self.ranks.replicate,
+                shard=ranks.shard,
+                replicate=ranks.replicate,
                 recompute=recompute.modules.get(module.name, recompute.mode),
             )
-            for module in self.modules
-        }
         try:
             return CostModel(self.profile, self.recipe.training.dtype, executions)
         except ValueError as error:
@@ -128,11 +131,18 @@ class Forecaster:
         name = schedule or self.recipe.parallel.schedule
         stages = 1 if name == "1f1b" else self.recipe.parallel.virtual_stages
         parallel = self.recipe.parallel.model_copy(
-            update={"schedule": name, "virtual_stages": stages, "pipeline": self.ranks.pipeline}
+            update={
+                "schedule": name,
+                "placement": _placement(name, self.recipe.parallel.placement),
+                "virtual_stages": stages,
+                "pipeline": self.ranks.pipeline,
+            }
         )
         metas = self.workload.microbatches
         dtype = torch.bfloat16 if self.recipe.training.dtype == "bfloat16" else torch.float32
         layerwise = self.ranks.pipeline == 1 and parallel.reshard_after_forward != "never"
+        model = self._costs(parallel)
+        sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
         try:
             plan = plan_step(
                 plan_layout(parallel, self.modules, metas),
@@ -142,11 +152,11 @@ class Forecaster:
                 specs=partial(
                     message_specs, modules=self._layered, microbatches=metas, dtype=dtype
                 ),
-                sharding=("layer" if layerwise else "step") if self.ranks.shard > 1 else "none",
+                sharding=("layer" if layerwise else "step") if sharded else "none",
             )
         except (ConfigError, PlanError) as error:
             return Forecast(name, problem=" ".join(str(error).split()))
-        costs = plan_costs(plan.graph, self.modules, metas, self._costs, layerwise=layerwise)
+        costs = plan_costs(plan.graph, self.modules, metas, model, layerwise=layerwise)
         return self._rate(name, simulate(plan, costs))
 
     def _rate(self, name: str, step: SimulatedStep) -> Forecast:
@@ -160,7 +170,16 @@ class Forecaster:
 
     def forecast_all(self) -> list[Forecast]:
         """The first step under every schedule."""
-        return [self.forecast(name) for name in SCHEDULES]
+        with_encoders = any(module.kind == "encoder" for module in self.modules)
+        names = (*SCHEDULES, *COLOCATED_SCHEDULES) if with_encoders else SCHEDULES
+        return [self.forecast(name) for name in names]
+
+
+def _placement(schedule: str, given: Placement) -> Placement:
+    """That of the recipe, unless another schedule needs another."""
+    if schedule in COLOCATED_SCHEDULES:
+        return "colocated"
+    return "interleaved" if given == "colocated" else given
 
 
 def _microbatches(

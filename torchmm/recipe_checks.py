@@ -12,31 +12,19 @@ from collections.abc import Iterator
 from glob import glob
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchmm.config import ParallelConfig, Recipe, SourceConfig
 from torchmm.config_model import GENERATOR
 from torchmm.config_simulation import contradictions
 from torchmm.errors import ConfigError
+from torchmm.recipe_colocated import check_colocated
 from torchmm.recipe_generator import check_generator
+from torchmm.recipe_layout import Layout
 from torchmm.recipe_pipeline import check_pipeline
 from torchmm.recipe_schema import NO_VALUE, Problem, suggest
 
 Found = Iterator[Problem]
-
-
-class Layout(NamedTuple):
-    """Sizes of the device mesh; their product is the number of ranks."""
-
-    pipeline: int
-    replicate: int
-    shard: int
-    tensor: int
-
-    @property
-    def data_parallel(self) -> int:
-        """Ranks that read different samples."""
-        return self.replicate * self.shard
 
 
 def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
@@ -225,13 +213,15 @@ def _check_path(key: str, source: SourceConfig) -> Found:
 def _check_layout(recipe: Recipe, world_size: int | None) -> Found:
     parallel, training = recipe.parallel, recipe.training
     keys = tuple(f"parallel.{name}" for name in Layout._fields)
-    data_parallel = 1
+    layout = None
     if world_size is not None:
         try:
-            data_parallel = resolve_layout(parallel, world_size).data_parallel
+            layout = resolve_layout(parallel, world_size)
         except ConfigError as error:
             yield Problem("parallel", NO_VALUE, error.problems[0].partition(": ")[2], keys)
             return
+    yield from check_colocated(parallel, _encoders(recipe), layout)
+    data_parallel = layout.data_parallel if layout else 1
     chunk = data_parallel * training.microbatch_size
     size = training.global_batch_size
     if size % chunk:

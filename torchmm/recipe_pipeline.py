@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchmm.config import SCHEDULES, Recipe
+from torchmm.config import COLOCATED_SCHEDULES, SCHEDULES, Recipe
 from torchmm.config_model import GENERATOR
+from torchmm.recipe_colocated import check_encoder_layers
 from torchmm.recipe_schema import Problem, suggest
 
 Found = Iterator[Problem]
@@ -32,24 +33,27 @@ def check_pipeline(recipe: Recipe) -> Found:
 def _check_schedule(recipe: Recipe) -> Found:
     parallel = recipe.parallel
     name, pipeline = parallel.schedule, parallel.pipeline
+    order, order_key = name, SCHEDULE
+    if parallel.placement == "colocated":
+        order, order_key = parallel.llm_schedule, "parallel.llm_schedule"
     if name.startswith(CSV):
         if not Path(name.removeprefix(CSV)).expanduser().is_file():
             yield Problem(SCHEDULE, name, "no such file; write csv: and the path of an order")
-    elif name not in SCHEDULES:
-        text = f"must be one of {', '.join(SCHEDULES)}, or csv:PATH{suggest(name, SCHEDULES)}"
+    elif name not in (known := (*SCHEDULES, *COLOCATED_SCHEDULES)):
+        text = f"must be one of {', '.join(known)}, or csv:PATH{suggest(name, known)}"
         yield Problem(SCHEDULE, name, text)
     if parallel.virtual_stages > 1 and pipeline == 1:
         text = "has no use without a pipeline; set parallel.pipeline > 1 or remove it"
         yield Problem(VIRTUAL, parallel.virtual_stages, text, (PIPELINE,))
-    elif parallel.virtual_stages > 1 and name == "1f1b":
+    elif parallel.virtual_stages > 1 and order == "1f1b":
         text = 'but "1f1b" has one stage per rank; use 1, or schedule = "interleaved_1f1b"'
-        yield Problem(VIRTUAL, parallel.virtual_stages, text, (SCHEDULE,))
+        yield Problem(VIRTUAL, parallel.virtual_stages, text, (order_key,))
     if parallel.reshard_after_forward == "always" and pipeline > 1:
         text = 'would gather all parameters for every microbatch of a pipeline; use "default"'
         yield Problem("parallel.reshard_after_forward", "always", text, (PIPELINE,))
-    if pipeline > 1 and name == "zero_bubble" and recipe.compile.enabled:
+    if pipeline > 1 and order == "zero_bubble" and recipe.compile.enabled:
         text = "splits backwards in two, which compiled layers cannot; set compile.enabled = false"
-        yield Problem(SCHEDULE, name, text, ("compile.enabled", PIPELINE))
+        yield Problem(order_key, order, text, ("compile.enabled", PIPELINE))
 
 
 def _check_modules(recipe: Recipe) -> Found:
@@ -72,7 +76,8 @@ def _check_modules(recipe: Recipe) -> Found:
                     "remove it or set another parallel.placement"
                 )
                 yield Problem(f"{key}.{size}", value, text, ("parallel.placement",))
-        if module.segments is not None and not parallel.separates_modules:
+        colocated = parallel.placement == "colocated" and name not in ("llm", GENERATOR)
+        if module.segments is not None and not (parallel.separates_modules or colocated):
             text = f'"{parallel.schedule}" does not cut modules apart; use "separated" or remove it'
             yield Problem(f"{key}.segments", module.segments, text, (SCHEDULE,))
         elif module.segments is not None and module.segments > 1 and parallel.pipeline == 1:
@@ -90,6 +95,10 @@ def _check_layers(recipe: Recipe) -> Found:
         return
     if parallel.separates_modules:
         stages = {name: parallel.segments(name) for name in counts}
+    elif parallel.placement == "colocated":
+        encoders = {n: count for n, count in counts.items() if n not in ("llm", GENERATOR)}
+        yield from check_encoder_layers(parallel, encoders)
+        stages = {"llm": parallel.virtual_stages}
     elif parallel.schedule == "megatron":
         stages = {"llm": parallel.virtual_stages}
     else:

@@ -55,6 +55,8 @@ def plan_layout(
         return megatron_layout(layers, 1)
     segments = {m.name: config.segments(m.name) for m in modules}
     try:
+        if config.schedule in PLANNERS:
+            return PLANNERS[config.schedule].layout(config, layers)
         return schedule_layout(
             config.schedule,
             layers,
@@ -125,7 +127,7 @@ def plan_step(
     else:
         costs = task_durations(graph, modules, microbatches, targets)
         if config.schedule in PLANNERS:
-            graph, order = PLANNERS[config.schedule].plan(graph, costs)
+            graph, order = PLANNERS[config.schedule].plan(config, graph, costs)
         else:
             order = schedule_named(config.schedule).order(graph, costs)
     # Layer by layer, FSDP gathers and reduces by itself.

@@ -1,6 +1,7 @@
 """Encoders in pipelines of their own on the LLM's ranks give the gradients of the single process.
 
-Every layout of a world is run in one launch. Encoder tasks are dealt to replicas on other ranks,
+Everything follows from the `[parallel]` section of a recipe; every one of a world is run in one
+launch. Encoder tasks are dealt to replicas on other ranks,
 whose gradients are added up by FSDP2 over all ranks with the same encoder stage.
 """
 
@@ -15,9 +16,6 @@ from launch import run_distributed
 from microbatches import MODEL, random_microbatch
 from torch.distributed.tensor import DTensor
 
-from torchmm.balance.layer_costs import module_layers, task_durations
-from torchmm.balance.optimus import optimus
-from torchmm.balance.planners import costs_of
 from torchmm.batch import Microbatch, MicrobatchMeta
 from torchmm.config import (
     ActivationCheckpointConfig,
@@ -32,17 +30,11 @@ from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
 from torchmm.optim import build_optimizer, global_grad_norm
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.fsdp import FSDPModule
-from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes, start_process_group
 from torchmm.pipeline import Pipeline
 from torchmm.pipelining.actions import ActionType
-from torchmm.pipelining.colocated import colocated_layout
 from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.messages import message_specs
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.validation import validate_plan
+from torchmm.step_plan import plan_layout
 
 CPU = torch.device("cpu")
 IMAGES = [2, 0, 3, 0, 5, 1, 1, 4]
@@ -57,35 +49,57 @@ FREEZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes: pipeline ranks of the LLM and of an encoder's pipelines, slices of encoder stages."""
+    """Sizes: pipeline ranks of the LLM and of an encoder's pipelines, slices of encoder stages
+    (None: one for each layer), copies of the sharded encoder (None: as many as of the LLM)."""
 
     pipeline: int
     encoder: int
-    slices: int = 1
+    slices: int | None = 1
     shard: int = 1
     replicate: int = 1
     tensor: int = 1
     virtual: int = 1
     freeze: str = "nothing"
-    granularity: str = "fine"
+    bubbles: str = "fine"
     encoders: int = 1
+    copies: int | None = None
+    llm_schedule: str = "interleaved_1f1b"
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The recipe's section."""
+        own = {"pipeline": self.encoder, "segments": self.slices, "replicate": self.copies}
+        return ParallelConfig(
+            placement="colocated",
+            schedule="optimus",
+            **{name: getattr(self, name) for name in SIZES},
+            virtual_stages=self.virtual,
+            bubbles=self.bubbles,
+            llm_schedule=self.llm_schedule,
+            vision=own,
+            **({"second": own} if self.encoders == 2 else {}),
+        )
+
+
+SIZES = ("pipeline", "shard", "replicate", "tensor")
 
 
 CASES = {
     2: [
-        Case(2, 1, granularity="coarse"),
-        Case(2, 2, granularity="coarse"),
+        Case(2, 1, bubbles="coarse"),
+        Case(2, 2, bubbles="coarse"),
         Case(2, 1, slices=2, virtual=2),
         Case(2, 2, slices=2),
-        Case(2, 1, slices=4, freeze="tower"),
+        Case(2, 1, slices=None, freeze="tower"),
         Case(2, 1, freeze="llm"),
         Case(2, 1, slices=2, freeze="all but connector"),
         Case(2, 1, slices=2, encoders=2),
+        Case(2, 1, slices=2, copies=2, llm_schedule="zero_bubble"),
     ],
     4: [
-        Case(4, 1, slices=4),
-        Case(4, 2, slices=2),
-        Case(4, 2, granularity="coarse", freeze="tower"),
+        Case(4, 1, slices=None),
+        Case(4, 2, slices=None, encoders=2),
+        Case(4, 2, bubbles="coarse", freeze="tower"),
         Case(4, 4),
         Case(2, 1, shard=2, slices=2),
         Case(2, 2, shard=2),
@@ -162,14 +176,9 @@ def _compare_all(cases: list[Case]) -> list[tuple[Case, list[str], int]]:
     meshes: dict[tuple, ParallelMesh] = {}
     found = []
     for case in cases:
-        sizes = {
-            "pipeline": case.pipeline, "shard": case.shard, "replicate": case.replicate,
-            "tensor": case.tensor,
-        }  # fmt: skip
-        config = ParallelConfig(**sizes, virtual_stages=case.virtual, schedule="optimus")
-        key = tuple(sizes.values())
-        meshes[key] = meshes.get(key) or build_mesh(config, CPU)
-        found.append((case, *_compare(case, config, meshes[key])))
+        key = tuple(getattr(case, name) for name in SIZES)
+        meshes[key] = meshes.get(key) or build_mesh(case.parallel, CPU)
+        found.append((case, *_compare(case, case.parallel, meshes[key])))
     return found
 
 
@@ -178,29 +187,17 @@ def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[li
     model, batch = build(case), global_batch(case.encoders)
     descriptions = [module.describe() for module in model.modality_modules()]
     encoders = [d.name for d in descriptions if d.kind == "encoder"]
-    layout = colocated_layout(
-        module_layers(descriptions, [m.meta for m in batch]),
-        case.pipeline,
-        case.virtual,
-        pipelines=dict.fromkeys(encoders, case.encoder),
-        slices=dict.fromkeys(encoders, case.slices),
-    )
+    layout = plan_layout(config, descriptions, [m.meta for m in batch])
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
-    own = mesh.colocated(case.encoder)
     plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
-    parallelize(model, mesh, config, *plain, meshes=dict.fromkeys(encoders, own))
+    parallelize(model, mesh, config, *plain, meshes=encoder_meshes(config, mesh, encoders))
     materialize(model, "cpu")
     init_weights(model, seed=1)
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     targets = sum(m.target_count for m in batch)
     scale = mesh.data_parallel_size / targets
-    if case.granularity == "fine":  # what the recipe's name stands for
-        plan, result = pipeline.run(share, loss_scale=scale)
-    else:
-        sharded = any(isinstance(module, FSDPModule) for module in stages.values())
-        plan = _coarse_plan(model, pipeline, share, sharded)
-        result = pipeline._runtime.step(plan, share, loss_scale=scale)
+    plan, result = pipeline.run(share, loss_scale=scale)
     loss, gradients = reference(case.freeze, case.encoders)
     here = result.losses if mesh.mesh.get_local_rank("tensor") == 0 else {}
     problems = _loss_problems(here, targets, loss)
@@ -212,25 +209,6 @@ def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[li
         if a.type is ActionType.F and layout.stages[a.stage].module in encoders
     ]  # fmt: skip
     return problems, len(forwards)
-
-
-def _coarse_plan(
-    model: MultimodalModel, pipeline: Pipeline, share: list[Microbatch], sharded: bool
-) -> PipelinePlan:
-    """The plan of encoders before and behind the LLM only."""
-    metas = [m.meta for m in share]
-    counts = {
-        name: tuple(int(meta.images_of(name) > 0) for meta in metas)
-        for name in pipeline.layout.sub_microbatched
-    }
-    graph = StageGraph(pipeline.layout, len(metas), counts)
-    costs = costs_of(graph, task_durations(graph, pipeline._descriptions, metas))
-    planned = optimus(graph, costs, granularity="coarse")
-    modules = {m.name: m for m in model.modality_modules()}
-    specs = message_specs(planned.graph, modules, metas, torch.float32)
-    plan = lower_plan(planned.order, planned.graph, specs, sharding="step" if sharded else "none")
-    validate_plan(plan).raise_for_problems()
-    return plan
 
 
 def _loss_problems(losses: dict[int, torch.Tensor], targets: int, wanted: float) -> list[str]:

@@ -9,7 +9,7 @@ import tomli
 from rich.console import Console
 
 from torchmm.balance.profiles import load_profile
-from torchmm.config import SCHEDULES, Recipe
+from torchmm.config import COLOCATED_SCHEDULES, SCHEDULES, Recipe
 from torchmm.dry_run import describe_run
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecaster
@@ -73,7 +73,7 @@ def recipe(recipe_file: Path) -> Recipe:
 def test_every_schedule_is_planned_and_rated(recipe):
     forecaster = Forecaster(recipe, 8, load_profile("a100"))
     found = forecaster.forecast_all()
-    assert [f.schedule for f in found] == list(SCHEDULES)
+    assert [f.schedule for f in found] == [*SCHEDULES, *COLOCATED_SCHEDULES]
     for forecast in found:
         step = forecast.step
         assert step is not None, forecast.problem
@@ -149,7 +149,10 @@ def test_the_command_prints_a_table_and_names_mistakes(recipe_file, tmp_path, ca
     options = ["--config", str(recipe_file), "--schedule", "all", "--out", str(out)]
     assert SIMULATE(options) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in SCHEDULES) and str(out / "simulation.json") in printed
+    assert (
+        all(name in printed for name in (*SCHEDULES, "optimus"))
+        and str(out / "simulation.json") in printed
+    )
     assert SIMULATE(["--config", str(recipe_file), "--device", "abacus"]) == 2
     assert "abacus" in capsys.readouterr().err
     assert SIMULATE(["--config", str(recipe_file), "--schedule", "magic"]) == 2

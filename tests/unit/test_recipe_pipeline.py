@@ -87,7 +87,7 @@ def test_valid_pipelines(recipe: Path, arguments: str) -> None:
         ("--parallel.pipeline 3", "parallel: ", "pipeline 3 x replicate 1 x shard -1"),
         ("--parallel.schedule 1f1", "parallel.schedule", 'did you mean "1f1b"'),
         ("--parallel.schedule csv:gone.csv", "parallel.schedule", "no such file"),
-        ("--parallel.placement colocated", "parallel.placement", "must be one of interleaved"),
+        ("--parallel.placement scattered", "parallel.placement", "must be one of interleaved"),
         ("--parallel.virtual_stages 2", "parallel.virtual_stages", "parallel.pipeline > 1"),
         (
             "--parallel.pipeline 2 --parallel.schedule 1f1b --parallel.virtual_stages 2",

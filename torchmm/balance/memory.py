@@ -42,7 +42,14 @@ class MemoryEstimate:
         )
 
 
-def estimate_memory(
+class OwnSizes(NamedTuple):
+    """Ranks of a module where they are not all modules'."""
+
+    pipeline: int
+    shard: int
+
+
+def estimate_memory(  # noqa: PLR0913 - what memory depends on
     modules: Sequence[ModuleDescription],
     tokens: dict[str, int],
     *,
@@ -52,6 +59,7 @@ def estimate_memory(
     microbatches: int,
     recompute: Mapping[str, Recompute],
     pipeline: int = 1,
+    own: Mapping[str, OwnSizes] | None = None,
 ) -> MemoryEstimate:
     """Peak bytes of one rank.
 
@@ -64,16 +72,19 @@ def estimate_memory(
         microbatches: per step; with several, gradients stay whole until the last.
         recompute: activation checkpointing mode by module name.
         pipeline: ranks among which the layers are divided.
+        own: by module with a shorter pipeline on the same ranks. Such pipelines share out the
+            microbatches, so a rank keeps as much of them as it would in a whole pipeline.
     """
     weights = gradients = optimizer = activations = 0
     for module in modules:
-        parameters = module.parameters // (tensor * pipeline)
+        ranks, shards = (own or {}).get(module.name, OwnSizes(pipeline, shard))
+        parameters = module.parameters // (tensor * ranks)
         gathered = 2 * parameters // max(1, len(module.layers)) if pipeline == 1 else parameters
-        weights += 4 * parameters // shard + (gathered * compute_bytes if shard > 1 else 0)
+        weights += 4 * parameters // shards + (gathered * compute_bytes if shards > 1 else 0)
         if module.trainable:
-            held_by = shard if microbatches == pipeline == 1 else 1
+            held_by = shards if microbatches == pipeline == 1 else 1
             gradients += 4 * parameters // held_by
-            optimizer += 8 * parameters // shard
+            optimizer += 8 * parameters // shards
         execution = Execution(tensor=tensor, recompute=recompute.get(module.name, "none"))
         found = _activation_bytes(module, tokens.get(module.name, 0), execution, compute_bytes)
         activations += (

@@ -7,14 +7,16 @@ balance package is here: a planner gets durations and returns the graph with its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torchmm.balance.optimus import optimus
 from torchmm.balance.plan_costs import PlanCosts
+from torchmm.config import ParallelConfig
 from torchmm.pipelining.actions import COMPUTE, Action
 from torchmm.pipelining.colocated import colocated_layout
 from torchmm.pipelining.graph import StageGraph, StageLayout
+from torchmm.pipelining.layouts import ModuleLayers
 from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.separated import Durations
 
@@ -22,9 +24,9 @@ from torchmm.pipelining.separated import Durations
 class Planner(NamedTuple):
     """What a name stands for."""
 
-    layout: Callable[..., StageLayout]
-    """Of the modules, pipeline ranks and virtual stages; own sizes of encoders as keywords."""
-    plan: Callable[[StageGraph, Durations], tuple[StageGraph, ComputeOrder]]
+    layout: Callable[[ParallelConfig, Sequence[ModuleLayers]], StageLayout]
+    """Of the modules, as the recipe's section says."""
+    plan: Callable[[ParallelConfig, StageGraph, Durations], tuple[StageGraph, ComputeOrder]]
     """The step's graph with replicas chosen, and the order of every rank."""
 
 
@@ -41,14 +43,35 @@ def costs_of(graph: StageGraph, durations: Durations) -> PlanCosts:
     return PlanCosts({action: value * scale for action, value in found.items()})
 
 
-def plan_optimus(graph: StageGraph, durations: Durations) -> tuple[StageGraph, ComputeOrder]:
-    """Optimus: encoders in the bubbles of the LLM's interleaved 1F1B.
+def layout_optimus(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> StageLayout:
+    """Encoders in pipelines of their own, in stages of single layers unless the recipe wants
+    fewer: a stage is the least that can be put into a bubble.
+
+    Raises:
+        ValueError: the modules cannot be cut like this.
+    """
+    encoders = {module.name: module for module in modules if module.kind == "encoder"}
+    pipelines = {name: config.sizes_given(name).get("pipeline", 1) for name in encoders}
+    slices = {
+        name: config.slices(name) or max(1, len(module.costs) // pipelines[name])
+        for name, module in encoders.items()
+    }
+    return colocated_layout(
+        modules, config.pipeline, config.virtual_stages, pipelines=pipelines, slices=slices
+    )
+
+
+def plan_optimus(
+    config: ParallelConfig, graph: StageGraph, durations: Durations
+) -> tuple[StageGraph, ComputeOrder]:
+    """Optimus: encoders in the bubbles of the LLM's own schedule.
 
     Raises:
         ValueError: the layout is not colocated.
     """
-    planned = optimus(graph, costs_of(graph, durations))
+    costs = costs_of(graph, durations)
+    planned = optimus(graph, costs, llm_schedule=config.llm_schedule, granularity=config.bubbles)
     return planned.graph, planned.order
 
 
-PLANNERS: dict[str, Planner] = {"optimus": Planner(colocated_layout, plan_optimus)}
+PLANNERS: dict[str, Planner] = {"optimus": Planner(layout_optimus, plan_optimus)}

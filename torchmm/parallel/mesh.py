@@ -11,6 +11,7 @@ number of ranks that pass the same, which avoids a flattened mesh and its extra 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchmm.config import ParallelConfig
 from torchmm.errors import ConfigError
 from torchmm.recipe import resolve_layout
+from torchmm.recipe_colocated import encoder_layout
 
 
 @dataclass(frozen=True)
@@ -101,25 +103,34 @@ class ParallelMesh:
         """Global rank of the first data- and tensor-parallel rank at a place in the pipeline."""
         return int(self.mesh.mesh[pipeline].flatten()[0])
 
-    def colocated(self, pipeline: int) -> ParallelMesh:
+    def colocated(self, pipeline: int, replicate: int | None = None) -> ParallelMesh:
         """The mesh of a module on the same ranks, with a shorter pipeline (Optimus §4.1).
 
         Blocks of consecutive pipeline ranks have the module each; ranks at the same place of their
         block have the same stages, and share them like data-parallel ranks. Collective.
 
+        Args:
+            replicate: copies of the sharded module; None: as many as here.
+
         Raises:
-            ConfigError: the pipeline is not a divisor of this one's.
+            ConfigError: the sizes are no divisors.
         """
+        copies = self.replicate_size if replicate is None else replicate
         if pipeline < 1 or self.pipeline_size % pipeline:
             raise ConfigError(
                 f"a module with pipeline = {pipeline} on the ranks of one of {self.pipeline_size}; "
                 "give a divisor"
             )
-        if pipeline == self.pipeline_size:
+        data = self.data_parallel_size * (self.pipeline_size // pipeline)
+        if copies < 1 or data % copies:
+            raise ConfigError(
+                f"a module with replicate = {copies} on {data} data-parallel ranks; give a divisor"
+            )
+        if (pipeline, copies) == (self.pipeline_size, self.replicate_size):
             return self
-        # Block, stage, replicate, shard, tensor: blocks become part of the shards.
-        ranks = self.mesh.mesh.unflatten(0, (-1, pipeline))
-        ranks = ranks.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        # Block, stage, replicate, shard, tensor: blocks share out the data like other ranks do.
+        ranks = self.mesh.mesh.unflatten(0, (-1, pipeline)).permute(1, 2, 0, 3, 4)
+        ranks = ranks.reshape(pipeline, copies, data // copies, self.tensor_size)
         names = ("pipeline", "replicate", "shard", "tensor")
         return ParallelMesh(
             self.device, DeviceMesh(self.device.type, ranks.contiguous(), mesh_dim_names=names)
@@ -170,6 +181,27 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
         rank=int(os.environ["RANK"]) if alone else -1,
         world_size=1 if alone else -1,
     )
+
+
+def encoder_meshes(
+    config: ParallelConfig, mesh: ParallelMesh, encoders: Iterable[str]
+) -> dict[str, ParallelMesh]:
+    """Meshes of colocated encoders by name, one for those of the same sizes; none where all modules
+    are interleaved. Collective.
+
+    Raises:
+        ConfigError: sizes do not fit.
+    """
+    if config.placement != "colocated":
+        return {}
+    llm = resolve_layout(config, mesh.world_size)
+    made: dict[tuple[int, int], ParallelMesh] = {}
+    found = {}
+    for name in encoders:
+        own = encoder_layout(config, name, llm)
+        key = (own.pipeline, own.replicate)
+        made[key] = found[name] = made.get(key) or mesh.colocated(*key)
+    return found
 
 
 def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
