@@ -40,11 +40,11 @@ class PendingTransfer:
     """Tensors on their way; holds them until `wait`."""
 
     def __init__(
-        self, tensors: tuple[Tensor, ...], works: list[dist.Work], rank: int, peer: int
+        self, tensors: tuple[Tensor, ...], works: list[tuple[int, dist.Work]], rank: int
     ) -> None:
         self._tensors = tensors
         self._works = works
-        self._rank, self._peer = rank, peer
+        self._rank = rank
 
     def wait(self, action: object) -> tuple[Tensor, ...]:
         """Blocks until all tensors are through and returns them (on CUDA: the current stream
@@ -56,33 +56,43 @@ class PendingTransfer:
         Raises:
             PeerError: the peer was lost, or did not answer in time.
         """
-        try:
-            for work in self._works:
+        for peer, work in self._works:
+            try:
                 work.wait()
-        except RuntimeError as error:
-            if not is_peer_trouble(error):
-                raise
-            raise _lost(error, self._rank, self._peer, action) from error
+            except RuntimeError as error:
+                if not is_peer_trouble(error):
+                    raise
+                raise _lost(error, self._rank, peer, action) from error
         return self._tensors
 
 
 class P2PChannels:
     """The channels of one rank. Creating them is collective over all ranks of the world.
 
+    A rank of the plan may be a group of tensor-parallel ranks, which all have the same tensors. In
+    a transfer between groups of different sizes, each rank receives once, from the rank whose
+    place in the other group is its own modulo that group's size. So no tensor and no gradient
+    arrives twice, and there is nothing to add up or to share out behind it.
+
     Args:
         device: where tensors are sent from and received into.
-        ranks: global rank of each rank of the plan. Data-parallel replicas and tensor-parallel
-            ranks have plans, or copies of one, among ranks of their own.
+        ranks: global rank, or ranks, of each rank of the plan. Data-parallel replicas and, where
+            all tensor-parallel groups are alike, tensor-parallel ranks have plans, or copies of
+            one, among ranks of their own.
         timeout_s: how long gloo waits for a peer. NCCL waits on the device and its watchdog ends
             the process after this time.
     """
 
-    def __init__(self, device: torch.device, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, device: torch.device, ranks: Sequence[int | Sequence[int]], timeout_s: float
+    ) -> None:
         self.device = device
-        self._ranks = list(ranks)
+        self._ranks = [[r] if isinstance(r, int) else list(r) for r in ranks]
         self._rank = dist.get_rank()
-        if self._rank not in self._ranks:
+        places = [(i, g.index(self._rank)) for i, g in enumerate(self._ranks) if self._rank in g]
+        if not places:
             raise ValueError(f"rank {self._rank} is not among the plan's ranks {self._ranks}")
+        self._plan_rank, self._place = places[0]
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_s)
         self._up = dist.new_group(backend=backend, timeout=timeout, group_desc="p2p_up")
@@ -91,7 +101,7 @@ class P2PChannels:
     @property
     def plan_rank(self) -> int:
         """This rank, counted within the plan."""
-        return self._ranks.index(self._rank)
+        return self._plan_rank
 
     def warm_up(self, pairs: Iterable[tuple[int, int]] | None = None) -> None:
         """Uses every channel once, in an order that all ranks share.
@@ -135,10 +145,10 @@ class P2PChannels:
             PeerError: the peer is gone.
         """
         _check(tensors, specs, action)
-        rank = self._ranks[peer]
-        group = self._up if self._rank < rank else self._down
+        own = len(self._ranks[self._plan_rank])
+        to = [r for place, r in enumerate(self._ranks[peer]) if place % own == self._place]
         sent = tuple(t.detach().contiguous() for t in tensors)
-        return self._post(dist.isend, sent, rank, group, action)
+        return self._post(dist.isend, sent, to, action)
 
     def receive(self, specs: Sequence[ShapeAndDtype], peer: int, action: object) -> PendingTransfer:
         """Allocates memory and posts receives; arguments as in `send`.
@@ -146,27 +156,30 @@ class P2PChannels:
         Raises:
             PeerError: the peer is gone.
         """
-        rank = self._ranks[peer]
-        group = self._up if rank < self._rank else self._down
+        group = self._ranks[peer]
         buffers = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
-        return self._post(dist.irecv, buffers, rank, group, action)
+        return self._post(dist.irecv, buffers, [group[self._place % len(group)]], action)
 
     def _post(
         self,
         operation: Callable[..., dist.Work | None],
         tensors: tuple[Tensor, ...],
-        rank: int,
-        group: dist.ProcessGroup,
+        peers: Sequence[int],
         action: object,
     ) -> PendingTransfer:
-        try:
-            # Both ends know which tensors are empty; there is nothing to send.
-            works = [operation(t, rank, group=group) for t in tensors if t.numel()]
-        except RuntimeError as error:
-            if not is_peer_trouble(error):
-                raise
-            raise _lost(error, self._rank, rank, action) from error
-        return PendingTransfer(tensors, [w for w in works if w is not None], self._rank, rank)
+        works: list[tuple[int, dist.Work]] = []
+        for rank in peers:
+            upwards = (self._rank < rank) == (operation is dist.isend)
+            group = self._up if upwards else self._down
+            try:
+                # Both ends know which tensors are empty; there is nothing to send.
+                posted = [operation(t, rank, group=group) for t in tensors if t.numel()]
+            except RuntimeError as error:
+                if not is_peer_trouble(error):
+                    raise
+                raise _lost(error, self._rank, rank, action) from error
+            works += [(rank, work) for work in posted if work is not None]
+        return PendingTransfer(tensors, works, self._rank)
 
 
 def _lost(error: RuntimeError, rank: int, peer: int, action: object) -> PeerError:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -154,8 +155,13 @@ def channel_pairs(layout: StageLayout) -> list[tuple[int, int]]:
     """The channels that plans of this layout use, as (source, destination) ranks of the plan."""
     stages = layout.stages
     linked = [*layout.edges, *((s.index, s.tied_to) for s in stages if s.tied_to >= 0)]
-    pairs = {(a, b) for s, d in linked for a in stages[s].ranks for b in stages[d].ranks if a != b}
-    return sorted(pairs | {(b, a) for a, b in pairs})
+    pairs: set[tuple[int, int]] = set()
+    for source, destination in linked:
+        ends = stages[source].ranks, stages[destination].ranks
+        # A task's replica is the same in all stages of its module.
+        alike = stages[source].module == stages[destination].module and len(ends[0]) == len(ends[1])
+        pairs.update(zip(*ends, strict=True) if alike else product(*ends))
+    return sorted({(a, b) for a, b in pairs | {p[::-1] for p in pairs} if a != b})
 
 
 class _Clock:
