@@ -23,8 +23,8 @@ from torchmm.config_model import (
 from torchmm.config_simulation import SimulationConfig
 
 __all__ = [
-    "MODULE_SIZES",
     "COLOCATED_SCHEDULES",
+    "MODULE_SIZES",
     "SCHEDULES",
     "ActivationCheckpointConfig",
     "CheckpointConfig",
@@ -39,8 +39,8 @@ __all__ = [
     "ModuleParallelConfig",
     "OptimizerConfig",
     "ParallelConfig",
-    "Recipe",
     "Placement",
+    "Recipe",
     "Section",
     "SimulationConfig",
     "SourceConfig",
@@ -125,10 +125,10 @@ class ModuleParallelConfig(Section):
     4 under a schedule with separated modules, all images of a microbatch under the others."""
 
 
+Placement = Literal["interleaved", "colocated"]
+
 MODULE_SIZES = ("pipeline", "replicate", "shard", "tensor")
 """Keys of [parallel] that [parallel.NAME] may set for one module."""
-
-Placement = Literal["interleaved", "colocated"]
 
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "megatron", "megatron_balanced",
@@ -136,12 +136,12 @@ SCHEDULES = (
 )  # fmt: skip
 """Names `parallel.schedule` may have, beside "csv:PATH"."""
 
-
-class ParallelConfig(Section):
-    """How ranks share the work. pipeline x replicate x shard x tensor = number of ranks."""
 COLOCATED_SCHEDULES = ("optimus",)
 """Those it may have where encoders are colocated."""
 
+
+class ParallelConfig(Section):
+    """How ranks share the work. pipeline x replicate x shard x tensor = number of ranks."""
 
     model_config = ConfigDict(extra="allow")
     named_tables: ClassVar[type[Section] | None] = ModuleParallelConfig
@@ -215,13 +215,13 @@ COLOCATED_SCHEDULES = ("optimus",)
         given = self.modules.get(name, ModuleParallelConfig()).segments
         return given or (self.virtual_stages if name == "llm" else 1)
 
-    def sub_microbatch_images(self, name: str) -> int | None:
-        """Images an encoder processes together at most; None: all of a microbatch."""
-        given = self.modules.get(name, ModuleParallelConfig()).sub_microbatch_images
     def slices(self, name: str) -> int | None:
         """Stages of a colocated encoder per rank of its pipelines; None: one for each layer."""
         return self.modules.get(name, ModuleParallelConfig()).segments
 
+    def sub_microbatch_images(self, name: str) -> int | None:
+        """Images an encoder processes together at most; None: all of a microbatch."""
+        given = self.modules.get(name, ModuleParallelConfig()).sub_microbatch_images
         return given or (4 if self.separates_modules else None)
 
 
