@@ -89,3 +89,46 @@ def test_export_is_that_of_one_rank(runs):
     for name, value in one.items():
         # AdamW turns the rounding of gradients that should be zero (key biases) into small steps.
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory, real_data, train_server) -> Path:
+    """The same with the encoder in bubbles: two steps on four ranks, each with all of the encoder,
+    and two more on two, among which it is divided."""
+    run_dir = tmp_path_factory.mktemp("colocated") / "run"
+    layouts = {
+        4: {"parallel__vision__replicate": 2, "parallel__bubbles": "coarse", "training__steps": 2},
+        2: {"parallel__vision__pipeline": 2},
+    }
+    for ranks, changes in layouts.items():
+        common = {
+            **CHANGES,
+            "parallel__pipeline": 2,
+            "parallel__placement": "colocated",
+            "parallel__schedule": "optimus",
+            "checkpoint__interval": 2,
+            "metrics__timeline_step": 3,
+        }
+        command = arguments(run_dir, real_data, **{**common, **changes})
+        codes, output = train_server.run(command, run_dir.parent / f"log{ranks}", ranks)
+        assert codes == [0] * ranks, output
+    return run_dir
+
+
+def test_colocated_encoders_change_no_number(runs, colocated):
+    for one, found in zip(records(runs[1]), records(colocated), strict=True):
+        for key in ("loss", "grad_norm", "validation_loss"):
+            assert found[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), key
+        assert 0 < found["encoder_ms"] < found["step_ms"] and 0 < found["bubble_fraction"] < 1
+    one, found = (json.loads((run / "samples.json").read_text()) for run in (runs[1], colocated))
+    assert [s["generated"] for s in one] == [s["generated"] for s in found]
+    one, found = (
+        {k: v for f in (run / "hf").glob("*.safetensors") for k, v in load_file(f).items()}
+        for run in (runs[1], colocated)
+    )
+    assert one.keys() == found.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+    taken, graph = read_records(colocated / "timeline" / "step-3.json")
+    stages = [s.stop - s.start for s in graph.layout.stages if s.module == "vision"]
+    assert set(stages) == {1} and {r.rank for r in taken} == {0, 1}
