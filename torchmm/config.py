@@ -20,6 +20,7 @@ from torchmm.config_model import (
     ModelConfig,
     Section,
 )
+from torchmm.config_producers import ProducersConfig
 from torchmm.config_simulation import SimulationConfig
 
 __all__ = [
@@ -100,6 +101,8 @@ class DataConfig(Section):
     corrupt."""
     index_cache: str = "data/index"
     """Directory for the sample-length index of map-style sources."""
+    producers: ProducersConfig = Field(default=ProducersConfig())
+    """Other processes that prepare training samples; default: this run's own workers do."""
 
 
 class ModuleParallelConfig(Section):

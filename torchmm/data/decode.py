@@ -10,7 +10,7 @@ Shape legend: T tokens of a microbatch, L of a sample, N images, P patches, K ou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -48,10 +48,12 @@ class DecodedStep:
     microbatches: list[Microbatch]
     corrupt: dict[str, str]
     """Reason by "source[index]"."""
+    failure: str = ""
+    """Why the step could not be had at all: an exception would bring a worker's traceback."""
 
     def pin_memory(self) -> DecodedStep:
         """Copy in page-locked memory."""
-        return DecodedStep([m.pin_memory() for m in self.microbatches], self.corrupt)
+        return replace(self, microbatches=[m.pin_memory() for m in self.microbatches])
 
 
 @dataclass

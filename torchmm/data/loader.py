@@ -12,33 +12,24 @@ import logging
 import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.batch import ImageSpec, MicrobatchMeta, StepBatch, TextSpec
-from torchmm.config import DataConfig, SourceConfig, TrainingConfig
+from torchmm.config import DataConfig, TrainingConfig
 from torchmm.data.decode import DecodedStep, StepDecoder
-from torchmm.data.generated_images import TargetPreprocessor
-from torchmm.data.index import cache_key, load_or_build
-from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture
-from torchmm.data.plan import PackItems, Planner, StepPlan
-from torchmm.data.reader import SampleReader
-from torchmm.data.sources import MapSource, open_map_source, unique_names
-from torchmm.data.streams import StreamFeed, open_stream
+from torchmm.data.opening import Samples, open_samples
+from torchmm.data.plan import Arrange, PackItems, Planner, StepPlan
 from torchmm.data.workers import fork_server, make_worker_setup
 from torchmm.errors import ConfigError, DataError
 from torchmm.generated import GeneratorSpec
 
 OPEN_FILES = 65536
-VALIDATION_SEED = 0
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +84,7 @@ class Loader:
         sequence_length: tokens of a pack.
         rank: this data-parallel rank.
         pin_memory: whether batches are to be in page-locked memory.
+        remote: asks producers instead of decoding here.
     """
 
     def __init__(
@@ -104,6 +96,7 @@ class Loader:
         sequence_length: int,
         rank: int,
         pin_memory: bool,
+        remote: Dataset[DecodedStep] | None = None,
     ) -> None:
         self._queue = queue
         self._decoder = decoder
@@ -112,7 +105,7 @@ class Loader:
         self._rank = rank
         self._known_corrupt: set[str] = set()
         self._loader = DataLoader(
-            decoder,
+            remote or decoder,
             batch_size=None,
             sampler=queue,
             num_workers=data.workers,
@@ -136,6 +129,8 @@ class Loader:
                 raise DataError(self._explain(error)) from error
             if step is None:
                 return
+            if step.failure:
+                raise DataError(step.failure)
             plan = self._queue.pop()
             skipped = self._report(plan, step)
             yield StepBatch(step.microbatches, plan.state, skipped, plan.epoch)
@@ -185,6 +180,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     state: dict[str, Any] | None,
     validation: bool = False,
     generator_spec: GeneratorSpec | None = None,
+    arrange: Arrange | None = None,
 ) -> Loader:
     """The loader of one data-parallel rank.
 
@@ -200,6 +196,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         validation: load `data.validation` once, in the same shuffled order for every run, instead
             of the endless training mixture.
         generator_spec: the generator's wishes; None: nothing is drawn.
+        arrange: which packs of a global batch go where; None: in natural order.
 
     Raises:
         ConfigError: sizes or specs do not fit.
@@ -210,70 +207,52 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     _allow_open_files()
     if data_parallel_rank > 0:
         datasets.disable_progress_bars()  # all ranks convert the same files
-    seed = VALIDATION_SEED if validation else training.seed
-    targets = TargetPreprocessor.of(generator_spec, seed, data.max_image_pixels)
-    length = training.sequence_length
-    reader = SampleReader(data, length, text_spec, image_specs, tokenizer, targets)
-    sources = _open_sources(data, training, reader, tokenizer, validation)
+    samples = open_samples(
+        data,
+        training,
+        text_spec=text_spec,
+        image_specs=image_specs,
+        tokenizer=tokenizer,
+        validation=validation,
+        generator_spec=generator_spec,
+    )
 
     def make_planner() -> Planner:
-        mixture = Mixture([s.make_feed() for s in sources], [s.config.weight for s in sources])
         return Planner(
-            mixture, training, data.open_packs, data_parallel_size, data.max_corrupt_samples, state
+            samples.mixture(),
+            training,
+            data.open_packs,
+            data_parallel_size,
+            data.max_corrupt_samples,
+            state,
+            arrange,
         )
 
     return Loader(
         PlanQueue(make_planner, data_parallel_rank),
-        StepDecoder(
-            reader, [s.records for s in sources], [s.config.prompt for s in sources], length
-        ),
-        {s.name: number for number, s in enumerate(sources)},
+        samples.decoder,
+        samples.feeds(),
         data,
-        length,
+        training.sequence_length,
         data_parallel_rank,
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
+        remote=None if validation else _ask_producers(data, samples, training, data_parallel_rank),
     )
 
 
-@dataclass(frozen=True)
-class _OpenSource:
-    name: str
-    config: SourceConfig
-    records: MapSource | None
-    """Random access for workers; None for streams."""
-    make_feed: Callable[[], Feed]
-
-
-def _open_sources(
-    data: DataConfig,
-    training: TrainingConfig,
-    reader: SampleReader,
-    tokenizer: PreTrainedTokenizerBase,
-    validation: bool,
-) -> list[_OpenSource]:
-    section = "data.validation" if validation else "data.sources"
-    configs = data.validation if validation else data.sources
-    if not configs:
-        raise ConfigError(f"{section}: no source; add a [[{section}]] table")
-    opened = []
-    for number, (name, config) in enumerate(zip(unique_names(configs), configs, strict=True)):
-        # Held-out samples have an order of their own, the same for every run: files are often
-        # sorted by topic, and the first samples are to stand for all of them.
-        seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
-        options = FeedOptions(number, name, seed, shuffle, one_epoch=validation)
-        if config.streaming:
-            stream = open_stream(name, config)
-            make = partial(StreamFeed, options, stream, config.prompt, reader, data.shuffle_window)
-            opened.append(_OpenSource(name, config, None, make))
-            continue
-        records = open_map_source(config)
-        key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
-        path = Path(data.index_cache) / f"{key}.npz"
-        index = load_or_build(name, records, config.prompt, reader, path)
-        opened.append(
-            _OpenSource(name, config, records, partial(IndexFeed, options, index, reader.encoder))
-        )
-    return opened
+def _ask_producers(
+    data: DataConfig, samples: Samples, training: TrainingConfig, rank: int
+) -> Dataset[DecodedStep] | None:
+    """What decodes elsewhere, if the recipe says so."""
+    if not data.producers.addresses:
+        return None
+    try:
+        from torchmm.data.producers import RemoteDecoder  # noqa: PLC0415 - needs an extra
+    except ImportError as error:
+        raise ConfigError(
+            "data.producers: needs gRPC; install it with pip install 'torchmm[producers]'"
+        ) from error
+    return RemoteDecoder(data.producers, samples.fingerprint(), training.sequence_length, rank)
 
 
 def _check_sizes(training: TrainingConfig, data_parallel_size: int) -> None:

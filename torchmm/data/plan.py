@@ -11,7 +11,7 @@ The state after each step (draws per feed, open packs as references) is JSON-abl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ from torchmm.errors import CheckpointError, DataError
 STATE_VERSION = 1
 
 PackItems = list[Item]
+Arrange = Callable[[Sequence[MicrobatchMeta]], Sequence[Sequence[Sequence[int]]]]
+"""From the packs of a global batch, each as a microbatch of its own, to their indices by rank and
+microbatch."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Planner:
         data_parallel_size: ranks that share a global batch.
         max_skipped: corrupt samples accepted within one step.
         state: of an earlier planner, to go on behind it.
+        arrange: which pack goes where; None: in natural order.
 
     Raises:
         CheckpointError: the state belongs to other data or another sequence length or seed.
@@ -75,8 +79,10 @@ class Planner:
         data_parallel_size: int,
         max_skipped: int,
         state: dict[str, Any] | None,
+        arrange: Arrange | None = None,
     ) -> None:
         self._mixture = mixture
+        self._arrange = arrange
         self._training = training
         self._data_parallel_size = data_parallel_size
         self._max_skipped = max_skipped
@@ -104,9 +110,25 @@ class Planner:
             else:
                 self._packer.add(item, item.meta.tokens)
         packs = [closed.popleft() for _ in range(wanted)]
-        ranks = assign(packs, self._data_parallel_size, self._training.microbatch_size)
+        ranks = self._assign(packs)
         epoch = min(feed.epoch for feed in self._mixture.feeds)
         return StepPlan(ranks, skipped, self._state(), epoch)
+
+    def _assign(self, packs: list[PackItems]) -> list[list[list[PackItems]]]:
+        """Packs by rank and microbatch: the same ones, however they are arranged."""
+        natural = assign(packs, self._data_parallel_size, self._training.microbatch_size)
+        if self._arrange is None:
+            return natural
+        length = self._training.sequence_length
+        places = self._arrange([microbatch_meta([pack], length) for pack in packs])
+        found = sorted(index for rank in places for microbatch in rank for index in microbatch)
+        shape = [[len(m) for m in rank] for rank in natural]
+        if found != list(range(len(packs))) or [[len(m) for m in rank] for rank in places] != shape:
+            raise ValueError(
+                f"{len(packs)} packs for {len(natural)} ranks were arranged as {places}: each has "
+                "to have one place, and all microbatches their size"
+            )
+        return [[[packs[i] for i in microbatch] for microbatch in rank] for rank in places]
 
     def _check_skipped(self, skipped: list[str]) -> None:
         if len(skipped) > self._max_skipped:

@@ -1,0 +1,143 @@
+"""The trainer's side of disaggregated preprocessing: producers are asked for steps.
+
+`RemoteDecoder` stands where `StepDecoder` stands otherwise: in the data workers, which then do
+nothing but wait, so that as many steps are under way as they would prepare ahead, and no more
+(back-pressure). A producer that fails, hangs or is busy costs a retry at the next one; it cannot
+cost a sample, because a request says all there is to know. DistTrain §4.2.
+
+gRPC was taken for what it brings: deadlines, TLS, limits on messages, reconnecting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+import grpc
+from torch.utils.data import Dataset
+
+from torchmm.config_producers import ProducersConfig
+from torchmm.data.decode import DecodedStep
+from torchmm.data.plan import PackItems
+from torchmm.data.wire import pack_request, unpack_step
+from torchmm.errors import ConfigError
+
+METHOD = "/torchmm.Producer/Prepare"
+TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"
+TOKEN_KEY = "torchmm-token"
+LONGEST_WAIT_S = 2.0
+TOO_LARGE = "larger than max"
+"""What gRPC says of a message above the limit."""
+
+Code = grpc.StatusCode
+PERMANENT = (
+    Code.UNAUTHENTICATED, Code.FAILED_PRECONDITION, Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED,
+)  # fmt: skip
+"""What another try does not mend."""
+
+
+class RemoteDecoder(Dataset[DecodedStep]):
+    """Asks producers for the microbatches of one rank; picklable until it is used.
+
+    Args:
+        config: who they are.
+        fingerprint: of the data and how they are prepared.
+        sequence_length: tokens of a pack.
+        rank: this data-parallel rank; ranks begin with different producers.
+
+    Raises:
+        ConfigError: the certificate cannot be read.
+    """
+
+    def __init__(
+        self, config: ProducersConfig, fingerprint: str, sequence_length: int, rank: int
+    ) -> None:
+        self._config = config
+        self._fingerprint = fingerprint
+        self._sequence_length = sequence_length
+        self._first = rank
+        self._certificate = _read(config.ca_certificate)
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
+        """The prepared step, or one with a `failure` and no microbatches."""
+        request = pack_request(self._fingerprint, microbatches)
+        tried: dict[str, str] = {}
+        give_up = time.monotonic() + self._config.give_up_s
+        wait_s = 0.05
+        addresses = self._config.addresses
+        for number in itertools.count(self._first):
+            address = addresses[number % len(addresses)]
+            try:
+                answer = self._ask(address, request, give_up)
+            except grpc.RpcError as error:
+                code, details = error.code(), str(error.details())
+                tried[address] = f"{code.name}: {details}"
+                if code in PERMANENT or TOO_LARGE in details:
+                    return DecodedStep([], {}, self._explain(address, code, details))
+            else:
+                self._first = number + 1
+                return unpack_step(answer, microbatches, self._sequence_length)
+            if time.monotonic() > give_up:
+                break
+            if (number + 1 - self._first) % len(addresses) == 0:  # all were asked
+                time.sleep(min(wait_s, max(0.0, give_up - time.monotonic())))
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        answers = "; ".join(f"{address}: {why}" for address, why in tried.items())
+        return DecodedStep(
+            [],
+            {},
+            f"no producer prepared a step within data.producers.give_up_s = "
+            f"{self._config.give_up_s:g} s ({answers}). Start them with python -m "
+            "torchmm.data.serve --config RECIPE --bind HOST:PORT, or correct "
+            "data.producers.addresses",
+        )
+
+    def _ask(self, address: str, request: bytes, give_up: float) -> bytes:
+        if address not in self._channels:
+            self._channels[address] = self._connect(address)
+        token = os.environ.get(TOKEN_VARIABLE)
+        left_s = max(0.1, give_up - time.monotonic())
+        call = self._channels[address].unary_unary(METHOD)
+        return call(
+            request,
+            timeout=min(self._config.timeout_s, left_s),
+            metadata=((TOKEN_KEY, token),) if token else (),
+        )
+
+    def _connect(self, address: str) -> grpc.Channel:
+        limit = int(self._config.max_message_mb * 1e6)
+        options = [
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_WAIT_S)),
+        ]
+        if self._certificate is None:
+            return grpc.insecure_channel(address, options)
+        credentials = grpc.ssl_channel_credentials(self._certificate)
+        return grpc.secure_channel(address, credentials, options)
+
+    def _explain(self, address: str, code: grpc.StatusCode, details: str) -> str:
+        if TOO_LARGE in details:
+            return (
+                f"producer {address}: a step is too large to be sent ({details}); raise "
+                f"data.producers.max_message_mb = {self._config.max_message_mb:g} and the "
+                "producer's --max-request-mb, or lower training.global_batch_size"
+            )
+        if code == Code.UNAUTHENTICATED:
+            return (
+                f"producer {address} refuses this run's token: {details}. Set {TOKEN_VARIABLE} "
+                "to the same secret on both sides"
+            )
+        return f"producer {address}: {details}"
+
+
+def _read(path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"data.producers.ca_certificate = {path!r}: {error.strerror}") from error

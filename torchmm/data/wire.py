@@ -1,0 +1,158 @@
+"""What trainers and producers send each other: JSON for what is asked, safetensors for tensors.
+
+A request names samples with the sizes they were planned with, so that producers need no state and
+notice data that are not the trainer's. Rejected: asking by (step, rank) only, as DistTrain (§4.2)
+describes, because producers would then have to plan as well, in the trainer's order and from its
+state; and pickle, which runs code of whoever answers.
+
+Shape legend as in `torchmm.batch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from torchmm.batch import EncoderInputs, ImageMeta, Microbatch, SampleMeta
+from torchmm.data.decode import DecodedStep
+from torchmm.data.order import Item
+from torchmm.data.plan import PackItems, microbatch_meta
+from torchmm.generated import GeneratedMeta, GeneratorInputs
+
+VERSION = 1
+STEP = "step"
+"""Key of the JSON text beside the tensors."""
+
+GENERATOR_TENSORS = ("patches_PV", "noise_PV", "context_positions_K")
+GENERATOR_LISTS = ("times", "contexts", "counted")
+
+
+def pack_request(fingerprint: str, microbatches: list[list[PackItems]]) -> bytes:
+    """What a trainer asks for.
+
+    Args:
+        fingerprint: of the data and how they are prepared.
+        microbatches: samples of one rank's share of a step.
+    """
+    items = [
+        [[(i.feed, i.epoch, dataclasses.asdict(i.meta)) for i in pack] for pack in packs]
+        for packs in microbatches
+    ]
+    request = {"version": VERSION, "fingerprint": fingerprint, "microbatches": items}
+    return json.dumps(request).encode()
+
+
+def unpack_request(data: bytes) -> tuple[str, list[list[PackItems]]]:
+    """Fingerprint and samples of a request.
+
+    Raises:
+        ValueError: this is no such request.
+    """
+    try:
+        request = json.loads(data)
+        if request["version"] != VERSION:
+            text = f"it speaks version {request['version']} of the protocol, not {VERSION}"
+            raise ValueError(f"{text}; use the same torchmm on both sides")
+        return str(request["fingerprint"]), [
+            [[_item(*item) for item in pack] for pack in packs] for packs in request["microbatches"]
+        ]
+    except (KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a request for samples ({type(error).__name__}: {error})") from error
+
+
+def pack_step(step: DecodedStep) -> bytes:
+    """A prepared step; its metadata stay behind, for the trainer has them."""
+    tensors: dict[str, Tensor] = {}
+    described = [_describe(m, f"{number}.", tensors) for number, m in enumerate(step.microbatches)]
+    text = json.dumps({"microbatches": described, "corrupt": step.corrupt})
+    return save(tensors, {STEP: text})
+
+
+def unpack_step(
+    data: bytes, microbatches: list[list[PackItems]], sequence_length: int
+) -> DecodedStep:
+    """The step that `pack_step` packed.
+
+    Args:
+        microbatches: what was asked for.
+        sequence_length: tokens of a pack.
+
+    Raises:
+        ValueError: this is no such step, or not of these microbatches.
+    """
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    described = json.loads(header["__metadata__"][STEP])
+    if len(described["microbatches"]) != len(microbatches):
+        count = len(described["microbatches"])
+        raise ValueError(f"{count} microbatches were sent, {len(microbatches)} asked for")
+    tensors = load(data)
+    found = []
+    for number, (parts, packs) in enumerate(
+        zip(described["microbatches"], microbatches, strict=True)
+    ):
+        prefix = f"{number}."
+        encoders = {
+            name: EncoderInputs(
+                tensors[f"{prefix}{name}.pixels"],
+                [_triple(grid) for grid in grids],
+                tensors[f"{prefix}{name}.positions_K"],
+            )
+            for name, grids in parts["encoders"].items()
+        }
+        microbatch = Microbatch(
+            input_ids_T=tensors[f"{prefix}input_ids_T"],
+            targets_T=tensors[f"{prefix}targets_T"],
+            position_ids=tensors[f"{prefix}position_ids"],
+            cu_seqlens=parts["cu_seqlens"],
+            encoders=encoders,
+            meta=microbatch_meta(packs, sequence_length),
+            generator=_generator(parts["generator"], prefix, tensors),
+        )
+        found.append(microbatch)
+    return DecodedStep(found, described["corrupt"])
+
+
+def _describe(microbatch: Microbatch, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    for key in ("input_ids_T", "targets_T", "position_ids"):
+        tensors[prefix + key] = getattr(microbatch, key).contiguous()
+    for name, inputs in microbatch.encoders.items():
+        tensors[f"{prefix}{name}.pixels"] = inputs.pixels
+        tensors[f"{prefix}{name}.positions_K"] = inputs.positions_K
+    generator = None
+    if microbatch.generator is not None:
+        for key in GENERATOR_TENSORS:
+            tensors[f"{prefix}generated.{key}"] = getattr(microbatch.generator, key)
+        generator = {key: getattr(microbatch.generator, key) for key in GENERATOR_LISTS}
+        generator["grids_thw"] = microbatch.generator.grids_thw
+    return {
+        "cu_seqlens": microbatch.cu_seqlens,
+        "encoders": {name: inputs.grids_thw for name, inputs in microbatch.encoders.items()},
+        "generator": generator,
+    }
+
+
+def _generator(
+    parts: dict[str, Any] | None, prefix: str, tensors: dict[str, Tensor]
+) -> GeneratorInputs | None:
+    if parts is None:
+        return None
+    values: dict[str, Any] = {key: parts[key] for key in GENERATOR_LISTS}
+    values |= {key: tensors[f"{prefix}generated.{key}"] for key in GENERATOR_TENSORS}
+    return GeneratorInputs(**values, grids_thw=[_triple(grid) for grid in parts["grids_thw"]])
+
+
+def _item(feed: int, epoch: int, meta: dict[str, Any]) -> Item:
+    images = tuple(ImageMeta(**image) for image in meta["images"])
+    generated = tuple(
+        GeneratedMeta(_triple(drawn["grid_thw"]), drawn["context"]) for drawn in meta["generated"]
+    )
+    return Item(feed, epoch, SampleMeta(**{**meta, "images": images, "generated": generated}))
+
+
+def _triple(values: list[int]) -> tuple[int, int, int]:
+    frames, rows, columns = values
+    return frames, rows, columns
