@@ -12,6 +12,13 @@ from torchmm.errors import ConfigError
 
 _ALSO_READ = {"model_type", "rope_theta", "rope_scaling", "torch_dtype", "tie_word_embeddings"}
 """Keys that every config class reads although none of them lists them."""
+_DROPOUTS = (
+    "attention_dropout",
+    "residual_dropout",
+    "embedding_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+)
 
 
 def load_config(key: str, source: str | None, override: dict[str, Any] | None) -> Any:
@@ -103,14 +110,11 @@ def size_problems(key: str, config: Any) -> list[str]:
         )
     problems += [
         f"[{key}] {name} = {rate} is not implemented; override it with 0.0"
-        for name in ("attention_dropout", "residual_dropout", "embedding_dropout")
+        for name in _DROPOUTS
         if (rate := getattr(config, name, 0.0))
     ]
-    if getattr(config, "use_sliding_window", False):
-        problems.append(f"[{key}] use_sliding_window is not implemented; override it with false")
-    elif not hasattr(config, "use_sliding_window") and getattr(config, "sliding_window", None):
+    if getattr(config, "use_bidirectional_attention", False):
         problems.append(
-            f"[{key}] sliding_window = {config.sliding_window} is not implemented; use a model "
-            "whose attention reaches all tokens"
+            f"[{key}] use_bidirectional_attention is not implemented; override it with false"
         )
     return problems

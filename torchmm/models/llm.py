@@ -12,9 +12,9 @@ D features, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,13 +45,53 @@ class LlmFamily:
     later stages, where that input is a hidden state."""
     gated_ffn: bool = True
     """Whether the feed-forward network has a gate: three weight matrices instead of two."""
+    packed_qkv: bool = False
+    """Whether one linear gives queries, keys and values."""
+    tensor_parallel: Mapping[str, str] = field(default_factory=dict)
+    """Styles of a layer's parts that replace those of Hugging Face's plan; "": none."""
 
+
+_GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_OLMO2 = LlmFamily(
+    norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    # Hugging Face's plan computes attention whole on every rank, for its norms of all heads.
+    tensor_parallel={
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.q_norm": "sharded_norm",
+        "self_attn.k_norm": "sharded_norm",
+        "self_attn.o_proj": "rowwise",
+    },
+)
+_PHI3 = LlmFamily(
+    packed_qkv=True,
+    tensor_parallel={
+        "self_attn.qkv_proj": "",  # part of the style of what contains it
+        "mlp.gate_up_proj": "",
+        "self_attn": "packed_qkv",
+        "self_attn.o_proj": "rowwise",
+        "mlp": "packed_gate_up",
+        "mlp.down_proj": "rowwise",
+    },
+)
 
 LLM_FAMILIES = {
     "llama": LlmFamily(),
+    "mistral": LlmFamily(),
     "qwen2": LlmFamily(),
     "qwen3": LlmFamily(),
+    "smollm3": LlmFamily(),  # some layers without rotary positions
+    "gemma2": LlmFamily(norms=_GEMMA_NORMS),  # capped scores, every other layer with a window
+    "gemma3_text": LlmFamily(norms=_GEMMA_NORMS),
     "granite": LlmFamily(multiplier="embedding_multiplier"),
+    "olmo2": _OLMO2,
+    "phi3": _PHI3,
     "starcoder2": LlmFamily(gated_ffn=False),  # GPT's layers: LayerNorm, biases, no gate
 }
 """Supported families by Hugging Face model_type. One is supported when its parity test passes."""
@@ -94,6 +134,7 @@ class LlmModule(LayeredModule):
         first = self._layer_list()[0]
         self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in first.modules())
         self._has_qk_norm = any(name.endswith("q_norm") for name, _ in first.named_modules())
+        self._windows = [_window(layer, self.text_config) for layer in self._layer_list()]
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -134,10 +175,12 @@ class LlmModule(LayeredModule):
         text = self.text_fqn
         plan = self.text_config.base_model_tp_plan or {}
         styles = {f"{text}.{pattern}": style for pattern, style in plan.items()}
+        own = self.family.tensor_parallel
+        styles |= {f"{self.layers_fqn}.*.{part}": style for part, style in own.items()}
         styles |= {f"{self.layers_fqn}.*.{norm}": "sequence" for norm in self.family.norms}
         styles[f"{text}.embed_tokens"] = "embedding"
         styles["backbone.lm_head"] = "colwise_gather_output"
-        return styles
+        return {pattern: style for pattern, style in styles.items() if style}
 
     def _describe_layer(self, index: int) -> LayerDescription:
         c = self.text_config
@@ -149,7 +192,9 @@ class LlmModule(LayeredModule):
             ffn_size=c.intermediate_size,
             gated_ffn=self.family.gated_ffn,
             causal=True,
-            activation=c.hidden_act,
+            window=self._windows[index],
+            activation=getattr(c, "hidden_act", None) or c.hidden_activation,
+            packed_qkv=self.family.packed_qkv,
             norm="layer" if self._has_layer_norm else "rms",
             qk_norm=self._has_qk_norm,
         )
@@ -235,6 +280,12 @@ class LlmModule(LayeredModule):
                 )
             x_TD = x_TD.index_copy(0, inputs.positions_K, features_KD.to(x_TD.dtype))
         return x_TD
+
+
+def _window(layer: nn.Module, config: Any) -> int | None:
+    """How many tokens a layer's attention reaches back; None: all."""
+    attention = layer.get_submodule("self_attn")
+    return getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class LocalNorm(ParallelStyle):
                 name: cast(DTensor, parameter).to_local(grad_placements=[Partial()])
                 for name, parameter in module.named_parameters(recurse=False)
             }
-            return norm(_LocalWeights(settings, weights), x)
+            return norm(_LocalWeights(type(module), settings, weights), x)
 
         module.forward = forward
         return module
@@ -123,9 +123,15 @@ class LocalNorm(ParallelStyle):
 class _LocalWeights:
     """What a norm's forward reads from its module, with plain tensors for DTensors."""
 
-    def __init__(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, kind: type[nn.Module], settings: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> None:
+        self._kind = kind
         for name, value in (*settings.items(), *weights.items()):
             setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:  # a method of the module, such as Gemma's _norm
+        return getattr(self._kind, name).__get__(self)
 
 
 def distribute_parameters(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:

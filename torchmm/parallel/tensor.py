@@ -27,13 +27,14 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn import functional
 
 from torchmm.errors import ConfigError
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.async_linear import Overlap
 from torchmm.parallel.async_tensor import AsyncColumn, AsyncRow, AsyncScope, Column
+from torchmm.parallel.packed import PackedGateUp, PackedQkv
 from torchmm.parallel.sequence import LocalNorm, SequenceSlices, distribute_parameters
+from torchmm.parallel.sharded_norm import ShardedNorm
 
 
 def apply_tensor_parallel(
@@ -100,7 +101,9 @@ def _style(
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         "replicated_with_grad_allreduce": LocalNorm(),
         "embedding": _Embedding(),
-        "packed_qkv": _PackedQkv(overlap is not None),
+        "packed_qkv": PackedQkv(sizes, overlap is not None),
+        "packed_gate_up": PackedGateUp(sizes, overlap is not None),
+        "sharded_norm": ShardedNorm(),
         "sequence": None if slices is None else LocalNorm(),
     }
     if name not in styles:
@@ -147,40 +150,6 @@ class _Embedding(ParallelStyle):
         style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         module = style._apply(module, device_mesh)
         module.register_forward_hook(lambda _, __, output: output.clone())
-        return module
-
-
-class _PackedQkv(ParallelStyle):
-    """An attention whose `qkv` linear holds queries, keys and values behind each other.
-
-    Every rank computes the rows of its own heads. The weights stay replicated, because no plain
-    sharding of their rows gives a rank its heads of all three; their gradients, zero for other
-    ranks' rows, are summed.
-
-    Args:
-        overlapped: whether the attention is an `AsyncScope`, which computes the product.
-    """
-
-    def __init__(self, overlapped: bool) -> None:
-        super().__init__()
-        self.overlapped = overlapped
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        attention: Any = module
-        qkv, heads, size = attention.qkv, attention.num_heads, device_mesh.size()
-        distribute_parameters(qkv, device_mesh)
-
-        def own_rows(parameter: DTensor) -> Tensor:
-            rows = parameter.to_local(grad_placements=[Partial()]).unflatten(0, (3, heads, -1))
-            return rows.chunk(size, dim=1)[device_mesh.get_local_rank()].flatten(0, 2)
-
-        def forward(hidden: DTensor) -> Tensor:
-            x = hidden.to_local(grad_placements=[Partial()])
-            bias = None if qkv.bias is None else own_rows(qkv.bias)
-            return functional.linear(x, own_rows(qkv.weight), bias)
-
-        qkv.forward = Column(qkv, own_rows) if self.overlapped else forward
-        attention.num_heads = heads // size
         return module
 
 

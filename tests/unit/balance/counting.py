@@ -21,20 +21,34 @@ VIEWS = {
 }  # fmt: skip
 
 
-def _packed(query_THD: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *_: Any) -> int:
-    pairs = sum((b - a) ** 2 for a, b in pairwise(cu_seqlens.tolist()))
+def _packed(query_THD: Tensor, starts: Tensor, window: int) -> int:
+    lengths = [b - a for a, b in pairwise(starts.tolist())]
+    pairs = sum(length * min(length, window or length) for length in lengths)
     return 2 * 2 * query_THD.shape[1] * query_THD.shape[2] * pairs
 
 
-def _packed_attention(*args: Any, out_val: Any) -> int:
+def _window(options: tuple[Any, ...]) -> int:
+    """Of what follows the starts of segments: two other settings, then the window."""
+    return options[2] if len(options) > 2 else 0
+
+
+def _packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *options: Any, out_val: Any
+) -> int:
     """Scores and their product with values, by hand: torch's counter does not know the operator."""
-    return _packed(*args)
+    return _packed(query, starts, _window(options))
 
 
 def _packed_attention_backward(
-    grad: Tensor, inputs: list, out: Tensor, lse: Tensor, starts: Tensor, *_: Any, out_val: Any
+    grad: Tensor, inputs: list, outputs: list, starts: Tensor, *options: Any, out_val: Any
 ) -> int:
-    return 2 * _packed(*inputs, starts)
+    return 2 * _packed(inputs[0], starts, _window(options))
+
+
+def _capped_attention_backward(
+    grad: Tensor, inputs: list, starts: Tensor, *options: Any, out_val: Any
+) -> int:
+    return 2 * _packed(inputs[0], starts, _window(options))
 
 
 def _dense(query_BHTD: Tensor, key_BHSD: Tensor) -> int:
@@ -55,6 +69,8 @@ _aten, _own = torch.ops.aten, torch.ops.torchmm
 _ATTENTION: dict[Any, Any] = {
     _own.packed_attention: _packed_attention,
     _own.packed_attention_backward: _packed_attention_backward,
+    _own.capped_attention: _packed_attention,
+    _own.capped_attention_backward: _capped_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _dense_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _dense_attention_backward,
 }

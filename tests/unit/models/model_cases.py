@@ -40,7 +40,29 @@ LLMS = {
         "attention_multiplier": 0.3,
     },
     "starcoder2": {"model_type": "starcoder2", **_LLM},
+    "mistral": {"model_type": "mistral", **_LLM, "sliding_window": 4},
+    "olmo2": {"model_type": "olmo2", **_LLM},
+    "phi3": {"model_type": "phi3", **_LLM, "sliding_window": None},
+    "smollm3": {"model_type": "smollm3", **_LLM, "no_rope_layer_interval": 2},
+    "gemma2": {
+        "model_type": "gemma2",
+        **_LLM,
+        "head_dim": 16,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        **_LLM,
+        "head_dim": 16,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }
+BASIC_LLMS = ("llama", "llama_tied", "qwen2", "qwen3", "granite", "starcoder2")
+"""Enough of them where what is tested does not depend on the family."""
 _VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -17,14 +17,27 @@ class Layer(nn.Module):
     is_causal = True
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    blocks: Tensor | None = None,
+) -> Tensor:
     """(1, H, T, D) by the definition, in float64."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q.double() @ k.double().transpose(-1, -2) * scale
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    for i in range(scores.shape[-2]):
+        for j in range(scores.shape[-1]):
+            together = blocks is not None and blocks[i] == blocks[j] >= 0
+            if (causal and j > i and not together) or (window and i - j >= window):
+                scores[..., i, j] = -torch.inf
     return scores.softmax(-1) @ v.double()
 
 
@@ -58,6 +71,54 @@ def test_output_and_gradients(starts: list[int], kv_heads: int, causal: bool) ->
         assert relative_error(grad, reference) < 1e-6
 
 
+BLOCKS = torch.tensor([-1, 0, 0, 0, -1, 3, 3, -1, 3, 3, 3, -1])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize(
+    ("rules", "blocks"),
+    [
+        ({"sliding_window": 3}, None),
+        ({"sliding_window": 7}, None),
+        ({"softcap": 0.3}, None),
+        ({"softcap": 0.3, "sliding_window": 2}, None),
+        ({}, BLOCKS),
+        ({"sliding_window": 2}, BLOCKS),
+        ({"softcap": 0.5}, BLOCKS),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("starts", [[0, 12], [0, 3, 6, 8, 12]], ids=str)
+def test_windows_caps_and_blocks(
+    starts: list[int], rules: dict, blocks: Tensor | None, kv_heads: int
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 12, heads, 8).transpose(1, 2).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
+    )
+    segments = Segments.from_starts(starts, CPU, blocks)
+    ours, _ = attention(Layer(), q, k, v, None, scaling=0.3, cu_seq_lens_q=segments, **rules)
+    parts = [
+        plain_attention(
+            *(x[:, :, a:b] for x in (q, k, v)),
+            causal=True,
+            scale=0.3,
+            window=rules.get("sliding_window"),
+            softcap=rules.get("softcap"),
+            blocks=None if blocks is None else blocks[a:b],
+        )
+        for a, b in pairwise(starts)
+    ]
+    theirs = torch.cat(parts, dim=2).transpose(1, 2)
+    assert relative_error(ours, theirs) < 1e-6
+    weights = torch.randn_like(ours)
+    grads = torch.autograd.grad((ours * weights).sum(), (q, k, v))
+    expected = torch.autograd.grad((theirs * weights).sum(), (q, k, v))
+    for grad, reference in zip(grads, expected, strict=True):
+        assert relative_error(grad, reference) < 1e-6
+
+
 def test_an_expanded_gradient_is_accepted() -> None:
     q = torch.randn(1, 2, 6, 8, requires_grad=True)
     segments = Segments.from_starts([0, 2, 6], CPU)
@@ -69,8 +130,12 @@ def test_an_expanded_gradient_is_accepted() -> None:
 def test_the_operator_is_well_formed() -> None:
     q = torch.randn(6, 2, 8, requires_grad=True)
     starts = torch.tensor([0, 2, 6], dtype=torch.int32)
-    operator = torch.ops.torchmm.packed_attention.default
-    torch.library.opcheck(operator, (q, q, q, starts, 0.3, True))
+    blocks = torch.tensor([0, 0, -1, 1, 1, -1])
+    packed = torch.ops.torchmm.packed_attention.default
+    torch.library.opcheck(packed, (q, q, q, starts, 0.3, True))
+    torch.library.opcheck(packed, (q, q, q, starts, 0.3, True, 3, blocks))
+    capped = torch.ops.torchmm.capped_attention.default
+    torch.library.opcheck(capped, (q, q, q, starts, 0.3, 2.0, 3, blocks))
 
 
 def test_a_padding_mask_is_honoured() -> None:
@@ -111,7 +176,7 @@ def test_a_batch_without_segments_is_plain_attention() -> None:
     assert relative_error(got, ours(pixels).last_hidden_state) < 1e-5
 
 
-@pytest.mark.parametrize("option", ["softcap", "sliding_window", "s_aux"])
+@pytest.mark.parametrize("option", ["softcap", "sliding_window", "s_aux"])  # without segments
 def test_what_is_not_implemented_is_refused(option: str) -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match=f"Layer uses {option}"):

@@ -166,7 +166,7 @@ def test_all_mistakes_of_a_model_are_listed() -> None:
 
 
 def test_what_layers_of_starcoder2_may_ask_for_is_refused() -> None:
-    asked = {"residual_dropout": 0.1, "embedding_dropout": 0.2, "sliding_window": 16}
+    asked = {"residual_dropout": 0.1, "embedding_dropout": 0.2}
     with pytest.raises(ConfigError) as caught:
         build(ModelConfig(llm=LlmConfig(config={**LLMS["starcoder2"], **asked})))
     for (key, value), problem in zip(asked.items(), caught.value.problems, strict=True):

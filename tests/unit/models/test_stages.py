@@ -5,8 +5,8 @@ from collections import defaultdict
 import pytest
 import torch
 from model_cases import (
+    BASIC_LLMS,
     ENCODERS,
-    LLMS,
     composite_config,
     make_inputs,
     microbatch,
@@ -23,7 +23,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 
 CONFIGS = {
-    **{f"{llm}+clip": pair_config(llm, "clip") for llm in LLMS},
+    **{f"{llm}+clip": pair_config(llm, "clip") for llm in BASIC_LLMS},
     **{f"llama+{encoder}": pair_config("llama", encoder) for encoder in ENCODERS},
     "llava": composite_config("llava", vision_feature_layer=-1),
     "qwen2_5_vl": composite_config("qwen2_5_vl"),

@@ -1,0 +1,82 @@
+"""LLMs of every family split over two ranks: loss and gradients of the whole model."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from launch import run_distributed
+from model_cases import LLMS, build, microbatch
+from torch.distributed.tensor import DTensor
+
+from torchmm.config import FreezeConfig, LlmConfig, ModelConfig, ParallelConfig
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import materialize
+from torchmm.models.registry import build_model
+from torchmm.models.shards import copy_slice
+from torchmm.parallel.async_linear import Overlap
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.tensor import apply_tensor_parallel
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family in one layout."""
+
+    family: str
+    sequence_parallel: bool = False
+    chunks: int = 0
+    """Blocks per slice of async tensor parallelism; 0: it is off."""
+    changes: dict = field(default_factory=dict)
+
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(llm=LlmConfig(config={**LLMS[self.family], **self.changes}))
+
+
+CASES = [Case(family, split) for family in LLMS for split in (False, True)]
+CASES += [Case(family, True, chunks=2) for family in ("phi3", "olmo2", "gemma3_text")]
+CASES += [Case("phi3", changes={"num_key_value_heads": 1})]
+
+
+@pytest.mark.slow
+def test_split_llms_equal_the_whole():
+    for outcomes in zip(*run_distributed(_compare_all, 2, CASES), strict=True):
+        for case, errors in outcomes:
+            assert errors == {}, (case, errors)
+
+
+def _compare_all(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
+    return [(case, _compare(case)) for case in cases]
+
+
+def _compare(case: Case) -> dict[str, float]:
+    """Loss and gradients that differ by more than 1e-5, relative."""
+    whole = build(case.model_config())
+    split = build_model(case.model_config(), FreezeConfig())
+    mesh = build_mesh(ParallelConfig(shard=1, tensor=2), torch.device("cpu"))
+    overlap = None
+    if case.chunks:
+        overlap = Overlap("ring", mesh.tensor.get_group().group_name, case.chunks)
+    apply_tensor_parallel(split.llm, mesh.tensor, case.sequence_parallel, overlap)
+    materialize(split, "cpu")
+    init_weights(split, seed=0)
+    weights = dict(whole.named_parameters())
+    for name, parameter in split.named_parameters():
+        copy_slice(parameter, weights[name].detach())
+    batch = microbatch([5, 9, 9])
+    losses = whole(batch), split(batch)
+    for loss in losses:
+        loss.backward()
+    errors = {"loss": abs(losses[1].item() / losses[0].item() - 1)}
+    gradients = {n: p.grad for n, p in whole.named_parameters()}
+    scale = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    for name, parameter in split.named_parameters():
+        grad = parameter.grad
+        grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        expected = gradients.pop(name)
+        size = expected.norm().item()
+        # Zero but for rounding (a key's bias): against the whole gradient.
+        error = (grad - expected).norm().item() / (size if size > 1e-6 * scale else scale)
+        errors[name] = error
+    assert not gradients
+    return {name: error for name, error in errors.items() if not error <= 1e-5}

@@ -1,0 +1,271 @@
+"""Attention within packed segments as custom operators, which torch.compile does not look into.
+
+`packed_attention` calls torch's flash kernel for CPUs once per run of equally long segments.
+`capped_attention` is for scores that pass through tanh (Gemma 2), which no kernel of torch does:
+plain products, on any device, with the scores of one run at a time in memory.
+
+Who sees whom: causal attention may be limited to a window, and tokens of one block (an image, a
+prompt) may see each other in both directions. As in Hugging Face's Gemma 3, a window limits how
+far back a token sees inside of a block too.
+
+Shape legend: T tokens of all segments, N segments of a run, S tokens of one segment, H query heads,
+G key and value heads (G divides H), R = H / G, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Run(NamedTuple):
+    """Equally long neighbouring segments."""
+
+    start: int
+    segments: int
+    length: int
+
+    def view(self, x_THD: Tensor) -> Tensor:
+        """(N, H, S, D) view of the run."""
+        part = x_THD[self.start : self.start + self.segments * self.length]
+        return part.unflatten(0, (self.segments, self.length)).transpose(1, 2)
+
+    def visible(
+        self, causal: bool, window: int, blocks_T: Tensor | None, device: torch.device
+    ) -> Tensor:
+        """Which keys a query sees: bool, (S, S), or (N, 1, S, S) with blocks."""
+        at_S = torch.arange(self.length, device=device)
+        behind_SS = at_S[:, None] - at_S
+        seen = behind_SS >= 0 if causal else torch.ones_like(behind_SS, dtype=torch.bool)
+        if blocks_T is not None:
+            part = blocks_T[self.start : self.start + self.segments * self.length]
+            blocks = part.view(self.segments, 1, self.length)
+            same = blocks[..., :, None] == blocks[..., None, :]
+            seen = seen | (same & (blocks[..., :, None] >= 0))
+        return seen & (behind_SS < window) if window else seen
+
+
+def equal_runs(cu_seqlens: Tensor) -> Iterator[Run]:
+    """All segments, from where they begin (on the CPU)."""
+    start = 0
+    for length, run in groupby(b - a for a, b in pairwise(cu_seqlens.tolist())):
+        segments = len(list(run))
+        yield Run(start, segments, length)
+        start += segments * length
+
+
+def _bias(
+    run: Run, like: Tensor, causal: bool, window: int, blocks: Tensor | None
+) -> Tensor | None:
+    """What is added to scores; None where the kernel's own causal mask says it all."""
+    if blocks is None and (not window or window >= run.length):
+        return None
+    seen = run.visible(causal, window, blocks, like.device)
+    return torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
+
+
+@torch.library.custom_op("torchmm::packed_attention", mutates_args=(), device_types="cpu")
+def packed_attention(
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    blocks_T: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention within segments on CPU.
+
+    Args:
+        window: how many keys a query sees, itself included; 0: all.
+        blocks_T: tokens with the same number, not negative, see each other in both directions.
+
+    Returns:
+        Output (T, H, D) and the log-sum-exp of the scores (T, H), fp32, for backward.
+    """
+    out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+    lse_TH = query_THD.new_empty(query_THD.shape[:2], dtype=_lse_dtype(query_THD))
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    for run in equal_runs(cu_seqlens):
+        q, k, v = (run.view(x) for x in (query_THD, key_TGD, value_TGD))
+        bias = _bias(run, q, causal, window, blocks_T)
+        out, lse = forward(q, k, v, 0.0, causal and bias is None, attn_mask=bias, scale=scale)
+        run.view(out_THD).copy_(out)
+        run.view(lse_TH[..., None]).copy_(lse[..., None])
+    return out_THD, lse_TH
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+@packed_attention.register_fake
+def _(query_THD, key_TGD, value_TGD, cu_seqlens, scale, causal, window=0, blocks_T=None):  # type: ignore[no-untyped-def]
+    lse_TH = query_THD.new_empty(query_THD.shape[:2], dtype=_lse_dtype(query_THD))
+    return torch.empty_like(query_THD, memory_format=torch.contiguous_format), lse_TH
+
+
+@torch.library.custom_op("torchmm::packed_attention_backward", mutates_args=(), device_types="cpu")
+def packed_attention_backward(
+    grad_THD: Tensor,
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    cu_seqlens: Tensor,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    blocks_T: Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of `packed_attention`'s `inputs`, query, key and value, from its `outputs`."""
+    out_THD, lse_TH = outputs
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for run in equal_runs(cu_seqlens):
+        grad, q, k, v, out = (run.view(x) for x in (grad_THD, *inputs, out_THD))
+        lse = run.view(lse_TH[..., None])[..., 0].contiguous()
+        bias = _bias(run, q, causal, window, blocks_T)
+        masked = causal and bias is None
+        parts = backward(grad, q, k, v, out, lse, 0.0, masked, attn_mask=bias, scale=scale)
+        for whole, part in zip(grads, parts, strict=True):
+            run.view(whole).copy_(part)
+    return grads
+
+
+@packed_attention_backward.register_fake
+def _(grad_THD, inputs, *_, **__):  # type: ignore[no-untyped-def]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, cu_seqlens, ctx.scale, ctx.causal, ctx.window, blocks_T = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens, blocks_T)
+
+
+def _backward(ctx: Any, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, cu_seqlens, blocks_T = ctx.saved_tensors
+    # The kernel needs a gradient with unit stride; an expanded one has stride 0.
+    grads = packed_attention_backward(
+        grad_THD.contiguous(),
+        tensors[:3],
+        tensors[3:],
+        cu_seqlens,
+        ctx.scale,
+        ctx.causal,
+        ctx.window,
+        blocks_T,
+    )
+    return *grads, None, None, None, None, None
+
+
+packed_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+@torch.library.custom_op("torchmm::capped_attention", mutates_args=())
+def capped_attention(
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    softcap: float,
+    window: int = 0,
+    blocks_T: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within segments with scores s replaced by `softcap` tanh(s / `softcap`).
+
+    Args:
+        cu_seqlens: on the CPU.
+        window, blocks_T: as for `packed_attention`.
+
+    Returns:
+        (T, H, D).
+    """
+    out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+    for run in equal_runs(cu_seqlens):
+        q, k, v = _grouped(run, query_THD, key_TGD, value_TGD)
+        hidden = _hidden(run, q, window, blocks_T)
+        _, weights = _capped_weights(q, k, hidden, scale, softcap)
+        run.view(out_THD).copy_((weights.to(v.dtype) @ v).flatten(1, 2))
+    return out_THD
+
+
+def _grouped(run: Run, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """(N, G, R, S, D) of a tensor with H heads, (N, G, 1, S, D) of those with G."""
+    groups = others[0].shape[1]
+    return run.view(query).unflatten(1, (groups, -1)), *(run.view(x)[:, :, None] for x in others)
+
+
+def _hidden(run: Run, q: Tensor, window: int, blocks_T: Tensor | None) -> Tensor:
+    """Which keys a query does not see: bool, (S, S) or (N, 1, 1, S, S)."""
+    seen = run.visible(True, window, blocks_T, q.device)
+    return ~(seen if blocks_T is None else seen[:, :, None])
+
+
+def _capped_weights(
+    q: Tensor, k: Tensor, hidden: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """(tanh of the scores, weights after softmax in float32), both (N, G, R, S, S)."""
+    bent = torch.tanh((q @ k.transpose(-1, -2)) * scale / softcap)
+    weights = (bent * softcap).masked_fill(hidden, -torch.inf)
+    return bent, weights.softmax(-1, dtype=_lse_dtype(q))
+
+
+@capped_attention.register_fake
+def _(query_THD, key_TGD, value_TGD, cu_seqlens, scale, softcap, window=0, blocks_T=None):  # type: ignore[no-untyped-def]
+    return torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("torchmm::capped_attention_backward", mutates_args=())
+def capped_attention_backward(
+    grad_THD: Tensor,
+    inputs: list[Tensor],
+    cu_seqlens: Tensor,
+    scale: float,
+    softcap: float,
+    window: int = 0,
+    blocks_T: Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of `capped_attention`'s `inputs`; works the scores out again."""
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    for run in equal_runs(cu_seqlens):
+        q, k, v = _grouped(run, *inputs)
+        grad = run.view(grad_THD).unflatten(1, (k.shape[1], -1))
+        hidden = _hidden(run, q, window, blocks_T)
+        bent, weights = _capped_weights(q, k, hidden, scale, softcap)
+        of_weights = (grad @ v.transpose(-1, -2)).to(weights.dtype)
+        of_capped = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+        of_scores = of_capped.to(q.dtype) * (1 - bent.square()) * scale
+        parts = (
+            of_scores @ k,
+            (of_scores.transpose(-1, -2) @ q).sum(2, keepdim=True),
+            (weights.to(grad.dtype).transpose(-1, -2) @ grad).sum(2, keepdim=True),
+        )
+        for whole, part in zip(grads, parts, strict=True):
+            run.view(whole).copy_(part.flatten(1, 2))
+    return grads
+
+
+@capped_attention_backward.register_fake
+def _(grad_THD, inputs, *_, **__):  # type: ignore[no-untyped-def]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+def _save_capped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, key, value, cu_seqlens, ctx.scale, ctx.softcap, ctx.window, blocks_T = inputs
+    ctx.save_for_backward(query, key, value, cu_seqlens, blocks_T)
+
+
+def _capped_backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, cu_seqlens, blocks_T = ctx.saved_tensors
+    grads = capped_attention_backward(
+        grad_THD, inputs, cu_seqlens, ctx.scale, ctx.softcap, ctx.window, blocks_T
+    )
+    return *grads, None, None, None, None, None
+
+
+capped_attention.register_autograd(_capped_backward, setup_context=_save_capped)
