@@ -23,6 +23,7 @@ from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.checkpoint import CheckpointManager, Restored
 from torchmm.config import Recipe
 from torchmm.data.loader import Loader, build_loader
+from torchmm.data.plan import Arrange
 from torchmm.dry_run import run_summary
 from torchmm.errors import ConfigError
 from torchmm.log import setup_logging
@@ -37,6 +38,7 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
 from torchmm.pipeline import Pipeline
 from torchmm.pipelining.cut import cut_for_rank
 from torchmm.recipe import dump_recipe
+from torchmm.reordering import arrangement
 from torchmm.report import print_summary
 from torchmm.rng import seed_everything
 from torchmm.step_plan import plan_layout
@@ -136,7 +138,10 @@ def build_run(
             log=logger,
         )
     state = restored.state["data"] if restored else None
-    loader = build_data(recipe, model, tokenizer, mesh, state=state)
+    arrange = arrangement(
+        recipe, descriptions, pipeline.layout, mesh.data_parallel_size, mesh.device
+    )
+    loader = build_data(recipe, model, tokenizer, mesh, state=state, arrange=arrange)
     return RunParts(
         recipe, run_dir, logger, mesh, tokenizer, model, descriptions, pipeline, optimizer,
         checkpoints, restored, loader, recorder,
@@ -152,6 +157,7 @@ def build_data(
     state: dict | None = None,
     validation: bool = False,
     for_prompts: bool = False,
+    arrange: Arrange | None = None,
 ) -> Loader:
     """This rank's loader of training or held-out samples.
 
@@ -159,6 +165,7 @@ def build_data(
         state: data position to go on from.
         validation: held-out samples, decoded in this process (they are few and kept).
         for_prompts: the same samples on all ranks, one sequence per microbatch.
+        arrange: which packs of a global batch go where; None: in natural order.
     """
     data, training = recipe.data, recipe.training
     if validation:
@@ -176,6 +183,7 @@ def build_data(
         state=state,
         validation=validation,
         generator_spec=model.generator_spec(),
+        arrange=arrange,
     )
 
 

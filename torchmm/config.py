@@ -90,6 +90,10 @@ class DataConfig(Section):
     """Samples shuffled together when streaming."""
     open_packs: int = Field(default=16, ge=1)
     """Partly filled sequences kept open for best-fit packing."""
+    reorder: Literal["none", "intra", "inter", "both"] = "none"
+    """Rearrange the sequences of each global batch by what they cost, vision and text together:
+    "intra": so that all data-parallel ranks have equally much to do; "inter": so that each rank's
+    microbatches come in an order with few gaps in its pipeline; "both". Losses stay the same."""
     max_images_per_sample: int = Field(default=64, ge=1)
     """Further images of a sample are dropped together with their placeholders."""
     max_image_pixels: int = Field(default=64_000_000, ge=1)
