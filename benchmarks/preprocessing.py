@@ -1,0 +1,160 @@
+"""How long a step waits for heavy images: prepared in the training process, or by producers.
+
+As DistTrain's figure 21 does, images of several sizes are decoded, resized and tokenised for every
+step. A step itself is a sleep: the accelerator is busy and the CPU is not, and its length is given.
+*In the training process* is `data.workers = 0`; producers are two processes of this machine, asked
+by two waiting workers. Waiting times are medians over steps, the first two left out; batches are
+compared, and have to be the same.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from harness import Row, describe_machine, make_parser, report
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from torchmm.batch import ImageSpec, TextSpec
+from torchmm.config import DataConfig, SourceConfig, TrainingConfig
+from torchmm.config_producers import ProducersConfig
+from torchmm.data.loader import Loader, build_loader
+from torchmm.data.opening import open_samples
+from torchmm.data.serve import Producer, start_server
+
+SEED = 0
+WARMUP = 2
+SPEC = ImageSpec(
+    encoder="vision",
+    layout="fixed",
+    processor_class="CLIPImageProcessor",
+    processor={"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+    patch_size_px=14,
+)
+CASES = ((4, 512, 1.0), (4, 1024, 1.0), (4, 2048, 2.0), (8, 1024, 2.0))
+"""Images of a step, their side in pixels, seconds of a step."""
+
+
+def make_samples(directory: Path, count: int, side_px: int) -> SourceConfig:
+    """Pictures with smooth contents, as photographs are for a JPEG decoder."""
+    draw = np.random.default_rng(SEED)
+    rows = []
+    for number in range(count):
+        coarse = draw.integers(0, 255, (side_px // 16, side_px // 16, 3), dtype=np.uint8)
+        stream = io.BytesIO()
+        image = Image.fromarray(coarse).resize((side_px, side_px), Image.Resampling.BICUBIC)
+        image.save(stream, "JPEG", quality=90)
+        rows.append({"image": {"bytes": stream.getvalue(), "path": None}, "text": f"word {number}"})
+    directory.mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(directory / "part-0.parquet")
+    return SourceConfig(path=str(directory), name="photographs")
+
+
+class Site:
+    """Samples and what is needed to read them."""
+
+    def __init__(self, directory: Path, images: int, side_px: int) -> None:
+        backend = Tokenizer(
+            models.WordLevel({"<pad>": 0, "<image>": 1, "word": 2, "<unk>": 3}, unk_token="<unk>")
+        )
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+        self.directory = directory
+        self.source = make_samples(directory / "photographs", 3 * images, side_px)
+        # One image fills a sequence: 576 tokens and the caption.
+        self.training = TrainingConfig(
+            global_batch_size=images, microbatch_size=1, sequence_length=600, seed=SEED
+        )
+        self.specs: dict[str, Any] = {
+            "text_spec": TextSpec(vocab_size=4, image_token_id=1),
+            "image_specs": {"vision": SPEC},
+            "tokenizer": tokenizer,
+        }
+
+    def data(self, workers: int, addresses: list[str]) -> DataConfig:
+        return DataConfig(
+            sources=[self.source],
+            workers=workers,
+            index_cache=str(self.directory / "index"),
+            producers=ProducersConfig(addresses=addresses),
+        )
+
+    def loader(self, workers: int = 0, addresses: list[str] | None = None) -> Loader:
+        return build_loader(
+            self.data(workers, addresses or []),
+            self.training,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=None,
+            **self.specs,
+        )
+
+    @contextmanager
+    def producers(self, count: int) -> Iterator[list[str]]:
+        """Starts them; gives their addresses."""
+        opened = open_samples(self.data(0, []), self.training, **self.specs)
+        started = []
+        for _ in range(count):
+            producer = Producer(opened.decoder, opened.fingerprint(), workers=1, token=None)
+            started.append((producer, *start_server(producer, "127.0.0.1:0")))
+        yield [f"127.0.0.1:{port}" for _, _, port in started]
+        for producer, server, _ in started:
+            server.stop(0).wait()
+            producer.close()
+
+
+def waits_s(loader: Loader, steps: int, step_s: float) -> tuple[float, float]:
+    """Median time that a step waits for its batch, and a checksum of all pixels."""
+    batches, waits, checksum = iter(loader), [], 0.0
+    for _ in range(WARMUP + steps):
+        begin_s = time.perf_counter()
+        batch = next(batches)
+        waits.append(time.perf_counter() - begin_s)
+        checksum += sum(float(m.encoders["vision"].pixels.sum()) for m in batch.microbatches)
+        time.sleep(step_s)
+    return median(waits[WARMUP:]), checksum
+
+
+def case_rows(images: int, side_px: int, step_s: float, steps: int) -> list[Row]:
+    """Waiting times of one size of images."""
+    with tempfile.TemporaryDirectory() as directory:
+        site = Site(Path(directory), images, side_px)
+        own_s, expected = waits_s(site.loader(), steps, step_s)
+        with site.producers(2) as addresses:
+            found_s, found = waits_s(site.loader(2, addresses), steps, step_s)
+    if found != expected:
+        raise AssertionError(f"producers gave other pixels: {found} instead of {expected}")
+    case = f"{images} images of {side_px} x {side_px}, steps of {step_s:g} s"
+    return [
+        Row(case, "waiting per step", "ms", 1e3 * found_s, 1e3 * own_s, better="lower"),
+        # Seconds become milliseconds: what the paper says in words.
+        Row(case, "share of the waiting that is left", "", found_s / own_s, 1, None, 0.01, "lower"),
+    ]
+
+
+def main() -> None:
+    """Prints the table."""
+    arguments = make_parser(__doc__ or "").parse_args()
+    datasets.disable_progress_bars()
+    print(describe_machine(torch.device("cpu")))
+    print(f"seed {SEED}")
+    rows = []
+    for images, side_px, step_s in CASES[:2] if arguments.quick else CASES:
+        rows += case_rows(images, side_px, step_s, steps=3 if arguments.quick else 7)
+        print(f"{rows[-2].case}: {rows[-2].baseline:.0f} -> {rows[-2].ours:.1f} ms", flush=True)
+    report("Waiting for samples, ours: producers, baseline: decoded in place", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
