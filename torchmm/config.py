@@ -132,7 +132,7 @@ class ModuleParallelConfig(Section):
     4 under a schedule with separated modules, all images of a microbatch under the others."""
 
 
-Placement = Literal["interleaved", "colocated"]
+Placement = Literal["interleaved", "colocated", "disaggregated"]
 
 MODULE_SIZES = ("pipeline", "replicate", "shard", "tensor")
 """Keys of [parallel] that [parallel.NAME] may set for one module."""
@@ -164,7 +164,9 @@ class ParallelConfig(Section):
     file, for separated modules; "optimus": colocated encoders in the LLM's bubbles."""
     placement: Placement = "interleaved"
     """Where modules lie: "interleaved": on the same ranks; "colocated": too, but encoders have
-    sizes of their own ([parallel.NAME]): pipelines with fewer ranks, and so several of them."""
+    sizes of their own ([parallel.NAME]): pipelines with fewer ranks, and so several of them;
+    "disaggregated": each on ranks and with sizes of its own, those of [parallel] being the LLM's,
+    under schedule "separated", "1f1b", "gpipe" or "zero_bubble"."""
     llm_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "interleaved_1f1b"
     """Order of the LLM's own forwards and backwards under "optimus"."""
     bubbles: Literal["fine", "coarse"] = "fine"

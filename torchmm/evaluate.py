@@ -50,8 +50,10 @@ def held_out_losses(
             sums[module] += torch.stack(by_microbatch).sum()
         targets += sum(m.target_count for m in batch.microbatches)
         images += sum(m.generated_count for m in batch.microbatches)
-    # Only one rank of a pipeline has a module's losses, all have counted targets.
-    local = [*(loss.item() * mesh.pipeline_size for loss in sums.values()), targets, images]
+    # Of ranks with the same samples, only one tensor-parallel group has a module's losses, while
+    # all have counted targets.
+    share = mesh.samples_ranks / mesh.tensor_size
+    local = [*(loss.item() * share for loss in sums.values()), targets, images]
     text, drawn, all_targets, all_images = mesh.sum_over_data(local)
     return {"llm": text / max(1.0, all_targets), GENERATOR: drawn / max(1.0, all_images)}
 

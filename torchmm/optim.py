@@ -86,6 +86,7 @@ def global_grad_norm(
     parameters: Iterable[nn.Parameter],
     copies: Collection[nn.Parameter] = (),
     pipeline: dist.ProcessGroup | None = None,
+    sharing: int | None = None,
 ) -> Tensor:
     """Euclidean norm of all gradients of all ranks, a float32 scalar equal on every rank.
 
@@ -95,6 +96,8 @@ def global_grad_norm(
     Args:
         copies: parameters that are copies of another rank's, which counts them.
         pipeline: the ranks of this rank's pipeline, all of which must call; None: it is alone.
+        sharing: how many of these have the same parameters, or shards of them; None: those of
+            each parameter's mesh.
     """
     left_out = {id(copy) for copy in copies}
     counted = [p for p in parameters if id(p) not in left_out]
@@ -108,8 +111,8 @@ def global_grad_norm(
     square = torch.zeros((), dtype=torch.float64, device=device)
     ranks = set(dist.get_process_group_ranks(pipeline))
     for mesh, norm in zip(by_mesh, whole, strict=True):
-        sharing = 1 if mesh is None else len(ranks.intersection(mesh.mesh.flatten().tolist()))
-        square += norm.to(device, torch.float64).square() / sharing
+        alike = 1 if mesh is None else len(ranks.intersection(mesh.mesh.flatten().tolist()))
+        square += norm.to(device, torch.float64).square() / (sharing or alike)
     dist.all_reduce(square, group=pipeline)
     return square.sqrt().float()
 

@@ -84,7 +84,7 @@ class Pipeline:
             assert trained == layout.stages[index].trainable, layout.stages[index]
         channels = None
         if mesh.pipeline_size > 1:
-            channels = P2PChannels(mesh.device, mesh.pipeline_ranks, config.timeout_s)
+            channels = P2PChannels(mesh.device, mesh.channel_ranks, config.timeout_s)
             channels.warm_up(channel_pairs(layout))
         self._runtime = PipelineRuntime(mesh.pipeline_rank, stages, channels, mesh.device)
         rank, device = mesh.pipeline_rank, mesh.device

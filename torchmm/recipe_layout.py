@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import gcd, prod
 from typing import NamedTuple
 
 
@@ -17,3 +19,14 @@ class Layout(NamedTuple):
     def data_parallel(self) -> int:
         """Ranks that read different samples."""
         return self.replicate * self.shard
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return prod(self)
+
+
+def replica_groups(units: Mapping[str, Layout]) -> int:
+    """Groups of data-parallel ranks that share no samples, of modules on ranks of their own: as
+    many as divide the data-parallel sizes of all."""
+    return gcd(*(unit.data_parallel for unit in units.values()))

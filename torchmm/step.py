@@ -82,8 +82,8 @@ class TrainStep:
         weights = {name: self.loss_weights.get(name, 1.0) for name in counts}
         scales = dict.fromkeys((s.module for s in self.pipeline.layout.stages), 0.0)
         for name, count in counts.items():
-            # FSDP averages gradients over the data-parallel ranks: undo that in the loss.
-            scales[name] = weights[name] * self.mesh.data_parallel_size / count
+            # FSDP may average gradients over the data-parallel ranks: undo that in the loss.
+            scales[name] = weights[name] * self.mesh.averaged_over / count
         plan, result = self.pipeline.run(moved, loss_scale=scales, annotate=annotate)
         nothing = torch.zeros((), device=device)
         losses = {

@@ -112,7 +112,6 @@ class Trainer:
         self._train_step = TrainStep(run.pipeline, mesh, self._loss_weights)
         self._parameters = [p for p in run.model.parameters() if p.requires_grad]
         self._copies = run.model.tied_copy_parameters()
-        self._pipeline = mesh.pipeline.get_group() if mesh.pipeline_size > 1 else None
         self._peak_flops = (
             recipe.metrics.peak_tflops * 1e12
             if recipe.metrics.peak_tflops
@@ -201,24 +200,24 @@ class Trainer:
         step = self.step + 1
         annotate = step == run.recipe.metrics.profile_step
         outcome = self._train_step.run(batch.microbatches, global_targets, annotate, global_images)
-        grad_norm = global_grad_norm(self._parameters, self._copies, self._pipeline).item()
-        by_module = [outcome.losses[name].item() for name in ("llm", GENERATOR)]
-        rows = gather_floats([outcome.loss.item(), grad_norm, *by_module])
+        ranks = mesh.norm_ranks, mesh.norm_sharing
+        grad_norm = global_grad_norm(self._parameters, self._copies, *ranks).item()
+        losses = (outcome.loss, *(outcome.losses[name] for name in ("llm", GENERATOR)))
+        loss, text, image = (loss.item() / mesh.tensor_size for loss in losses)
+        rows = gather_floats([loss, grad_norm, text, image])
         check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
-        loss, _, text, image = (
-            sum(column) / mesh.tensor_size for column in zip(*rows, strict=True)
-        )
+        loss, _, text, image = map(sum, zip(*rows, strict=True))
 
         lr = self._update(grad_norm)
         self._data_state = batch.state
         self.step = step
-        ranks = gather_rank_steps(self._measure(batch, outcome, begin_s))
+        measured = gather_rank_steps(self._measure(batch, outcome, begin_s))
         if mesh.pipeline_size > 1 and step == self._timeline_step:
             directory = run.run_dir / "timeline"
             save_timeline(directory, step, outcome, batch.microbatches, mesh)
         record = make_record(
             self.step,
-            ranks,
+            measured,
             epoch=batch.epoch,
             loss=loss,
             grad_norm=grad_norm,

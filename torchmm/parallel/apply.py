@@ -56,18 +56,20 @@ def parallelize(
         apply_activation_checkpoint(module, mode)
         if compile_config.enabled and module.name in (compile_config.modules or [module.name]):
             _compile_layers(module)
-        if own.world_size > own.pipeline_size or dtype != torch.float32:
-            divisor = None if own is mesh else mesh.data_parallel_size
+        if own.mesh.size() > own.mesh["pipeline"].size() or dtype != torch.float32:
+            same = own.replicate_size * own.shard_size == mesh.averaged_over
+            divisor = None if same else mesh.averaged_over
             apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), divisor)
 
 
 def reshards_after_forward(parallel: ParallelConfig) -> bool:
     """Whether FSDP2 frees gathered parameters behind each forward, as the recipe says.
 
-    Not in a pipeline: every microbatch would gather them again.
+    Not in a pipeline: every microbatch would gather them again. Not where modules have ranks of
+    their own: replicas run other tasks.
     """
     if parallel.reshard_after_forward == "default":
-        return parallel.pipeline == 1
+        return parallel.pipeline == 1 and parallel.placement != "disaggregated"
     return parallel.reshard_after_forward == "always"
 
 

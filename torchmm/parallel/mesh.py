@@ -11,9 +11,10 @@ number of ranks that pass the same, which avoids a flattened mesh and its extra 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torchmm.config import ParallelConfig
 from torchmm.errors import ConfigError
 from torchmm.recipe import resolve_layout
 from torchmm.recipe_colocated import encoder_layout
+from torchmm.recipe_layout import Layout
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,16 @@ class ParallelMesh:
         return self.mesh["pipeline"].mesh.tolist()
 
     @property
+    def channel_ranks(self) -> Sequence[int | Sequence[int]]:
+        """Between which global ranks tensors are sent, as `P2PChannels` takes them."""
+        return self.pipeline_ranks
+
+    @property
+    def samples_ranks(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.pipeline_size * self.tensor_size
+
+    @property
     def replicate_size(self) -> int:
         """Copies of the sharded model."""
         return self.mesh["replicate"].size()
@@ -88,6 +100,32 @@ class ParallelMesh:
         """Which of the data-parallel shares of the batch this rank works on."""
         replicate = self.mesh.get_local_rank("replicate")
         return replicate * self.shard_size + self.mesh.get_local_rank("shard")
+
+    @property
+    def averaged_over(self) -> int:
+        """What FSDP2 divides sums of gradients by; to be undone in the losses."""
+        return self.data_parallel_size
+
+    @property
+    def norm_ranks(self) -> dist.ProcessGroup | None:
+        """The ranks over which squares of gradients are added up; None: this rank has them all."""
+        return self.mesh["pipeline"].get_group() if self.pipeline_size > 1 else None
+
+    @property
+    def norm_sharing(self) -> int | None:
+        """How many of them have the same parameters; None: the ranks of a parameter's own mesh."""
+        return None
+
+    @property
+    def unit_layouts(self) -> Mapping[str, Layout] | None:
+        """Sizes by module, where modules have ranks of their own."""
+        return None
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes by dimension, as a checkpoint records them."""
+        names = ("pipeline", "replicate", "shard", "tensor")
+        return {name: self.mesh[name].size() for name in names}
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -146,7 +184,7 @@ class ParallelMesh:
             return list(values)
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(totals)
-        return (totals / (self.tensor_size * self.pipeline_size)).tolist()
+        return (totals / self.samples_ranks).tolist()
 
 
 def select_device(device: str) -> torch.device:

@@ -91,7 +91,7 @@ class P2PChannels:
         self._rank = dist.get_rank()
         places = [(i, g.index(self._rank)) for i, g in enumerate(self._ranks) if self._rank in g]
         if not places:
-            raise ValueError(f"rank {self._rank} is not among the plan's ranks {self._ranks}")
+            raise ValueError(f"rank {self._rank} is not among the plan's ranks {[*ranks]}")
         self._plan_rank, self._place = places[0]
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_s)
