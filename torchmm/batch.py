@@ -293,7 +293,11 @@ class LayerDescription:
     """Whether a second attention of the same sizes reads the context (generators), which has
     `hidden_size` features behind the connector."""
     norm: Literal["rms", "layer"] = "rms"
-    """Kind of the layer's two norms."""
+    """Kind of the layer's norms."""
+    norm_place: Literal["before", "behind", "around"] = "before"
+    """Where they stand: before attention and feed-forward part, behind both, or before and behind."""
+    norm_weight_float32: bool = False
+    """Whether their weights multiply float32 values, which are then kept."""
     activation: str = "silu"
     """Function inside the feed-forward part, by Hugging Face's name."""
     rotary: bool = True

@@ -73,11 +73,15 @@ def layer_kept_bytes(
         results_N = sum(outputs for _, outputs in local_linears(layer, execution.tensor).values())
         kept_N = element_bytes * (input_N + sizes.units_N * results_N) + attention_N
         return kept_N + _cross(layer, sizes, execution, element_bytes, results=True)
-    norms_N = 2 * _norm(layer.norm, input_N, element_bytes, weights)
-    norms_N += 2 * weights * element_bytes * sizes.units_N * layer.hidden_size  # linears' inputs
+    norms = 4 if layer.norm_place == "around" else 2
+    normed_bytes = 4 if layer.norm_weight_float32 else element_bytes
+    norms_N = norms * _norm(layer.norm, input_N, normed_bytes, weights)
+    gathered = execution.residual_share if execution.async_tensor else 1.0
+    inputs_N = gathered * sizes.units_N * layer.hidden_size
+    norms_N += 2 * weights * element_bytes * inputs_N  # linears' inputs
     if layer.qk_norm:
         normed_N = sizes.units_N * (query + key)
-        norms_N = norms_N + _norm(layer.norm, normed_N, element_bytes, weights)
+        norms_N = norms_N + _norm(layer.norm, normed_N, normed_bytes, weights)
     # A part of packed results keeps all of them.
     values = query + 2 * key if layer.packed_qkv else key
     attention_N = attention_N + element_bytes * sizes.units_N * (query + key + values)

@@ -93,19 +93,21 @@ def _layer(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Opera
         for every, own in zip(passes, found, strict=True):
             every.extend(own)
     if setting.execution.recompute != "none":
-        last = linears.forward[list(local_linears(layer, setting.execution.tensor)).index("down")]
+        products = list(local_linears(layer, setting.execution.tensor))
+        ends = layer.norm_place == "before"  # else a norm needs the last product
+        last = linears.forward[products.index("down")] if ends else None
         passes.again.extend(_again(passes.forward, last, setting.execution.recompute))
     return passes
 
 
-def _again(forward: list[Operator], last: Operator, mode: Recompute) -> Iterator[Operator]:
+def _again(forward: list[Operator], last: Operator | None, mode: Recompute) -> Iterator[Operator]:
     """What is run again. torch stops where the last tensor is there that backward needs: in front
-    of the layer's last product, whose result is summed over ranks behind it."""
+    of the layer's last product, whose result is summed over ranks behind it; None: at the end."""
     for operator in forward:
         if operator is last or (mode == "selective" and operator.kind in ("matmul", "attention")):
             continue
         share = 1.0
-        if operator.kind in ("all_reduce", "reduce_scatter"):
+        if last is not None and operator.kind in ("all_reduce", "reduce_scatter"):
             share = 1 - 1 / float(operator.calls)
         yield operator._replace(
             network_bytes=share * operator.network_bytes, calls=share * operator.calls
@@ -139,8 +141,9 @@ def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Ope
 
 def _norms(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
     rows_N = sizes.units_N * setting.execution.residual_share
-    elements = (3 if layer.cross_attention else 2) * rows_N * layer.hidden_size
-    passes = norm_operators(layer.norm, elements, 2, setting)
+    count = 3 if layer.cross_attention else 2
+    count *= 2 if layer.norm_place == "around" else 1
+    passes = norm_operators(layer.norm, count * rows_N * layer.hidden_size, count, setting)
     if layer.qk_norm:
         heads = (layer.heads + layer.kv_heads) * layer.head_dim / setting.execution.tensor
         own = norm_operators(layer.norm, sizes.units_N * heads, 2, setting)
@@ -258,6 +261,9 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
     whole = regions * setting.element_bytes * sizes.units_N * layer.hidden_size
     forward = list(_reduction(whole, regions, execution, link))
     weights = []
+    if execution.async_tensor:  # gathered inputs are not kept
+        sent = whole * (tensor - 1) / tensor
+        weights.append(Operator("all_gather", network_bytes=sent, calls=regions, link=link))
     replicated = 0
     if layer.packed_qkv:
         replicated = 3 * layer.hidden_size**2

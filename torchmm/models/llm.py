@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,10 @@ def _build_causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED)
 
 
+NormPlace = Literal["before", "behind", "around"]
+"""See `LayerDescription.norm_place`."""
+
+
 @dataclass(frozen=True)
 class LlmFamily:
     """What differs between families of causal LMs."""
@@ -39,7 +43,10 @@ class LlmFamily:
     text_model: str = "model"
     """Name of the part with embedding, layers and norm."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norms of a layer that see the residual stream."""
+    """Norms of a layer whose input or output is added to the residual stream."""
+    norm_place: NormPlace = "before"
+    norm_weight_float32: bool = False
+    """Whether norms return to the compute dtype behind their weights only."""
     multiplier: str | None = None
     """Attribute of the text model with which its forward scales `inputs_embeds`; set to 1 on
     later stages, where that input is a hidden state."""
@@ -57,7 +64,10 @@ _GEMMA_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_GEMMA = LlmFamily(norms=_GEMMA_NORMS, norm_place="around", norm_weight_float32=True)
 _OLMO2 = LlmFamily(
+    norm_place="behind",
+    norm_weight_float32=True,
     norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     # Hugging Face's plan computes attention whole on every rank, for its norms of all heads.
     tensor_parallel={
@@ -87,8 +97,8 @@ LLM_FAMILIES = {
     "qwen2": LlmFamily(),
     "qwen3": LlmFamily(),
     "smollm3": LlmFamily(),  # some layers without rotary positions
-    "gemma2": LlmFamily(norms=_GEMMA_NORMS),  # capped scores, every other layer with a window
-    "gemma3_text": LlmFamily(norms=_GEMMA_NORMS),
+    "gemma2": _GEMMA,  # capped scores, every other layer with a window
+    "gemma3_text": _GEMMA,
     "granite": LlmFamily(multiplier="embedding_multiplier"),
     "olmo2": _OLMO2,
     "phi3": _PHI3,
@@ -196,6 +206,8 @@ class LlmModule(LayeredModule):
             activation=getattr(c, "hidden_act", None) or c.hidden_activation,
             packed_qkv=self.family.packed_qkv,
             norm="layer" if self._has_layer_norm else "rms",
+            norm_place=self.family.norm_place,
+            norm_weight_float32=self.family.norm_weight_float32,
             qk_norm=self._has_qk_norm,
         )
 

@@ -34,6 +34,8 @@ WIDE = {"hidden_size": 128, "intermediate_size": 320}
 FUSED = (
     "packed_attention",
     "packed_attention_backward",
+    "capped_attention",
+    "capped_attention_backward",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
@@ -82,7 +84,8 @@ class RealLayer:
         module = model_cases.build(ModelConfig(llm=LlmConfig(config=config))).llm.to(dtype)
         hidden = torch.randn(1, TOKENS, 128, dtype=dtype, requires_grad=True)
         positions = torch.arange(TOKENS)[None]
-        self.tables = list(module.text_model.rotary_emb(hidden, positions))
+        kinds = config.get("layer_types", ())[:1]  # Gemma 3 has tables for each
+        self.tables = list(module.text_model.rotary_emb(hidden, positions, *kinds))
         segments = Segments.from_starts([0, 40, TOKENS], hidden.device)
         samples = (SampleMeta("s", 0, 40), SampleMeta("s", 1, TOKENS - 40))
 
@@ -143,11 +146,13 @@ def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dt
     with CountTraffic() as backward:
         out.backward(torch.ones_like(out))
     accumulation = found.weights.pop()  # the first gradients of a step have nothing to add to
+    # Phi-3's gate is in one product with what it is for, whose input is read once.
+    allowed = 0.04 if family == "phi3" else 0.02
     for operators, count in (
         (found.forward, forward),
         (found.inputs + found.weights, backward),
     ):
-        assert traffic(operators, True) == pytest.approx(counted(count, True), rel=0.02)
+        assert traffic(operators, True) == pytest.approx(counted(count, True), rel=allowed)
         # Padded windows, scalars of single families: small change.
         assert traffic(operators, False) == pytest.approx(counted(count, False), rel=0.2)
         fused = [o for o in operators if o.kind.startswith("attention")]  # loops inside
@@ -171,6 +176,8 @@ def test_kept_bytes_are_what_stays_alive(family: str, dtype: torch.dtype) -> Non
             alive += real.hidden.numel() * size
         # Qwen's encoder casts its rotary tables, of the size of a head, in every layer.
         allowed = 0.06 if layer.packed_qkv else 0.02
+        if family in ("olmo2", "gemma2"):  # inputs of whole layers, attention without statistics
+            allowed = 0.08
         assert found == pytest.approx([alive], rel=allowed), (mode, trained)
 
 
