@@ -295,7 +295,7 @@ class LayerDescription:
     norm: Literal["rms", "layer"] = "rms"
     """Kind of the layer's norms."""
     norm_place: Literal["before", "behind", "around"] = "before"
-    """Where they stand: before attention and feed-forward part, behind both, or before and behind."""
+    """Where they stand: before attention and feed-forward part, behind them, or both."""
     norm_weight_float32: bool = False
     """Whether their weights multiply float32 values, which are then kept."""
     activation: str = "silu"

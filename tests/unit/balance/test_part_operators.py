@@ -146,15 +146,15 @@ def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dt
     with CountTraffic() as backward:
         out.backward(torch.ones_like(out))
     accumulation = found.weights.pop()  # the first gradients of a step have nothing to add to
-    # Phi-3's gate is in one product with what it is for, whose input is read once.
-    allowed = 0.04 if family == "phi3" else 0.02
+    # Phi-3's gate is in one product with what it is for: an input read once, a result cut in two.
+    allowed, others = (0.04, 0.25) if family == "phi3" else (0.02, 0.2)
     for operators, count in (
         (found.forward, forward),
         (found.inputs + found.weights, backward),
     ):
         assert traffic(operators, True) == pytest.approx(counted(count, True), rel=allowed)
         # Padded windows, scalars of single families: small change.
-        assert traffic(operators, False) == pytest.approx(counted(count, False), rel=0.2)
+        assert traffic(operators, False) == pytest.approx(counted(count, False), rel=others)
         fused = [o for o in operators if o.kind.startswith("attention")]  # loops inside
         calls = len(fused) + sum(np.sum(o.calls) for o in operators if o not in fused)
         assert calls == pytest.approx(sum(count.calls.values()), rel=0.2)
