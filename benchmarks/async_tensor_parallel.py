@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from async_prediction import prediction_rows
 from chunked_products import CHUNKS, CPU_PRODUCTS, CUDA_PRODUCTS, TINY_PRODUCTS, product_rows
 from harness import Row, describe_machine, make_parser, report
 from matplotlib.figure import Figure
@@ -340,6 +341,8 @@ def main() -> None:
         rows += overlap_rows(found)
         if arguments.picture and Mlps.case in found.case and found.ratio in (0.5, 1):
             draw_overlap(found.steps, arguments.picture)
+    if not (arguments.tiny or arguments.cuda):
+        rows += prediction_rows()
     report("Async tensor parallelism", rows, arguments.json)
 
 

@@ -46,6 +46,16 @@ def test_the_bound_is_the_longer_of_compute_and_transfers(load):
         assert case.bound == pytest.approx(bound)
 
 
+def test_predictions_are_labelled_and_between_nothing_and_all_hidden(load, monkeypatch):
+    prediction = load("async_prediction")
+    monkeypatch.setattr(prediction, "BACKBONES", {"7B": "disttrain_mllm_9b"})
+    rows = prediction.prediction_rows()
+    assert [row.metric for row in rows] == ["speed-up", "exposed transfers per layer"] * 2
+    for faster, exposed in zip(rows[::2], rows[1::2], strict=True):
+        assert {faster.kind, exposed.kind} == {"simulated"}
+        assert faster.ours > 1 and 0 < exposed.ours < exposed.baseline
+
+
 @pytest.mark.slow
 def test_the_benchmark_writes_rows_and_a_picture(tmp_path):
     """It also compares the gradients of both programs."""

@@ -109,6 +109,19 @@ def test_tensor_parallel_ranks_are_faster_by_less_than_their_number() -> None:
     assert hidden.forward.tensor_ms == pytest.approx(two.forward.tensor_ms / 2)
 
 
+def test_async_tensor_parallelism_gathers_again_what_it_does_not_keep() -> None:
+    split = {"layers": (1, 3), "tensor": 2, "sequence_parallel": True}
+    plain, hidden = costs(**split), costs(**split, async_tensor=True)
+    assert plain.backward.tensor_ms == pytest.approx(plain.forward.tensor_ms)
+    # Half is hidden; backward gathers inputs a second time: six transfers instead of four.
+    assert hidden.forward.tensor_ms == pytest.approx(plain.forward.tensor_ms / 2)
+    assert hidden.backward.tensor_ms == pytest.approx(plain.backward.tensor_ms * 6 / 4 / 2)
+    # Half of the inputs of two groups of products in two layers: 100 x 64 float32 values each.
+    assert plain.kept_bytes - hidden.kept_bytes == pytest.approx([2 * 2 * 100 * 64 * 4 / 2] * 2)
+    frozen = costs(replace(LLM, trainable=False), **split, async_tensor=True)
+    assert frozen.backward.tensor_ms == pytest.approx(plain.backward.tensor_ms / 2)
+
+
 def test_bfloat16_moves_half_the_bytes() -> None:
     model = CostModel(PROFILE, "bfloat16")
     assert model.element_bytes == 2
