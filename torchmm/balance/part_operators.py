@@ -262,8 +262,8 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
     forward = list(_reduction(whole, regions, execution, link))
     weights = []
     if execution.async_tensor:  # gathered inputs are not kept
-        sent = whole * (tensor - 1) / tensor
-        weights.append(Operator("all_gather", network_bytes=sent, calls=regions, link=link))
+        again = whole * (tensor - 1) / tensor
+        weights.append(Operator("all_gather", network_bytes=again, calls=regions, link=link))
     replicated = 0
     if layer.packed_qkv:
         replicated = 3 * layer.hidden_size**2
