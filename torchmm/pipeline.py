@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from torchmm.balance.drift import Kind
 from torchmm.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.config_model import GENERATOR
@@ -74,6 +75,9 @@ class Pipeline:
         self._descriptions = descriptions
         self._config = config
         self._dtype = dtype
+        self.device = mesh.device
+        self.factors: Mapping[Kind, float] = {}
+        """On FLOPs, by kind of action: with what steps are planned (`torchmm.replanning`)."""
         self._modules = {m.name: m for m in model.modality_modules()}
         self._sharding: Gathering = "none"
         if any(isinstance(module, FSDPModule) for module in modules.values()):
@@ -120,6 +124,7 @@ class Pipeline:
             specs=specs,
             sharding=self._sharding,
             purpose=purpose,
+            factors=self.factors,
         )
 
     def run(

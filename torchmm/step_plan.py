@@ -9,10 +9,11 @@ that are not at hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Literal
 
+from torchmm.balance.drift import Kind, scaled
 from torchmm.balance.layer_costs import module_layers, task_durations
 from torchmm.balance.planners import PLANNERS
 from torchmm.batch import MicrobatchMeta, ModuleDescription
@@ -92,7 +93,7 @@ def step_graph(
     return StageGraph(layout, len(microbatches), counts)
 
 
-def plan_step(
+def plan_step(  # noqa: PLR0913 - what a plan depends on
     layout: StageLayout,
     config: ParallelConfig,
     modules: Sequence[ModuleDescription],
@@ -102,6 +103,7 @@ def plan_step(
     specs: Callable[[StageGraph], MessageSpecs] = lambda graph: {},
     sharding: Gathering = "step",
     purpose: Purpose = "training",
+    factors: Mapping[Kind, float] | None = None,
 ) -> PipelinePlan:
     """The plan of a step with these microbatches.
 
@@ -113,6 +115,7 @@ def plan_step(
         specs: tensors of the graph's messages; none for plans that do not run.
         sharding: when parameters are gathered.
         purpose: what the step is for.
+        factors: on FLOPs, by kind of action, where measurements tell them.
 
     Raises:
         PlanError: the schedule cannot run them.
@@ -125,7 +128,8 @@ def plan_step(
     elif layout.rank_count == 1:
         order = one_f_one_b(graph)
     else:
-        costs = task_durations(graph, modules, microbatches, targets)
+        flops = task_durations(graph, modules, microbatches, targets)
+        costs = scaled(flops, graph, factors)
         if config.schedule in PLANNERS:
             graph, order = PLANNERS[config.schedule].plan(config, graph, costs)
         else:

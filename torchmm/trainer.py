@@ -51,6 +51,7 @@ from torchmm.parallel.health import Health, check_finite, gather_floats, peer_er
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.preempt import Status, StopSignal, write_status
 from torchmm.profiling import StepProfiler
+from torchmm.replanning import Replanner
 from torchmm.report import draw_captions, draw_pictures
 from torchmm.rng import restore_rng
 from torchmm.step import StepOutcome, TrainStep
@@ -127,6 +128,9 @@ class Trainer:
         self._profiler = StepProfiler(recipe.metrics, run.run_dir, mesh.rank, mesh.device)
         self._health = Health(run.run_dir / "heartbeats", recipe.parallel.timeout_s)
         self._data_state: dict = {}
+        self._replanner = Replanner(
+            run.pipeline, run.descriptions, recipe.parallel.replan_drift, run.logger
+        )
 
     def run(self) -> None:
         """All steps, then the results.
@@ -215,6 +219,7 @@ class Trainer:
         if mesh.pipeline_size > 1 and step == self._timeline_step:
             directory = run.run_dir / "timeline"
             save_timeline(directory, step, outcome, batch.microbatches, mesh)
+        self._replanner.observe(step, outcome, batch.microbatches)
         record = make_record(
             self.step,
             measured,

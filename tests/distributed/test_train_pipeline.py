@@ -98,7 +98,7 @@ def colocated(tmp_path_factory, real_data, train_server) -> Path:
     run_dir = tmp_path_factory.mktemp("colocated") / "run"
     layouts = {
         4: {"parallel__vision__replicate": 2, "parallel__bubbles": "coarse", "training__steps": 2},
-        2: {"parallel__vision__pipeline": 2},
+        2: {"parallel__vision__pipeline": 2, "parallel__replan_drift": 0.001},
     }
     for ranks, changes in layouts.items():
         common = {
@@ -129,6 +129,8 @@ def test_colocated_encoders_change_no_number(runs, colocated):
     assert one.keys() == found.keys()
     for name, value in one.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+    printed = (colocated.parent / "log2" / "rank-0.log").read_text()
+    assert "step 3: times drifted from those planned with" in " ".join(printed.split())
     taken, graph = read_records(colocated / "timeline" / "step-3.json")
     stages = [s.stop - s.start for s in graph.layout.stages if s.module == "vision"]
     assert set(stages) == {1} and {r.rank for r in taken} == {0, 1}
