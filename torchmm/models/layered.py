@@ -100,6 +100,8 @@ class LayeredModule(nn.Module, ABC):
         unused: names of Hugging Face parameters that are not built because nothing reads them.
         is_first, is_last: whether it holds what stands before / behind the layers.
         recomputes: whether backward runs layers again instead of keeping all activations.
+        layer_modes: where that differs from task to task: by layer, what the next forward's
+            backward runs again ("none", "selective", "full"); empty where it does not.
     """
 
     kind: Literal["llm", "encoder", "generator"]
@@ -114,6 +116,7 @@ class LayeredModule(nn.Module, ABC):
         self.is_first = True
         self.is_last = True
         self.recomputes = False
+        self.layer_modes: list[str] = []
 
     @property
     @abstractmethod

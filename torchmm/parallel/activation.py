@@ -6,7 +6,7 @@ outside of the recomputed region. Rejected: `checkpoint_wrapper`, which renames 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,15 +34,54 @@ of async tensor parallelism."""
 
 
 def apply_activation_checkpoint(module: LayeredModule, mode: str) -> None:
-    """Recomputes layers in backward: all of it ("full"), or the cheap operators ("selective")."""
+    """Recomputes layers in backward: all of it ("full"), or the cheap operators ("selective").
+
+    Args:
+        mode: of all layers and tasks; "tuned": as `set_layer_modes` says before each forward.
+    """
     if mode == "none":
         return
+    if mode == "tuned":
+        module.layer_modes = ["none"] * len(module.layers)
+        for index, layer in enumerate(module.layers):
+            layer.forward = _choosing(layer.forward, module.layer_modes, index)
+        return
     module.recomputes = True
+    for layer in module.layers:
+        layer.forward = _recomputing(layer.forward, _settings(mode))
+
+
+def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
+    """What the backwards of following forwards run again, by layer of a "tuned" module.
+
+    Dropout stays reproducible: what is run again starts from the random state of the first time,
+    and leaves the present one alone.
+
+    Raises:
+        ValueError: not one mode for each layer.
+    """
+    if len(modes) != len(module.layer_modes):
+        raise ValueError(
+            f"{len(modes)} modes of recomputation for {len(module.layer_modes)} layers of "
+            f"{module.name}; make the plan from the layout that cut the model"
+        )
+    module.layer_modes[:] = modes
+
+
+def _settings(mode: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for layer in module.layers:
-        layer.forward = _recomputing(layer.forward, settings)
+    return settings
+
+
+def _choosing(forward: Callable[..., Any], modes: list[str], index: int) -> Callable[..., Any]:
+    recomputing = {mode: _recomputing(forward, _settings(mode)) for mode in ("selective", "full")}
+
+    def choosing_forward(*args: Any, **kwargs: Any) -> Any:
+        return recomputing.get(modes[index], forward)(*args, **kwargs)
+
+    return choosing_forward
 
 
 def _recomputing(forward: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:

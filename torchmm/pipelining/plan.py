@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from torchmm.pipelining.actions import Action
-from torchmm.pipelining.graph import Message, StageGraph
+from torchmm.pipelining.graph import Message, StageGraph, Task
 
 ComputeOrder = tuple[tuple[Action, ...], ...]
 """By rank of the plan: its F, B, I and W actions in order. What planners return."""
@@ -38,6 +38,10 @@ class TensorSpec(NamedTuple):
 MessageSpecs = Mapping[Message, tuple[TensorSpec, ...]]
 """Tensors of each message of a step."""
 
+LayerMode = Literal["none", "selective", "full"]
+"""What a layer's backward runs again: nothing, all but matrix products and attention, everything.
+"""
+
 
 @dataclass(frozen=True)
 class PipelinePlan:
@@ -49,12 +53,20 @@ class PipelinePlan:
         specs: of every message, those that stay on a rank included; empty in a plan that is only
             to be simulated or drawn.
         training: whether there are backwards; False when validating the model.
+        recompute: by task: the mode of each of its stage's layers, in order; tasks that are not in
+            it run as their module always does. For modules that are built so that tasks may choose
+            (`apply_activation_checkpoint`, "tuned").
     """
 
     graph: StageGraph
     actions: tuple[tuple[Action, ...], ...]
     specs: MessageSpecs = field(default_factory=dict)
     training: bool = True
+    recompute: Mapping[Task, tuple[LayerMode, ...]] = field(default_factory=dict)
+
+    def recomputes(self, task: Task) -> bool:
+        """Whether the plan lets a task run layers again, so that its backward cannot be split."""
+        return any(mode != "none" for mode in self.recompute.get(task, ()))
 
 
 class ActionRecord(NamedTuple):

@@ -19,6 +19,7 @@ ProblemKind = Literal[
     "collective",
     "channel",
     "deadlock",
+    "recompute",
     "memory",
 ]
 """Gravest first: what stands further behind may be a consequence of what stands before."""

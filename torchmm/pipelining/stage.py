@@ -28,8 +28,10 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule, Given
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
+from torchmm.parallel.activation import set_layer_modes
 from torchmm.parallel.fsdp import Sharding
 from torchmm.pipelining.graph import StageGraph, Task
+from torchmm.pipelining.plan import LayerMode
 
 
 @dataclass
@@ -72,6 +74,24 @@ class PipelineStage(ABC):
             microbatch: all of the microbatch; the task may be a part of it.
             graph: of the step.
         """
+
+    def recompute(self, modes: Sequence[LayerMode] | None) -> None:
+        """Says which layers the backward of the next forward runs again.
+
+        Args:
+            modes: one for each layer; None: as the module always does.
+
+        Raises:
+            ValueError: the module was built with one mode for all tasks, or has other layers.
+        """
+        module = self.module
+        if isinstance(module, LayeredModule) and module.layer_modes:
+            set_layer_modes(module, modes or ("none",) * len(module.layer_modes))
+        elif modes is not None and set(modes) != {"none"}:
+            raise ValueError(
+                f"a plan that chooses what layers recompute, for a {type(module).__name__} that "
+                'cannot; set [activation_checkpoint] mode = "tuned"'
+            )
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Parameters that need gradients; between gathering and resharding, the gathered ones."""

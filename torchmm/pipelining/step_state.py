@@ -162,6 +162,7 @@ class StepState:
         incoming = graph.incoming(task)
         inputs = [_take(inbox, message, action) for message in incoming]
         microbatch = self._microbatches[task.microbatch]
+        self._stages[task.stage].recompute(self._plan.recompute.get(task))
         output = self._stages[task.stage].forward(task, inputs, microbatch, graph)
         keep = self._plan.training and graph.needs_backward(task.stage, task.microbatch)
         roots = [
@@ -218,7 +219,7 @@ class StepState:
         if kept is not None and not any(leaves for _, leaves in kept.leaves):
             return  # nobody needs gradients of inputs: W does everything
         splits = self._stages[task.stage].splits_backward and supports_weight_split()
-        if not weights or not splits:
+        if not weights or not splits or self._plan.recomputes(task):
             self._whole_backward(task, action)
             if weights:
                 self._split[task] = None

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import get_args
 
 from torchmm.pipelining.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.plan import PipelinePlan, TensorSpec
+from torchmm.pipelining.plan import LayerMode, PipelinePlan, TensorSpec
 from torchmm.pipelining.problems import PlanProblem, PlanReport, ProblemKind
 from torchmm.pipelining.rendezvous import find_stuck
 from torchmm.pipelining.rules import MemoryModel, RuleBook
@@ -54,6 +54,7 @@ def validate_plan(
         *(p for rank in range(len(plan.actions)) for p in _collectives(rank, plan.actions[rank])),
         *_channels(plan, book, scan),
         *_deadlocks(plan, book, scan),
+        *_recompute(plan),
         *_memory(plan, scan, memory_limit_bytes),
     ]
     order = get_args(ProblemKind)
@@ -186,6 +187,28 @@ def _deadlocks(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanP
         remedy = "let one of them go on without the other: see the order of their actions"
         action = plan.actions[rank][position]
         yield PlanProblem("deadlock", rank, position, action, text, remedy)
+
+
+def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
+    """Choices for tasks that have no backward, or for other layers than a stage has."""
+    layout, remedy = plan.graph.layout, "tune the layers of the plan that is to run"
+    known = set(plan.graph.tasks()) if plan.recompute else set()
+    for task, modes in plan.recompute.items():
+        if task not in known:
+            yield PlanProblem("recompute", 0, -1, None, f"a choice for {task}, no task", remedy)
+            continue
+        stage = layout.stages[task.stage]
+        text = ""
+        if not plan.training or not plan.graph.needs_backward(task.stage, task.microbatch):
+            text = "has no backward to recompute in"
+        elif len(modes) != stage.stop - stage.start:
+            text = f"{len(modes)} modes of recomputation for {stage.stop - stage.start} layers"
+        elif unknown := set(modes) - set(get_args(LayerMode)):
+            text = f"no such modes of recomputation: {sorted(unknown)}"
+        if text:
+            rank, action = plan.graph.rank(task), Action(ActionType.F, *task)
+            position = _position(plan, rank, action)
+            yield PlanProblem("recompute", rank, position, action, text, remedy)
 
 
 def _memory(
