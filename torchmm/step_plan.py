@@ -22,12 +22,20 @@ from torchmm.config_model import GENERATOR
 from torchmm.errors import ConfigError
 from torchmm.pipelining.classic import forward_only, one_f_one_b
 from torchmm.pipelining.colocated import spread_replicas
+from torchmm.pipelining.disaggregated import (
+    UnitSize,
+    deal_tasks,
+    disaggregated_layout,
+    disaggregated_order,
+)
 from torchmm.pipelining.graph import StageGraph, StageLayout
 from torchmm.pipelining.layouts import megatron_layout
 from torchmm.pipelining.lowering import Sharding, lower_plan
-from torchmm.pipelining.plan import MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan import ComputeOrder, MessageSpecs, PipelinePlan
 from torchmm.pipelining.schedules import schedule_layout, schedule_named
+from torchmm.pipelining.separated import Durations
 from torchmm.pipelining.validation import validate_plan
+from torchmm.recipe_layout import Layout, replica_groups
 
 Gathering = Literal["none", "layer", "step"]
 """When FSDP2 gathers parameters: never, with every layer, once per step."""
@@ -41,21 +49,28 @@ def plan_layout(
     config: ParallelConfig,
     modules: Sequence[ModuleDescription],
     microbatches: Sequence[MicrobatchMeta],
+    units: Mapping[str, Layout] | None = None,
 ) -> StageLayout:
     """How the recipe's schedule cuts the modules.
 
     Args:
         modules: encoders, LLM and generator, whole.
         microbatches: typical ones, from which costs follow.
+        units: sizes by module, where modules have ranks of their own.
 
     Raises:
         ConfigError: the modules cannot be cut like this.
     """
     layers = module_layers(modules, microbatches)
-    if config.pipeline == 1:
-        return megatron_layout(layers, 1)
     segments = {m.name: config.segments(m.name) for m in modules}
+    if config.pipeline == 1 and units is None:
+        return megatron_layout(layers, 1)
     try:
+        if units is not None:
+            groups = replica_groups(units)
+            sizes = {n: UnitSize(u.pipeline, u.data_parallel // groups) for n, u in units.items()}
+            given = segments if config.separates_modules else None
+            return disaggregated_layout(layers, sizes, given)
         if config.schedule in PLANNERS:
             return PLANNERS[config.schedule].layout(config, layers)
         return schedule_layout(
@@ -130,12 +145,24 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
     else:
         flops = task_durations(graph, modules, microbatches, targets)
         costs = scaled(flops, graph, factors)
-        if config.schedule in PLANNERS:
-            graph, order = PLANNERS[config.schedule].plan(config, graph, costs)
-        else:
-            order = schedule_named(config.schedule).order(graph, costs)
+        graph, order = _ordered(graph, config, costs)
     # Layer by layer, FSDP gathers and reduces by itself.
     gathers: Sharding = "step" if sharding == "step" else "none"
     plan = lower_plan(order, graph, specs(graph), sharding=gathers, training=training)
     validate_plan(plan).raise_for_problems()
     return plan
+
+
+def _ordered(
+    graph: StageGraph, config: ParallelConfig, costs: Durations
+) -> tuple[StageGraph, ComputeOrder]:
+    """The graph with replicas chosen, and the order of every rank."""
+    if config.schedule in PLANNERS:
+        return PLANNERS[config.schedule].plan(config, graph, costs)
+    schedule = schedule_named(config.schedule)
+    if config.placement != "disaggregated":
+        return graph, schedule.order(graph, costs)
+    graph = deal_tasks(graph, costs)
+    if schedule.layout == "separated":
+        return graph, schedule.order(graph, costs)
+    return graph, disaggregated_order(graph, schedule.order)

@@ -1,0 +1,296 @@
+"""Modules on ranks of their own give the losses and gradients of the single process.
+
+Encoder, LLM and generator have data-, tensor- and pipeline-parallel sizes of their own, which need
+not divide each other. Steps have microbatches with no, one or several images.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+import torch
+from launch import run_distributed
+from microbatches import MODEL, random_microbatch
+from test_generator_equality import GENERATOR, a_microbatch, filled
+from torch.distributed.tensor import DTensor
+
+from torchmm.batch import Microbatch
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    GeneratorConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from torchmm.drawings import draw
+from torchmm.evaluate import held_out_losses
+from torchmm.models.multimodal import MultimodalModel, module_of
+from torchmm.models.registry import build_model
+from torchmm.optim import build_optimizer, global_grad_norm
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import start_process_group
+from torchmm.parallel.units import UnitMesh, build_units
+from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipelining.actions import ActionType
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.pipelining.graph import StageLayout
+from torchmm.pipelining.plan import PipelinePlan
+from torchmm.recipe_layout import Layout
+from torchmm.step import TrainStep
+
+CPU = torch.device("cpu")
+WEIGHTS = {"llm": 0.7, "generator": 1.9}
+IMAGES = [2, 0, 3, 0, 5, 1, 1, 4]
+"""To be read, in each sequence of the global batch."""
+DRAWN = [0, 2, 1, 0, 3, 0, 1, 1]
+CONNECTORS = ("vision", "llm", "generator")
+FREEZES = {
+    "nothing": (),
+    "tower": ("vision",),
+    "all but connectors": CONNECTORS,
+    "all but the encoder": ("llm", "generator", "generator.connector"),
+    "all but the LLM": ("vision", "vision.connector", "generator", "generator.connector"),
+    "all but the generator": ("vision", "vision.connector", "llm"),
+}
+PASSES = {"nothing": 3, "tower": 3, "all but connectors": 3, "all but the encoder": 3,
+          "all but the LLM": 2, "all but the generator": 1}  # fmt: skip
+"""Modules with backwards, counted from the end: what lies before all that is trained has none."""
+
+
+def unit(pipeline: int = 1, shard: int = 1, tensor: int = 1, replicate: int = 1) -> Layout:
+    return Layout(pipeline, replicate, shard, tensor)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of the modules, and what else may differ."""
+
+    vision: Layout
+    llm: Layout
+    generator: Layout | None = None
+    schedule: str = "1f1b"
+    freeze: str = "nothing"
+    parallel: dict = field(default_factory=dict, hash=False)
+
+    @property
+    def units(self) -> dict[str, Layout]:
+        named = {"vision": self.vision, "llm": self.llm, "generator": self.generator}
+        return {name: layout for name, layout in named.items() if layout is not None}
+
+
+ONE, TP2, DP2, PP2 = unit(), unit(tensor=2), unit(shard=2), unit(pipeline=2)
+CASES = {
+    2: [
+        *(Case(ONE, ONE, freeze=f) for f in FREEZES if f != "all but the generator"),
+        Case(ONE, ONE, schedule="separated"),
+        Case(ONE, ONE, schedule="zero_bubble", parallel={"vision": {"sub_microbatch_images": 2}}),
+    ],
+    3: [
+        *(Case(encoder, ONE) for encoder in (DP2, TP2, PP2, unit(replicate=2))),
+        *(Case(ONE, llm) for llm in (DP2, TP2, PP2)),
+        Case(ONE, TP2, freeze="tower", parallel={"sequence_parallel": True}),
+        Case(DP2, ONE, freeze="all but connectors", schedule="separated"),
+        Case(ONE, DP2, freeze="all but the encoder"),
+        *(Case(ONE, ONE, ONE, freeze=f) for f in FREEZES),
+    ],
+    5: [
+        Case(unit(shard=3), DP2),
+        Case(unit(shard=3), DP2, schedule="separated", freeze="tower"),
+        Case(unit(shard=3), TP2),
+        Case(unit(replicate=3), PP2, schedule="gpipe"),
+        Case(DP2, unit(shard=3), freeze="all but connectors"),
+        Case(DP2, DP2, ONE),
+        Case(TP2, ONE, DP2, freeze="all but connectors"),
+        Case(DP2, TP2, ONE, schedule="separated"),
+        Case(PP2, DP2, ONE, freeze="all but the generator"),
+        Case(ONE, DP2, TP2, freeze="all but the LLM"),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", list(CASES))
+def test_modules_apart_equal_one_process(ranks):
+    pytest.importorskip("diffusers")
+    outcomes = run_distributed(compare_all, ranks)
+    for rank, found in enumerate(outcomes):
+        assert len(found) == len(CASES[ranks])
+        for case, problems in found:
+            assert not problems, (rank, case, problems)
+
+
+def a_model(draws: bool, freeze: str) -> MultimodalModel:
+    config = MODEL.model_copy(deep=True)
+    assert config.llm is not None and config.llm.config is not None
+    config.llm.config.update(num_hidden_layers=3)
+    frozen = [n for n in FREEZES[freeze] if draws or not n.startswith("generator")]
+    if draws:
+        config = config.model_copy(
+            update={"generator": GeneratorConfig(config=GENERATOR, frames=3)}
+        )
+    return build_model(config, FreezeConfig(modules=frozen))
+
+
+def a_batch(draws: bool) -> list[Microbatch]:
+    lengths = (64, 72, 80)
+    if not draws:
+        return [random_microbatch(seed, n, lengths[seed % 3]) for seed, n in enumerate(IMAGES)]
+    pairs = zip(IMAGES, DRAWN, strict=True)
+    return [a_microbatch(i, read, drawn, lengths[i % 3]) for i, (read, drawn) in enumerate(pairs)]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A step of the single process."""
+
+    losses: dict[str, float]
+    gradients: dict[str, torch.Tensor]
+    picture: torch.Tensor | None
+
+    @property
+    def loss(self) -> float:
+        return sum(WEIGHTS[name] * loss for name, loss in self.losses.items())
+
+    @property
+    def norm(self) -> float:
+        return torch.stack([g.norm() for g in self.gradients.values()]).norm().item()
+
+
+@cache
+def reference(draws: bool, freeze: str) -> Reference:
+    model, batch = filled(a_model(draws, freeze)), a_batch(draws)
+    counts = _counts(batch)
+    losses = dict.fromkeys(("llm", "generator") if draws else ("llm",), 0.0)
+    for microbatch in batch:
+        found = model.losses(microbatch)
+        shares = {name: found[name] / counts[name] for name in losses}
+        loss = sum(WEIGHTS[name] * share for name, share in shares.items())
+        if loss.requires_grad:
+            loss.backward()
+        losses = {name: losses[name] + shares[name].item() for name in losses}
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    return Reference(losses, gradients, _picture(model, batch) if draws else None)
+
+
+def _counts(batch: list[Microbatch]) -> dict[str, int]:
+    return {
+        "llm": sum(m.target_count for m in batch),
+        "generator": sum(m.generated_count for m in batch),
+    }
+
+
+@torch.no_grad()
+def _picture(model: MultimodalModel, batch: list[Microbatch]) -> torch.Tensor:
+    """One step from noise."""
+    inputs, generator = batch[2].generator, model.generator
+    assert inputs is not None and generator is not None
+    x = inputs.noise_PV
+    inputs = type(inputs)(x, x, [1.0] * len(inputs.times), *list(vars(inputs).values())[3:])
+    _, context = model.llm(batch[2], model.encode(batch[2]))
+    return x - generator.velocity(inputs, context)
+
+
+def compare_all() -> list[tuple[Case, list[str]]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    cases = CASES[torch.distributed.get_world_size()]
+    return [(case, compare(case)) for case in cases]
+
+
+def compare(case: Case) -> list[str]:
+    """What differs from the single process on this rank."""
+    mesh, draws = build_units(case.units, CPU), case.generator is not None
+    model, batch = a_model(draws, case.freeze), a_batch(draws)
+    settings = {"placement": "disaggregated", "schedule": case.schedule, **case.parallel}
+    config = ParallelConfig.model_validate(settings)
+    descriptions = [module.describe() for module in model.modality_modules()]
+    layout = plan_layout(config, descriptions, [m.meta for m in batch], mesh.unit_layouts)
+    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    assert {layout.stages[index].module for index in stages} == {mesh.module}
+    plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
+    parallelize(model, mesh, config, *plain)
+    filled(model)
+    pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
+    wanted = reference(draws, case.freeze)
+    share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+    counts = _counts(batch)
+    step = TrainStep(pipeline, mesh, WEIGHTS)
+    outcome = step.run(share, counts["llm"], global_images=counts["generator"])
+    problems = _loss_problems({**outcome.losses, "": outcome.loss}, wanted, mesh)
+    problems += _gradient_problems(model, wanted, mesh)
+    problems += _traffic_problems(outcome.plan, layout, case)
+    problems += _problems_without_gradients(pipeline, share, batch[2], wanted, mesh)
+    build_optimizer(model, module_of, OptimizerConfig(), model.tied_copy_parameters()).step()
+    return problems
+
+
+def _loss_problems(found: dict[str, torch.Tensor], wanted: Reference, mesh: UnitMesh) -> list[str]:
+    share = mesh.samples_ranks / mesh.tensor_size
+    problems = []
+    for name, loss in {**wanted.losses, "": wanted.loss}.items():
+        (total,) = mesh.sum_over_data([found[name].item() * share])
+        if abs(total - loss) > 1e-5 * abs(loss):
+            problems.append(f"loss {name} {total}, expected {loss}")
+    return problems
+
+
+def _gradient_problems(model: MultimodalModel, wanted: Reference, mesh: UnitMesh) -> list[str]:
+    problems, copies = [], model.tied_copies()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        expected, grad = wanted.gradients[copies.get(name, name)], parameter.grad
+        found = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        size = expected.norm().item()
+        # Zero but for rounding (a key bias cannot change attention): against the whole gradient.
+        scale = size if size > 1e-6 * wanted.norm else wanted.norm
+        error = (found - expected).norm().item() / scale
+        if not error <= 1e-5:
+            problems.append(f"{name} is off by {error}")
+    ranks = mesh.norm_ranks, mesh.norm_sharing
+    norm = global_grad_norm(trained.values(), model.tied_copy_parameters(), *ranks).item()
+    if abs(norm / wanted.norm - 1) > 1e-5:
+        problems.append(f"gradient norm {norm}, expected {wanted.norm}")
+    return problems
+
+
+def _traffic_problems(plan: PipelinePlan, layout: StageLayout, case: Case) -> list[str]:
+    """Backwards, and gradients between modules, where nothing before them is trained."""
+    with_backward = list(case.units)[-PASSES[case.freeze] :]
+    if case.generator is None and case.freeze == "all but the LLM":
+        with_backward = ["llm"]
+    problems = []
+    for action in (action for row in plan.actions for action in row):
+        ends = [layout.stages[i].module for i in (action.stage, action.other) if i >= 0]
+        backward = action.type in (ActionType.B, ActionType.I, ActionType.W)
+        if (backward or action.type is ActionType.SEND_B) and not set(ends) <= set(with_backward):
+            problems.append(f"{action} of {ends}, although nothing there is trained")
+    return problems
+
+
+def _problems_without_gradients(
+    pipeline: Pipeline,
+    share: list[Microbatch],
+    one: Microbatch,
+    wanted: Reference,
+    mesh: UnitMesh,
+) -> list[str]:
+    """Held-out losses; text and pictures, made by all replica groups together."""
+    problems = []
+    step = type("Step", (), {"microbatches": share})
+    losses = held_out_losses(pipeline, [step], mesh)  # type: ignore[list-item]
+    for name, loss in wanted.losses.items():
+        if abs(losses[name] / loss - 1) > 1e-5:
+            problems.append(f"held-out {name} loss {losses[name]}, expected {loss}")
+    logits = pipeline.next_token_logits(one)
+    if (mesh.rank == mesh.global_rank(pipeline.last_rank("llm"))) and logits is None:
+        problems.append("no logits")
+    if wanted.picture is not None:
+        drawn = draw(pipeline, one, mesh, steps=1)
+        error = (drawn - wanted.picture).norm() / wanted.picture.norm()
+        if not error <= 1e-5:
+            problems.append(f"the drawing is off by {error}")
+    return problems
