@@ -2,7 +2,7 @@
 
 - Rigid (Megatron-LM, DistTrain §2.1): one tensor- and data-parallel size for all units, one
   pipeline stage for every encoder and generator.
-- FLOP ratio (DistTrain §8.2.1): devices in proportion to the FLOPs of a unit. Sizes within the
+- FLOP ratio (DistTrain §8.2.1): nodes in proportion to the FLOPs of a unit. Sizes within the
   shares are the best ones, which flatters the baseline: the paper does not say how it chooses them.
 """
 
@@ -46,16 +46,25 @@ def rigid_plan(
     return best
 
 
-def ratio_plan(problem: OrchestrationProblem) -> OrchestrationPlan:
-    """The fastest plan with devices in proportion to `UnitCosts.flops`, rounded down, at least 1.
+def ratio_plan(problem: OrchestrationProblem, node: int = 8) -> OrchestrationPlan:
+    """The fastest plan with devices in proportion to `UnitCosts.flops`.
+
+    Nodes are given whole: one to each unit, the others one by one to the unit that has least for
+    its FLOPs. Devices that no sizes make use of stay idle.
+
+    Args:
+        node: devices of a node; less if there are not as many nodes as units.
 
     Raises:
         ValueError: FLOPs are not given, or no plan within the shares fits.
     """
-    total = sum(unit.flops for unit in problem.units)
-    if not total > 0:
+    if not sum(unit.flops for unit in problem.units) > 0:
         raise ValueError("FLOPs of all units are 0: give UnitCosts.flops")
-    shares = {
-        unit.name: max(1, int(problem.devices * unit.flops / total)) for unit in problem.units
-    }
+    while problem.devices // node < len(problem.units):
+        node -= 1
+    nodes = {unit.name: 1 for unit in problem.units}
+    for _ in range(problem.devices // node - len(problem.units)):
+        poorest = max(problem.units, key=lambda unit: unit.flops / nodes[unit.name])
+        nodes[poorest.name] += 1
+    shares = {name: node * count for name, count in nodes.items()}
     return orchestrate(problem, alternatives=0, limits=shares).best

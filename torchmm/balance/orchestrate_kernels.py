@@ -66,7 +66,9 @@ def unit_bytes(
     """Memory of the unit's first rank, which keeps most activations."""
     share = stage_share(tables.layers_U[unit], tables.virtual_U[unit], pipeline)
     state = tables.replica_bytes_U[unit] + tables.sharded_bytes_U[unit] / data
-    kept = tables.activation_bytes_UT[unit, tensor] * samples * in_flight
+    waiting = samples * in_flight
+    kept = tables.activation_bytes_UT[unit, tensor] * waiting
+    kept += tables.surge_bytes_UT[unit, tensor] * np.sqrt(waiting)
     temporary = tables.workspace_bytes_UT[unit, tensor] * samples
     return (state / tables.tensor_T[tensor] + kept) * share + temporary
 

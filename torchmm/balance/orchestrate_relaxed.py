@@ -6,7 +6,8 @@ stage is as fast as possible when each unit has devices in proportion to its wor
 that need more for their memory.
 
 The bound leaves out what only makes plans slower: stages of whole layers (but no stage has less
-than one), activations kept for ranks of later units, the gradients' reduction.
+than one), activations kept for ranks of later units and beyond the average, the gradients'
+reduction.
 """
 
 from __future__ import annotations

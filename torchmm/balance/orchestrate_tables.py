@@ -18,6 +18,8 @@ class UnitTables(NamedTuple):
     """Forward and backward of one sample; infinite where the size is not offered."""
     activation_bytes_UT: Float64s
     """Kept of one sample, on one of so many ranks."""
+    surge_bytes_UT: Float64s
+    """What n samples may keep beyond n times that, divided by the square root of n."""
     workspace_bytes_UT: Float64s
     """Largest temporary of one sample, on one of so many ranks."""
     layers_U: Int64s

@@ -30,14 +30,7 @@ from torchmm.balance.flops import gradients_arrive
 from torchmm.balance.reorder_groups import balance_groups
 from torchmm.balance.reorder_microbatches import reorder_microbatches
 from torchmm.balance.step_program import StepProgram, compile_order
-from torchmm.balance.task_sizes import (
-    TaskSizes,
-    encoder_images,
-    encoder_sizes,
-    generator_sizes,
-    llm_sizes,
-    text_tokens,
-)
+from torchmm.balance.task_sizes import pack_sizes
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.pipelining.classic import interleaved_1f1b, one_f_one_b
 from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
@@ -180,7 +173,7 @@ class StepReorder:
         forward_SN, backward_SN = (np.zeros((places, len(packs))) for _ in range(2))
         arrives = [gradients_arrive(self._modules, pack) for pack in packs]
         for module in self._modules:
-            at, sizes = _sizes(module, packs)
+            at, sizes = pack_sizes(module, packs)
             if sizes is None:
                 continue
             arrives_N = np.array([arrives[i][module.name] for i in at], bool)
@@ -197,19 +190,3 @@ class StepReorder:
                     forward_SN[place, at] += share * costs.forward.total_ms
                     backward_SN[place, at] += share * costs.backward.total_ms
         return forward_SN, backward_SN
-
-
-def _sizes(
-    module: ModuleDescription, packs: Sequence[MicrobatchMeta]
-) -> tuple[Int64s, TaskSizes | None]:
-    """Which packs have something for a module, and how much; None: none has."""
-    if module.kind == "llm":
-        sizes = llm_sizes(packs, [text_tokens(pack) for pack in packs], padding=True)
-        return np.arange(len(packs)), sizes
-    if module.kind == "generator":
-        drawn = [pack.generated for pack in packs]
-        at = np.flatnonzero([bool(own) for own in drawn])
-        return at, generator_sizes([drawn[i] for i in at]) if len(at) else None
-    shown = [encoder_images(pack, module.name) for pack in packs]
-    at = np.flatnonzero([bool(own) for own in shown])
-    return at, encoder_sizes(module, [shown[i] for i in at]) if len(at) else None

@@ -139,6 +139,26 @@ def generator_sizes(tasks: Sequence[Sequence[GeneratedMeta]]) -> TaskSizes:
     )
 
 
+def pack_sizes(
+    module: ModuleDescription, packs: Sequence[MicrobatchMeta]
+) -> tuple[NDArray[np.int64], TaskSizes | None]:
+    """Which packs, each a microbatch of its own, have something for a module, and how much.
+
+    Returns:
+        indices of these packs; sizes of one task for each, None if there are none.
+    """
+    if module.kind == "llm":
+        targets = [text_tokens(pack) for pack in packs]
+        return np.arange(len(packs)), llm_sizes(packs, targets, padding=True)
+    if module.kind == "generator":
+        drawn = [pack.generated for pack in packs]
+        at = np.flatnonzero([bool(own) for own in drawn])
+        return at, generator_sizes([drawn[i] for i in at]) if len(at) else None
+    shown = [encoder_images(pack, module.name) for pack in packs]
+    at = np.flatnonzero([bool(own) for own in shown])
+    return at, encoder_sizes(module, [shown[i] for i in at]) if len(at) else None
+
+
 def text_tokens(meta: MicrobatchMeta) -> int:
     """Tokens that may be targets: no images, no padding."""
     return meta.used_tokens - sum(i.tokens for s in meta.samples for i in s.images)
@@ -146,7 +166,7 @@ def text_tokens(meta: MicrobatchMeta) -> int:
 
 def encoder_images(meta: MicrobatchMeta, encoder: str) -> list[ImageMeta]:
     """Images of a microbatch that an encoder reads, in order."""
-    return [i for sample in meta.samples if sample.encoder == encoder for i in sample.images]
+    return [image for sample in meta.samples for image in sample.images_of(encoder)]
 
 
 def _frames(image: ImageMeta, extra_tokens: int) -> list[int]:

@@ -20,6 +20,7 @@ def unit(name, kind, seconds=1.0, *, layers=4, efficiency=(1.0, 0.9), **options)
     `seconds` are those of a forward, and a backward takes twice as long.
     """
     kept, temporary = options.pop("kept", 1 * GIB), options.pop("temporary", 0.0)
+    surge = options.pop("surge", 0.0)
     tensor = [2**i for i in range(len(efficiency))]
     sizes = {"replica_bytes": 4 * GIB, "sharded_bytes": 6 * GIB, "flops": 3 * seconds} | options
     return UnitCosts(
@@ -28,6 +29,7 @@ def unit(name, kind, seconds=1.0, *, layers=4, efficiency=(1.0, 0.9), **options)
         layers,
         {n: 3 * seconds / n / e for n, e in zip(tensor, efficiency, strict=True)},
         {n: kept / n**0.9 for n in tensor},
+        surge_bytes={n: surge / n for n in tensor},
         workspace_bytes={n: temporary / n for n in tensor},
         **sizes,
     )
@@ -52,6 +54,7 @@ def random_problem(seed):
             efficiency=(1.0, 0.8) if draw.random() < 0.7 else (1.0,),
             replica_bytes=float(draw.lognormal(1, 1)) * GIB,
             kept=float(draw.lognormal(-1, 1)) * GIB,
+            surge=float(draw.random() < 0.5) * 0.5 * GIB,
             temporary=float(draw.random() < 0.5) * 0.3 * GIB,
             transfer_s=float(draw.random() < 0.5) * 0.05,
             sync_s=float(draw.random() < 0.5) * 0.8,
@@ -60,7 +63,7 @@ def random_problem(seed):
         )
 
     units = [one(i, kind) for i, kind in enumerate(kinds)]
-    devices = int(draw.integers(len(units) + 1, 13 if len(units) < 3 else 10))
+    devices = int(draw.integers(len(units) + 1, 11 if len(units) < 3 else 9))
     memory = float(draw.choice([3.0, 8.0, 20.0, 1000.0]))
     batch, microbatch = [(4, 1), (6, 1), (8, 2), (12, 2)][int(draw.integers(4))]
     return problem_of(*units, devices=devices, memory=memory, batch=batch, microbatch=microbatch)
@@ -84,6 +87,7 @@ def naive_seconds(problem, sizes):
         in_flight = min(in_flight, microbatches) if u.has_backward else 1
         held = (u.replica_bytes + u.sharded_bytes / own.data) * share / own.tensor
         held += u.activation_bytes[own.tensor] * samples * in_flight * share
+        held += u.surge_bytes[own.tensor] * (samples * in_flight) ** 0.5 * share
         held += u.workspace_bytes[own.tensor] * samples
         if held > problem.memory_bytes:
             return inf
@@ -115,7 +119,7 @@ def naive_best_by_layout(problem):
     return sorted(seconds for seconds in best.values() if seconds < inf)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_the_optimum_and_the_next_best_equal_those_of_all_plans(seed):
     problem = random_problem(seed)
     expected = naive_best_by_layout(problem)
@@ -137,9 +141,9 @@ def test_the_optimum_and_the_next_best_equal_those_of_all_plans(seed):
 
 
 def test_random_problems_are_of_all_kinds():
-    found = [naive_best_by_layout(random_problem(seed)) for seed in range(40)]
-    assert 0 < sum(not f for f in found) < 15, "some do not fit"
-    assert sum(len(f) > 3 for f in found) > 15
+    found = [naive_best_by_layout(random_problem(seed)) for seed in range(25)]
+    assert 0 < sum(not f for f in found) < 10, "some do not fit"
+    assert sum(len(f) > 3 for f in found) > 8
 
 
 def test_all_layouts_of_the_llm_come_in_order():
@@ -232,7 +236,7 @@ def test_flop_ratios_ignore_efficiency():
         devices=10,
         batch=40,
     )
-    plan, best = ratio_plan(problem), orchestrate(problem).best
+    plan, best = ratio_plan(problem, node=1), orchestrate(problem).best
     assert plan.units[0].sizes.devices == 1 and plan.units[1].sizes.devices <= 9
     assert plan.step_s > best.step_s
     with pytest.raises(ValueError, match="FLOPs"):
