@@ -42,6 +42,8 @@ def _cached(**options: Any) -> Any:
 
 
 compiled: Any = _cached()
+unlocked: Any = _cached(nogil=True)
+"""Threads that call it run at the same time."""
 loop: Any = _cached(_nrt=False)
 without_nans: Any = _cached(fastmath={"nnan", "nsz"})
 """For times: with no NaNs, and -0 the same as 0, a maximum is one vector instruction."""

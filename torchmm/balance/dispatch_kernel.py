@@ -29,6 +29,7 @@ from torchmm.balance.compiled import (
     compiled,
     inner,
     trailing_zeros,
+    unlocked,
 )
 
 IDLE = 1 << 62
@@ -295,7 +296,7 @@ def is_permutation(order: Uint32s, count: int) -> bool:
     return len(order) == count
 
 
-@compiled
+@unlocked
 def play(
     order: Uint32s, tables: DispatchTables, sequence: Uint32s, peak_bytes: Int64s, used: Int64s
 ) -> tuple[int, int]:
