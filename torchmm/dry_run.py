@@ -13,11 +13,12 @@ from torchmm.balance.memory import MemoryEstimate, OwnSizes, estimate_memory
 from torchmm.balance.profiles import load_profile
 from torchmm.batch import ModuleDescription
 from torchmm.config import Recipe
+from torchmm.encoder_choice import choose_encoders, leaves_encoders_open
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster
 from torchmm.forecast_report import write_picture
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe import resolve_layout
+from torchmm.recipe import Layout, resolve_layout
 from torchmm.recipe_colocated import encoder_layout
 
 
@@ -33,7 +34,7 @@ def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> Memor
     modules = [m.describe() for m in model.modality_modules()]
     checkpointing = recipe.activation_checkpoint
     ranks = layout.data_parallel * training.microbatch_size
-    colocated = recipe.parallel.placement == "colocated"
+    own = _own_layouts(recipe, model, layout)
     return estimate_memory(
         modules,
         {m.name: _units(m, model, llm_tokens) for m in modules},
@@ -43,13 +44,15 @@ def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> Memor
         microbatches=max(1, training.global_batch_size // ranks),
         recompute={m.name: checkpointing.modules.get(m.name, checkpointing.mode) for m in modules},
         pipeline=layout.pipeline,
-        own={
-            m.name: OwnSizes(own.pipeline, own.shard)
-            for m in modules
-            if colocated and m.kind == "encoder"
-            for own in [encoder_layout(recipe.parallel, m.name, layout)]
-        },
+        own={name: OwnSizes(found.pipeline, found.shard) for name, found in own.items()},
     )
+
+
+def _own_layouts(recipe: Recipe, model: MultimodalModel, layout: Layout) -> dict[str, Layout]:
+    """Sizes of colocated encoders by name."""
+    if recipe.parallel.placement != "colocated":
+        return {}
+    return {name: encoder_layout(recipe.parallel, name, layout) for name in model.encoders}
 
 
 def _units(module: ModuleDescription, model: MultimodalModel, llm_tokens: int) -> int:
@@ -76,6 +79,12 @@ def run_summary(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict
         f"{world_size} = {pipeline}replicate {layout.replicate} x shard {layout.shard} "
         f"x tensor {layout.tensor}"
     )
+    for name, own in _own_layouts(recipe, model, layout).items():
+        pipelines = layout.pipeline // own.pipeline
+        lines[f"ranks of {name}"] = (
+            f"pipeline {own.pipeline} x replicate {own.replicate} x shard {own.shard} x tensor "
+            f"{own.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} beside one of the LLM"
+        )
     lines["batch"] = (
         f"{training.global_batch_size} sequences of {training.sequence_length} tokens, "
         f"{training.microbatch_size} per microbatch"
@@ -104,8 +113,13 @@ def describe_run(recipe: Recipe, world_size: int, picture: Path | None = None) -
     except ValueError as error:
         raise ConfigError(f"simulation.device: {error}") from error
     forecaster = Forecaster(recipe, world_size, profile)
-    forecast = forecaster.forecast()
+    chosen: list[str] = []
+    if leaves_encoders_open(recipe):
+        choice = choose_encoders(forecaster)
+        recipe, chosen = choice.recipe, list(choice.lines())
+    forecast = forecaster.forecast_parallel(recipe.parallel)
     lines = run_summary(recipe, forecaster.model, world_size)
+    lines |= {f"choice {index}": text for index, text in enumerate(chosen, 1)}
     lines |= _step_lines(forecast, profile.device.name, profile.device.memory_bytes)
     if picture is not None and forecast.step is not None:
         write_picture(picture, recipe.name, forecast)

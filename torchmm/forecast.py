@@ -135,9 +135,18 @@ class Forecaster:
                 "schedule": name,
                 "placement": _placement(name, self.recipe.parallel.placement),
                 "virtual_stages": stages,
-                "pipeline": self.ranks.pipeline,
             }
         )
+        return self.forecast_parallel(parallel)
+
+    def forecast_parallel(self, parallel: ParallelConfig) -> Forecast:
+        """The first step with another section, whose LLM is on as many ranks.
+
+        Raises:
+            ConfigError: own sizes of encoders do not fit.
+        """
+        name = parallel.schedule
+        parallel = parallel.model_copy(update={"pipeline": self.ranks.pipeline})
         metas = self.workload.microbatches
         dtype = torch.bfloat16 if self.recipe.training.dtype == "bfloat16" else torch.float32
         layerwise = self.ranks.pipeline == 1 and parallel.reshard_after_forward != "never"

@@ -27,6 +27,7 @@ from torchmm.config import Recipe
 from torchmm.config_model import GENERATOR
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.drawings import draw_samples, held_out_drawings
+from torchmm.encoder_choice import orchestrated
 from torchmm.errors import EXIT_DONE, Preempted, TorchmmError
 from torchmm.evaluate import generate_samples, held_out_losses, held_out_prompts
 from torchmm.files import replace_atomically
@@ -72,6 +73,7 @@ def train(recipe: Recipe) -> int:
     trainer = None
     try:
         with StopSignal() as stop:
+            recipe = orchestrated(recipe, int(os.environ.get("WORLD_SIZE", "1")))
             model, tokenizer = build_unfilled_model(recipe)
             device = select_device(recipe.training.device)
             with peer_errors(rank):
