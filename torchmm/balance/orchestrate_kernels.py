@@ -69,6 +69,7 @@ def unit_bytes(
     waiting = samples * in_flight
     kept = tables.activation_bytes_UT[unit, tensor] * waiting
     kept += tables.surge_bytes_UT[unit, tensor] * np.sqrt(waiting)
+    kept = min(kept, tables.peak_bytes_UT[unit, tensor] * waiting)
     temporary = tables.workspace_bytes_UT[unit, tensor] * samples
     return (state / tables.tensor_T[tensor] + kept) * share + temporary
 

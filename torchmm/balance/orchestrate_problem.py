@@ -32,6 +32,8 @@ class UnitCosts:
         activation_bytes: kept from an average sample's forward until its backward.
         surge_bytes: n samples that wait at once may keep as much beyond n times that, times the
             square root of n, as samples differ; none where missing.
+        peak_bytes: kept of the largest sample, which n samples do not exceed n times; unlimited
+            where missing.
         workspace_bytes: largest temporary, per sample; none where missing.
         replica_bytes: what every data-parallel rank holds: weights, gradients.
         sharded_bytes: what they divide among them: optimizer state.
@@ -53,6 +55,7 @@ class UnitCosts:
     replica_bytes: float
     sharded_bytes: float
     surge_bytes: Mapping[int, float] = field(default_factory=dict)
+    peak_bytes: Mapping[int, float] = field(default_factory=dict)
     workspace_bytes: Mapping[int, float] = field(default_factory=dict)
     transfer_s: float = 0.0
     sync_s: float = 0.0
@@ -62,7 +65,7 @@ class UnitCosts:
 
     def __post_init__(self) -> None:
         sizes, kept = sorted(self.seconds), sorted(self.activation_bytes)
-        others = {*self.workspace_bytes, *self.surge_bytes}
+        others = {*self.workspace_bytes, *self.surge_bytes, *self.peak_bytes}
         if not sizes or sizes != kept or sizes[0] < 1 or not others <= set(kept):
             raise ValueError(
                 f"{self.name}: tensor-parallel sizes {sizes} of seconds and {kept} of "
@@ -74,8 +77,9 @@ class UnitCosts:
                 "layers; use between 1 and the number of layers"
             )
         numbers = [*self.seconds.values(), *self.activation_bytes.values()]
-        numbers += [*self.workspace_bytes.values(), *self.surge_bytes.values(), self.replica_bytes]
-        numbers += [self.sharded_bytes, self.transfer_s, self.sync_s, self.flops]
+        numbers += [*self.workspace_bytes.values(), *self.surge_bytes.values()]
+        numbers += [*self.peak_bytes.values(), self.replica_bytes, self.sharded_bytes]
+        numbers += [self.transfer_s, self.sync_s, self.flops]
         if not all(0 <= n < np.inf for n in numbers) or not min(self.seconds.values()) > 0:
             raise ValueError(
                 f"{self.name}: seconds must be finite and > 0, bytes and FLOPs finite and >= 0"
@@ -150,6 +154,7 @@ class OrchestrationProblem:
             seconds_UT=by_size([u.seconds for u in units], np.inf),
             activation_bytes_UT=by_size([u.activation_bytes for u in units], np.inf),
             surge_bytes_UT=by_size([u.surge_bytes for u in units], 0.0),
+            peak_bytes_UT=by_size([u.peak_bytes for u in units], np.inf),
             workspace_bytes_UT=by_size([u.workspace_bytes for u in units], 0.0),
             layers_U=np.array([u.layers for u in units], np.int64),
             virtual_U=np.array([u.virtual_stages for u in units], np.int64),

@@ -20,6 +20,8 @@ class UnitTables(NamedTuple):
     """Kept of one sample, on one of so many ranks."""
     surge_bytes_UT: Float64s
     """What n samples may keep beyond n times that, divided by the square root of n."""
+    peak_bytes_UT: Float64s
+    """Kept of the largest sample."""
     workspace_bytes_UT: Float64s
     """Largest temporary of one sample, on one of so many ranks."""
     layers_U: Int64s

@@ -183,12 +183,6 @@ def profile_module(
     )
 
 
-def _surge_bytes(kept_N: Float64s) -> float:
-    """Four standard deviations of what a pack keeps, or what the largest keeps beyond the mean."""
-    most = max(0.0, kept_N.max() - kept_N.mean())
-    return float(min(SURGE_DEVIATIONS * kept_N.std(), most))
-
-
 @dataclass(frozen=True)
 class Profiler:
     """Makes trials and turns them into costs of units.
@@ -235,7 +229,7 @@ class Profiler:
         )
         units_N = np.zeros(len(self.packs))
         units_N[at] = sizes.units_N
-        kept = {size: found.kept_bytes(size, units_N) for size in fitting}
+        kept = {n: found.kept_bytes(n, units_N) for n in fitting}
         parameters = stage_parameters(module, 0, len(module.layers))
         element_bytes = ELEMENT_BYTES[self.dtype]
         flops = [microbatch_flops(self.modules, pack)[module.name] for pack in self.packs]
@@ -245,11 +239,12 @@ class Profiler:
             module.name,
             module.kind,
             len(module.layers),
-            {size: float(found.seconds(size, units_N).mean()) for size in fitting},
-            {size: float(kept_N.mean()) for size, kept_N in kept.items()},
+            {n: float(found.seconds(n, units_N).mean()) for n in fitting},
+            {n: float(kept[n].mean()) for n in fitting},
             replica_bytes=element_bytes * parameters.all + 4 * parameters.trained,
             sharded_bytes=4 * parameters.all + 8 * parameters.trained,
-            surge_bytes={size: _surge_bytes(kept_N) for size, kept_N in kept.items()},
+            surge_bytes={n: SURGE_DEVIATIONS * float(kept[n].std()) for n in fitting},
+            peak_bytes={n: float(kept[n].max()) for n in fitting},
             workspace_bytes=dict(zip(fitting, found.workspace_bytes_T, strict=True)),
             transfer_s=transfer_s,
             sync_s=sync_s,

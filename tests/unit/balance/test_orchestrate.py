@@ -30,6 +30,7 @@ def unit(name, kind, seconds=1.0, *, layers=4, efficiency=(1.0, 0.9), **options)
         {n: 3 * seconds / n / e for n, e in zip(tensor, efficiency, strict=True)},
         {n: kept / n**0.9 for n in tensor},
         surge_bytes={n: surge / n for n in tensor},
+        peak_bytes={n: (kept + 0.7 * surge) / n**0.9 for n in tensor},
         workspace_bytes={n: temporary / n for n in tensor},
         **sizes,
     )
@@ -86,8 +87,9 @@ def naive_seconds(problem, sizes):
             in_flight += (own.pipeline - 1) / u.virtual_stages
         in_flight = min(in_flight, microbatches) if u.has_backward else 1
         held = (u.replica_bytes + u.sharded_bytes / own.data) * share / own.tensor
-        held += u.activation_bytes[own.tensor] * samples * in_flight * share
-        held += u.surge_bytes[own.tensor] * (samples * in_flight) ** 0.5 * share
+        waiting = samples * in_flight
+        kept = u.activation_bytes[own.tensor] * waiting + u.surge_bytes[own.tensor] * waiting**0.5
+        held += min(kept, u.peak_bytes[own.tensor] * waiting) * share
         held += u.workspace_bytes[own.tensor] * samples
         if held > problem.memory_bytes:
             return inf
