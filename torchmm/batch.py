@@ -285,6 +285,7 @@ class LayerDescription:
     kv_heads: int
     head_dim: int
     ffn_size: int
+    """Of experts: of those together that a token goes through."""
     gated_ffn: bool
     causal: bool
     window: int | None = None
@@ -306,6 +307,8 @@ class LayerDescription:
     """Whether queries and keys are normalized."""
     packed_qkv: bool = False
     """Whether one linear gives queries, keys and values."""
+    experts: int = 0
+    """Among which a router chooses for every token; 0: there is one feed-forward part for all."""
     batched: bool = False
     """Whether images of one size are rows of a batch, and not packed into a single row."""
     parameters: int = 0

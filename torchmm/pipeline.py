@@ -22,6 +22,7 @@ from torchmm.balance.drift import Kind
 from torchmm.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.config_model import GENERATOR
+from torchmm.models.experts import RouterBalance
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
@@ -86,6 +87,8 @@ class Pipeline:
         for index, module in modules.items():
             trained = any(p.requires_grad for p in module.parameters())
             assert trained == layout.stages[index].trainable, layout.stages[index]
+        self.router_balance: RouterBalance | None = getattr(model.llm, "balance", None)
+        """What adds the losses that keep the experts' loads equal."""
         channels = None
         if mesh.pipeline_size > 1:
             channels = P2PChannels(mesh.device, mesh.channel_ranks, config.timeout_s)

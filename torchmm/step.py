@@ -84,6 +84,7 @@ class TrainStep:
         for name, count in counts.items():
             # FSDP may average gradients over the data-parallel ranks: undo that in the loss.
             scales[name] = weights[name] * self.mesh.averaged_over / count
+        self._scale_router_losses(moved, weights["llm"])
         plan, result = self.pipeline.run(moved, loss_scale=scales, annotate=annotate)
         nothing = torch.zeros((), device=device)
         losses = {
@@ -93,6 +94,13 @@ class TrainStep:
         loss = sum((weights[name] * losses[name] for name in counts), nothing)
         module_ms, span_ms = self._times_ms(plan, result)
         return StepOutcome(losses, loss, plan, result, module_ms, span_ms)
+
+    def _scale_router_losses(self, microbatches: Sequence[Microbatch], weight: float) -> None:
+        """Losses that balance experts are means over the tokens of the global batch."""
+        balance = self.pipeline.router_balance
+        if balance is not None:
+            tokens = sum(len(m.input_ids_T) for m in microbatches) * self.mesh.data_parallel_size
+            balance.scale = weight * self.mesh.averaged_over / max(tokens, 1)
 
     def _times_ms(self, plan: PipelinePlan, result: StepResult) -> tuple[dict[str, float], float]:
         times_ms: dict[str, float] = {}

@@ -43,8 +43,8 @@ def local_linears(layer: LayerDescription, tensor: int) -> dict[str, tuple[float
     for name, (inputs, outputs) in layer_linears(layer).items():
         if name in ("attention_output", "down"):
             found[name] = (inputs / tensor, float(outputs))
-        elif name in ("key", "value") and layer.kv_heads < tensor:
-            found[name] = (float(inputs), float(outputs))  # computed whole, one head is kept
+        elif name == "router" or (name in ("key", "value") and layer.kv_heads < tensor):
+            found[name] = (float(inputs), float(outputs))  # computed whole; of heads one is kept
         else:
             found[name] = (float(inputs), outputs / tensor)
     if layer.packed_qkv:
@@ -97,4 +97,7 @@ def layer_parameters(layer: LayerDescription, tensor: int = 1) -> float:
     cross = ("query", "key", "value", "attention_output") if layer.cross_attention else ()
     names = (*linears, *cross)
     products = sum(linears[name][0] * linears[name][1] for name in names)
-    return sum(own[name][0] * own[name][1] for name in names) + max(0, layer.parameters - products)
+    rest: float = max(0, layer.parameters - products)
+    if layer.experts:  # those that a token does not go through; ranks share them
+        rest /= tensor
+    return sum(own[name][0] * own[name][1] for name in names) + rest

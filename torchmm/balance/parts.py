@@ -83,6 +83,8 @@ def layer_linears(layer: LayerDescription) -> dict[str, tuple[int, int]]:
     query, key_value = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
     found = {"query": (hidden, query), "key": (hidden, key_value), "value": (hidden, key_value)}
     found |= {"attention_output": (query, hidden)}
+    if layer.experts:
+        found["router"] = (hidden, layer.experts)
     if layer.gated_ffn:
         found["gate"] = (hidden, ffn)
     return found | {"up": (hidden, ffn), "down": (ffn, hidden)}

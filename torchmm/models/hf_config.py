@@ -10,7 +10,14 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from torchmm.errors import ConfigError
 
-_ALSO_READ = {"model_type", "rope_theta", "rope_scaling", "torch_dtype", "tie_word_embeddings"}
+_ALSO_READ = {
+    "head_dim",
+    "model_type",
+    "rope_scaling",
+    "rope_theta",
+    "tie_word_embeddings",
+    "torch_dtype",
+}
 """Keys that every config class reads although none of them lists them."""
 _DROPOUTS = (
     "attention_dropout",

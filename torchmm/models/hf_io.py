@@ -19,12 +19,11 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from torchmm.errors import CheckpointError
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.shards import local_slices, local_tensor
+from torchmm.models.pieces import Piece, pieces
 
 WEIGHTS_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 """What transformers and diffusers call them; the index of several is NAME.index.json."""
@@ -67,8 +66,9 @@ def load_weights(model: MultimodalModel) -> set[str]:
         CheckpointError: the files do not fit the model.
     """
     problems: list[str] = []
+    filled: set[str] = set()
     expected: list[_Expected] = []
-    found: dict[str, tuple[Tensor, FileTensor]] = {}
+    found: dict[str, tuple[Piece, FileTensor]] = {}
     for source, modules in _by_source(model).items():
         files = open_files(source)
         claimed: set[str] = set()
@@ -82,7 +82,8 @@ def load_weights(model: MultimodalModel) -> set[str]:
                 for name, (shape, s) in stored.items()
             ]
             targets = _targets(module, stored)
-            found |= {f"{prefix}.{n}": (t, files[s]) for n, (t, s) in targets.items()}
+            found |= {f"{prefix}.{n}": (p, files[s]) for n, (p, s) in targets.items()}
+            filled |= {f"{prefix}.{piece.owner}" for piece, _ in targets.values()}
         stray = [n for n in files if n not in claimed and not _COMPUTED.search(n)]
         if not modules[0][1].weights.partial:
             problems += _listed(f"{source}: not part of the model", stray)
@@ -90,7 +91,7 @@ def load_weights(model: MultimodalModel) -> set[str]:
     if problems:
         raise CheckpointError("weights do not fit the model:\n  - " + "\n  - ".join(problems))
     _read(found)
-    return set(found)
+    return filled
 
 
 def _by_source(model: MultimodalModel) -> dict[str, list[tuple[str, LayeredModule]]]:
@@ -151,7 +152,7 @@ def _directory(source: str) -> Path:
 def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[str, str]:
     """Name within `module` -> name in the files, for all names the whole module knows."""
     with torch.device("meta"):
-        known = set(module.rebuild().state_dict()) | module.unused
+        known = set(pieces(module.rebuild().state_dict())) | module.unused
     names = {}
     for name in files:
         for pattern, replacement in module.weights.renames:
@@ -171,11 +172,11 @@ def _match(
         whole = module.rebuild()
     tied = whole.tied_parameters()
     stored, missing = {}, []
-    for name, tensor in whole.state_dict().items():
+    for name, piece in pieces(whole.state_dict()).items():
         if name in tied:
             continue
         if name in names:
-            stored[name] = (list(tensor.shape), names[name])
+            stored[name] = (piece.shape, names[name])
         else:
             missing.append(name)
     if module.new_connector and not any(n.startswith("connector.") for n in stored):
@@ -185,14 +186,14 @@ def _match(
 
 def _targets(
     module: LayeredModule, stored: dict[str, tuple[list[int], str]]
-) -> dict[str, tuple[Tensor, str]]:
-    """What this rank reads, {name: (tensor to fill, name in the files)}."""
+) -> dict[str, tuple[Piece, str]]:
+    """What this rank reads, {name: (what to fill, name in the files)}."""
     here_once, copies = module.tied_parameters(), module.tied_copies()
     targets = {}
-    for name, tensor in module.state_dict().items():
+    for name, piece in pieces(module.state_dict()).items():
         original = copies.get(name, name)
         if name not in here_once and original in stored:
-            targets[name] = (tensor, stored[original][1])
+            targets[name] = (piece, stored[original][1])
     return targets
 
 
@@ -221,13 +222,11 @@ def _shape_problems(expected: list[_Expected]) -> list[str]:
 
 
 @torch.no_grad()
-def _read(found: dict[str, tuple[Tensor, FileTensor]]) -> None:
-    by_file: dict[Path, list[tuple[Tensor, str]]] = defaultdict(list)
-    for tensor, stored in found.values():
-        by_file[stored.path].append((tensor, stored.name))
+def _read(found: dict[str, tuple[Piece, FileTensor]]) -> None:
+    by_file: dict[Path, list[tuple[Piece, str]]] = defaultdict(list)
+    for piece, stored in found.values():
+        by_file[stored.path].append((piece, stored.name))
     for path, entries in by_file.items():
         with safe_open(path, "pt") as opened:
-            for tensor, name in entries:
-                local = local_tensor(tensor)
-                if local.numel():
-                    local.copy_(opened.get_slice(name)[local_slices(tensor)])
+            for piece, name in entries:
+                piece.fill(opened.get_slice(name))

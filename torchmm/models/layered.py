@@ -271,8 +271,9 @@ class LayeredModule(nn.Module, ABC):
         Styles are Hugging Face's (colwise, rowwise, colwise_gather_output,
         replicated_with_grad_allreduce) and "embedding" (rows of the table), "packed_qkv" (an
         attention with queries, keys and values in one linear), "packed_gate_up" (the same of a
-        feed-forward network), "sharded_norm" (a norm over the features of all ranks), "sequence"
-        (a norm that works on sequence slices under sequence parallelism).
+        feed-forward network), "experts" (a feed-forward network of experts, which the ranks share),
+        "sharded_norm" (a norm over the features of all ranks), "sequence" (a norm that works on
+        sequence slices under sequence parallelism).
         """
         styles = self._tensor_parallel_styles()
         return {pattern: style for pattern, style in styles.items() if self.matching(pattern)}

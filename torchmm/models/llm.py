@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchmm.batch import LayerDescription, Microbatch
 from torchmm.models.attention import PACKED, Segments
+from torchmm.models.experts import balance_routers
 from torchmm.models.layered import LayeredModule, LinearSizes, StageRange, WeightFiles
 from torchmm.models.loss import summed_cross_entropy
 
@@ -90,6 +91,14 @@ _PHI3 = LlmFamily(
         "mlp.down_proj": "rowwise",
     },
 )
+_QWEN3_MOE = LlmFamily(
+    tensor_parallel={  # each rank has some of the experts
+        "mlp": "experts",
+        "mlp.experts": "",
+        "mlp.experts.gate_up_proj": "",
+        "mlp.experts.down_proj": "",
+    },
+)
 
 LLM_FAMILIES = {
     "llama": LlmFamily(),
@@ -99,6 +108,7 @@ LLM_FAMILIES = {
     "smollm3": LlmFamily(),  # some layers without rotary positions
     "gemma2": _GEMMA,  # capped scores, every other layer with a window
     "gemma3_text": _GEMMA,
+    "qwen3_moe": _QWEN3_MOE,
     "granite": LlmFamily(multiplier="embedding_multiplier"),
     "olmo2": _OLMO2,
     "phi3": _PHI3,
@@ -144,6 +154,8 @@ class LlmModule(LayeredModule):
         first = self._layer_list()[0]
         self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in first.modules())
         self._has_qk_norm = any(name.endswith("q_norm") for name, _ in first.named_modules())
+        self.balance = balance_routers(self._layer_list(), self.text_config)
+        self._experts = [_has_experts(layer) for layer in self._layer_list()]
         self._windows = [_window(layer, self.text_config) for layer in self._layer_list()]
 
     @property
@@ -194,12 +206,15 @@ class LlmModule(LayeredModule):
 
     def _describe_layer(self, index: int) -> LayerDescription:
         c = self.text_config
+        has_experts = self._experts[index]
+        active = c.num_experts_per_tok * c.moe_intermediate_size if has_experts else 0
         return LayerDescription(
             hidden_size=c.hidden_size,
             heads=c.num_attention_heads,
             kv_heads=c.num_key_value_heads,
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-            ffn_size=c.intermediate_size,
+            ffn_size=active or c.intermediate_size,
+            experts=c.num_experts if has_experts else 0,
             gated_ffn=self.family.gated_ffn,
             causal=True,
             window=self._windows[index],
@@ -270,7 +285,8 @@ class LlmModule(LayeredModule):
         self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor
     ) -> dict[str, Any]:
         hidden_TD = self._embed(microbatch, inputs) if isinstance(inputs, dict) else inputs
-        return {
+        arguments = {"output_router_logits": False} if any(self._experts) else {}
+        return arguments | {
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
             "use_cache": False,
@@ -292,6 +308,10 @@ class LlmModule(LayeredModule):
                 )
             x_TD = x_TD.index_copy(0, inputs.positions_K, features_KD.to(x_TD.dtype))
         return x_TD
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    return any(name == "mlp.experts" for name, _ in layer.named_modules())
 
 
 def _window(layer: nn.Module, config: Any) -> int | None:

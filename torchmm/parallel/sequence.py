@@ -114,14 +114,14 @@ class LocalNorm(ParallelStyle):
                 name: cast(DTensor, parameter).to_local(grad_placements=[Partial()])
                 for name, parameter in module.named_parameters(recurse=False)
             }
-            return norm(_LocalWeights(type(module), settings, weights), x)
+            return norm(LocalWeights(type(module), settings, weights), x)
 
         module.forward = forward
         return module
 
 
-class _LocalWeights:
-    """What a norm's forward reads from its module, with plain tensors for DTensors."""
+class LocalWeights:
+    """What a forward reads from its module, with plain tensors for DTensors."""
 
     def __init__(
         self, kind: type[nn.Module], settings: Mapping[str, Any], weights: Mapping[str, Tensor]

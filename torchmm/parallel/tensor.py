@@ -32,6 +32,7 @@ from torchmm.errors import ConfigError
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.async_linear import Overlap
 from torchmm.parallel.async_tensor import AsyncColumn, AsyncRow, AsyncScope, Column
+from torchmm.parallel.experts import ExpertsOfRanks
 from torchmm.parallel.packed import PackedGateUp, PackedQkv
 from torchmm.parallel.sequence import LocalNorm, SequenceSlices, distribute_parameters
 from torchmm.parallel.sharded_norm import ShardedNorm
@@ -104,6 +105,7 @@ def _style(
         "packed_qkv": PackedQkv(sizes, overlap is not None),
         "packed_gate_up": PackedGateUp(sizes, overlap is not None),
         "sharded_norm": ShardedNorm(),
+        "experts": ExpertsOfRanks(slices),
         "sequence": None if slices is None else LocalNorm(),
     }
     if name not in styles:

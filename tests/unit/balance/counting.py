@@ -65,10 +65,16 @@ def _dense_attention_backward(
     return 2 * _dense(query, key)
 
 
+def _grouped_mm(rows: Tensor, weights: Tensor, *_: Any, out_val: Any, **__: Any) -> int:
+    """Of experts: (S, I) x (E, I, O) in forward; (I, S) x (S, O) for gradients of weights."""
+    return 2 * rows.numel() * weights.shape[-1]
+
+
 _aten, _own = torch.ops.aten, torch.ops.torchmm
 _ATTENTION: dict[Any, Any] = {
     _own.packed_attention: _packed_attention,
     _own.packed_attention_backward: _packed_attention_backward,
+    _aten._grouped_mm: _grouped_mm,
     _own.capped_attention: _packed_attention,
     _own.capped_attention_backward: _capped_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _dense_attention,

@@ -53,6 +53,15 @@ LLMS = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_LLM,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
     "gemma3_text": {
         "model_type": "gemma3_text",
         **_LLM,
@@ -61,6 +70,7 @@ LLMS = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
+EXPERTS = ("qwen3_moe",)
 BASIC_LLMS = ("llama", "llama_tied", "qwen2", "qwen3", "granite", "starcoder2")
 """Enough of them where what is tested does not depend on the family."""
 _VISION = {

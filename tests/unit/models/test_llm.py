@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 from torchmm.batch import EncoderInputs, Microbatch
+from torchmm.config import LlmConfig, ModelConfig
 from torchmm.models.attention import Segments
 
 
@@ -128,3 +129,26 @@ def test_wrong_number_of_features_is_reported() -> None:
     batch = microbatch([22], {"eye": images}, images.positions_K)
     with pytest.raises(ValueError, match=r"'eye' gave 16 tokens for 15 placeholders"):
         model(batch)
+
+
+def test_load_balancing_gives_hugging_faces_gradients() -> None:
+    """On one layer, where its average over layers is ours."""
+    settings = {"num_hidden_layers": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.5}
+    config = {**LLMS["qwen3_moe"], **settings, "output_router_logits": True}
+    model = build(ModelConfig(llm=LlmConfig(config=config)))
+    plain = plain_causal_lm(model)
+    batch = microbatch([21], ignored=0)
+    labels = batch.input_ids_T[None].clone()
+    expected = plain(batch.input_ids_T[None], labels=labels, use_cache=False).loss
+    assert model.llm.balance is not None
+    model.llm.balance.scale = 1 / 21  # our loss is the sum over 20 targets, theirs the mean
+    loss = model(batch) / 20
+    loss.backward()
+    expected.backward()
+    assert worst_gradient(model.llm.backbone, plain, lambda name: name) < 1e-5
+    found = {n: p.grad.clone() for n, p in model.llm.named_parameters()}
+    model.zero_grad()
+    model.llm.balance.scale = 0.0
+    (model(batch) / 20).backward()
+    router = "backbone.model.layers.0.mlp.gate.weight"
+    assert relative_error(found[router], model.llm.get_parameter(router).grad) > 0.01
