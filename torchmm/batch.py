@@ -31,9 +31,13 @@ IGNORE_TARGET = -100
 
 @dataclass(frozen=True)
 class ImageMeta:
-    """What planning needs to know of one image, known from its header without decoding it."""
+    """What planning needs to know of one image, known from its header without decoding it.
+
+    A sound is an "image" too, of one row: its patches are the positions that the encoder sees.
+    """
 
     width_px: int
+    """0 for sounds."""
     height_px: int
     patches: int
     """Patches the encoder processes, after resizing."""
@@ -41,6 +45,10 @@ class ImageMeta:
     """Tokens the image takes in the LLM's sequence (placeholders only, no marker tokens)."""
     frames: int = 1
     """Frames of a video, which share its patches evenly."""
+    encoder: str | None = None
+    """Name of the encoder that reads it, where a model has several; None: the sample's."""
+    duration_ms: int = 0
+    """Of a sound or video."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,14 @@ class SampleMeta:
     """Length in the LLM's sequence: text, markers and image placeholders."""
     images: tuple[ImageMeta, ...] = ()
     encoder: str | None = None
-    """Name of the encoder that reads the images; None for a text-only sample."""
+    """Name of the encoder that reads the images; None for a text-only sample, or where each image
+    names its own."""
     generated: tuple[GeneratedMeta, ...] = ()
     """Images and clips that the generator has to draw; they take no tokens."""
+
+    def images_of(self, encoder: str) -> list[ImageMeta]:
+        """Those that `encoder` reads, in order."""
+        return [i for i in self.images if (i.encoder or self.encoder) == encoder]
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ class MicrobatchMeta:
 
     def patches(self, encoder: str) -> list[int]:
         """Patches per image that `encoder` has to process, in order."""
-        return [i.patches for s in self.samples if s.encoder == encoder for i in s.images]
+        return [i.patches for s in self.samples for i in s.images_of(encoder)]
 
     @property
     def generated(self) -> list[GeneratedMeta]:
@@ -99,7 +112,7 @@ class EncoderInputs:
 
     Exactly one pixel layout is used by an encoder, see `ImageSpec.layout`:
     "fixed" has pixels of shape (N, C, height, width), "patches" has (P, D) with the patches of
-    all images behind each other. Sizes are plain Python numbers, so that no kernel launch waits
+    all images behind each other; a patch of a sound is its mel bins of a few frames. Sizes are plain Python numbers, so that no kernel launch waits
     for the device.
     """
 
@@ -243,21 +256,29 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """How an encoder wants its images; made by `torchmm.models`, obeyed by `torchmm.data`."""
+    """How an encoder wants its images, or sounds; made by `torchmm.models`, obeyed by
+    `torchmm.data`."""
 
     encoder: str
     layout: Literal["fixed", "patches"]
     processor_class: str
-    """Name of the Hugging Face image processor class, e.g. "CLIPImageProcessor"."""
+    """Name of the Hugging Face image processor or feature extractor, e.g.
+    "CLIPImageProcessor"."""
     processor: dict[str, Any]
     """Its settings (the content of preprocessor_config.json)."""
     patch_size_px: int
+    """Of sounds: samples of a patch."""
     merge: int = 1
-    """Rows and columns of patches that become one output token: tokens = patches / merge**2."""
+    """Rows and columns of patches that become one output token: tokens = patches / merge**2. Of
+    sounds merge**2 consecutive ones."""
     drop_class_token: bool = True
     """Fixed layout: whether the class token, where there is one, is not handed to the LLM."""
     extra_tokens: int = 0
     """Fixed layout: output tokens beyond one per merged patch (a kept class token)."""
+    modality: Literal["image", "audio"] = "image"
+    """What the encoder reads."""
+    max_patches: int = 0
+    """Most patches of a sound, which is cut there."""
 
 
 @dataclass(frozen=True)

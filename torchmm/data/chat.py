@@ -12,13 +12,14 @@ rendering the first k messages for every k (templates that drop earlier thoughts
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.samples import ImageSegment, Sample, TextSegment
+from torchmm.data.samples import AudioSegment, ImageSegment, Sample, TextSegment
 
 ROLES = ("system", "user", "assistant", "tool")
 FALLBACK_TEMPLATE = (
@@ -30,7 +31,7 @@ FALLBACK_TEMPLATE = (
 MARKER = re.compile("\ue000(\\d+)\ue001")
 """Private-use characters around a number: survives trimming, occurs in no template."""
 
-Part = TextSegment | ImageSegment
+Part = TextSegment | ImageSegment | AudioSegment
 
 
 class ChatTemplate:
@@ -50,18 +51,23 @@ class ChatTemplate:
             reverse=True,
         )
 
-    def __call__(self, messages: list[Any], images: list[ImageSegment]) -> Sample:
+    def __call__(
+        self,
+        messages: list[Any],
+        images: Sequence[ImageSegment],
+        audios: Sequence[AudioSegment] = (),
+    ) -> Sample:
         """Segments of a conversation.
 
         Args:
             messages: {"role", "content"}; content is a string or a list of parts
-                {"type": "text", "text": ...} and {"type": "image"}.
-            images: one per image part, in order.
+                {"type": "text", "text": ...}, {"type": "image"} and {"type": "audio"}.
+            images, audios: one per image or audio part, in order.
 
         Raises:
             CorruptSampleError: malformed messages, or other numbers of images and image parts.
         """
-        remaining = list(images)
+        remaining: dict[str, list[Any]] = {"image": list(images), "audio": list(audios)}
         parts: list[Part] = []
         marked: list[tuple[str, list[str]]] = []
         for message in messages:
@@ -69,8 +75,9 @@ class ChatTemplate:
             first = len(parts)
             parts.extend(_parts(content, role, remaining))
             marked.append((role, [f"\ue000{i}\ue001" for i in range(first, len(parts))]))
-        if remaining:
-            raise CorruptSampleError(f"{len(remaining)} images more than image parts in messages")
+        for kind, rest in remaining.items():
+            if rest:
+                raise CorruptSampleError(f"{len(rest)} {kind}s more than {kind} parts in messages")
         return Sample(tuple(self._split(self._render(marked), parts)), False, False)
 
     def _render(self, marked: list[tuple[str, list[str]]]) -> str:
@@ -120,8 +127,8 @@ def _role_and_content(message: Any) -> tuple[str, Any]:
     return message["role"], message.get("content")
 
 
-def _parts(content: Any, role: str, remaining: list[ImageSegment]) -> list[Part]:
-    """Content parts of one message; takes its images from the front of `remaining`."""
+def _parts(content: Any, role: str, remaining: dict[str, list[Any]]) -> list[Part]:
+    """Content parts of one message; takes its files from the front of `remaining`."""
     loss = role == "assistant"
     if isinstance(content, str):
         return [TextSegment(content, loss)]
@@ -132,10 +139,12 @@ def _parts(content: Any, role: str, remaining: list[ImageSegment]) -> list[Part]
         kind = item.get("type") if isinstance(item, dict) else None
         if kind == "text" and isinstance(item.get("text"), str):
             parts.append(TextSegment(item["text"], loss))
-        elif kind == "image":
-            if not remaining:
-                raise CorruptSampleError("more image parts in messages than images")
-            parts.append(remaining.pop(0))
+        elif kind in remaining:
+            if not remaining[kind]:
+                raise CorruptSampleError(f"more {kind} parts in messages than {kind}s")
+            parts.append(remaining[kind].pop(0))
         else:
-            raise CorruptSampleError(f"content part {str(item)[:80]} is neither text nor image")
+            raise CorruptSampleError(
+                f"content part {str(item)[:80]} is neither text nor image nor audio"
+            )
     return parts

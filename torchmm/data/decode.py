@@ -57,6 +57,20 @@ class DecodedStep:
 
 
 @dataclass
+class _Read:
+    """What one encoder reads of a microbatch."""
+
+    pixels: list[np.ndarray] = field(default_factory=list)
+    grids_thw: list[tuple[int, int, int]] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+
+    def inputs(self, grouped: bool) -> EncoderInputs:
+        """As tensors."""
+        pixels = np.stack(self.pixels) if grouped else np.concatenate(self.pixels)
+        return EncoderInputs(torch.from_numpy(pixels), self.grids_thw, _tensor(self.positions))
+
+
+@dataclass
 class _Row:
     """Arrays of a microbatch under construction."""
 
@@ -64,9 +78,8 @@ class _Row:
     targets: list[np.ndarray] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
     cu_seqlens: list[int] = field(default_factory=lambda: [0])
-    pixels: list[np.ndarray] = field(default_factory=list)
-    grids_thw: list[tuple[int, int, int]] = field(default_factory=list)
-    image_positions: list[np.ndarray] = field(default_factory=list)
+    read: dict[str, _Read] = field(default_factory=dict)
+    """By encoder."""
     generated: TargetRow = field(default_factory=TargetRow)
 
     def append(self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray) -> None:
@@ -107,8 +120,14 @@ class StepDecoder(Dataset[DecodedStep]):
         source = self._sources[feed]
         if source is None:
             return []
-        sample = self._reader.read(source.read(index), self._prompts[feed])
-        return [decode_rgb(data, self._reader.max_pixels) for data in sample.files]
+        reader = self._reader
+        sample = reader.read(source.read(index), self._prompts[feed])
+        shown = [n for n, medium in reader.media.items() if medium.spec.modality == "image"][:1]
+        return [
+            decode_rgb(data, reader.max_pixels)
+            for data, image in zip(sample.files, sample.images, strict=True)
+            if reader.medium(image).spec.encoder in shown
+        ]
 
     def _microbatch(self, packs: list[PackItems], corrupt: dict[str, str]) -> Microbatch:
         row = _Row()
@@ -122,13 +141,17 @@ class StepDecoder(Dataset[DecodedStep]):
                 self._append(row, sample, item.meta)
             used = sum(item.meta.tokens for item in pack)
             self._append_padding(row, self._sequence_length - used)
-        encoder = self._reader.encoder
+        media = self._reader.media
         return Microbatch(
             input_ids_T=_tensor(row.ids),
             targets_T=_tensor(row.targets),
             position_ids=torch.from_numpy(np.concatenate(row.positions, axis=-1)),
             cu_seqlens=row.cu_seqlens,
-            encoders={encoder: self._encoder_inputs(row)} if encoder and row.pixels else {},
+            encoders={
+                name: row.read[name].inputs(medium.grouped)
+                for name, medium in media.items()
+                if name in row.read
+            },
             meta=microbatch_meta(packs, self._sequence_length),
             generator=row.generated.inputs(),
         )
@@ -144,11 +167,10 @@ class StepDecoder(Dataset[DecodedStep]):
         meta = self._reader.meta(item.meta.source, item.meta.index, sample)
         if meta != item.meta:
             raise CorruptSampleError(f"changed since it was measured: {item.meta} -> {meta}")
-        pixels = []
-        for data in sample.files:
-            assert self._reader.images is not None
-            image = decode_rgb(data, self._reader.max_pixels)
-            pixels.append(self._reader.images.pixels(image))
+        pixels = [
+            self._reader.medium(image).pixels(data, image)
+            for data, image in zip(sample.files, meta.images, strict=True)
+        ]
         targets = []
         drawn = zip(sample.generated_files, meta.generated, sample.text.generated_at, strict=False)
         for number, (data, generated, context_end) in enumerate(drawn):
@@ -162,15 +184,15 @@ class StepDecoder(Dataset[DecodedStep]):
     def _placeholder(self, item: Item) -> DecodedSample:
         """A sample of the same size that teaches nothing."""
         meta = item.meta
-        spec, images = self._reader.text_spec, self._reader.images
+        spec = self._reader.text_spec
         ids_L = np.full(meta.tokens, spec.pad_token_id, np.int64)
         starts, pixels, start = [], [], 0
         for image in meta.images:
-            assert images is not None and spec.image_token_id is not None
+            assert spec.image_token_id is not None
             starts.append(start)
             ids_L[start : start + image.tokens] = spec.image_token_id
             start += image.tokens
-            pixels.append(images.blank(image.width_px, image.height_px))
+            pixels.append(self._reader.medium(image).blank(image))
         targets = []
         for number, drawn in enumerate(meta.generated):
             assert self._reader.targets is not None
@@ -183,13 +205,13 @@ class StepDecoder(Dataset[DecodedStep]):
         for start, pixels, image in zip(
             sample.image_starts, sample.pixels, meta.images, strict=True
         ):
-            assert self._reader.images is not None
-            grid = self._reader.images.grid(image.width_px, image.height_px)
-            merge = self._reader.images.spec.merge
-            blocks.append((start, grid.rows // merge, grid.columns // merge))
-            row.pixels.append(pixels)
-            row.grids_thw.append((1, grid.rows, grid.columns))
-            row.image_positions.append(np.arange(first + start, first + start + image.tokens))
+            medium = self._reader.medium(image)
+            _, rows, columns = medium.block(image)
+            blocks.append((start, rows, columns))
+            read = row.read.setdefault(medium.spec.encoder, _Read())
+            read.pixels.append(pixels)
+            read.grids_thw.append(medium.grid_thw(image))
+            read.positions.append(np.arange(first + start, first + start + image.tokens))
         for target in sample.targets:
             row.generated.append(target, first)
         positions = self._positions(len(sample.ids_L), blocks)
@@ -204,12 +226,6 @@ class StepDecoder(Dataset[DecodedStep]):
         if self._reader.text_spec.positions == "mrope":
             return mrope_positions(length, blocks)
         return np.arange(length, dtype=np.int64)
-
-    def _encoder_inputs(self, row: _Row) -> EncoderInputs:
-        assert self._reader.images is not None
-        fixed = self._reader.images.spec.layout == "fixed"
-        pixels = np.stack(row.pixels) if fixed else np.concatenate(row.pixels)
-        return EncoderInputs(torch.from_numpy(pixels), row.grids_thw, _tensor(row.image_positions))
 
 
 def _target_key(item: Item, number: int) -> tuple[object, ...]:

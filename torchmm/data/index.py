@@ -14,6 +14,7 @@ import json
 import logging
 import time
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from torchmm.errors import DataError
 from torchmm.files import replace_atomically
 from torchmm.generated import GeneratedMeta
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
@@ -38,29 +39,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LengthIndex:
-    """Sizes of N samples with M images, and G more to be drawn.
+    """Sizes of N samples with M images and sounds, and G more images to be drawn.
 
-    `tokens_N` is 0 for corrupt samples, whose reasons stand in `corrupt`. The rows of `images_M4`
-    are (width_px, height_px, patches, tokens); sample n has rows `offsets[n]:offsets[n + 1]`. Those
+    `tokens_N` is 0 for corrupt samples, whose reasons stand in `corrupt`. The rows of `images_M7`
+    are (width_px, height_px, patches, tokens, frames, encoder, duration_ms), the encoder as its
+    position in the model; sample n has rows `offsets[n]:offsets[n + 1]`. Those
     of `generated_G4` are (frames, rows, columns, context), from `generated_offsets`.
     """
 
     tokens_N: np.ndarray
     offsets: np.ndarray
-    images_M4: np.ndarray
+    images_M7: np.ndarray
     generated_offsets: np.ndarray
     generated_G4: np.ndarray
     corrupt: dict[int, str]
 
-    def meta(self, source: str, index: int, encoder: str | None) -> SampleMeta:
-        """Metadata of sample `index`."""
-        rows = self.images_M4[self.offsets[index] : self.offsets[index + 1]].tolist()
-        images = tuple(ImageMeta(*row) for row in rows)
+    def meta(self, source: str, index: int, encoders: Sequence[str]) -> SampleMeta:
+        """Metadata of sample `index` for a model with these encoders."""
+        rows = self.images_M7[self.offsets[index] : self.offsets[index + 1]].tolist()
+        several = len(encoders) > 1
+        images = tuple(
+            ImageMeta(w, h, patches, tokens, frames, encoders[e] if several else None, duration_ms)
+            for w, h, patches, tokens, frames, e, duration_ms in rows
+        )
         first, end = self.generated_offsets[index : index + 2]
         drawn = self.generated_G4[first:end].tolist()
         generated = tuple(GeneratedMeta((f, r, c), context) for f, r, c, context in drawn)
         tokens = int(self.tokens_N[index])
-        return SampleMeta(source, index, tokens, images, encoder if images else None, generated)
+        encoder = encoders[0] if images and not several else None
+        return SampleMeta(source, index, tokens, images, encoder, generated)
 
 
 def cache_key(
@@ -81,7 +88,7 @@ def cache_key(
         "generated": dataclasses.asdict(reader.targets.spec) if reader.targets else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
         "text": dataclasses.asdict(reader.text_spec),
-        "images": dataclasses.asdict(reader.images.spec) if reader.images else None,
+        "encoders": [dataclasses.asdict(medium.spec) for medium in reader.media.values()],
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "chat_template": tokenizer.chat_template,
     }
@@ -132,7 +139,7 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
             corrupt[i] = str(error)
         else:
             tokens.append(len(sample.text.ids))
-            images.extend((i.width_px, i.height_px, i.patches, i.tokens) for i in sample.images)
+            images.extend(_row(image, reader.encoders) for image in sample.images)
             generated.extend((*g.grid_thw, g.context) for g in sample.generated)
         offsets.append(len(images))
         generated_offsets.append(len(generated))
@@ -142,11 +149,17 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
     return LengthIndex(
         np.asarray(tokens, np.int32),
         np.asarray(offsets, np.int64),
-        np.asarray(images, np.int32).reshape(-1, 4),
+        np.asarray(images, np.int32).reshape(-1, 7),
         np.asarray(generated_offsets, np.int64),
         np.asarray(generated, np.int32).reshape(-1, 4),
         corrupt,
     )
+
+
+def _row(image: ImageMeta, encoders: Sequence[str]) -> tuple[int, ...]:
+    encoder = 0 if image.encoder is None else encoders.index(image.encoder)
+    sizes = (image.width_px, image.height_px, image.patches, image.tokens, image.frames)
+    return (*sizes, encoder, image.duration_ms)
 
 
 def _save(index: LengthIndex, path: Path) -> None:
@@ -155,7 +168,7 @@ def _save(index: LengthIndex, path: Path) -> None:
         buffer,
         tokens_N=index.tokens_N,
         offsets=index.offsets,
-        images_M4=index.images_M4,
+        images_M7=index.images_M7,
         generated_offsets=index.generated_offsets,
         generated_G4=index.generated_G4,
         corrupt=np.asarray(json.dumps(index.corrupt)),
@@ -172,7 +185,7 @@ def _load(path: Path) -> LengthIndex | None:
             corrupt = {int(k): v for k, v in json.loads(str(arrays["corrupt"])).items()}
             tokens, offsets = arrays["tokens_N"], arrays["offsets"]
             generated = arrays["generated_offsets"], arrays["generated_G4"]
-            return LengthIndex(tokens, offsets, arrays["images_M4"], *generated, corrupt)
+            return LengthIndex(tokens, offsets, arrays["images_M7"], *generated, corrupt)
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         logger.warning("index cache %s is unreadable (%s) and is built again", path, error)
         return None

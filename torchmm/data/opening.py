@@ -136,6 +136,6 @@ def _open_sources(
         key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
         path = Path(data.index_cache) / f"{key}.npz"
         index = load_or_build(name, records, config.prompt, reader, path)
-        make_feed = partial(IndexFeed, options, index, reader.encoder)
+        make_feed = partial(IndexFeed, options, index, reader.encoders)
         opened.append(OpenSource(name, config, records, make_feed, key))
     return opened

@@ -82,11 +82,11 @@ class IndexFeed:
     once, at the beginning.
     """
 
-    def __init__(self, options: FeedOptions, index: LengthIndex, encoder: str | None) -> None:
+    def __init__(self, options: FeedOptions, index: LengthIndex, encoders: Sequence[str]) -> None:
         self.options = options
         self.draws = 0
         self._index = index
-        self._encoder = encoder
+        self._encoders = encoders
         self._usable = np.flatnonzero(index.tokens_N)
         self.size: int | None = len(self._usable)
         self._epoch = -1
@@ -124,7 +124,7 @@ class IndexFeed:
         return [self._item(epoch, index) for epoch, index in needed]
 
     def _item(self, epoch: int, index: int) -> Item:
-        meta = self._index.meta(self.options.name, index, self._encoder)
+        meta = self._index.meta(self.options.name, index, self._encoders)
         return Item(self.options.feed, epoch, meta)
 
 

@@ -7,7 +7,7 @@ Lengths that planning saw and tensors that training gets cannot disagree, becaus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,12 +16,13 @@ from torchmm.config import DataConfig
 from torchmm.data.chat import ChatTemplate
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.generated_images import TargetPreprocessor
-from torchmm.data.images import ImagePreprocessor, read_size
+from torchmm.data.media import MediaPreprocessor, open_media
 from torchmm.data.samples import (
+    FileSegment,
     GeneratedSegment,
-    ImageSegment,
     Record,
     Sample,
+    assign_encoders,
     limit_images,
     parse_record,
     without_generated,
@@ -37,8 +38,9 @@ class MeasuredSample:
 
     text: EncodedSample
     images: list[ImageMeta]
+    """Images and sounds."""
     files: list[bytes]
-    """Encoded images, one per entry of `images`."""
+    """Encoded, one per entry of `images`."""
     generated: list[GeneratedMeta] = field(default_factory=list)
     """Images to be drawn."""
     generated_files: list[bytes] = field(default_factory=list)
@@ -51,13 +53,13 @@ class SampleReader:
         data: limits on images.
         sequence_length: longest sample in tokens.
         text_spec: the LLM's wishes.
-        image_specs: wishes by encoder name; without one, images are left out and the run is
-            text-only.
+        image_specs: wishes by encoder name. Every image goes to all that read images, every sound
+            to all that hear; what none reads is left out.
         tokenizer: the LLM's tokenizer.
         targets: prepares images to be drawn; without it, they are left out.
 
     Raises:
-        ConfigError: more than one encoder reads images (a sample cannot say which one it wants).
+        ConfigError: an encoder's processor does not fit, or there is no placeholder.
     """
 
     def __init__(
@@ -69,19 +71,18 @@ class SampleReader:
         tokenizer: PreTrainedTokenizerBase,
         targets: TargetPreprocessor | None = None,
     ) -> None:
-        if len(image_specs) > 1:
-            raise ConfigError(
-                f"model.encoders: {sorted(image_specs)} all read images; one image encoder is "
-                "supported"
-            )
         if image_specs and text_spec.image_token_id is None:
             raise ConfigError("model.image_token: the tokenizer has no such token, but an encoder")
-        self.encoder = next(iter(image_specs), None)
-        self.images = ImagePreprocessor(image_specs[self.encoder]) if self.encoder else None
+        self.media = {n: open_media(s, data.max_image_pixels) for n, s in image_specs.items()}
+        self.encoders = tuple(image_specs)
+        self._readers = {
+            kind: [name for name, spec in image_specs.items() if spec.modality == kind]
+            for kind in ("image", "audio")
+        }
         self.targets = targets
         self.text_spec = text_spec
         self.max_pixels = data.max_image_pixels
-        self._max_images = data.max_images_per_sample if self.images else 0
+        self._max_images = data.max_images_per_sample
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
         self._chat = ChatTemplate(tokenizer)
 
@@ -92,14 +93,15 @@ class SampleReader:
             CorruptSampleError: the sample cannot be used, with the reason.
         """
         sample = limit_images(parse_record(record, prompt, self._chat), self._max_images)
+        sample = assign_encoders(sample, self._readers)
         if self.targets is None:
             sample = without_generated(sample)
         files, metas = [], []
         for segment in sample.segments:
-            if isinstance(segment, ImageSegment):
-                assert self.images is not None
+            if isinstance(segment, FileSegment):
+                assert segment.encoder is not None
                 files.append(segment.read())
-                metas.append(self.images.meta(*read_size(files[-1], self.max_pixels)))
+                metas.append(self._measure(segment.encoder, files[-1]))
         text = self._text.encode(sample, [m.tokens for m in metas])
         generated, generated_files = self._measure_generated(sample, text)
         if not any(text.loss[1:]) and not generated:
@@ -109,6 +111,15 @@ class SampleReader:
             )
         kept = len(text.image_starts)
         return MeasuredSample(text, metas[:kept], files[:kept], generated, generated_files)
+
+    def _measure(self, encoder: str, data: bytes) -> ImageMeta:
+        meta = self.media[encoder].meta(data)
+        # Only where there are several, so that equal samples of most models have equal metadata.
+        return replace(meta, encoder=encoder) if len(self.encoders) > 1 else meta
+
+    def medium(self, image: ImageMeta) -> MediaPreprocessor:
+        """What prepares an image or sound of a sample."""
+        return self.media[image.encoder or self.encoders[0]]
 
     def _measure_generated(
         self, sample: Sample, text: EncodedSample
@@ -126,6 +137,6 @@ class SampleReader:
 
     def meta(self, name: str, index: int, sample: MeasuredSample) -> SampleMeta:
         """Metadata of a sample of source `name`."""
-        encoder = self.encoder if sample.images else None
+        encoder = self.encoders[0] if sample.images and len(self.encoders) == 1 else None
         images, generated = tuple(sample.images), tuple(sample.generated)
         return SampleMeta(name, index, len(sample.text.ids), images, encoder, generated)

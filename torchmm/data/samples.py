@@ -2,9 +2,9 @@
 
 The format is recognised by the columns of each record (see `docs/data.md`):
 
-    caption       image, text (or: a webdataset's jpg/png/webp, txt/json)
-    interleaved   images, texts: lists of equal length, None where the other has the element
-    chat          messages [{role, content}], images: in the order of the image parts
+    caption       image, audio or both, and text (or: a webdataset's jpg/png/webp/wav/.., txt/json)
+    interleaved   images, texts, audios: lists of equal length, None where another has the element
+    chat          messages [{role, content}], images, audios: in the order of their parts
     text          text
 
 An image or clip that the generator has to draw (see `Record.generate`) is taken out of any of them
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from typing import Any
 from torchmm.data.corrupt import CorruptSampleError
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp")
+AUDIO_COLUMNS = ("audio", "wav", "flac", "ogg", "mp3")
 TEXT_COLUMNS = ("text", "txt", "caption")
 FORMATS_HELP = (
-    "known are caption (image, text), interleaved (images, texts), chat (messages, images) and "
-    "text; see docs/data.md"
+    "known are caption (image or audio, text), interleaved (images, texts, audios), chat "
+    "(messages, images, audios) and text; see docs/data.md"
 )
 
 
@@ -54,11 +55,13 @@ class TextSegment:
 
 
 @dataclass(frozen=True)
-class ImageSegment:
-    """An encoded image file: its bytes, or where they are."""
+class FileSegment:
+    """An encoded file: its bytes, or where they are."""
 
     data: bytes | None = None
     path: str | None = None
+    encoder: str | None = None
+    """Name of the encoder that reads it, once that is known."""
 
     def read(self) -> bytes:
         """The file's bytes.
@@ -72,7 +75,22 @@ class ImageSegment:
         try:
             return Path(self.path).read_bytes()
         except OSError as error:
-            raise CorruptSampleError(f"image file {self.path}: {error.strerror}") from error
+            raise CorruptSampleError(f"{self.kind} file {self.path}: {error.strerror}") from error
+
+    @property
+    def kind(self) -> str:
+        """Of what it is, in messages."""
+        return "audio" if isinstance(self, AudioSegment) else "image"
+
+
+@dataclass(frozen=True)
+class ImageSegment(FileSegment):
+    """An image."""
+
+
+@dataclass(frozen=True)
+class AudioSegment(FileSegment):
+    """A sound."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +100,7 @@ class GeneratedSegment:
     file: ImageSegment
 
 
-Segment = TextSegment | ImageSegment | GeneratedSegment
+Segment = TextSegment | ImageSegment | AudioSegment | GeneratedSegment
 
 
 @dataclass(frozen=True)
@@ -94,7 +112,7 @@ class Sample:
     add_eos: bool = True
 
 
-ChatRenderer = Callable[[list[dict[str, Any]], list[ImageSegment]], Sample]
+ChatRenderer = Callable[[list[dict[str, Any]], list[ImageSegment], list[AudioSegment]], Sample]
 
 
 def parse_record(record: Record, prompt: str, render_chat: ChatRenderer) -> Sample:
@@ -134,23 +152,27 @@ def _parse_columns(record: Record, prompt: str, render_chat: ChatRenderer) -> Sa
     columns = record.columns
     if columns.get("messages") is not None:
         images = [_image(value, record.root) for value in _list(columns, "images")]
-        return render_chat(_list(columns, "messages"), images)
-    if "texts" in columns and "images" in columns:
-        return _parse_interleaved(_list(columns, "images"), _list(columns, "texts"), record.root)
+        audios = [_audio(value, record.root) for value in _list(columns, "audios")]
+        return render_chat(_list(columns, "messages"), images, audios)
+    if "texts" in columns and ("images" in columns or "audios" in columns):
+        return _parse_interleaved(columns, record.root)
     text = next((columns[c] for c in TEXT_COLUMNS if columns.get(c) is not None), None)
     if text is None:
         raise CorruptSampleError(f"no format for columns {sorted(columns)}: {FORMATS_HELP}")
     image = next((columns[c] for c in IMAGE_COLUMNS if columns.get(c) is not None), None)
-    if image is None:
-        return Sample((TextSegment(_text(text), loss=True),))
-    segments: list[Segment] = [_image(image, record.root)]
-    if prompt:
+    audio = next((columns[c] for c in AUDIO_COLUMNS if columns.get(c) is not None), None)
+    segments: list[Segment] = []
+    if image is not None:
+        segments.append(_image(image, record.root))
+    if audio is not None:
+        segments.append(_audio(audio, record.root))
+    if prompt and segments:
         segments.append(TextSegment(prompt, loss=False))
     return Sample((*segments, TextSegment(_text(text), loss=True)))
 
 
 def limit_images(sample: Sample, max_images: int) -> Sample:
-    """The sample without the images behind the first `max_images`; 0 leaves only the text."""
+    """The sample without the images behind the first `max_images`; 0 leaves text and sounds."""
     kept: list[Segment] = []
     images = 0
     for segment in sample.segments:
@@ -162,22 +184,43 @@ def limit_images(sample: Sample, max_images: int) -> Sample:
     return Sample(tuple(kept), sample.add_bos, sample.add_eos)
 
 
+def assign_encoders(sample: Sample, readers: Mapping[str, Sequence[str]]) -> Sample:
+    """The sample with a file for every encoder that reads it, one behind the other.
+
+    Args:
+        readers: names of encoders by kind, "image" and "audio"; files without any are left out.
+    """
+    segments: list[Segment] = []
+    for segment in sample.segments:
+        if isinstance(segment, FileSegment):
+            names = readers.get(segment.kind, ())
+            segments.extend(replace(segment, encoder=name) for name in names)
+        else:
+            segments.append(segment)
+    return replace(sample, segments=tuple(segments))
+
+
 def without_generated(sample: Sample) -> Sample:
     """The sample without what is to be drawn."""
     kept = tuple(s for s in sample.segments if not isinstance(s, GeneratedSegment))
     return replace(sample, segments=kept)
 
 
-def _parse_interleaved(images: Sequence[Any], texts: Sequence[Any], root: str | None) -> Sample:
-    if len(images) != len(texts):
+def _parse_interleaved(columns: dict[str, Any], root: str | None) -> Sample:
+    texts = _list(columns, "texts")
+    images, audios = (_list(columns, n) or [None] * len(texts) for n in ("images", "audios"))
+    if not len(images) == len(audios) == len(texts):
+        found = f"{len(images)} images, {len(audios)} audios" if audios else f"{len(images)} images"
         raise CorruptSampleError(
-            f"{len(images)} images but {len(texts)} texts; both lists need one entry per element, "
-            "None where the other list has it"
+            f"{found} but {len(texts)} texts; all lists need one entry per element, None where "
+            "another list has it"
         )
     segments: list[Segment] = []
-    for image, text in zip(images, texts, strict=True):
+    for image, audio, text in zip(images, audios, texts, strict=True):
         if image is not None:
             segments.append(_image(image, root))
+        if audio is not None:
+            segments.append(_audio(audio, root))
         if text is not None:
             segments.append(TextSegment(_text(text), loss=True))
     return Sample(tuple(segments))
@@ -212,20 +255,30 @@ def _text(value: Any) -> str:
 
 
 def _image(value: Any, root: str | None) -> ImageSegment:
-    """An image from bytes, from a path, or from the {"bytes", "path"} pair of `datasets`."""
+    data, path = _file(value, root, "image")
+    return ImageSegment(data, path)
+
+
+def _audio(value: Any, root: str | None) -> AudioSegment:
+    data, path = _file(value, root, "audio")
+    return AudioSegment(data, path)
+
+
+def _file(value: Any, root: str | None, kind: str) -> tuple[bytes | None, str | None]:
+    """Bytes or path, from either or from the {"bytes", "path"} pair of `datasets`."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
-        return ImageSegment(data=value)
+        return value, None
     if not isinstance(value, str) or not value:
-        raise CorruptSampleError(f"image is {type(value).__name__}, not bytes or a path")
+        raise CorruptSampleError(f"{kind} is {type(value).__name__}, not bytes or a path")
     if "://" in value:
-        raise CorruptSampleError(f"image is an address ({value[:80]}), which is never fetched")
+        raise CorruptSampleError(f"{kind} is an address ({value[:80]}), which is never fetched")
     if root is None:
-        raise CorruptSampleError(f"image is a path ({value[:80]}) in a source without directory")
+        raise CorruptSampleError(f"{kind} is a path ({value[:80]}) in a source without directory")
     path = os.path.normpath(os.path.join(root, value))  # noqa: PTH118 - must not follow links
     if not path.startswith(os.path.join(root, "")):  # noqa: PTH118
         raise CorruptSampleError(
-            f"image path {value[:80]!r} leaves {root}; link the image directory into it"
+            f"{kind} path {value[:80]!r} leaves {root}; link the {kind} directory into it"
         )
-    return ImageSegment(path=path)
+    return None, path

@@ -106,4 +106,4 @@ def _encoder_shape(
 
 
 def _images(meta: MicrobatchMeta, encoder: str) -> list[ImageMeta]:
-    return [i for sample in meta.samples if sample.encoder == encoder for i in sample.images]
+    return [image for sample in meta.samples for image in sample.images_of(encoder)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def _meta_row(meta: MicrobatchMeta) -> list[Any]:
                 sample.source,
                 sample.index,
                 sample.tokens,
-                [[i.width_px, i.height_px, i.patches, i.tokens, i.frames] for i in sample.images],
+                [list(astuple(image)) for image in sample.images],
                 sample.encoder,
                 [[*image.grid_thw, image.context] for image in sample.generated],
             ]

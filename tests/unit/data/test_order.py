@@ -14,7 +14,7 @@ def feed(number=0, count=10, corrupt=None, **options):
     none = np.zeros(count + 1, np.int64), np.zeros((0, 4), np.int32)
     index = LengthIndex(tokens, *none, *none, corrupt)
     values = {"seed": 1, "shuffle": True, "one_epoch": False, "name": f"s{number}"}
-    return IndexFeed(FeedOptions(feed=number, **{**values, **options}), index, None)
+    return IndexFeed(FeedOptions(feed=number, **{**values, **options}), index, ())
 
 
 def indices(a_feed, count):

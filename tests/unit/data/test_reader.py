@@ -54,11 +54,6 @@ def test_the_limit_on_pixels_is_the_recipes(make):
         make({"vision": CLIP}, max_image_pixels=255).read(document(16), "")
 
 
-def test_two_image_encoders_are_refused(make):
-    with pytest.raises(ConfigError, match="one image encoder"):
-        make({"a": CLIP, "b": CLIP})
-
-
 def test_an_encoder_needs_an_image_token(make, text_spec):
     with pytest.raises(ConfigError, match=r"model\.image_token"):
         make({"a": CLIP}, spec=dataclasses.replace(text_spec, image_token_id=None))

@@ -6,6 +6,7 @@ import pytest
 
 from torchmm.data.corrupt import CorruptLimit, CorruptSampleError
 from torchmm.data.samples import (
+    AudioSegment,
     ImageSegment,
     Record,
     Sample,
@@ -58,12 +59,14 @@ def test_interleaved_keeps_the_order():
 
 
 def test_chat_gets_its_images_in_order():
-    def render(messages, images):
-        return Sample((*images, TextSegment(messages[0], True)))
+    def render(messages, images, audios):
+        return Sample((*images, *audios, TextSegment(messages[0], True)))
 
-    record = Record({"messages": ["hello"], "images": [b"1", {"bytes": b"2"}]})
+    columns = {"messages": ["hello"], "images": [b"1", {"bytes": b"2"}], "audios": [b"3"]}
+    record = Record(columns)
     made = parse_record(record, "", render)
-    assert made.segments == (ImageSegment(data=b"1"), ImageSegment(data=b"2"), text("hello"))
+    files = (ImageSegment(data=b"1"), ImageSegment(data=b"2"), AudioSegment(data=b"3"))
+    assert made.segments == (*files, text("hello"))
 
 
 @pytest.mark.parametrize(

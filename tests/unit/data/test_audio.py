@@ -1,0 +1,172 @@
+"""Sounds: lengths from headers, features of Hugging Face's extractor; several encoders."""
+
+from __future__ import annotations
+
+import io
+from itertools import islice
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from data_cases import CLIP, caption, data_config, png, training, write_jsonl, write_parquet
+from transformers import WhisperFeatureExtractor
+
+from torchmm.batch import ImageSpec
+from torchmm.config import SourceConfig
+from torchmm.data.audio import AudioPreprocessor
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.loader import build_loader
+from torchmm.data.media import ImageMedia, open_media
+from torchmm.errors import ConfigError
+
+SPEECH = ImageSpec(
+    encoder="speech",
+    layout="patches",
+    processor_class="WhisperFeatureExtractor",
+    processor={"feature_size": 8},
+    patch_size_px=320,
+    merge=2,
+    modality="audio",
+    max_patches=30,
+)
+
+
+def sound(seconds: float, rate: int = 16_000, channels: int = 1, fmt: str = "WAV") -> bytes:
+    """A falling tone and noise."""
+    time_S = np.arange(round(seconds * rate)) / rate
+    noise_S = np.random.default_rng(0).normal(0, 0.01, len(time_S))
+    wave_S = 0.3 * np.sin(2 * np.pi * (900 - 400 * time_S) * time_S) + noise_S
+    stream = io.BytesIO()
+    soundfile.write(stream, np.stack([wave_S] * channels, axis=1), rate, format=fmt)
+    return stream.getvalue()
+
+
+def test_features_are_those_of_the_extractor() -> None:
+    ours = AudioPreprocessor(SPEECH)
+    data = sound(0.31)  # 4960 samples: 15.5 patches, in groups of four
+    meta = ours.meta(data)
+    assert (meta.patches, meta.tokens, meta.duration_ms) == (16, 4, 310)
+    wave_S, _ = soundfile.read(io.BytesIO(data), dtype="float32")
+    padded_S = np.pad(wave_S, (0, 16 * 320 - len(wave_S)))
+    extractor = WhisperFeatureExtractor(feature_size=8)
+    expected = extractor(padded_S, sampling_rate=16_000, padding="longest", return_tensors="np")
+    mel_MF = expected["input_features"][0]
+    found_PD = ours.pixels(data, meta)
+    assert found_PD.shape == (16, 16) == ours.blank(meta).shape
+    assert (mel_MF == found_PD.reshape(32, 8).T).all()
+
+
+@pytest.mark.parametrize(("rate", "fmt"), [(44_100, "OGG"), (8_000, "FLAC"), (48_000, "WAV")])
+def test_files_of_any_rate_give_what_they_were_planned_with(rate: int, fmt: str) -> None:
+    ours = AudioPreprocessor(SPEECH)
+    data = sound(0.3, rate, channels=2, fmt=fmt)
+    meta = ours.meta(data)
+    assert meta.patches == 16 and meta.duration_ms == pytest.approx(300, abs=1)
+    found, plain = ours.pixels(data, meta), ours.pixels(sound(0.3), meta)
+    assert np.abs(found - plain).mean() < (0.3 if rate < 16_000 else 0.1)
+
+
+def test_long_sounds_are_cut_where_the_encoder_ends() -> None:
+    ours = AudioPreprocessor(SPEECH)
+    data = sound(20.0)
+    meta = ours.meta(data)
+    assert (meta.patches, meta.duration_ms) == (28, 560)  # whole groups below 30
+    assert ours.pixels(data, meta).shape == (28, 16)
+
+
+@pytest.mark.parametrize("data", [b"", b"RIFF", png(8, 8), sound(0.0)])
+def test_what_is_no_sound_is_corrupt(data: bytes) -> None:
+    with pytest.raises(CorruptSampleError, match="sound"):
+        AudioPreprocessor(SPEECH).meta(data)
+
+
+def test_extractors_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no feature extractor 'WhisperX'"):
+        open_media(ImageSpec("a", "patches", "WhisperX", {}, 320, modality="audio"), 100)
+    with pytest.raises(ConfigError, match=r"no multiple of processor\.hop_length = 160"):
+        AudioPreprocessor(ImageSpec("a", "patches", "WhisperFeatureExtractor", {}, 200))
+
+
+@pytest.fixture
+def make(tmp_path, tokenizer, text_spec):
+    """Builds a loader of samples with an image, a sound, both or neither, for several encoders."""
+    rows = []
+    for i in range(12):
+        row = {"text": caption(i)}
+        if i % 4 in (0, 1):
+            row["image"] = {"bytes": png(16, 24, i), "path": None}
+        if i % 4 in (1, 2):
+            row["audio"] = {"bytes": sound(0.1 + 0.05 * i), "path": None}
+        rows.append({"image": None, "audio": None, **row})
+    write_parquet(tmp_path / "all", rows)
+
+    def build(*specs, sources=None, workers=0):
+        configs = sources or [SourceConfig(path=str(tmp_path / "all"), name="all")]
+        return build_loader(
+            data_config(tmp_path, *configs, workers=workers),
+            training(sequence_length=96),
+            text_spec=text_spec,
+            image_specs={spec.encoder: spec for spec in specs},
+            tokenizer=tokenizer,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=None,
+        )
+
+    return build
+
+
+SECOND = ImageSpec(**{**vars(CLIP), "encoder": "second", "patch_size_px": 4})
+
+
+def test_every_encoder_reads_its_own(make, text_spec) -> None:
+    seen = {"vision": 0, "second": 0, "speech": 0}
+    loader = make(CLIP, SECOND, SPEECH)
+    for batch in islice(loader, 6):
+        for microbatch in batch.microbatches:
+            placeholders = (microbatch.input_ids_T == text_spec.image_token_id).nonzero().flatten()
+            found = torch.cat(
+                [e.positions_K for e in microbatch.encoders.values()] or [torch.empty(0)]
+            )
+            assert sorted(found.tolist()) == placeholders.tolist()
+            for name, inputs in microbatch.encoders.items():
+                images = [i for s in microbatch.meta.samples for i in s.images_of(name)]
+                assert len(images) == len(inputs.grids_thw) == microbatch.meta.images_of(name)
+                assert len(inputs.positions_K) == sum(i.tokens for i in images)
+                assert [i.patches for i in images] == microbatch.meta.patches(name)
+                seen[name] += len(images)
+    assert seen["vision"] == seen["second"] > 0 and seen["speech"] > 0
+    assert loader.next_metas() is not None
+
+
+def test_sounds_without_an_encoder_are_left_out(make) -> None:
+    names = {name for b in islice(make(CLIP), 4) for m in b.microbatches for name in m.encoders}
+    assert names == {"vision"}
+    names = {name for b in islice(make(SPEECH), 4) for m in b.microbatches for name in m.encoders}
+    assert names == {"speech"}
+
+
+def test_a_sound_that_breaks_later_keeps_its_place(make, tmp_path) -> None:
+    torn = sound(0.4, fmt="FLAC")
+    rows = [{"audio": f"{i}.flac", "text": caption(i)} for i in range(4)]
+    for i in range(4):
+        (tmp_path / f"{i}.flac").write_bytes(torn)
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    loader = make(SPEECH, sources=[SourceConfig(path=str(path), name="torn")])
+    (tmp_path / "2.flac").write_bytes(torn[:60])
+    batch = next(iter(loader))
+    assert any(message.startswith("torn[2]: not a sound") for message in batch.skipped)
+
+
+def test_images_to_be_shown_are_no_sounds(make) -> None:
+    loader = make(CLIP, SECOND, SPEECH)
+    assert [len(loader.images("all", i)) for i in range(4)] == [1, 1, 0, 0]
+
+
+def test_media_of_images_are_those_of_their_preprocessor() -> None:
+    medium = open_media(CLIP, 10_000)
+    assert isinstance(medium, ImageMedia) and medium.grouped
+    meta = medium.meta(png(20, 30))
+    assert medium.grid_thw(meta) == (1, 2, 2) and medium.block(meta) == (1, 2, 2)
+    assert medium.pixels(png(20, 30), meta).shape == medium.blank(meta).shape == (3, 16, 16)
