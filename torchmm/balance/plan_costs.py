@@ -40,6 +40,8 @@ class PlanCosts:
             without a backward).
         kept_for_weights_bytes: by task: what stays between its I and its W; with gradients that
             wait there, it may be more than `kept_bytes`.
+        temporary_bytes: by action: more while it runs, beyond the temporaries in `static_bytes`; 0
+            where missing.
         static_bytes: by rank of the plan: weights, gradients, optimizer state, and the largest
             temporary of any of its tasks.
         memory_limit_bytes: of every rank; None: unlimited.
@@ -55,6 +57,7 @@ class PlanCosts:
     transfer_ms: Mapping[tuple[Message, bool], float] = field(default_factory=dict)
     kept_bytes: Mapping[Task, int] = field(default_factory=dict)
     kept_for_weights_bytes: Mapping[Task, int] = field(default_factory=dict)
+    temporary_bytes: Mapping[Action, int] = field(default_factory=dict)
     static_bytes: tuple[int, ...] = ()
     memory_limit_bytes: int | None = None
     flops: Mapping[Action, float] = field(default_factory=dict)

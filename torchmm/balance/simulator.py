@@ -198,7 +198,7 @@ class PlanSimulation:
     @cached_property
     def _changes(self) -> list[Int64s]:
         """By rank: bytes each action adds when it starts, then those it gives back at its end."""
-        return _memory_changes(self.plan, self._costs)
+        return memory_changes(self.plan, self._costs)
 
     def _memory(self, records: list[ActionRecord]) -> tuple[MemoryTimeline, ...]:
         static = self._costs.static_bytes or (0,) * len(self.plan.actions)
@@ -213,7 +213,7 @@ class PlanSimulation:
         return tuple(timelines)
 
 
-def _memory_changes(plan: PipelinePlan, costs: PlanCosts) -> list[Int64s]:
+def memory_changes(plan: PipelinePlan, costs: PlanCosts) -> list[Int64s]:
     """Two changes per action of each rank's program: by the rules of validation."""
 
     def later_bytes(task: Task) -> int:
@@ -238,12 +238,13 @@ def _memory_changes(plan: PipelinePlan, costs: PlanCosts) -> list[Int64s]:
 
 
 def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
-    """What a forward without a backward keeps while it runs."""
+    """What an action needs while it runs; a forward without a backward: what it would keep."""
+    temporary = costs.temporary_bytes.get(action, 0)
     if action.type is not ActionType.F:
-        return 0
+        return temporary
     if plan.training and plan.graph.needs_backward(action.stage, action.microbatch):
-        return 0
-    return costs.kept_bytes.get(Task(*action[1:4]), 0)
+        return temporary
+    return temporary + costs.kept_bytes.get(Task(*action[1:4]), 0)
 
 
 def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:

@@ -1,0 +1,213 @@
+"""Layer tuning of plans: costs of recomputing, memory as simulated, limits, what is chosen."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from pipeline_cases import Case
+from random_orders import random_order
+from test_plan_costs import Step
+
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.execution import Execution
+from torchmm.balance.layer_tuning import LayerTuning, TunedPlan, rank_problems, tune_layers
+from torchmm.balance.layer_tuning_candidates import ordered, stage_candidates
+from torchmm.balance.layer_tuning_ilp import solve_exactly
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.profiles import load_profile
+from torchmm.balance.recompute_costs import (
+    LAYER_MODES,
+    StageRecompute,
+    charged,
+    costs_of_plan,
+    stage_choices,
+)
+from torchmm.balance.simulator import simulate
+from torchmm.errors import PlanError
+from torchmm.pipelining.actions import ActionType
+from torchmm.pipelining.graph import Task
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.messages import message_specs
+from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.validation import validate_plan
+
+MODEL = CostModel(load_profile("cpu"), "float32", {"vision": Execution(), "llm": Execution()})
+BOTH = frozenset({"vision", "llm"})
+CASES = [
+    Case("tuned", pipeline=2, encoder="clip", tied=False),
+    Case("windows", pipeline=2, encoder="qwen2_5_vl", freeze=("llm",), tied=False),
+    Case("frozen tower", pipeline=3, encoder="siglip2", freeze=("vision",), tied=False),
+]
+
+
+def planned(step: Step, seed: int, split: float = 0.0, *, messages: bool = True) -> PipelinePlan:
+    specs = {}
+    if messages:
+        modules = {m.name: m for m in step.model.modality_modules()}
+        specs = message_specs(step.graph, modules, step.metas, torch.float32)
+    return lower_plan(random_order(step.graph, seed, split), step.graph, specs)
+
+
+def tuned(step: Step, plan: PipelinePlan, limit: int, **settings) -> TunedPlan:
+    tuning = LayerTuning(MODEL, BOTH, limit, **settings)
+    return tune_layers(plan, step.modules, step.metas, tuning, step.targets)
+
+
+def backward_ms(costs: PlanCosts) -> float:
+    return sum(ms for action, ms in costs.compute_ms.items() if action.type is ActionType.B)
+
+
+def limits(step: Step, plan: PipelinePlan) -> tuple[int, int]:
+    """The least that any choice needs, and what keeping everything takes."""
+    with pytest.raises(PlanError) as caught:
+        tuned(step, plan, 1)
+    needed = [int(re.findall(r"\((\d+) bytes\) even", p)[0]) for p in caught.value.problems]
+    assert len(needed) == len(plan.actions)
+    return max(needed), max(tuned(step, plan, 1 << 60).peak_bytes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("mode", LAYER_MODES)
+def test_one_mode_for_all_costs_what_modules_with_that_mode_cost(case, mode):
+    step = Step(case)
+    plan = planned(step, 0)
+    layers = {s.index: s.stop - s.start for s in step.graph.layout.stages}
+    choices = stage_choices(
+        step.graph, step.modules, step.metas, MODEL, names=BOTH, targets=step.targets
+    )
+    recompute = {t: (mode,) * layers[t.stage] for own in choices.values() for t in own.tasks}
+    found = costs_of_plan(
+        replace(plan, recompute=recompute), step.modules, step.metas, MODEL, targets=step.targets
+    )
+    uniform = replace(MODEL, executions={n: Execution(recompute=mode) for n in BOTH})
+    wanted = step.costs(uniform)
+    assert found.compute_ms == pytest.approx(wanted.compute_ms)
+    assert found.kept_bytes == pytest.approx(wanted.kept_bytes, abs=2)
+    assert found.kept_for_weights_bytes == pytest.approx(wanted.kept_for_weights_bytes, abs=2)
+    if mode == "none":
+        assert found.kept_bytes == wanted.kept_bytes
+
+
+@pytest.mark.parametrize("split", [0.0, 0.6])
+def test_memory_of_any_choice_is_as_simulated(split):
+    rng = np.random.default_rng(1)
+    for seed, case in enumerate(CASES):
+        step = Step(case, seed + 2)
+        plan = planned(step, seed, split, messages=False)
+        costs = step.costs()
+        choices = stage_choices(
+            step.graph, step.modules, step.metas, MODEL, names=BOTH, targets=step.targets
+        )
+        problems = rank_problems(plan, costs, choices, 1 << 50)
+        for _ in range(5):
+            recompute, peaks = {}, []
+            for each in problems:
+                pairs, candidates = each.problem.extra_ms_NC.shape
+                choice_N = rng.integers(0, candidates, pairs)
+                recompute |= each.recompute(choice_N)
+                used_T = each.problem.used_bytes_T(choice_N)
+                peaks.append((1 << 50) - int((each.problem.free_bytes_T - used_T).min()))
+            chosen = replace(plan, recompute=recompute)
+            validate_plan(chosen).raise_for_problems()
+            simulated = simulate(chosen, charged(costs, recompute, choices))
+            assert simulated.peak_bytes == pytest.approx(peaks, abs=60)
+        assert any(recompute.values())
+
+
+@pytest.mark.parametrize("split", [0.0, 0.6])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_tuned_plans_stay_within_any_limit_that_can_be_met(case, split):
+    step = Step(case, 7)
+    plan = planned(step, 1, split)
+    least, most = limits(step, plan)
+    extra = []
+    for share in (0.0, 0.1, 0.4, 0.7, 1.0):
+        limit = round(least + share * (most - least))
+        found = tuned(step, plan, limit, solver=solve_exactly)
+        validate_plan(found.plan).raise_for_problems()
+        step_ = simulate(found.plan, found.costs)
+        assert step_.fits and max(found.peak_bytes) <= limit
+        for simulated, bound in zip(step_.peak_bytes, found.peak_bytes, strict=True):
+            assert simulated <= bound + 60
+        quick = tuned(step, plan, limit)
+        assert simulate(quick.plan, quick.costs).fits
+        assert sum(quick.bound_ms) <= sum(found.extra_ms) + 1e-9
+        assert sum(found.extra_ms) <= sum(quick.extra_ms) + 1e-9
+        again_ms = backward_ms(found.costs) - backward_ms(step.costs())
+        assert again_ms == pytest.approx(sum(found.extra_ms))
+        extra.append(sum(found.extra_ms))
+    assert extra == sorted(extra, reverse=True) and extra[0] > extra[-1] == 0
+    assert not tuned(step, plan, most).plan.recompute
+
+
+def test_limits_that_cannot_be_met_are_told_with_rank_and_bytes():
+    step = Step(CASES[0])
+    plan = planned(step, 1)
+    least, _ = limits(step, plan)
+    tuned(step, plan, least)
+    with pytest.raises(PlanError, match=rf"rank \d, \d[FB]\d.*{least} bytes.*memory_limit"):
+        tuned(step, plan, least - 1)
+
+
+def test_modules_that_are_not_named_stay_as_they_are():
+    step = Step(CASES[0])
+    plan = planned(step, 1)
+    fixed = replace(MODEL, executions={"vision": Execution(recompute="full"), "llm": Execution()})
+    tuning = LayerTuning(fixed, frozenset({"llm"}), 1 << 40)
+    peak = max(tune_layers(plan, step.modules, step.metas, tuning, step.targets).peak_bytes)
+    tight = replace(tuning, memory_limit_bytes=peak - 2000)
+    found = tune_layers(plan, step.modules, step.metas, tight, step.targets)
+    stages = step.graph.layout.stages
+    assert found.plan.recompute
+    assert {stages[task.stage].module for task in found.plan.recompute} == {"llm"}
+
+
+def test_candidates_are_the_front_of_all_ways_to_run_the_layers():
+    rng = np.random.default_rng(2)
+    for kinds in ((0, 0, 0), (0, 1, 1, 0), (1, 0, 2, 1, 0)):
+        count = max(kinds) + 1
+        again = np.sort(rng.random((count, 3, 1)), axis=1)
+        again[:, 0] = 0
+        kept = np.sort(rng.random((count, 3, 1)), axis=1)[:, ::-1].copy()
+        choices = StageRecompute((Task(0, 0),), kinds, again, 0 * again, kept)
+        every = {
+            (choices.extra_ms_N(modes)[0], -choices.saved_bytes_N(modes)[0])
+            for modes in product(LAYER_MODES, repeat=len(kinds))
+        }
+        best = {p for p in every if not any(
+            q != p and q[0] <= p[0] + 1e-12 and q[1] <= p[1] + 1e-12 for q in every)}  # fmt: skip
+        found = [
+            (choices.extra_ms_N(modes)[0], -choices.saved_bytes_N(modes)[0])
+            for modes in stage_candidates(choices, 1000)
+        ]
+        assert len(found) == len({(round(a, 9), round(b, 9)) for a, b in best})
+        assert np.allclose(sorted(found), sorted({(round(a, 9), round(b, 9)) for a, b in best}))
+        few = stage_candidates(choices, 4)
+        assert few[0] == ("none",) * len(kinds) and few[-1] == ("full",) * len(kinds)
+        assert len(few) <= 4
+    with pytest.raises(ValueError, match="1 candidates"):
+        stage_candidates(choices, 1)
+
+
+def test_layers_in_front_recompute_more_and_need_nothing_beyond_what_was_kept():
+    kept = np.array([[[100.0], [40.0], [10.0]]])
+    again = np.array([[[0.0], [1.0], [4.0]]])
+    choices = StageRecompute((Task(0, 0),), (0, 0, 0), again, 0 * again, kept)
+    assert choices.passing_bytes_N(("full", "selective", "none")) == [0]
+    assert choices.passing_bytes_N(("none", "none", "full")) == [90]
+    assert choices.passing_bytes_N(("full", "full", "full")) == [90]
+    assert choices.passing_bytes_N(("full", "full", "selective")) == [60]
+    for modes in stage_candidates(choices):
+        ranks = [LAYER_MODES.index(mode) for mode in modes]
+        assert ranks == sorted(ranks, reverse=True)
+
+
+def test_what_is_no_good_for_a_pair_is_left_out():
+    extra_NC = np.array([[0.0, 1.0, 2.0], [0.0, 3.0, 2.0], [0.0, 1.0, 2.0]])
+    kept_NC = np.array([[9, 5, 1], [9, 5, 1], [9, 10, 1]])
+    assert ordered(extra_NC, kept_NC).tolist() == [[0, 1, 2], [0, 2, 2], [0, 2, 2]]

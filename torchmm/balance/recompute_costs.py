@@ -1,0 +1,252 @@
+"""What it costs and saves to let layers run again in backward, task by task.
+
+`plan_costs` knows one mode of recomputation per module. Where a plan chooses for itself
+(`PipelinePlan.recompute`), its costs are those of keeping everything, and what each layer's mode
+changes: a longer backward, fewer bytes kept, no backward in two halves, and the layer's own
+activations once more while its backward runs.
+
+Layers in front are the best to recompute: when their turn comes, those behind them have let go of
+theirs. So only a task that recomputes its last layers needs memory beyond what it kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchmm.balance.compiled import Float64s
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.kept import layer_kept_bytes
+from torchmm.balance.plan_costs import PlanCosts, plan_costs
+from torchmm.balance.step_tasks import ModuleTasks, module_tasks
+from torchmm.balance.task_sizes import text_tokens
+from torchmm.batch import LayerDescription, MicrobatchMeta, ModuleDescription
+from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.graph import StageGraph, StageSpec, Task
+from torchmm.pipelining.plan import LayerMode, PipelinePlan
+
+LAYER_MODES: tuple[LayerMode, ...] = ("none", "selective", "full")
+Modes = tuple[LayerMode, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StageRecompute:
+    """Choices of one stage. N tasks with a backward, K kinds of layers, in 3 modes (`LAYER_MODES`).
+
+    Attributes:
+        tasks: N of them.
+        kinds: by layer: which kind it is.
+        again_ms_KMN: what a layer's mode adds to the backward.
+        tensor_ms_KMN: of it, exposed tensor-parallel communication.
+        kept_bytes_KMN: what the layer keeps.
+    """
+
+    tasks: tuple[Task, ...]
+    kinds: tuple[int, ...]
+    again_ms_KMN: Float64s
+    tensor_ms_KMN: Float64s
+    kept_bytes_KMN: Float64s
+
+    def extra_ms_N(self, modes: Modes) -> Float64s:
+        """What modes of all layers add to the backward."""
+        return self._sum(self.again_ms_KMN, modes)
+
+    def extra_tensor_ms_N(self, modes: Modes) -> Float64s:
+        """Of it, exposed tensor-parallel communication."""
+        return self._sum(self.tensor_ms_KMN, modes)
+
+    def saved_bytes_N(self, modes: Modes) -> Float64s:
+        """What is not kept, compared with keeping everything."""
+        return self._sum(self.kept_bytes_KMN[:, :1] - self.kept_bytes_KMN, modes)
+
+    def passing_bytes_N(self, modes: Modes) -> Float64s:
+        """What backward needs beyond what was kept, while it runs."""
+        most_N, behind_N = np.zeros(len(self.tasks)), np.zeros(len(self.tasks))
+        for kind, mode in zip(reversed(self.kinds), reversed(modes), strict=True):
+            kept_N = self.kept_bytes_KMN[kind, LAYER_MODES.index(mode)]
+            whole_N = self.kept_bytes_KMN[kind, 0]
+            most_N = np.maximum(most_N, whole_N - kept_N - behind_N)
+            behind_N = behind_N + kept_N
+        return most_N
+
+    def _sum(self, table_KMN: Float64s, modes: Modes) -> Float64s:
+        if len(modes) != len(self.kinds):
+            raise ValueError(f"{len(modes)} modes for {len(self.kinds)} layers")
+        found_N = np.zeros(len(self.tasks))
+        counted: dict[tuple[int, int], int] = {}
+        for kind, mode in zip(self.kinds, modes, strict=True):
+            key = kind, LAYER_MODES.index(mode)
+            counted[key] = counted.get(key, 0) + 1
+        for (kind, mode_index), count in counted.items():
+            found_N += count * table_KMN[kind, mode_index]
+        return found_N
+
+
+def stage_choices(
+    graph: StageGraph,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+    *,
+    names: frozenset[str],
+    targets: Sequence[int] | None = None,
+) -> dict[int, StageRecompute]:
+    """What recomputing would cost and save, by stage; none for stages without backwards.
+
+    Args:
+        modules: encoders, LLM and generator, whole.
+        names: modules whose tasks may choose.
+        targets: positions that count in the loss, by microbatch; None: all text.
+    """
+    counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
+    tables: dict[tuple[object, ...], tuple[Float64s, Float64s, Float64s]] = {}
+    found = {}
+    for module in modules:
+        if module.name not in names:
+            continue
+        own = module_tasks(graph, module, microbatches, counts)
+        for stage in graph.layout.stages:
+            if stage.module == module.name:
+                choices = _stage(graph, stage, own, model, tables)
+                if choices is not None:
+                    found[stage.index] = choices
+    return found
+
+
+def _stage(
+    graph: StageGraph,
+    stage: StageSpec,
+    own: ModuleTasks,
+    model: CostModel,
+    tables: dict[tuple[object, ...], tuple[Float64s, Float64s, Float64s]],
+) -> StageRecompute | None:
+    module = own.module
+    needed_N = np.array([graph.needs_backward(stage.index, i) for i, _ in own.keys], bool)
+    if stage.stop == stage.start or not needed_N.any():
+        return None
+    layers = module.layers[stage.start : stage.stop]
+    distinct = list(dict.fromkeys(layers))
+    arrives_N = own.gradient_arrives_N(graph, stage.index)
+    if stage.start == 0 and module.kind == "generator" and module.connector_trainable:
+        arrives_N = np.ones_like(arrives_N)  # to the connector, in front of the layers
+    rows = []
+    for layer in distinct:
+        key = module.name, layer, arrives_N.tobytes()
+        if key not in tables:
+            tables[key] = _layer(layer, own, model, arrives_N)
+        rows.append(tables[key])
+    again, tensor, kept = (np.stack(each)[:, :, needed_N] for each in zip(*rows, strict=True))
+    tasks = [Task(stage.index, *key) for key, n in zip(own.keys, needed_N, strict=True) if n]
+    return StageRecompute(tuple(tasks), tuple(map(distinct.index, layers)), again, tensor, kept)
+
+
+def _layer(
+    layer: LayerDescription, own: ModuleTasks, model: CostModel, arrives_N: np.ndarray
+) -> tuple[Float64s, Float64s, Float64s]:
+    """Added time, its communication, and kept bytes of one layer, by mode and task."""
+    module, sizes = own.module, own.sizes
+    index = module.layers.index(layer)
+    has_backward_N = arrives_N | module.trainable
+    again, tensor, kept = [], [], []
+    for mode in LAYER_MODES:
+        execution = replace(model.execution(module.name), recompute=mode)
+        executions = {**model.executions, module.name: execution}
+        costs = replace(model, executions=executions).stage_costs(
+            module, index, index + 1, sizes, arrives_N
+        )
+        again.append(costs.backward.total_ms)
+        tensor.append(costs.backward.tensor_ms)
+        kept.append(
+            has_backward_N
+            * layer_kept_bytes(
+                layer, sizes, execution, model.element_bytes, weights=module.trainable
+            )
+        )
+    return (
+        np.maximum(np.stack(again) - again[0], 0.0),
+        np.maximum(np.stack(tensor) - tensor[0], 0.0),
+        np.stack(kept),
+    )
+
+
+def costs_of_plan(
+    plan: PipelinePlan,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+    *,
+    targets: Sequence[int] | None = None,
+    layerwise: bool = False,
+) -> PlanCosts:
+    """`plan_costs` of a plan's graph, and of what the plan lets tasks run again.
+
+    Args:
+        model: modules whose tasks choose keep everything in it.
+
+    Raises:
+        ValueError: as `plan_costs`.
+    """
+    costs = plan_costs(
+        plan.graph, modules, microbatches, model, targets=targets, layerwise=layerwise
+    )
+    if not plan.recompute:
+        return costs
+    names = frozenset(plan.graph.layout.stages[task.stage].module for task in plan.recompute)
+    choices = stage_choices(plan.graph, modules, microbatches, model, names=names, targets=targets)
+    return charged(costs, plan.recompute, choices)
+
+
+def charged(
+    costs: PlanCosts, recompute: Mapping[Task, Modes], choices: Mapping[int, StageRecompute]
+) -> PlanCosts:
+    """Costs with what tasks run again.
+
+    Args:
+        costs: of keeping everything.
+        recompute: by task: modes of its stage's layers.
+        choices: by stage.
+    """
+    compute, tensor = dict(costs.compute_ms), dict(costs.tensor_ms)
+    kept, waiting = dict(costs.kept_bytes), dict(costs.kept_for_weights_bytes)
+    temporary = dict(costs.temporary_bytes)
+    places = {index: {t: i for i, t in enumerate(own.tasks)} for index, own in choices.items()}
+    for (stage, modes), tasks in _alike(recompute).items():
+        own = choices[stage]
+        rows = own.extra_ms_N(modes), own.extra_tensor_ms_N(modes), own.saved_bytes_N(modes)
+        extra, exposed, saved, passing = (
+            row.tolist() for row in (*rows, own.passing_bytes_N(modes))
+        )
+        for task in tasks:
+            place = places[stage][task]
+            whole, half, rest = (Action(kind, *task) for kind in _BACKWARDS)
+            compute[whole] += extra[place]
+            tensor[whole] = tensor.get(whole, 0.0) + exposed[place]
+            temporary[whole] = round(passing[place])
+            if half in compute:  # recomputed layers cannot be done in halves
+                compute[half], tensor[half] = compute[whole], tensor[whole]
+                temporary[half] = temporary[whole]
+            if rest in compute:
+                compute[rest] = tensor[rest] = 0.0
+            kept[task], waiting[task] = max(0, kept[task] - round(saved[place])), 0
+    return replace(
+        costs,
+        compute_ms=compute,
+        tensor_ms=tensor,
+        kept_bytes=kept,
+        kept_for_weights_bytes=waiting,
+        temporary_bytes=temporary,
+    )
+
+
+_BACKWARDS = (ActionType.B, ActionType.I, ActionType.W)
+
+
+def _alike(recompute: Mapping[Task, Modes]) -> dict[tuple[int, Modes], list[Task]]:
+    """Tasks that run anything again, by stage and modes."""
+    found: dict[tuple[int, Modes], list[Task]] = {}
+    for task, modes in recompute.items():
+        if any(mode != "none" for mode in modes):
+            found.setdefault((task.stage, modes), []).append(task)
+    return found
