@@ -21,6 +21,7 @@ from torchmm.config_model import (
     Section,
 )
 from torchmm.config_producers import ProducersConfig
+from torchmm.config_search import SearchConfig
 from torchmm.config_simulation import SimulationConfig
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ParallelConfig",
     "Placement",
     "Recipe",
+    "SearchConfig",
     "Section",
     "SimulationConfig",
     "SourceConfig",
@@ -139,7 +141,7 @@ MODULE_SIZES = ("pipeline", "replicate", "shard", "tensor")
 
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "megatron", "megatron_balanced",
-    "separated",
+    "separated", "searched",
 )  # fmt: skip
 """Names `parallel.schedule` may have, beside "csv:PATH"."""
 
@@ -160,8 +162,9 @@ class ParallelConfig(Section):
     """Order of forwards and backwards in a pipeline, and how modules are cut for it. "gpipe",
     "1f1b", "interleaved_1f1b", "zero_bubble", "megatron_balanced": all layers as one chain in
     equally costly stages; "megatron": whole encoders in front of the LLM's first stage;
-    "separated": every module in segments of its own over all ranks; "csv:PATH": an order from a
-    file, for separated modules; "optimus": colocated encoders in the LLM's bubbles."""
+    "separated": every module in segments of its own over all ranks; "searched": the same in an
+    order that is searched for each step ([parallel.search]); "csv:PATH": an order from a file, for
+    separated modules; "optimus": colocated encoders in the LLM's bubbles."""
     placement: Placement = "interleaved"
     """Where modules lie: "interleaved": on the same ranks; "colocated": too, but encoders have
     sizes of their own ([parallel.NAME]): pipelines with fewer ranks, and so several of them;
@@ -175,6 +178,7 @@ class ParallelConfig(Section):
     bubbles: Literal["fine", "coarse"] = "fine"
     """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": before
     its first action and behind its last only."""
+    search: SearchConfig = SearchConfig()
     replan_drift: float = Field(default=0.0, ge=0)
     """With a pipeline: how far measured times may drift away from those that steps are planned with
     (0.1: 10 %) before the next steps are planned with new ones. 0: never; orders then follow from
@@ -215,7 +219,7 @@ class ParallelConfig(Section):
     @property
     def separates_modules(self) -> bool:
         """Whether the schedule gives every module stages of its own on all pipeline ranks."""
-        return self.schedule == "separated" or self.schedule.startswith("csv:")
+        return self.schedule in ("separated", "searched") or self.schedule.startswith("csv:")
 
     def sizes_given(self, name: str) -> dict[str, int]:
         """A module's own `pipeline`, `replicate`, `shard` and `tensor`, as far as they are set."""

@@ -8,15 +8,18 @@ balance package is here: a planner gets durations and returns the graph with its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torchmm.balance.optimus import optimus
 from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.search import Budget
+from torchmm.balance.searched import SearchedOrder, limited_like_separated, plan_searched
 from torchmm.config import ParallelConfig
-from torchmm.pipelining.actions import COMPUTE, Action
+from torchmm.pipelining.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.colocated import colocated_layout
 from torchmm.pipelining.graph import StageGraph, StageLayout
-from torchmm.pipelining.layouts import ModuleLayers
+from torchmm.pipelining.layouts import ModuleLayers, separated_layout
 from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.separated import Durations
 
@@ -74,4 +77,56 @@ def plan_optimus(
     return planned.graph, planned.order
 
 
-PLANNERS: dict[str, Planner] = {"optimus": Planner(layout_optimus, plan_optimus)}
+def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> StageLayout:
+    """Modality-separated segments.
+
+    Raises:
+        ValueError: a module has fewer layers than stages.
+    """
+    segments = {module.name: config.segments(module.name) for module in modules}
+    return separated_layout(modules, config.pipeline, segments)
+
+
+def search_costs(graph: StageGraph, durations: Durations) -> PlanCosts:
+    """Costs of nothing but actions, and memory as a static schedule would need it.
+
+    What a task keeps is taken as proportional to its forward's work, as it is in layers of one
+    kind; so the limit needs no device: that of the separated schedule, by rank.
+    """
+    costs = costs_of(graph, durations)
+    forwards = {task: costs.compute_ms[Action(ActionType.F, *task)] for task in graph.tasks()}
+    kept = {task: round(forward_ms * 1e6) for task, forward_ms in forwards.items()}
+    return limited_like_separated(graph, replace(costs, kept_bytes=kept))
+
+
+def search_order(
+    config: ParallelConfig, graph: StageGraph, durations: Durations, budget: Budget
+) -> SearchedOrder:
+    """PipeWeaver's schedule of one step, as [parallel.search] says.
+
+    Args:
+        budget: in the place of the recipe's evaluations.
+    """
+    search = config.search
+    return plan_searched(
+        graph,
+        search_costs(graph, durations),
+        budget,
+        strategy=search.strategy,
+        seed=search.seed,
+        workers=search.workers,
+    )
+
+
+def plan_by_search(
+    config: ParallelConfig, graph: StageGraph, durations: Durations
+) -> tuple[StageGraph, ComputeOrder]:
+    """The same with all evaluations of the recipe: every rank finds the same order."""
+    budget = Budget(evaluations=config.search.evaluations)
+    return graph, search_order(config, graph, durations, budget).order
+
+
+PLANNERS: dict[str, Planner] = {
+    "optimus": Planner(layout_optimus, plan_optimus),
+    "searched": Planner(layout_searched, plan_by_search),
+}
