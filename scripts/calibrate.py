@@ -160,7 +160,7 @@ def _execution(recipe: Recipe, world_size: int, module: str) -> Execution:
         async_tensor=config.async_tensor_parallel,
         shard=ranks.shard,
         replicate=ranks.replicate,
-        recompute=checkpointing.modules.get(module, checkpointing.mode),
+        recompute=checkpointing.fixed_mode(module),
     )
 
 

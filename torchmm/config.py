@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from torchmm.config_activation import ActivationCheckpointConfig
 from torchmm.config_model import (
     EncoderConfig,
     FreezeConfig,
@@ -342,16 +343,6 @@ class MetricsConfig(Section):
     step if there are fewer); 0: none. Without a pipeline there is nothing to show."""
     memory_snapshot_step: int = Field(default=0, ge=0)
     """Step after which a CUDA memory snapshot is written to `profile/`; 0: none."""
-
-
-class ActivationCheckpointConfig(Section):
-    """What backward recomputes instead of keeping."""
-
-    mode: Literal["none", "selective", "full"] = "none"
-    """"none" keeps all activations; "full" keeps only layer inputs; "selective" keeps the results
-    of matrix products and attention and recomputes the rest."""
-    modules: dict[str, Literal["none", "selective", "full"]] = Field(default={})
-    """Mode by module name, instead of `mode`."""
 
 
 class CompileConfig(Section):

@@ -42,7 +42,11 @@ def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> Memor
         tensor=layout.tensor,
         compute_bytes=2 if training.dtype == "bfloat16" else 4,
         microbatches=max(1, training.global_batch_size // ranks),
-        recompute={m.name: checkpointing.modules.get(m.name, checkpointing.mode) for m in modules},
+        recompute={
+            # Of what is tuned, the least.
+            m.name: "full" if checkpointing.tunes(m.name) else checkpointing.fixed_mode(m.name)
+            for m in modules
+        },
         pipeline=layout.pipeline,
         own={name: OwnSizes(found.pipeline, found.shard) for name, found in own.items()},
     )

@@ -115,7 +115,7 @@ class Forecaster:
                 async_tensor=parallel.async_tensor_parallel,
                 shard=ranks.shard,
                 replicate=ranks.replicate,
-                recompute=recompute.modules.get(module.name, recompute.mode),
+                recompute=recompute.fixed_mode(module.name),
             )
         try:
             return CostModel(self.profile, self.recipe.training.dtype, executions)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.config import ParallelConfig, Recipe, SourceConfig
+from torchmm.config_activation import limit_bytes
 from torchmm.config_model import GENERATOR
 from torchmm.config_simulation import contradictions
 from torchmm.errors import ConfigError
@@ -67,6 +68,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *check_pipeline(recipe),
         *_check_schedule(recipe),
         *_check_metrics(recipe),
+        *_check_memory_limit(recipe),
     ]
 
 
@@ -298,6 +300,14 @@ def _check_schedule(recipe: Recipe) -> Found:
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         text = "each must be >= 0 and < 1; the usual values are [0.9, 0.95]"
         yield Problem("optimizer.betas", optimizer.betas, text)
+
+
+def _check_memory_limit(recipe: Recipe) -> Found:
+    limit = recipe.activation_checkpoint.memory_limit
+    try:
+        limit_bytes(limit, 0)
+    except ValueError as error:
+        yield Problem("activation_checkpoint.memory_limit", limit, str(error))
 
 
 def _check_metrics(recipe: Recipe) -> Found:

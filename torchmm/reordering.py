@@ -71,7 +71,7 @@ def _costs(recipe: Recipe, modules: Sequence[ModuleDescription], device: torch.d
             tensor=parallel.sizes_given(module.name).get("tensor", parallel.tensor),
             sequence_parallel=parallel.sequence_parallel,
             async_tensor=parallel.async_tensor_parallel,
-            recompute=recompute.modules.get(module.name, recompute.mode),
+            recompute=recompute.fixed_mode(module.name),
         )
         for module in modules
     }
