@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 from math import ceil
 from typing import Any
 
@@ -50,47 +50,49 @@ class Setting:
     """How long to measure what."""
 
     size: Size
-    microbatches: int
-    steps: int
-    runs: int
-    patience_s: float
+    microbatches: int = 8
+    steps: int = 2
+    runs: int = 5
+    patience_s: float = 1800
     """How long to wait for other programs to end."""
-    tried: int
+    tried: int = 2
     """Candidates of each kind that run for real."""
-    images: tuple[int, ...]
+    turns: int = 2
+    """Runs of each of those."""
+    images: tuple[int, ...] = (2, 4, 8)
     """Sizes of sub-microbatches to try."""
 
 
 SETTINGS = {
-    "full": Setting(
-        Size(16, 14, 96, 256),
-        microbatches=8,
-        steps=2,
-        runs=5,
-        patience_s=1800,
-        tried=2,
-        images=(4, 8),
-    ),
-    "quick": Setting(
-        Size(4, 4, 96, 256),
-        microbatches=8,
-        steps=1,
-        runs=3,
-        patience_s=0,
-        tried=1,
-        images=(4,),
-    ),
-    "tiny": Setting(
-        Size(2, 2, 32, 32),
-        microbatches=4,
-        steps=1,
-        runs=1,
-        patience_s=0,
-        tried=1,
-        images=(4,),
-    ),
+    "full": [Setting(Size(12, 32, 96, 96)), Setting(Size(12, 30, 96, 64))],
+    "quick": [
+        Setting(
+            Size(4, 10, 96, 96),
+            microbatches=6,
+            steps=1,
+            runs=2,
+            patience_s=0,
+            tried=1,
+            turns=1,
+            images=(4,),
+        )
+    ],
+    "tiny": [
+        Setting(
+            Size(2, 2, 32, 32),
+            microbatches=4,
+            steps=1,
+            runs=1,
+            patience_s=0,
+            tried=1,
+            turns=1,
+            images=(4,),
+        )
+    ],
 }
-"""The last is for tests."""
+"""Proportions of SmolVLM-500M and SmolVLM-256M; a third of the former's layers; for tests."""
+PLAYED = 200
+"""Splits of each kind that are played through: those that divide the work most evenly."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,10 @@ def chain_layout(modules: Sequence[ModuleLayers], split: Split) -> StageLayout:
 
 
 def splits(modules: Sequence[ModuleLayers], stages: int, slack: float = 1.15) -> Iterator[Split]:
-    """All splits of the chain whose most loaded rank has at most `slack` times the least load."""
+    """All splits of the chain whose most loaded rank has at most `slack` times the least load.
+
+    Those that divide the work most evenly come first.
+    """
     costs = [cost for module in modules for cost in module.costs_with_ends]
     loads: dict[Split, float] = {}
     for ends in combinations(range(1, len(costs)), stages - 1):
@@ -269,7 +274,7 @@ def splits(modules: Sequence[ModuleLayers], stages: int, slack: float = 1.15) ->
         loads[split] = max(sum(sums[rank::RANKS]) for rank in range(RANKS))
     least = {front: min((v for s, v in loads.items() if in_front(modules, s) is front), default=0)
              for front in (True, False)}  # fmt: skip
-    for split, load in loads.items():
+    for split, load in sorted(loads.items(), key=lambda item: item[1]):
         if load <= slack * least[in_front(modules, split)]:
             yield split
 
@@ -292,7 +297,7 @@ def choose_ours(
         if tower * RANKS <= size.tower_layers and llm * RANKS <= size.llm_layers
     ]
     kept = sorted(choices, key=costs.ours_s)[: setting.tried]
-    return watch.fastest([make(choice) for choice in kept])
+    return watch.fastest([make(choice) for choice in kept], setting.turns)
 
 
 def choose_stock(
@@ -306,9 +311,9 @@ def choose_stock(
     tried: list[Split] = []
     for stages in (RANKS, 2 * RANKS):
         every = splits(costs.modules, stages)
-        found = [split for split in every if in_front(costs.modules, split) is front]
-        tried += sorted(found, key=costs.stock_s)[: setting.tried]
-    return watch.fastest([make(split) for split in tried])
+        found = (split for split in every if in_front(costs.modules, split) is front)
+        tried += sorted(islice(found, PLAYED), key=costs.stock_s)[: setting.tried]
+    return watch.fastest([make(split) for split in tried], setting.turns)
 
 
 def run_rank(setting: Setting) -> dict[str, Any]:
