@@ -1,10 +1,12 @@
 """Every schedule gives the loss and the gradients of the single process, whatever is frozen.
 
 Each case runs three steps with other images: skewed, none on one data-parallel replica, and none at
-all. The sums over all steps' gradients are not compared, but each step's own.
+all. The sums over all steps' gradients are not compared, but each step's own. Models have no more
+layers, and steps no more microbatches, than it takes to give every stage its share.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import pytest
 import torch
@@ -38,8 +40,10 @@ FREEZES = {
     "llm": ("llm",),
     "all but the connector": ("vision", "llm"),
 }
-STEPS = [[2, 0, 3, 0, 5, 1], [2, 0, 1, 0, 3, 0], [0] * 6]
+STEPS = [[2, 0, 3, 0, 5, 1], [2, 0, 1, 0], [0, 0, 0, 0]]
 """Images in each sequence of the global batch; of two replicas, each has every other sequence."""
+Shape = tuple[int, bool]
+"""Stages of each module, and whether embeddings are tied."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,18 @@ class Case:
     virtual_stages: int = 1
 
     @property
-    def tied(self) -> bool:
-        """Embeddings: not where chains of two stages per rank may put both on one rank."""
-        return self.virtual_stages == 1
+    def shape(self) -> Shape:
+        """Not tied where chains of two stages per rank may put both embeddings on one rank."""
+        return dict(self.sizes)["pipeline"] * self.virtual_stages, self.virtual_stages == 1
 
 
-def deep_model(tied: bool) -> ModelConfig:
-    """The tiny model with enough layers for four ranks."""
+def deep_model(shape: Shape) -> ModelConfig:
+    """The tiny model with a layer for every stage, and one more in the LLM."""
+    stages, tied = shape
     config = MODEL.model_copy(deep=True)
     config.llm.config["tie_word_embeddings"] = tied
-    config.llm.config["num_hidden_layers"] = 5
-    config.encoders["vision"].config["num_hidden_layers"] = 4
+    config.llm.config["num_hidden_layers"] = stages + 1
+    config.encoders["vision"].config["num_hidden_layers"] = stages
     return config
 
 
@@ -100,11 +105,11 @@ def _compare_all(every: list[Case]) -> list[tuple[Case, list[str]]]:
     config = config.model_copy(update=dict(every[0].sizes))
     mesh = build_mesh(config, CPU)
     references = {
-        (freeze, tied): _references(freeze, tied)
-        for freeze, tied in dict.fromkeys((case.freeze, case.tied) for case in every)
+        (freeze, shape): _references(freeze, shape)
+        for freeze, shape in dict.fromkeys((case.freeze, case.shape) for case in every)
     }
     return [
-        (case, _compare(case, config, mesh, references[case.freeze, case.tied])) for case in every
+        (case, _compare(case, config, mesh, references[case.freeze, case.shape])) for case in every
     ]
 
 
@@ -117,13 +122,13 @@ class Reference:
     loss: float
     gradients: dict[str, torch.Tensor]
 
-    @property
+    @cached_property
     def norm(self) -> float:
         return torch.stack([g.norm() for g in self.gradients.values()]).norm().item()
 
 
-def _references(freeze: str, tied: bool) -> list[Reference]:
-    model = _filled(build_model(deep_model(tied), FreezeConfig(modules=list(FREEZES[freeze]))))
+def _references(freeze: str, shape: Shape) -> list[Reference]:
+    model = _filled(build_model(deep_model(shape), FreezeConfig(modules=list(FREEZES[freeze]))))
     found = []
     for number, images in enumerate(STEPS):
         lengths = (64, 72, 56)
@@ -159,7 +164,7 @@ def _compare(
     config = config.model_copy(
         update={"schedule": case.schedule, "virtual_stages": case.virtual_stages}
     )
-    model = build_model(deep_model(case.tied), FreezeConfig(modules=list(FREEZES[case.freeze])))
+    model = build_model(deep_model(case.shape), FreezeConfig(modules=list(FREEZES[case.freeze])))
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in references[0].batch])
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
