@@ -33,6 +33,7 @@ from torchmm.balance.parts import stage_parts
 from torchmm.balance.task_sizes import llm_sizes
 from torchmm.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.config import FreezeConfig, LlmConfig, ModelConfig
+from torchmm.host_memory import keep_freed_memory
 from torchmm.models.attention import Segments, attention
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
@@ -90,6 +91,8 @@ def measure(
         quick: only small sizes, once: whether it works, not what is true.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if device.type == "cpu":
+        keep_freed_memory()  # as training does
     cases = list(_compute_cases(device, dtype, quick))
     if ranks > 1:
         cases += _network_cases(device, ranks, quick)
@@ -284,9 +287,18 @@ def _streams(pool: _Pool, elements: int, tiny: bool) -> Iterator[Case]:
     (normed,) = norm_operators(
         "rms", float(elements), 1, Setting(Execution(), pool.dtype.itemsize)
     )[0]
+    gelu, gelu_backward = torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default
     runs: list[tuple[Operator, Callable[[Tensor, Tensor], object]]] = [
         (Operator("elementwise", memory_bytes=3.0 * size), lambda x, y: x + y),
         (Operator("activation", memory_bytes=2.0 * size), lambda x, y: functional.silu(x)),
+        (
+            Operator("gelu_tanh", memory_bytes=2.0 * size),
+            lambda x, y: gelu(x, approximate="tanh"),
+        ),
+        (
+            Operator("gelu_tanh_backward", memory_bytes=3.0 * size),
+            lambda x, y: gelu_backward(x, y, approximate="tanh"),
+        ),
         (Operator("copy", memory_bytes=2.0 * size), lambda x, y: x.clone()),
     ]
     if not tiny:

@@ -31,6 +31,16 @@ from torchmm.batch import ModuleDescription
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+CHECKPOINT_CALLS: dict[str, tuple[int, int]] = {
+    "none": (0, 0),
+    "full": (27, 55),
+    "selective": (119, 180),
+}
+"""What activation checkpointing itself takes per layer, in forward and in backward, beside running
+operators again: hooks for every tensor that is kept and, where only some results are, every call
+through Python. In calls of an operator, as measured on layers too small to compute anything."""
+
+
 class PartWork(NamedTuple):
     """Work of one piece of a part, by pass."""
 
@@ -164,6 +174,10 @@ class CostModel:
         key = replace(part, count=1)
         if key not in cache:
             found = part_operators(module, part, sizes, self.setting(module.name, sizes.tasks))
+            if part.layer is not None:
+                calls = CHECKPOINT_CALLS[self.execution(module.name).recompute]
+                for own, count in zip((found.forward, found.again), calls, strict=True):
+                    own.append(Operator("elementwise", calls=count))
             cache[key] = PartWork(
                 *(Work.of(own, self.profile, self.dtype, sizes.tasks) for own in found)
             )
@@ -243,6 +257,16 @@ class CostModel:
             Operator("copy", memory_bytes=3 * whole, calls=calls),
             Operator("reduce_scatter", network_bytes=scattered, calls=calls, link=inner),
             Operator("all_reduce", network_bytes=summed, calls=calls, link=outer),
+        )
+
+    def update_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
+        """The optimizer's part of a stage: norm of the gradients, clipping, fused AdamW."""
+        execution = self.execution(module.name)
+        trained = stage_parameters(module, start, stop, execution.tensor).trained
+        # Squares are written and summed; clipping reads and writes; AdamW has four tensors and
+        # writes three of them.
+        return self._sum_ms(
+            Operator("elementwise", memory_bytes=(12 + 8 + 28) * trained / execution.shard)
         )
 
     def pipeline_link(self, source: int, destination: int) -> Link:

@@ -27,6 +27,8 @@ Amount = TypeVar("Amount", float, Array)
 LOSS_CHUNK = 1024
 """Targets whose logits are float32 at a time, see `torchmm.models.loss`."""
 
+TANH_GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu-approximate")
+
 
 class Setting(NamedTuple):
     """What operators depend on beside sizes."""
@@ -227,7 +229,10 @@ def _activation(name: str, gated: bool, elements: Array, setting: Setting) -> Op
     def operator(kind: Kind, passes: int, calls: int) -> Operator:
         return Operator(kind, memory_bytes=passes * size * elements, calls=calls)
 
-    forward, inputs = [operator("activation", 2, 1)], [operator("activation", 3, 1)]
+    kinds: tuple[Kind, Kind] = ("activation", "activation")
+    if name in TANH_GELUS:
+        kinds = ("gelu_tanh", "gelu_tanh_backward")
+    forward, inputs = [operator(kinds[0], 2, 1)], [operator(kinds[1], 3, 1)]
     if name == "quick_gelu":  # x * sigmoid(1.702 x)
         forward.append(operator("elementwise", 5, 2))
         inputs.append(operator("elementwise", 11, 4))

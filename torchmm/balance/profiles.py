@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.balance.devices import DEVICES, Device
-from torchmm.balance.operators import KINDS, NETWORK_KINDS, Curve, Kind, Profile
+from torchmm.balance.operators import KINDS, NETWORK_KINDS, STAND_INS, Curve, Kind, Profile
 from torchmm.files import replace_atomically
 
 FORMAT = "torchmm device profile 1"
@@ -131,6 +131,9 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
     device = _device(content.get("device", {}), base.device if base else None, problems)
     curves: dict[Kind, Curve] = dict(base.efficiency) if base else {}
     _read_curves(content.get("efficiency", {}), curves, problems)
+    for kind, other in STAND_INS.items():
+        if kind not in curves and other in curves:
+            curves[kind] = curves[other]
     if lacking := [kind for kind in KINDS if kind not in curves]:
         problems.append(f"no efficiency of {', '.join(lacking)}; give them or a base")
     calls: dict[Kind, float] = dict(base.call_us) if base else {}
