@@ -15,6 +15,7 @@ from pathlib import Path
 
 import datasets
 import torch
+import torch.distributed as dist
 import transformers
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -37,12 +38,15 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
 from torchmm.pipeline import Pipeline
 from torchmm.pipelining.cut import cut_for_rank
+from torchmm.parallel.units import build_units
 from torchmm.recipe import dump_recipe
 from torchmm.reordering import arrangement
 from torchmm.report import print_summary
+from torchmm.recipe_units import units_of
 from torchmm.rng import seed_everything
 from torchmm.step_plan import plan_layout
 from torchmm.tokenizer import load_tokenizer
+from torchmm.segment_choice import with_segments
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -107,7 +111,7 @@ def build_run(
         ConfigError, DataError, CheckpointError: what was asked for cannot be had.
     """
     console = Console()
-    mesh = build_mesh(recipe.parallel, device)
+    mesh = build_run_mesh(recipe, device)
     logger = setup_logging(run_dir, mesh.rank, console)
     _set_numerics(recipe, mesh)
     if mesh.rank == 0:
@@ -152,6 +156,16 @@ def build_data(
     recipe: Recipe,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
+def build_run_mesh(recipe: Recipe, device: torch.device) -> ParallelMesh:
+    """The mesh of the run, or of this rank's module; collective.
+
+    Raises:
+        ConfigError: the sizes do not make the number of ranks.
+    """
+    units = units_of(recipe, dist.get_world_size())
+    return build_units(units, device) if units else build_mesh(recipe.parallel, device)
+
+
     mesh: ParallelMesh,
     *,
     state: dict | None = None,
@@ -198,7 +212,8 @@ def fill_model(
     """
     descriptions = [module.describe() for module in model.modality_modules()]
     microbatches = typical_microbatches(recipe, model, tokenizer, mesh)
-    layout = plan_layout(recipe.parallel, descriptions, microbatches)
+    parallel = with_segments(recipe, descriptions, microbatches, mesh.device.type)
+    layout = plan_layout(parallel, descriptions, microbatches, mesh.unit_layouts)
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
     dtype = DTYPES[recipe.training.dtype]
     tokens = recipe.training.microbatch_size * recipe.training.sequence_length
@@ -263,11 +278,5 @@ def open_checkpoints(
     recipe: Recipe, run_dir: Path, mesh: ParallelMesh, logger: logging.Logger
 ) -> CheckpointManager:
     """The checkpoints of a run directory; collective."""
-    layout = {
-        "pipeline": mesh.pipeline_size,
-        "replicate": mesh.replicate_size,
-        "shard": mesh.shard_size,
-        "tensor": mesh.tensor_size,
-    }
     digest = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
-    return CheckpointManager(recipe.checkpoint, run_dir, logger, layout, digest)
+    return CheckpointManager(recipe.checkpoint, run_dir, logger, mesh.sizes, digest)

@@ -6,6 +6,7 @@ clusters that are not at hand. Also the content of the table a run shows at its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -20,18 +21,29 @@ from torchmm.forecast_report import write_picture
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe import Layout, resolve_layout
 from torchmm.recipe_colocated import encoder_layout
+from torchmm.recipe_layout import replica_groups
+from torchmm.recipe_units import show_layout, units_of
 
 
 def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> MemoryEstimate:
-    """Estimated bytes per rank.
+    """Estimated bytes per rank; of the module that needs most where each has ranks of its own.
 
     Every token of a microbatch is assumed to be an image's, and every `context_tokens` of them the
     context of one more image (or longest clip) that is drawn.
     """
-    layout = resolve_layout(recipe.parallel, world_size)
+    modules = [m.describe() for m in model.modality_modules()]
+    if units := units_of(recipe, world_size):
+        estimates = (_memory(recipe, model, [m], units[m.name]) for m in modules)
+        return max(estimates, key=lambda estimate: estimate.total_bytes)
+    return _memory(recipe, model, modules, resolve_layout(recipe.parallel, world_size))
+
+
+def _memory(
+    recipe: Recipe, model: MultimodalModel, modules: Sequence[ModuleDescription], layout: Layout
+) -> MemoryEstimate:
+    """Of a rank with these modules."""
     training = recipe.training
     llm_tokens = training.microbatch_size * training.sequence_length
-    modules = [m.describe() for m in model.modality_modules()]
     checkpointing = recipe.activation_checkpoint
     ranks = layout.data_parallel * training.microbatch_size
     own = _own_layouts(recipe, model, layout)
@@ -71,24 +83,13 @@ def _units(module: ModuleDescription, model: MultimodalModel, llm_tokens: int) -
 
 def run_summary(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict[str, str]:
     """Label and value of each line of the start table."""
-    layout = resolve_layout(recipe.parallel, world_size)
     training = recipe.training
     memory = run_memory(recipe, model, world_size)
     lines = {}
     for name, (total, trainable) in model.parameter_counts().items():
         state = "frozen" if trainable == 0 else "trained"
         lines[name] = f"{total / 1e6:,.1f} M parameters, {state}"
-    pipeline = f"pipeline {layout.pipeline} x " if layout.pipeline > 1 else ""
-    lines["ranks"] = (
-        f"{world_size} = {pipeline}replicate {layout.replicate} x shard {layout.shard} "
-        f"x tensor {layout.tensor}"
-    )
-    for name, own in _own_layouts(recipe, model, layout).items():
-        pipelines = layout.pipeline // own.pipeline
-        lines[f"ranks of {name}"] = (
-            f"pipeline {own.pipeline} x replicate {own.replicate} x shard {own.shard} x tensor "
-            f"{own.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} beside one of the LLM"
-        )
+    lines |= _rank_lines(recipe, model, world_size)
     lines["batch"] = (
         f"{training.global_batch_size} sequences of {training.sequence_length} tokens, "
         f"{training.microbatch_size} per microbatch"
@@ -99,6 +100,32 @@ def run_summary(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict
         f"gradients {memory.gradient_bytes * gib:.2f}, optimizer "
         f"{memory.optimizer_bytes * gib:.2f}, activations {memory.activation_bytes * gib:.2f}"
     )
+    return lines
+
+
+def _rank_lines(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict[str, str]:
+    """How ranks share the work."""
+    if units := units_of(recipe, world_size):
+        shares = " + ".join(f"{own.ranks} for {name}" for name, own in units.items())
+        groups = replica_groups(units)
+        each = ", ".join(f"{own.data_parallel // groups} of {n}" for n, own in units.items())
+        return {
+            "ranks": f"{world_size} = {shares}",
+            **{f"ranks of {name}": show_layout(own) for name, own in units.items()},
+            "replica groups": f"{groups} with replicas: {each}",
+        }
+    layout = resolve_layout(recipe.parallel, world_size)
+    pipeline = f"pipeline {layout.pipeline} x " if layout.pipeline > 1 else ""
+    lines = {
+        "ranks": f"{world_size} = {pipeline}replicate {layout.replicate} x shard {layout.shard} "
+        f"x tensor {layout.tensor}"
+    }
+    for name, own in _own_layouts(recipe, model, layout).items():
+        pipelines = layout.pipeline // own.pipeline
+        lines[f"ranks of {name}"] = (
+            f"pipeline {own.pipeline} x replicate {own.replicate} x shard {own.shard} x tensor "
+            f"{own.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} beside one of the LLM"
+        )
     return lines
 
 

@@ -32,6 +32,8 @@ from torchmm.models.registry import build_model
 from torchmm.pipelining.messages import message_specs
 from torchmm.recipe import Layout, resolve_layout
 from torchmm.recipe_colocated import encoder_layout
+from torchmm.recipe_layout import replica_groups
+from torchmm.recipe_units import DISAGGREGATED_SCHEDULES, LLM, units_of
 from torchmm.step_plan import plan_layout, plan_step
 from torchmm.tokenizer import load_tokenizer
 
@@ -94,19 +96,30 @@ class Forecaster:
     def __init__(self, recipe: Recipe, world_size: int, profile: Profile) -> None:
         transformers.logging.set_verbosity_error()
         self.recipe, self.profile = recipe, profile
-        self.ranks: Layout = resolve_layout(recipe.parallel, world_size)
+        self.units = units_of(recipe, world_size)
+        """Sizes by module, where modules have ranks of their own."""
+        self.ranks: Layout = (
+            self.units[LLM] if self.units else resolve_layout(recipe.parallel, world_size)
+        )
+        """Sizes of the LLM."""
+        self.devices = world_size
         self.model = build_model(recipe.model, recipe.freeze)
         modules = list(self.model.modality_modules())
         self.modules = [module.describe() for module in modules]
         self._layered = {module.name: module for module in modules}
-        self.workload = _heaviest(self.modules, _microbatches(recipe, self.model, self.ranks))
+        self.workload = _heaviest(self.modules, _microbatches(recipe, self.model, self.shares))
         self._costs(recipe.parallel)  # what is wrong with it, now
+
+    @property
+    def shares(self) -> int:
+        """Shares of a global batch: data-parallel ranks, or replica groups of modules apart."""
+        return replica_groups(self.units) if self.units else self.ranks.data_parallel
 
     def _costs(self, parallel: ParallelConfig) -> CostModel:
         recompute = self.recipe.activation_checkpoint
         executions = {}
         for module in self.modules:
-            ranks = self.ranks
+            ranks = self.units.get(module.name, self.ranks)
             if parallel.placement == "colocated" and module.kind == "encoder":
                 ranks = encoder_layout(parallel, module.name, ranks)
             executions[module.name] = Execution(
@@ -150,11 +163,12 @@ class Forecaster:
         metas = self.workload.microbatches
         dtype = torch.bfloat16 if self.recipe.training.dtype == "bfloat16" else torch.float32
         layerwise = self.ranks.pipeline == 1 and parallel.reshard_after_forward != "never"
+        layerwise = layerwise and not self.units
         model = self._costs(parallel)
         sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
         try:
             plan = plan_step(
-                plan_layout(parallel, self.modules, metas),
+                plan_layout(parallel, self.modules, metas, self.units or None),
                 parallel,
                 self.modules,
                 metas,
@@ -174,11 +188,13 @@ class Forecaster:
         flops_per_s = step.model_flops * self.workload.mean_share / seconds
         training = self.recipe.training
         tokens = training.global_batch_size * training.sequence_length
-        devices = self.ranks.pipeline * self.ranks.tensor
+        devices = self.devices / self.shares
         return Forecast(name, step, "", flops_per_s / (devices * peak), tokens / seconds)
 
     def forecast_all(self) -> list[Forecast]:
         """The first step under every schedule."""
+        if self.units:
+            return [self.forecast(name) for name in DISAGGREGATED_SCHEDULES]
         with_encoders = any(module.kind == "encoder" for module in self.modules)
         names = (*SCHEDULES, *COLOCATED_SCHEDULES) if with_encoders else SCHEDULES
         return [self.forecast(name) for name in names]
@@ -192,11 +208,11 @@ def _placement(schedule: str, given: Placement) -> Placement:
 
 
 def _microbatches(
-    recipe: Recipe, model: MultimodalModel, ranks: Layout
+    recipe: Recipe, model: MultimodalModel, shares: int
 ) -> list[list[MicrobatchMeta]]:
-    """The first step's, by data-parallel rank: from statistics where the recipe has them."""
+    """The first step's, by share of the global batch: from statistics where the recipe has them."""
     training = recipe.training
-    per_rank = training.global_batch_size // (ranks.data_parallel * training.microbatch_size)
+    per_rank = training.global_batch_size // (shares * training.microbatch_size)
     if recipe.simulation.sequences or not recipe.data.sources:
         return [
             draw_microbatches(
@@ -206,9 +222,9 @@ def _microbatches(
                 microbatch_size=training.microbatch_size,
                 first=rank * per_rank * training.microbatch_size,
             )
-            for rank in range(ranks.data_parallel)
+            for rank in range(shares)
         ]
-    return _first_step(recipe, model, ranks.data_parallel)
+    return _first_step(recipe, model, shares)
 
 
 def _first_step(

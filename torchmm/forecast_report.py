@@ -20,6 +20,7 @@ from torchmm.pipelining.draw import Panel, draw_timelines
 from torchmm.pipelining.exchange import write_chrome_trace
 from torchmm.pipelining.records import write_records
 from torchmm.pipelining.timeline import BUBBLE_CLASSES
+from torchmm.recipe_units import show_layout
 
 GIB = 2**30
 
@@ -27,12 +28,17 @@ GIB = 2**30
 def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Table:
     """One line per schedule; the fastest that fits is marked."""
     ranks, profile = forecaster.ranks, forecaster.profile
-    devices = ranks.pipeline * ranks.data_parallel * ranks.tensor
+    sizes = (
+        f"pipeline {ranks.pipeline} x replicate {ranks.replicate} x shard {ranks.shard} x tensor "
+        f"{ranks.tensor}"
+    )
+    if units := forecaster.units:
+        sizes = "; ".join(f"{name} {show_layout(own)}" for name, own in units.items())
     shares = "  ".join(f"{m.name} {_count(m.parameters)}" for m in forecaster.modules)
     title = (
-        f"{forecaster.recipe.name} on {devices} x {profile.device.name}, simulated\n{shares}\n"
-        f"pipeline {ranks.pipeline} x replicate {ranks.replicate} x shard {ranks.shard} x tensor "
-        f"{ranks.tensor}; {len(forecaster.workload.microbatches)} microbatches per pipeline"
+        f"{forecaster.recipe.name} on {forecaster.devices} x {profile.device.name}, simulated\n"
+        f"{shares}\n"
+        f"{sizes}; {len(forecaster.workload.microbatches)} microbatches per pipeline"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("schedule", no_wrap=True)
@@ -76,6 +82,7 @@ def write_forecasts(
         "recipe": forecaster.recipe.name,
         "device": forecaster.profile.device.name,
         "layout": forecaster.ranks._asdict(),
+        "units": {name: own._asdict() for name, own in forecaster.units.items()},
         "parameters": {m.name: m.parameters for m in forecaster.modules},
         "microbatches": len(forecaster.workload.microbatches),
         "schedules": [forecast.as_dict() for forecast in forecasts],

@@ -24,6 +24,7 @@ from torchmm.recipe_generator import check_generator
 from torchmm.recipe_layout import Layout
 from torchmm.recipe_pipeline import check_pipeline
 from torchmm.recipe_schema import NO_VALUE, Problem, suggest
+from torchmm.recipe_units import check_units, modality_modules, resolve_units, unit_sizes
 
 Found = Iterator[Problem]
 
@@ -215,10 +216,14 @@ def _check_path(key: str, source: SourceConfig) -> Found:
 def _check_layout(recipe: Recipe, world_size: int | None) -> Found:
     parallel, training = recipe.parallel, recipe.training
     keys = tuple(f"parallel.{name}" for name in Layout._fields)
-    layout = None
+    layout, apart = None, parallel.placement == "disaggregated"
+    yield from check_units(parallel, modality_modules(recipe))
     if world_size is not None:
         try:
-            layout = resolve_layout(parallel, world_size)
+            if apart:
+                layout = resolve_units(parallel, modality_modules(recipe), world_size)["llm"]
+            else:
+                layout = resolve_layout(parallel, world_size)
         except ConfigError as error:
             yield Problem("parallel", NO_VALUE, error.problems[0].partition(": ")[2], keys)
             return
@@ -227,15 +232,16 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Found:
     chunk = data_parallel * training.microbatch_size
     size = training.global_batch_size
     if size % chunk:
+        ranks = "the LLM's data-parallel ranks" if apart else "data-parallel ranks"
         near = " or ".join(str(n) for n in (size // chunk * chunk, -(-size // chunk) * chunk) if n)
         text = (
-            f"must be a multiple of data-parallel ranks x microbatch_size = {data_parallel} x "
+            f"must be a multiple of {ranks} x microbatch_size = {data_parallel} x "
             f"{training.microbatch_size} = {chunk}; use {near}"
         )
         rests_on = ("training.microbatch_size", *keys)
         yield Problem("training.global_batch_size", size, text, rests_on)
     tokens = training.microbatch_size * training.sequence_length
-    if parallel.sequence_parallel and tokens % parallel.tensor:
+    if parallel.sequence_parallel and tokens % unit_sizes(parallel, "llm")["tensor"]:
         text = f"microbatch_size x sequence_length = {tokens} is not a multiple of parallel.tensor"
         also = ("training.microbatch_size", "parallel.tensor")
         yield Problem("training.sequence_length", training.sequence_length, text, also)
@@ -253,7 +259,7 @@ def _check_async_tensor(recipe: Recipe) -> Found:
         "parallel.async_tensor_parallel",
         ("parallel.tensor", "parallel.sequence_parallel"),
     )
-    if parallel.tensor == 1 or not parallel.sequence_parallel:
+    if unit_sizes(parallel, "llm")["tensor"] == 1 or not parallel.sequence_parallel:
         text = "needs parallel.tensor > 1 and parallel.sequence_parallel = true; set both"
         yield Problem(key, True, text, needed)
     if parallel.pipeline > 1 and parallel.schedule == "zero_bubble":
@@ -271,21 +277,25 @@ def _check_async_tensor(recipe: Recipe) -> Found:
 
 def _check_heads(recipe: Recipe) -> Found:
     """Tensor parallelism splits attention by heads: inline configs tell their number."""
-    model, tensor = recipe.model, recipe.parallel.tensor
-    configs = {"model.config": model.config, "model.llm.config": model.llm and model.llm.config}
+    model, parallel = recipe.model, recipe.parallel
+    configs: dict[str, tuple[Any, str]] = {"model.config": (model.config, "llm")}
+    configs["model.llm.config"] = (model.llm and model.llm.config, "llm")
     for name, encoder in model.encoders.items():
-        configs[f"model.encoders.{name}.config"] = encoder.config
-    for key in ("text_config", "vision_config"):
+        configs[f"model.encoders.{name}.config"] = (encoder.config, name)
+    for key, module in (("text_config", "llm"), ("vision_config", "vision")):
         nested = (model.config or {}).get(key)
-        configs[f"model.config.{key}"] = nested if isinstance(nested, dict) else None
-    for key, config in configs.items():
+        configs[f"model.config.{key}"] = (nested if isinstance(nested, dict) else None, module)
+    for key, (config, module) in configs.items():
+        apart = parallel.placement == "disaggregated" and module != "llm"
+        tensor = unit_sizes(parallel, module if apart else "llm")["tensor"]
+        size = f"parallel.{module}.tensor" if apart else "parallel.tensor"
         for name in ("num_attention_heads", "num_key_value_heads", "num_heads"):
             heads = (config or {}).get(name)
             if not isinstance(heads, int) or not heads % tensor:
                 continue
             if name != "num_key_value_heads" or tensor % heads:  # ranks may share a key-value head
-                text = f"cannot be split over parallel.tensor = {tensor} ranks; lower it"
-                yield Problem(f"{key}.{name}", heads, text, ("parallel.tensor",))
+                text = f"cannot be split over {size} = {tensor} ranks; lower it"
+                yield Problem(f"{key}.{name}", heads, text, (size,))
 
 
 def _check_schedule(recipe: Recipe) -> Found:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchmm.config import COLOCATED_SCHEDULES, SCHEDULES, Recipe
+from torchmm.config import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig, Recipe
 from torchmm.config_model import GENERATOR
 from torchmm.recipe_colocated import check_encoder_layers
 from torchmm.recipe_schema import Problem, suggest
+from torchmm.recipe_units import check_unit_layers, unit_sizes
 
 Found = Iterator[Problem]
 
@@ -32,7 +33,8 @@ def check_pipeline(recipe: Recipe) -> Found:
 
 def _check_schedule(recipe: Recipe) -> Found:
     parallel = recipe.parallel
-    name, pipeline = parallel.schedule, parallel.pipeline
+    apart = parallel.placement == "disaggregated"
+    name, pipeline = parallel.schedule, unit_sizes(parallel, "llm")["pipeline"]
     order, order_key = name, SCHEDULE
     if parallel.placement == "colocated":
         order, order_key = parallel.llm_schedule, "parallel.llm_schedule"
@@ -51,7 +53,7 @@ def _check_schedule(recipe: Recipe) -> Found:
     if parallel.reshard_after_forward == "always" and pipeline > 1:
         text = 'would gather all parameters for every microbatch of a pipeline; use "default"'
         yield Problem("parallel.reshard_after_forward", "always", text, (PIPELINE,))
-    if pipeline > 1 and order == "zero_bubble" and recipe.compile.enabled:
+    if (pipeline > 1 or apart) and order == "zero_bubble" and recipe.compile.enabled:
         text = "splits backwards in two, which compiled layers cannot; set compile.enabled = false"
         yield Problem(order_key, order, text, ("compile.enabled", PIPELINE))
 
@@ -80,7 +82,7 @@ def _check_modules(recipe: Recipe) -> Found:
         if module.segments is not None and not (parallel.separates_modules or colocated):
             text = f'"{parallel.schedule}" does not cut modules apart; use "separated" or remove it'
             yield Problem(f"{key}.segments", module.segments, text, (SCHEDULE,))
-        elif module.segments is not None and module.segments > 1 and parallel.pipeline == 1:
+        elif module.segments is not None and module.segments > 1 and _pipeline(parallel, name) == 1:
             text = "has no use without a pipeline; set parallel.pipeline > 1 or remove it"
             yield Problem(f"{key}.segments", module.segments, text, (PIPELINE,))
         if module.sub_microbatch_images is not None and name == "llm":
@@ -88,9 +90,18 @@ def _check_modules(recipe: Recipe) -> Found:
             yield Problem(f"{key}.sub_microbatch_images", module.sub_microbatch_images, text)
 
 
+def _pipeline(parallel: ParallelConfig, module: str) -> int:
+    """Ranks among which a module's layers are divided."""
+    apart = parallel.placement == "disaggregated"
+    return unit_sizes(parallel, module)["pipeline"] if apart else parallel.pipeline
+
+
 def _check_layers(recipe: Recipe) -> Found:
     """Every stage needs a layer."""
     parallel, counts = recipe.parallel, _layer_counts(recipe)
+    if parallel.placement == "disaggregated":
+        yield from check_unit_layers(parallel, counts)
+        return
     if parallel.pipeline == 1:
         return
     if parallel.separates_modules:

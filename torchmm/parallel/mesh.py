@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,7 +121,7 @@ class ParallelMesh:
         return None
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         """Sizes by dimension, as a checkpoint records them."""
         names = ("pipeline", "replicate", "shard", "tensor")
         return {name: self.mesh[name].size() for name in names}

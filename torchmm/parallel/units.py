@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,9 +112,13 @@ class UnitMesh(ParallelMesh):
         return self.units
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, int]:
         """Sizes by module and dimension."""
-        return {name: unit._asdict() for name, unit in self.units.items()}
+        return {
+            f"{name}.{dimension}": size
+            for name, unit in self.units.items()
+            for dimension, size in unit._asdict().items()
+        }
 
     def global_rank(self, pipeline: int) -> int:
         """Global rank of the first tensor-parallel rank at a place in the first group's plan."""
