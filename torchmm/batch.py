@@ -112,8 +112,8 @@ class EncoderInputs:
 
     Exactly one pixel layout is used by an encoder, see `ImageSpec.layout`:
     "fixed" has pixels of shape (N, C, height, width), "patches" has (P, D) with the patches of
-    all images behind each other; a patch of a sound is its mel bins of a few frames. Sizes are plain Python numbers, so that no kernel launch waits
-    for the device.
+    all images behind each other; a patch of a sound is its mel bins of a few frames. Sizes are
+    plain Python numbers, so that no kernel launch waits for the device.
     """
 
     pixels: Tensor

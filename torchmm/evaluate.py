@@ -9,7 +9,7 @@ generation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,6 +90,37 @@ def generate_samples(
     return texts
 
 
+def word_error_rate(texts: Sequence[GeneratedText]) -> float:
+    """Words to be changed, added or taken away, as a share of the words of the truths.
+
+    Case and punctuation at words' ends do not count. Above 1 where too much was written.
+
+    Raises:
+        ValueError: the truths have no words.
+    """
+    words = [[_words(text) for text in (t.generated, t.truth)] for t in texts]
+    total = sum(len(truth) for _, truth in words)
+    if not total:
+        raise ValueError(f"no words in the truths of {len(texts)} texts")
+    return sum(_edits(written, truth) for written, truth in words) / total
+
+
+def _words(text: str) -> list[str]:
+    stripped = (word.strip(".,;:!?\"'()") for word in text.lower().split())
+    return [word for word in stripped if word]
+
+
+def _edits(written: Sequence[str], truth: Sequence[str]) -> int:
+    """Levenshtein distance."""
+    row = list(range(len(truth) + 1))
+    for i, word in enumerate(written, 1):
+        diagonal, row[0] = row[0], i
+        for j, expected in enumerate(truth, 1):
+            changed = diagonal + (word != expected)
+            diagonal, row[j] = row[j], min(changed, row[j] + 1, row[j - 1] + 1)
+    return row[-1]
+
+
 def held_out_prompts(
     batches: Iterable[StepBatch], count: int
 ) -> Iterator[tuple[Microbatch, Tensor, SampleMeta]]:
@@ -108,29 +139,28 @@ def held_out_prompts(
 
 
 def _prompts_of(microbatch: Microbatch) -> Iterator[tuple[Microbatch, Tensor, SampleMeta]]:
-    images_before = dict.fromkeys(microbatch.encoders, 0)
+    behind = dict.fromkeys(microbatch.encoders, 0)  # images of samples so far
     segments = zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False)
     for sample, (start, stop) in zip(microbatch.meta.samples, segments, strict=False):
-        if sample.encoder is None or not sample.images:
-            continue
-        first_image = images_before[sample.encoder]
-        images_before[sample.encoder] += len(sample.images)
+        before = dict(behind)
+        behind = {name: count + len(sample.images_of(name)) for name, count in before.items()}
+        shown = {n: range(before[n], behind[n]) for n in before if before[n] < behind[n]}
         targets = microbatch.targets_T[start:stop]
         counted = (targets != IGNORE_TARGET).nonzero()
-        if not len(counted):
+        if not len(counted) or not shown:
             continue
         cut = start + int(counted[0]) + 1
-        images = range(first_image, first_image + len(sample.images))
-        inputs = microbatch.encoders[sample.encoder].select(images)
-        inputs.positions_K = inputs.positions_K - start
-        if inputs.positions_K.numel() and int(inputs.positions_K.max()) >= cut - start:
+        encoders = {name: microbatch.encoders[name].select(own) for name, own in shown.items()}
+        for inputs in encoders.values():
+            inputs.positions_K = inputs.positions_K - start
+        if max(int(inputs.positions_K.max()) for inputs in encoders.values()) >= cut - start:
             continue  # text before the last image: not a caption to be generated
         prompt = Microbatch(
             input_ids_T=microbatch.input_ids_T[start:cut],
             targets_T=torch.full((cut - start,), IGNORE_TARGET),
             position_ids=microbatch.position_ids[..., start:cut],
             cu_seqlens=[0, cut - start],
-            encoders={sample.encoder: inputs},
+            encoders=encoders,
             meta=replace(microbatch.meta, samples=(sample,), tokens=cut - start),
         )
         yield prompt, targets[counted[:, 0]], sample

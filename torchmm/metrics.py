@@ -124,6 +124,9 @@ class StepRecord:
     """Forward and backward of the generator, slowest rank; on CUDA that of the step before."""
     generated_per_s: float | None = None
     """Images and clips drawn per second, all ranks together."""
+    word_error_rate: float | None = None
+    """Of models that hear: of what was generated for held-out samples, see
+    `torchmm.evaluate.word_error_rate`."""
 
 
 class PhaseTimer:

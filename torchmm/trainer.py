@@ -29,7 +29,13 @@ from torchmm.data.corrupt import CorruptLimit
 from torchmm.drawings import draw_samples, held_out_drawings
 from torchmm.encoder_choice import orchestrated
 from torchmm.errors import EXIT_DONE, Preempted, TorchmmError
-from torchmm.evaluate import generate_samples, held_out_losses, held_out_prompts
+from torchmm.evaluate import (
+    GeneratedText,
+    generate_samples,
+    held_out_losses,
+    held_out_prompts,
+    word_error_rate,
+)
 from torchmm.files import replace_atomically
 from torchmm.metrics import (
     PhaseTimer,
@@ -287,7 +293,9 @@ class Trainer:
             self._held_out = list(islice(loader, config.batches))
         losses = held_out_losses(run.pipeline, self._held_out, run.mesh)
         if config.samples:
-            self._generate()
+            texts = self._generate()
+            if texts and any(s.modality == "audio" for s in run.model.image_specs().values()):
+                record = replace(record, word_error_rate=word_error_rate(texts))
         if config.drawings:
             self._draw()
         run.model.train()
@@ -317,8 +325,8 @@ class Trainer:
             shown = [(d.truth, d.drawn, d.text(run.tokenizer)) for d in drawn]
             draw_pictures(shown, title, directory / f"step-{self.step}.png")
 
-    def _generate(self) -> None:
-        """Text for held-out images into samples.json and captions.png."""
+    def _generate(self) -> list[GeneratedText]:
+        """Text for held-out images and sounds into samples.json and captions.png."""
         run, config = self.parts, self.parts.recipe.validation
         loader = build_data(
             run.recipe, run.model, run.tokenizer, run.mesh, validation=True, for_prompts=True
@@ -328,7 +336,7 @@ class Trainer:
             run.pipeline, prompts, run.tokenizer, run.mesh, config.max_new_tokens
         )
         if run.mesh.rank > 0 or not texts:
-            return
+            return texts
         self._append_samples([{"step": self.step, **asdict(t)} for t in texts])
         shown = [
             (image, text.generated, text.truth)
@@ -338,6 +346,7 @@ class Trainer:
         if shown:
             title = f"held-out images after step {self.step}"
             draw_captions(shown, title, run.run_dir / "captions.png")
+        return texts
 
     def _append_samples(self, samples: list[dict]) -> None:
         file = self.parts.run_dir / "samples.json"

@@ -13,7 +13,7 @@ import pytest
 from data_cases import png
 
 from torchmm.config import SourceConfig
-from torchmm.data.prepare import manifest, manual, packages, stamps, tokenizer
+from torchmm.data.prepare import manifest, manual, packages, spoken_stamps, stamps, tokenizer
 from torchmm.data.prepare.packages import Package
 from torchmm.data.prepare.parquet import split_of
 from torchmm.data.sources import open_map_source
@@ -88,12 +88,34 @@ def stamp_packages(tmp_path):
     files = {f"usr/share/doc/{stamps.PACKAGE}/copyright": b"GPL-2"}
     for i in range(60):
         files[f"{STAMPS}/animals/{i}.png"] = png(8, 8, i)
-        files[f"{STAMPS}/animals/{i}.txt"] = f"Animal {i}.\nde.utf8=Tier {i}.\n".encode()
+        texts = f"Animal {i}.\nde.utf8=Tier {i}.\nes.utf8=Animal número {i}.\n"
+        files[f"{STAMPS}/animals/{i}.txt"] = texts.encode()
+        files[f"{STAMPS}/animals/{i}_desc_es.ogg"] = b"OggS es"
+        files[f"{STAMPS}/animals/{i}_desc_de.ogg"] = b"OggS de"
     files[f"{STAMPS}/drawn.txt"] = b"Only an SVG."
     directory = tmp_path / "packages"
     directory.mkdir()
     write_deb(directory / f"{stamps.PACKAGE}_1.0_all.deb", stamps.PACKAGE, files)
     return directory
+
+
+@needs_dpkg
+def test_spoken_stamps_have_sound_picture_and_transcript(tmp_path, stamp_packages):
+    output = tmp_path / "data"
+    stamps.prepare(output, stamp_packages, {"languages": ["en"]})
+    spoken_stamps.prepare(output, stamp_packages, {"languages": ["es"]})
+    files = {}
+    for split in ("train", "validation"):
+        for name in ("spoken_stamps", "tuxpaint_stamps"):
+            config = SourceConfig(path=str(output / name), split=split)
+            source = open_map_source(config)
+            rows = [source.read(i).columns for i in range(len(source))]
+            files[name, split] = {row["file"] for row in rows}
+            if name == "spoken_stamps":
+                assert all(row["text"].startswith("Animal número") for row in rows)
+                assert {row["audio"] for row in rows} == {b"OggS es"}
+                assert all(row["image"] for row in rows)
+        assert files["spoken_stamps", split] == files["tuxpaint_stamps", split] != set()
 
 
 @needs_dpkg

@@ -58,18 +58,18 @@ def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:
         image = text_file.with_suffix(".png")
         if not image.exists():
             continue
-        captions = _captions(text_file.read_text("utf-8", errors="replace"))
+        found = captions(text_file.read_text("utf-8", errors="replace"))
         for language in languages:
-            if captions.get(language):
+            if found.get(language):
                 yield {
                     "image": {"bytes": image.read_bytes(), "path": None},
-                    "text": captions[language],
+                    "text": found[language],
                     "language": language,
                     "file": str(image.relative_to(stamps)),
                 }
 
 
-def _captions(text: str) -> dict[str, str]:
+def captions(text: str) -> dict[str, str]:
     """Caption by language code."""
     first, *others = text.splitlines() or [""]
     found = (TRANSLATION.match(line) for line in others)

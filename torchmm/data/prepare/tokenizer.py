@@ -20,36 +20,45 @@ CHAT_TEMPLATE = (
     "{{ message.role }}: "
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}"
-    "{{ '<image>' if part.type == 'image' else part.text }}"
+    "{{ part.text if part.type == 'text' else '<image>' }}"
     "{% endfor %}{% endif %}"
     "{{ eos_token if message.role == 'assistant' }}\n"
     "{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
 )
 
 
-def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
-    """Make `output`/tokenizer from the training captions of tuxpaint_stamps.
+def prepare(
+    output: Path,
+    packages: Path,
+    options: dict[str, Any],
+    *,
+    texts: str = "tuxpaint_stamps",
+    name: str = "tokenizer",
+) -> None:
+    """Make `output`/`name` from the training texts of a set.
 
     Args:
         output: directory of all sets.
         packages: not used.
-        options: `source`, the hashes of the captions' files, and `vocabulary`.
+        options: `source`, the hashes of the texts' files, and `vocabulary`.
+        texts: the set.
+        name: of the tokenizer's directory.
 
     Raises:
-        DataError: the captions are not there.
+        DataError: the set is not there.
     """
-    files = sorted((output / "tuxpaint_stamps" / "train").glob("*.parquet"))
+    files = sorted((output / texts / "train").glob("*.parquet"))
     if not files:
-        raise DataError(f"{output}/tuxpaint_stamps is missing: prepare tuxpaint_stamps too")
+        raise DataError(f"{output}/{texts} is missing: prepare {texts} too")
     captions: list[str] = []
     for file in files:
         captions.extend(pq.read_table(file, columns=["text"])["text"].to_pylist())
     tokenizer = train(captions)
-    with new_directory(output / "tokenizer") as directory:
+    with new_directory(output / name) as directory:
         tokenizer.save_pretrained(directory)
     counts = {"vocabulary": len(tokenizer), "captions": len(captions)}
-    licence = read(output)["tuxpaint_stamps"]["licence"]
-    record(output, "tokenizer", [], licence, {"options": options, "counts": counts})
+    licence = read(output)[texts]["licence"]
+    record(output, name, [], licence, {"options": options, "counts": counts})
 
 
 def train(texts: list[str]) -> PreTrainedTokenizerFast:
