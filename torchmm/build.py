@@ -44,6 +44,7 @@ from torchmm.reordering import arrangement
 from torchmm.report import print_summary
 from torchmm.recipe_units import units_of
 from torchmm.rng import seed_everything
+from torchmm.segment_choice import with_segments
 from torchmm.step_plan import plan_layout
 from torchmm.tokenizer import load_tokenizer
 from torchmm.segment_choice import with_segments
@@ -223,7 +224,7 @@ def fill_model(
     parallelize(model, mesh, recipe.parallel, *how, meshes=meshes)
     materialize(model, mesh.device)
     init_weights(model, recipe.training.seed, skip=load_weights(model))
-    return Pipeline(model, stages, layout, descriptions, recipe.parallel, mesh, dtype)
+    return Pipeline(model, stages, layout, descriptions, parallel, mesh, dtype)
 
 
 def typical_microbatches(

@@ -127,12 +127,14 @@ class ModuleParallelConfig(Section):
     """Tensor-parallel ranks of this module."""
     segments: int | None = Field(default=None, ge=1)
     """Stages of this module per rank, under a schedule with separated modules ("separated",
-    "csv:..."), and of colocated encoders. Default: `parallel.virtual_stages` for the LLM, 1 for
-    encoders; one for each layer of colocated encoders, whose stages have to fit into bubbles."""
+    "searched", "csv:..."), and of colocated encoders. Default: `parallel.virtual_stages` for the
+    LLM, 1 for encoders; one for each layer of colocated encoders, whose stages have to fit into
+    bubbles. Under "searched": so many that stages of all modules take about equally long."""
     sub_microbatch_images: int | None = Field(default=None, ge=1)
     """Encoders and generator: images processed together at most; a microbatch is cut into groups of
     nearly equal size. Fewer fill gaps in the pipeline better, more keep the device busier. Default:
-    4 under a schedule with separated modules, all images of a microbatch under the others."""
+    4 under a schedule with separated modules, all images of a microbatch under the others; under
+    "searched" the fewest that are nearly as efficient as any number (by the cost model)."""
 
 
 Placement = Literal["interleaved", "colocated", "disaggregated"]

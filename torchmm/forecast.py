@@ -34,6 +34,7 @@ from torchmm.recipe import Layout, resolve_layout
 from torchmm.recipe_colocated import encoder_layout
 from torchmm.recipe_layout import replica_groups
 from torchmm.recipe_units import DISAGGREGATED_SCHEDULES, LLM, units_of
+from torchmm.segment_choice import with_segments
 from torchmm.step_plan import plan_layout, plan_step
 from torchmm.tokenizer import load_tokenizer
 
@@ -161,6 +162,8 @@ class Forecaster:
         name = parallel.schedule
         parallel = parallel.model_copy(update={"pipeline": self.ranks.pipeline})
         metas = self.workload.microbatches
+        recipe = self.recipe.model_copy(update={"parallel": parallel})
+        parallel = with_segments(recipe, self.modules, metas, self.profile)
         dtype = torch.bfloat16 if self.recipe.training.dtype == "bfloat16" else torch.float32
         layerwise = self.ranks.pipeline == 1 and parallel.reshard_after_forward != "never"
         layerwise = layerwise and not self.units

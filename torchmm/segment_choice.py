@@ -1,0 +1,111 @@
+"""Segments and sub-microbatches of a searched pipeline where the recipe leaves them open.
+
+    parallel = with_segments(recipe, descriptions, microbatches, "cpu")
+
+What the recipe gives stays: `segments` and `sub_microbatch_images` of [parallel.NAME], and
+`virtual_stages` other than 1, which are the LLM's segments. A pure function of the recipe and the
+first step's microbatches, so every rank finds the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.execution import Execution
+from torchmm.balance.operators import Profile
+from torchmm.balance.partitioner import Partition, partition
+from torchmm.balance.profiles import load_profile
+from torchmm.batch import MicrobatchMeta, ModuleDescription
+from torchmm.config import ParallelConfig, Recipe
+from torchmm.errors import ConfigError
+
+
+def leaves_segments_open(parallel: ParallelConfig) -> bool:
+    """Whether the partitioner decides anything."""
+    return parallel.schedule == "searched" and parallel.pipeline > 1
+
+
+def with_segments(
+    recipe: Recipe,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    device: str | Profile,
+) -> ParallelConfig:
+    """The recipe's section with every module's segments and sub-microbatches.
+
+    Args:
+        modules: encoders, LLM and generator, whole.
+        microbatches: typical ones.
+        device: a profile, or the type of the run's devices: for "cuda" the profile of
+            `simulation.device` is taken.
+
+    Raises:
+        ConfigError: a module has fewer layers than ranks, or the device is unknown.
+    """
+    parallel = recipe.parallel
+    if not leaves_segments_open(parallel):
+        return parallel
+    given = parallel.modules
+    segments = {name: own.segments for name, own in given.items() if own.segments}
+    if parallel.virtual_stages > 1:
+        segments.setdefault("llm", parallel.virtual_stages)
+    images = {
+        name: own.sub_microbatch_images for name, own in given.items() if own.sub_microbatch_images
+    }
+    try:
+        found = partition(
+            modules,
+            microbatches,
+            CostModel(
+                _profile(recipe, device), recipe.training.dtype, _executions(recipe, modules)
+            ),
+            parallel.pipeline,
+            images_given=images,
+            segments_given=segments,
+        )
+    except ValueError as error:
+        raise ConfigError(f'[parallel] schedule = "searched": {error}') from error
+    return _filled(parallel, modules, found)
+
+
+def describe(parallel: ParallelConfig, modules: Sequence[ModuleDescription]) -> str:
+    """Segments and sub-microbatches in one line, for the log."""
+    told = []
+    for module in modules:
+        text = f"{module.name}: {parallel.segments(module.name)} segments"
+        if module.kind != "llm":
+            text += f" of at most {parallel.sub_microbatch_images(module.name)} images"
+        told.append(text)
+    return "; ".join(told)
+
+
+def _profile(recipe: Recipe, device: str | Profile) -> Profile:
+    if isinstance(device, Profile):
+        return device
+    return load_profile(recipe.simulation.device if device == "cuda" else device)
+
+
+def _executions(recipe: Recipe, modules: Sequence[ModuleDescription]) -> dict[str, Execution]:
+    parallel, recompute = recipe.parallel, recipe.activation_checkpoint
+    return {
+        module.name: Execution(
+            tensor=parallel.tensor,
+            sequence_parallel=parallel.sequence_parallel,
+            async_tensor=parallel.async_tensor_parallel,
+            recompute=recompute.fixed_mode(module.name),
+        )
+        for module in modules
+    }
+
+
+def _filled(
+    parallel: ParallelConfig, modules: Sequence[ModuleDescription], found: Partition
+) -> ParallelConfig:
+    values = parallel.model_dump(exclude_none=True)
+    for module in modules:
+        own = values.setdefault(module.name, {})
+        own["segments"] = found.segments[module.name]
+        if module.name in found.sub_microbatch_images:
+            own["sub_microbatch_images"] = found.sub_microbatch_images[module.name]
+    return ParallelConfig.model_validate(values)
