@@ -36,18 +36,16 @@ from torchmm.models.registry import build_model
 from torchmm.optim import build_optimizer
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
+from torchmm.parallel.units import build_units
 from torchmm.pipeline import Pipeline
 from torchmm.pipelining.cut import cut_for_rank
-from torchmm.parallel.units import build_units
 from torchmm.recipe import dump_recipe
+from torchmm.recipe_units import units_of
 from torchmm.reordering import arrangement
 from torchmm.report import print_summary
-from torchmm.recipe_units import units_of
 from torchmm.rng import seed_everything
-from torchmm.segment_choice import with_segments
 from torchmm.step_plan import plan_layout
 from torchmm.tokenizer import load_tokenizer
-from torchmm.segment_choice import with_segments
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -153,10 +151,6 @@ def build_run(
     )  # fmt: skip
 
 
-def build_data(
-    recipe: Recipe,
-    model: MultimodalModel,
-    tokenizer: PreTrainedTokenizerBase,
 def build_run_mesh(recipe: Recipe, device: torch.device) -> ParallelMesh:
     """The mesh of the run, or of this rank's module; collective.
 
@@ -167,6 +161,10 @@ def build_run_mesh(recipe: Recipe, device: torch.device) -> ParallelMesh:
     return build_units(units, device) if units else build_mesh(recipe.parallel, device)
 
 
+def build_data(
+    recipe: Recipe,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
     mesh: ParallelMesh,
     *,
     state: dict | None = None,
@@ -213,8 +211,7 @@ def fill_model(
     """
     descriptions = [module.describe() for module in model.modality_modules()]
     microbatches = typical_microbatches(recipe, model, tokenizer, mesh)
-    parallel = with_segments(recipe, descriptions, microbatches, mesh.device.type)
-    layout = plan_layout(parallel, descriptions, microbatches, mesh.unit_layouts)
+    layout = plan_layout(recipe.parallel, descriptions, microbatches, mesh.unit_layouts)
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
     dtype = DTYPES[recipe.training.dtype]
     tokens = recipe.training.microbatch_size * recipe.training.sequence_length
@@ -224,7 +221,7 @@ def fill_model(
     parallelize(model, mesh, recipe.parallel, *how, meshes=meshes)
     materialize(model, mesh.device)
     init_weights(model, recipe.training.seed, skip=load_weights(model))
-    return Pipeline(model, stages, layout, descriptions, parallel, mesh, dtype)
+    return Pipeline(model, stages, layout, descriptions, recipe.parallel, mesh, dtype)
 
 
 def typical_microbatches(
