@@ -33,6 +33,7 @@ from torchmm.models.hf_io import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
+from torchmm.module_costs import run_tuning
 from torchmm.optim import build_optimizer
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
@@ -44,6 +45,7 @@ from torchmm.recipe_units import units_of
 from torchmm.reordering import arrangement
 from torchmm.report import print_summary
 from torchmm.rng import seed_everything
+from torchmm.segment_choice import with_segments
 from torchmm.step_plan import plan_layout
 from torchmm.tokenizer import load_tokenizer
 
@@ -211,7 +213,8 @@ def fill_model(
     """
     descriptions = [module.describe() for module in model.modality_modules()]
     microbatches = typical_microbatches(recipe, model, tokenizer, mesh)
-    layout = plan_layout(recipe.parallel, descriptions, microbatches, mesh.unit_layouts)
+    parallel = with_segments(recipe, descriptions, microbatches, mesh.device.type)
+    layout = plan_layout(parallel, descriptions, microbatches, mesh.unit_layouts)
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
     dtype = DTYPES[recipe.training.dtype]
     tokens = recipe.training.microbatch_size * recipe.training.sequence_length
@@ -221,7 +224,11 @@ def fill_model(
     parallelize(model, mesh, recipe.parallel, *how, meshes=meshes)
     materialize(model, mesh.device)
     init_weights(model, recipe.training.seed, skip=load_weights(model))
-    return Pipeline(model, stages, layout, descriptions, recipe.parallel, mesh, dtype)
+    pipeline = Pipeline(model, stages, layout, descriptions, parallel, mesh, dtype)
+    pipeline.tuning = run_tuning(
+        recipe, descriptions, mesh.world_size, mesh.device, layerwise=pipeline.gathers_layerwise
+    )
+    return pipeline
 
 
 def typical_microbatches(

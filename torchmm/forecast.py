@@ -18,10 +18,9 @@ import torch
 import transformers
 
 from torchmm.balance.cost_model import CostModel
-from torchmm.balance.execution import Execution
 from torchmm.balance.flops import microbatch_flops
 from torchmm.balance.operators import Profile
-from torchmm.balance.plan_costs import plan_costs
+from torchmm.balance.recompute_costs import costs_of_plan
 from torchmm.balance.simulator import SimulatedStep, simulate
 from torchmm.balance.workload import draw_microbatches
 from torchmm.batch import MicrobatchMeta, ModuleDescription
@@ -29,9 +28,9 @@ from torchmm.config import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig, Place
 from torchmm.errors import ConfigError, PlanError
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
+from torchmm.module_costs import layer_tuning, module_executions
 from torchmm.pipelining.messages import message_specs
 from torchmm.recipe import Layout, resolve_layout
-from torchmm.recipe_colocated import encoder_layout
 from torchmm.recipe_layout import replica_groups
 from torchmm.recipe_units import DISAGGREGATED_SCHEDULES, LLM, units_of
 from torchmm.segment_choice import with_segments
@@ -108,7 +107,7 @@ class Forecaster:
         modules = list(self.model.modality_modules())
         self.modules = [module.describe() for module in modules]
         self._layered = {module.name: module for module in modules}
-        self.workload = _heaviest(self.modules, _microbatches(recipe, self.model, self.shares))
+        self.workload = _heaviest(self.modules, first_microbatches(recipe, self.model, self.shares))
         self._costs(recipe.parallel)  # what is wrong with it, now
 
     @property
@@ -117,20 +116,9 @@ class Forecaster:
         return replica_groups(self.units) if self.units else self.ranks.data_parallel
 
     def _costs(self, parallel: ParallelConfig) -> CostModel:
-        recompute = self.recipe.activation_checkpoint
-        executions = {}
-        for module in self.modules:
-            ranks = self.units.get(module.name, self.ranks)
-            if parallel.placement == "colocated" and module.kind == "encoder":
-                ranks = encoder_layout(parallel, module.name, ranks)
-            executions[module.name] = Execution(
-                tensor=ranks.tensor,
-                sequence_parallel=parallel.sequence_parallel,
-                async_tensor=parallel.async_tensor_parallel,
-                shard=ranks.shard,
-                replicate=ranks.replicate,
-                recompute=recompute.fixed_mode(module.name),
-            )
+        executions = module_executions(
+            parallel, self.recipe.activation_checkpoint, self.modules, self.ranks, self.units
+        )
         try:
             return CostModel(self.profile, self.recipe.training.dtype, executions)
         except ValueError as error:
@@ -179,10 +167,11 @@ class Forecaster:
                     message_specs, modules=self._layered, microbatches=metas, dtype=dtype
                 ),
                 sharding=("layer" if layerwise else "step") if sharded else "none",
+                tuning=layer_tuning(self.recipe, self.modules, model, layerwise=layerwise),
             )
         except (ConfigError, PlanError) as error:
             return Forecast(name, problem=" ".join(str(error).split()))
-        costs = plan_costs(plan.graph, self.modules, metas, model, layerwise=layerwise)
+        costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise)
         return self._rate(name, simulate(plan, costs))
 
     def _rate(self, name: str, step: SimulatedStep) -> Forecast:
@@ -210,7 +199,7 @@ def _placement(schedule: str, given: Placement) -> Placement:
     return "interleaved" if given == "colocated" else given
 
 
-def _microbatches(
+def first_microbatches(
     recipe: Recipe, model: MultimodalModel, shares: int
 ) -> list[list[MicrobatchMeta]]:
     """The first step's, by share of the global batch: from statistics where the recipe has them."""

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from torchmm.balance.drift import Kind
+from torchmm.balance.layer_tuning import LayerTuning
 from torchmm.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.config_model import GENERATOR
@@ -79,6 +80,8 @@ class Pipeline:
         self.device = mesh.device
         self.factors: Mapping[Kind, float] = {}
         """On FLOPs, by kind of action: with what steps are planned (`torchmm.replanning`)."""
+        self.tuning: LayerTuning | None = None
+        """How plans choose what layers recompute; None: they do not."""
         self._modules = {m.name: m for m in model.modality_modules()}
         self._sharding: Gathering = "none"
         if any(isinstance(module, FSDPModule) for module in modules.values()):
@@ -102,6 +105,11 @@ class Pipeline:
         if not isinstance(module, FSDPModule):
             return None  # whole on this rank, while encoders may be shared by pipeline ranks
         return LayerSharding(module) if self._sharding == "layer" else StepSharding(module)
+
+    @property
+    def gathers_layerwise(self) -> bool:
+        """Whether FSDP2 gathers layer by layer, and not once per step."""
+        return self._sharding == "layer"
 
     def plan(
         self,
@@ -128,6 +136,7 @@ class Pipeline:
             sharding=self._sharding,
             purpose=purpose,
             factors=self.factors,
+            tuning=self.tuning,
         )
 
     def run(

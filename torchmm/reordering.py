@@ -11,19 +11,19 @@ are those without reordering, up to the rounding of sums.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from torchmm.balance.cost_model import CostModel
 from torchmm.balance.execution import Execution
-from torchmm.balance.profiles import load_profile
 from torchmm.balance.reorder_step import StepReorder
 from torchmm.batch import ModuleDescription
 from torchmm.config import Recipe
 from torchmm.data.plan import Arrange
 from torchmm.errors import ConfigError
+from torchmm.module_costs import run_profile
 from torchmm.pipelining.graph import StageLayout
+from torchmm.recipe_units import LLM, unit_sizes
 
 
 def arrangement(
@@ -62,20 +62,19 @@ def arrangement(
 
 
 def _costs(recipe: Recipe, modules: Sequence[ModuleDescription], device: torch.device) -> CostModel:
-    name = recipe.simulation.device
-    if device.type == "cpu" and not Path(name).suffix:
-        name = "cpu"
     parallel, recompute = recipe.parallel, recipe.activation_checkpoint
+    apart = parallel.placement == "disaggregated"
     executions = {
         module.name: Execution(
-            tensor=parallel.sizes_given(module.name).get("tensor", parallel.tensor),
+            tensor=unit_sizes(parallel, module.name if apart else LLM)["tensor"],
             sequence_parallel=parallel.sequence_parallel,
             async_tensor=parallel.async_tensor_parallel,
             recompute=recompute.fixed_mode(module.name),
         )
         for module in modules
     }
+    profile = run_profile(recipe, device)
     try:
-        return CostModel(load_profile(name), recipe.training.dtype, executions)
+        return CostModel(profile, recipe.training.dtype, executions)
     except ValueError as error:
         raise ConfigError(f"simulation.device: {error}") from error

@@ -15,6 +15,7 @@ from typing import Literal
 
 from torchmm.balance.drift import Kind, scaled
 from torchmm.balance.layer_costs import module_layers, task_durations
+from torchmm.balance.layer_tuning import LayerTuning, tune_layers
 from torchmm.balance.planners import PLANNERS
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
@@ -119,6 +120,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
     sharding: Gathering = "step",
     purpose: Purpose = "training",
     factors: Mapping[Kind, float] | None = None,
+    tuning: LayerTuning | None = None,
 ) -> PipelinePlan:
     """The plan of a step with these microbatches.
 
@@ -131,9 +133,10 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
         sharding: when parameters are gathered.
         purpose: what the step is for.
         factors: on FLOPs, by kind of action, where measurements tell them.
+        tuning: how to choose what layers recompute, where plans do.
 
     Raises:
-        PlanError: the schedule cannot run them.
+        PlanError: the schedule cannot run them, or they do not fit into memory.
     """
     graph = step_graph(layout, config, microbatches, sharding, purpose)
     training = purpose == "training"
@@ -150,6 +153,8 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
     gathers: Sharding = "step" if sharding == "step" else "none"
     plan = lower_plan(order, graph, specs(graph), sharding=gathers, training=training)
     validate_plan(plan).raise_for_problems()
+    if tuning is not None and training:
+        plan = tune_layers(plan, modules, microbatches, tuning, targets).plan
     return plan
 
 
