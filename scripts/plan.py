@@ -1,0 +1,100 @@
+"""Plan a run on a cluster: devices and parallel sizes of every module, before anything is started.
+
+Prints the best plan of modules on devices of their own, what it is predicted to take, the next-best
+plans and those of simpler rules, and why they lose. Needs no GPU and no weights.
+
+python scripts/plan.py --config recipes/papers/disttrain_mllm_72b.toml --gpus 1296 --device a800
+python scripts/plan.py --config my.toml --gpus 64 --device h100 --placement auto --out planned.toml
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from torchmm.balance.profiles import load_profile
+from torchmm.errors import ConfigError, TorchmmError
+from torchmm.files import replace_atomically
+from torchmm.forecast import Forecaster
+from torchmm.orchestration import Candidate, choose_placement, plan_recipe, planned_recipe
+from torchmm.orchestration_report import (
+    comparison_table,
+    placement_table,
+    recipe_text,
+    unit_table,
+)
+from torchmm.recipe import load_recipe
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Plans what the command line asks for; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="recipe (TOML)")
+    add("--gpus", type=int, help="devices of the cluster (the recipe's [simulation] gpus)")
+    add("--device", help="name or profile file (the recipe's [simulation] device)")
+    add("--global-batch-size", type=int, metavar="N", help="sequences per step (the recipe's)")
+    add("--placement", choices=("disaggregated", "auto"), default="disaggregated",
+        help="auto: simulate all placements and take the fastest")  # fmt: skip
+    add("--alternatives", type=int, default=5, metavar="N", help="next-best plans to print (5)")
+    add("--out", type=Path, metavar="FILE", help="write the planned recipe there")
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        return _plan(options, overrides)
+    except TorchmmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
+    if options.global_batch_size is not None:
+        overrides += ["--training.global_batch_size", str(options.global_batch_size)]
+    recipe = load_recipe(options.config, overrides).recipe
+    devices = recipe.simulation.gpus if options.gpus is None else options.gpus
+    for name, value in (("--gpus", devices), ("--alternatives", options.alternatives)):
+        if value < (name == "--gpus"):
+            raise ConfigError(f"{name} {value}: must be a positive number")
+    device = options.device or recipe.simulation.device
+    try:
+        profile = load_profile(device)
+    except ValueError as error:
+        raise ConfigError(f"--device: {error}") from error
+    recipe = recipe.model_copy(
+        update={"simulation": recipe.simulation.model_copy(update={"device": device})}
+    )
+    planned = plan_recipe(recipe, devices, profile, alternatives=options.alternatives)
+    console = Console(width=170)
+    console.print(unit_table(planned, profile.device.name))
+    console.print(comparison_table(planned))
+    if options.placement == "auto":
+        candidates = choose_placement(recipe, planned, profile)
+    else:
+        best = planned.found.best
+        own = planned_recipe(recipe, best)
+        forecast = Forecaster(own, best.devices, profile).forecast()
+        candidates = [Candidate("disaggregated", own, best.devices, forecast)]
+    console.print(placement_table(candidates))
+    return _write(options, candidates[0], profile.device.name)
+
+
+def _write(options: argparse.Namespace, chosen: Candidate, device: str) -> int:
+    """Writes the recipe, if one is wanted and its step can be run."""
+    step = chosen.forecast.step
+    if step is None or not step.fits:
+        problem = chosen.forecast.problem or "its first step does not fit into memory"
+        raise ConfigError(f"the best plan cannot be run: {problem}")
+    if options.out is not None:
+        text = recipe_text(chosen, str(options.config), device)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        replace_atomically(options.out, text.encode())
+        print(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""From a recipe to parallel sizes of its modules on devices of their own, and back to a recipe.
+
+    planned = plan_recipe(recipe, devices=1296, profile=load_profile("a800"))
+    recipe = planned_recipe(recipe, planned.found.best)
+
+The data are sampled, the modules profiled (`torchmm.balance.unit_profiles`) and the sizes searched
+(`torchmm.balance.orchestrate`). The result is an ordinary recipe, which says what was found and can
+be changed by hand. `choose_placement` also simulates the schedules of the other placements with the
+sizes that the recipe has, and takes the fastest of all. DistTrain §3, §5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torchmm.balance.operators import Profile
+from torchmm.balance.orchestrate import Orchestration, OrchestrationPlan, orchestrate
+from torchmm.balance.orchestrate_baselines import ratio_plan, rigid_plan
+from torchmm.balance.orchestrate_problem import OrchestrationProblem
+from torchmm.balance.unit_profiles import TENSOR_SIZES, Profiler, cost_model_run
+from torchmm.config import MODULE_SIZES, Recipe
+from torchmm.errors import ConfigError
+from torchmm.forecast import Forecast, Forecaster, first_microbatches
+from torchmm.models.registry import build_model
+from torchmm.recipe_units import LLM
+
+SAMPLED = 512
+"""Sequences of which the data's statistics are taken, at most."""
+MEMORY_SHARE = 0.92
+"""Of a device's memory that a plan may fill: the rest is the allocator's and the collectives'."""
+RIGID_TENSOR = 8
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What was found for a recipe.
+
+    Attributes:
+        problem: that was solved.
+        found: the best plan, its bound and the next-best ones.
+        baselines: what other ways of placing modules give, by name; a text where nothing fits.
+        peak_flops: of a device, per second.
+    """
+
+    problem: OrchestrationProblem
+    found: Orchestration
+    baselines: Mapping[str, OrchestrationPlan | str]
+    peak_flops: float
+
+    def mfu(self, plan: OrchestrationPlan) -> float:
+        """Of the devices that a plan uses, 0..1."""
+        return plan.mfu(self.problem, self.peak_flops)
+
+
+def orchestration_problem(recipe: Recipe, devices: int, profile: Profile) -> OrchestrationProblem:
+    """What the recipe asks for, with costs of its modules on its data.
+
+    Args:
+        devices: of the cluster.
+        profile: of one of them.
+
+    Raises:
+        ConfigError: the model cannot be built, the data are empty or have nothing for a module, the
+            device has no peak for the dtype, or sizes make no sense.
+    """
+    training, parallel = recipe.training, recipe.parallel
+    model = build_model(recipe.model, recipe.freeze)
+    modules = [module.describe() for module in model.modality_modules()]
+    if len(modules) == 1:
+        raise ConfigError("model: has no module beside the LLM, so there is nothing to place")
+    sampled = max(1, min(SAMPLED, 4 * training.global_batch_size))
+    one_by_one = training.model_copy(update={"global_batch_size": sampled, "microbatch_size": 1})
+    packs = first_microbatches(recipe.model_copy(update={"training": one_by_one}), model, 1)[0]
+    recompute = recipe.activation_checkpoint
+    try:
+        run = cost_model_run(
+            profile,
+            training.dtype,
+            modules,
+            sequence_parallel=parallel.sequence_parallel,
+            async_tensor=parallel.async_tensor_parallel,
+            recompute={m.name: recompute.fixed_mode(m.name) for m in modules},
+        )
+        most = min(devices, profile.device.devices_per_node)
+        sizes = [size for size in TENSOR_SIZES if size <= most]
+        units = Profiler(modules, packs, profile, training.dtype, run, sizes).units()
+        return OrchestrationProblem(
+            units,
+            devices,
+            MEMORY_SHARE * profile.device.memory_bytes,
+            training.global_batch_size,
+            training.microbatch_size,
+        )
+    except ValueError as error:
+        raise ConfigError(f"orchestration: {error}") from error
+
+
+def plan_recipe(
+    recipe: Recipe, devices: int, profile: Profile, *, alternatives: int = 5
+) -> PlannedRun:
+    """The fastest parallel sizes of a recipe's modules on devices of their own.
+
+    Args:
+        devices: of the cluster.
+        profile: of one of them.
+        alternatives: how many next-best plans to find.
+
+    Raises:
+        ConfigError: as `orchestration_problem`; nothing fits.
+    """
+    problem = orchestration_problem(recipe, devices, profile)
+    try:
+        found = orchestrate(problem, alternatives=alternatives)
+    except ValueError as error:
+        raise ConfigError(f"orchestration: {error}") from error
+    peak = profile.device.peak_flops[recipe.training.dtype]
+    return PlannedRun(problem, found, _baselines(recipe, problem), peak)
+
+
+def _baselines(recipe: Recipe, problem: OrchestrationProblem) -> dict[str, OrchestrationPlan | str]:
+    common = set.intersection(*(set(unit.seconds) for unit in problem.units))
+    tensor = max(size for size in common if size <= RIGID_TENSOR)
+    pipeline = recipe.parallel.pipeline
+    found: dict[str, OrchestrationPlan | str] = {}
+    for name, plan in {
+        f"rigid, tensor {tensor}, LLM pipeline {pipeline}": lambda: rigid_plan(
+            problem, tensor, pipeline
+        ),
+        f"rigid, tensor {tensor}, best pipeline": lambda: rigid_plan(problem, tensor),
+        "FLOP ratio": lambda: ratio_plan(problem),
+    }.items():
+        try:
+            found[name] = plan()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def planned_recipe(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
+    """The recipe with a plan's sizes; its other keys stay, unless they contradict the placement.
+
+    Data-parallel ranks of a module are one FSDP2 group. Reordering is turned on, as without it the
+    encoders' ranks wait for each other.
+    """
+    sizes = {unit.name: unit.sizes for unit in plan.units}
+    own = {
+        name: dict(zip(MODULE_SIZES, (size.pipeline, 1, size.data, size.tensor), strict=True))
+        for name, size in sizes.items()
+    }
+    parallel = recipe.parallel.model_dump(exclude_none=True)
+    for name in own:
+        parallel.setdefault(name, {})
+        parallel[name].pop("segments", None)
+    parallel |= own.pop(LLM)
+    for name, size in own.items():
+        parallel[name] |= size
+    parallel.pop(LLM, None)
+    parallel |= {"placement": "disaggregated", "schedule": "1f1b", "virtual_stages": 1}
+    if parallel["reshard_after_forward"] == "always":
+        parallel["reshard_after_forward"] = "default"
+    if sizes[LLM].tensor == 1:
+        parallel |= {"async_tensor_parallel": False, "async_tensor_backend": "auto"}
+    table = recipe.model_dump(exclude_none=True)
+    table["parallel"] = parallel
+    table["data"]["reorder"] = "both"
+    table["simulation"]["gpus"] = plan.devices
+    return Recipe.model_validate(table)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of placing modules, simulated on the recipe's first step.
+
+    Attributes:
+        placement: as in recipes.
+        recipe: that says so.
+        devices: that it uses.
+    """
+
+    placement: str
+    recipe: Recipe
+    devices: int
+    forecast: Forecast
+
+    @property
+    def step_ms(self) -> float:
+        """Of the first step; infinite where there is none that fits."""
+        step = self.forecast.step
+        return step.makespan_ms if step is not None and step.fits else float("inf")
+
+
+def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> list[Candidate]:
+    """All placements, the fastest first: the plan that was found, and every schedule of the others
+    with the sizes that the recipe has.
+
+    Args:
+        planned: for the recipe.
+
+    Raises:
+        ConfigError: none can be run.
+    """
+    best = planned.found.best
+    own = planned_recipe(recipe, best)
+    apart = Forecaster(own, best.devices, profile).forecast()
+    candidates = [Candidate("disaggregated", own, best.devices, apart)]
+    together = recipe.parallel.model_copy(update={"placement": "interleaved"})
+    usable = usable_devices(recipe, planned.problem.devices)
+    if usable:
+        simulation = recipe.simulation.model_copy(update={"gpus": usable})
+        recipe = recipe.model_copy(update={"simulation": simulation})
+        plain = recipe.model_copy(
+            update={"parallel": together.model_copy(update={"schedule": "separated"})}
+        )
+        forecaster = Forecaster(plain, usable, profile)
+        for forecast in forecaster.forecast_all():
+            placement = "colocated" if forecast.schedule == "optimus" else "interleaved"
+            changes = {"schedule": forecast.schedule, "placement": placement}
+            changed = recipe.model_copy(update={"parallel": together.model_copy(update=changes)})
+            candidates.append(Candidate(placement, changed, usable, forecast))
+    candidates.sort(key=lambda candidate: candidate.step_ms)
+    if candidates[0].step_ms == float("inf"):
+        raise ConfigError(
+            "parallel: no placement fits into memory: "
+            + "; ".join(f"{c.placement} {c.forecast.schedule}" for c in candidates)
+        )
+    return candidates
+
+
+def usable_devices(recipe: Recipe, devices: int) -> int:
+    """The most of so many devices that the recipe's [parallel] can be run on; 0: none."""
+    parallel, training = recipe.parallel, recipe.training
+    sizes = {name: getattr(parallel, name) for name in MODULE_SIZES}
+    fixed = prod(size for size in sizes.values() if size > 0)
+    own = sizes["replicate"] * sizes["shard"]
+    fixed_data = prod(sizes[name] for name in ("replicate", "shard") if sizes[name] > 0)
+    if own > 0:
+        return fixed if fixed <= devices else 0
+    for count in range(devices // fixed, 0, -1):
+        chunk = count * fixed_data * training.microbatch_size
+        if training.global_batch_size % chunk == 0:
+            return count * fixed
+    return 0
