@@ -13,20 +13,21 @@ from torchmm.trainer import train
 
 pytestmark = pytest.mark.slow
 STEPS = 20
+CURVE = {"training__steps": STEPS, "training__global_batch_size": 4}
 LAYOUTS = {
     2: {
         "fsdp2": {"parallel__shard": 2},
-        "tp2": {"parallel__tensor": 2, "training__microbatch_size": 4},
+        "tp2": {"parallel__tensor": 2, "training__microbatch_size": 2},
         "tp2-sp": {
             "parallel__tensor": 2,
             "parallel__sequence_parallel": "true",
-            "training__microbatch_size": 4,
+            "training__microbatch_size": 2,
         },
         "tp2-async": {
             "parallel__tensor": 2,
             "parallel__sequence_parallel": "true",
             "parallel__async_tensor_parallel": "true",
-            "training__microbatch_size": 4,
+            "training__microbatch_size": 2,
         },
         "fsdp2-mb2": {"parallel__shard": 2, "training__microbatch_size": 2},
         "pp2": {"parallel__pipeline": 2, "parallel__vision.sub_microbatch_images": 2},
@@ -41,7 +42,7 @@ LAYOUTS = {
         "fsdp2-tp2": {
             "parallel__shard": 2,
             "parallel__tensor": 2,
-            "training__microbatch_size": 4,
+            "training__microbatch_size": 2,
         },
         "pp2-fsdp2": {"parallel__pipeline": 2, "parallel__shard": 2},
     },
@@ -63,14 +64,14 @@ def _train_all(recipes: tuple[Recipe, ...], ports: list[int]) -> None:
 def single(tmp_path_factory, real_data) -> list[dict]:
     """Records of the single-process run."""
     run_dir = tmp_path_factory.mktemp("single") / "run"
-    run(1, tiny_recipe(run_dir, real_data, training__steps=STEPS))
+    run(1, tiny_recipe(run_dir, real_data, **CURVE))
     return records(run_dir)
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_layouts_give_the_single_process_curve(ranks, single, tmp_path, real_data):
     recipes = [
-        tiny_recipe(tmp_path / name, real_data, ranks, training__steps=STEPS, **layout)
+        tiny_recipe(tmp_path / name, real_data, ranks, **CURVE, **layout)
         for name, layout in LAYOUTS[ranks].items()
     ]
     run(ranks, *recipes)
@@ -84,21 +85,19 @@ def test_layouts_give_the_single_process_curve(ranks, single, tmp_path, real_dat
     assert single[-1]["loss"] < 0.9 * single[0]["loss"], "the model must learn something"
 
 
-@pytest.mark.parametrize("layout", ["shard", "pipeline"])
-@pytest.mark.parametrize("workers", [(0, 2), (2, 0)], ids=["0 then 2", "2 then 0"])
-def test_resume_continues_with_the_same_bits(workers, layout, tmp_path, real_data):
+@pytest.mark.parametrize(("layout", "workers"), [("shard", (0, 2)), ("pipeline", (2, 0))])
+def test_resume_continues_with_the_same_bits(layout, workers, tmp_path, real_data):
     """6 steps at once, or 3 and 3 with another number of workers: same losses, same weights."""
     first, then = workers
-    common = {"checkpoint__interval": 3, f"parallel__{layout}": 2}
-    whole = tiny_recipe(
-        tmp_path / "whole", real_data, 2, training__steps=6, data__workers=first, **common
-    )
-    begun = tiny_recipe(
-        tmp_path / "parts", real_data, 2, training__steps=3, data__workers=first, **common
-    )
-    ended = tiny_recipe(
-        tmp_path / "parts", real_data, 2, training__steps=6, data__workers=then, **common
-    )
+    common = {"training__global_batch_size": 4, "checkpoint__interval": 3}
+    common |= {f"parallel__{layout}": 2}
+
+    def recipe(name: str, steps: int, workers: int) -> Recipe:
+        changes = {**common, "training__steps": steps, "data__workers": workers}
+        return tiny_recipe(tmp_path / name, real_data, 2, **changes)
+
+    whole, begun = recipe("whole", 6, first), recipe("parts", 3, first)
+    ended = recipe("parts", 6, then)
     run(2, whole, begun)
     run(2, ended)
     for straight, resumed in zip(
@@ -113,25 +112,18 @@ def test_resume_continues_with_the_same_bits(workers, layout, tmp_path, real_dat
 
 def test_checkpoint_of_one_layout_continues_in_another(single, tmp_path, real_data):
     run_dir = tmp_path / "run"
-    fsdp = tiny_recipe(
-        run_dir, real_data, 2, training__steps=3, checkpoint__interval=3, parallel__shard=2
-    )
-    tp = tiny_recipe(
-        run_dir, real_data, 2, training__steps=6, checkpoint__interval=3, parallel__tensor=2
-    )
-    alone = tiny_recipe(run_dir, real_data, 1, training__steps=9, checkpoint__interval=3)
-    pipeline = {"checkpoint__interval": 3, "parallel__pipeline": 2}
-    pp = tiny_recipe(run_dir, real_data, 2, training__steps=12, **pipeline)
-    pp_fsdp = tiny_recipe(run_dir, real_data, 4, training__steps=15, **pipeline)
-    again = tiny_recipe(
-        run_dir, real_data, 2, training__steps=18, checkpoint__interval=3, parallel__shard=2
-    )
-    run(2, fsdp)
-    run(2, tp)
-    run(1, alone)
-    run(2, pp)
-    run(4, pp_fsdp)
-    run(2, again)
+    layouts: list[tuple[int, dict]] = [
+        (2, {"shard": 2}),
+        (2, {"tensor": 2}),
+        (1, {}),
+        (2, {"pipeline": 2}),
+        (4, {"pipeline": 2, "shard": 2}),
+        (2, {"shard": 2}),
+    ]
+    for turn, (ranks, sizes) in enumerate(layouts, 1):
+        changes = CURVE | {"training__steps": 3 * turn, "checkpoint__interval": 3}
+        changes |= {f"parallel__{name}": size for name, size in sizes.items()}
+        run(ranks, tiny_recipe(run_dir, real_data, ranks, **changes))
     found = records(run_dir)
     assert [r["step"] for r in found] == list(range(1, 19))
     for ours, reference in zip(found, single, strict=False):
