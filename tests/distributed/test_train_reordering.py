@@ -7,6 +7,12 @@ from tiny_recipe import arguments, records
 
 pytestmark = pytest.mark.slow
 CHANGES = {"training__steps": 4, "training__global_batch_size": 16}
+APART = {
+    "parallel__placement": "disaggregated",
+    "parallel__schedule": "1f1b",
+    "parallel__shard": 2,
+    "parallel__vision__shard": 1,
+}
 RUNS = {
     "alone": (1, {}),
     "shards": (2, {"data__reorder": "intra"}),
@@ -14,6 +20,7 @@ RUNS = {
         2,
         {"data__reorder": "both", "parallel__pipeline": 2, "parallel__schedule": "1f1b"},
     ),
+    "apart": (3, {"data__reorder": "both", **APART}),
 }
 
 
@@ -27,7 +34,7 @@ def runs(tmp_path_factory, real_data, train_server) -> dict[str, Path]:
     return {name: root / name for name in RUNS}
 
 
-@pytest.mark.parametrize("name", ["shards", "pipeline"])
+@pytest.mark.parametrize("name", ["shards", "pipeline", "apart"])
 def test_losses_and_gradients_are_those_of_one_process_in_natural_order(runs, name):
     for one, two in zip(records(runs["alone"]), records(runs[name]), strict=True):
         for key in ("loss", "grad_norm"):
