@@ -1,15 +1,17 @@
-"""Encoders in an LLM's bubbles: how fast the scheduler is, and how much it hides (Optimus §5.3.2).
+"""Encoders in an LLM's bubbles: how fast the scheduler is, how much it hides, what a step takes.
 
-    python benchmarks/bubble_filling.py [--quick] [--json FILE]
+    python benchmarks/bubble_scheduling.py [--quick] [--json FILE]
 
-ViT-22B + GPT-175B as in the paper's tables 5, 7 and 12: 8 pipeline ranks with 12 virtual stages,
-tensor parallelism 8, 32, 24 or 16 microbatches. Scheduler times are measured, for all four encoder
-plans with whole tensor-parallel groups (1, 2, 4 or 8 pipeline stages). All else is simulated from a
-model with one fitted number, the efficiency of computation: the baseline with layers in one chain
-(appendix B) takes the paper's 10.43 s on 1536 GPUs. Taken from the paper are the gather and
-reduction of table 1 (0.167 and 0.458 s) and the length of a tensor-parallel collective of the LLM
-(0.3 ms). How many patches there are for each token of the LLM the paper does not say; results are
-given for 1, 2 and 4.
+Optimus' tables 5 and 7 (ViT-22B + GPT-175B on 1536, 2048 and 3072 GPUs), figure 15 (weak scaling),
+table 6 with figure 16 (two encoders) and figure 17 (memory), from the model in `bubble_model`.
+Scheduler times are measured, for all four encoder plans with whole tensor-parallel groups (1, 2, 4
+or 8 pipeline stages); all else is simulated. How many patches there are for each token of the LLM
+the paper does not say; results are given for several.
+
+The encoder plan is the fastest of those that take at most 12 % more memory than the leanest
+baseline, as the paper's do (figure 17); what the others would give stands beside it. Memory is that
+of the fullest device: states and the LLM's activations, as the paper's planner counts it; what
+encoders keep is told apart, as the paper tells neither patches nor recomputation.
 
 Small cases are compared with the best of all assignments of microbatches to pipelines.
 """
@@ -18,190 +20,111 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Sequence
+from itertools import pairwise, product
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from bubble_memory import activation_bytes, baseline_bytes, plans_that_fit
+from bubble_model import (
+    TWO_ENCODERS,
+    WEAK_SCALING,
+    Llm,
+    Model,
+    Speed,
+    balanced_s,
+    encoder_works,
+    fitted,
+    megatron_s,
+    strong_scaling,
+)
 from harness import Row, describe_machine, make_parser, report
-from paper_figures import OPTIMUS_SCHEDULER, OPTIMUS_STRONG_SCALING
+from paper_figures import (
+    OPTIMUS_MAX_SPEEDUP,
+    OPTIMUS_MEMORY_OVERHEAD,
+    OPTIMUS_SCHEDULER,
+    OPTIMUS_STRONG_SCALING,
+    OPTIMUS_TWO_ENCODERS,
+)
 
-from torchmm.balance.bubble_filling import BubbleFiller, Granularity, fill_bubbles
-from torchmm.balance.encoder_plans import ParallelSizes
+from torchmm.balance.bubble_filling import (
+    BubbleFiller,
+    BubbleSchedule,
+    Granularity,
+    fill_bubbles,
+)
+from torchmm.balance.encoder_plans import ColocatedPlan
 from torchmm.balance.encoder_work import EncoderWork
-from torchmm.balance.llm_timeline import LlmTimeline, llm_timeline
+from torchmm.balance.llm_timeline import llm_timeline
 from torchmm.balance.operator_graph import PICOSECONDS_PER_MS
 from torchmm.balance.plan_costs import PlanCosts
-from torchmm.pipelining.actions import Action, ActionType
+from torchmm.pipelining.actions import ActionType
 from torchmm.pipelining.classic import interleaved_1f1b
 from torchmm.pipelining.colocated import colocated_layout
-from torchmm.pipelining.graph import StageGraph, Task
+from torchmm.pipelining.graph import StageGraph
 from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.partition import balanced_cuts
-from torchmm.pipelining.plan import ComputeOrder
 
-PEAK_FLOPS = 989e12
-RANKS, TENSOR, VIRTUAL = 8, 8, 12
-LLM_TOKENS, SEQUENCE = 4096, 2048
-LLM_WIDTH, LLM_LAYERS, VIT_WIDTH, VIT_LAYERS = 12288, 96, 6144, 48
-GATHER_MS, REDUCE_MS, COLLECTIVE_MS = 167.0, 458.0, 0.3
-STAGES = (1, 2, 4, 8)
 GOAL_S = 0.5
 EVALUATIONS = 24
 """Assignments tried per plan: microbatches are alike, so the first one is nearly the best."""
+OPTIMUS_ERROR = 0.15
+"""Of table 5's cells."""
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What the model needs to know.
+class Filled(NamedTuple):
+    """An encoder plan and what came of it."""
 
-    Attributes:
-        efficiency: share of the peak that computation reaches.
-        patches: per token of the LLM.
-    """
+    plan: ColocatedPlan
+    coarse: BubbleSchedule
+    fine: BubbleSchedule
+    overhead: float
+    """Memory on the fullest device, beyond that of the leanest baseline, as a share of it: states
+    and the LLM's activations, as the paper's planner counts."""
+    activations: float
+    """The encoders' own on top, in bytes."""
 
-    efficiency: float
-    patches: int
+    @property
+    def stages(self) -> str:
+        """Pipeline stages of the encoders."""
+        return " + ".join(str(own.sizes.pipeline) for own in self.plan.encoders)
 
-    def kernels_ms(self, width: int, tokens: float) -> tuple[list[float], list[bool]]:
-        """One layer forward: durations, and which of them are collectives."""
-        flops = [
-            6 * tokens * width**2 + 4 * tokens * SEQUENCE * width,  # queries, keys, values; scores
-            2 * tokens * width**2,
-            8 * tokens * width**2,
-            8 * tokens * width**2,
-        ]
-        compute = [n / (TENSOR * PEAK_FLOPS * self.efficiency) * 1e3 for n in flops]
-        wire = COLLECTIVE_MS * tokens * width / (LLM_TOKENS * LLM_WIDTH)
-        half = [wire, compute[0], compute[1], wire]
-        durations = [*half, wire, compute[2], compute[3], wire]
-        return durations, [True, False, False, True] * 2
-
-    def layer_ms(self, width: int, tokens: float) -> float:
-        """One layer forward; its backward computes twice as much."""
-        durations, links = self.kernels_ms(width, tokens)
-        return sum(d for d, link in zip(durations, links, strict=True) if not link)
+    def schedule(self, granularity: Granularity) -> BubbleSchedule:
+        """One of both."""
+        return self.fine if granularity == "fine" else self.coarse
 
 
-class Llm:
-    """The LLM's pipeline with so many microbatches."""
-
-    def __init__(self, microbatches: int) -> None:
-        layers = ModuleLayers("llm", "llm", (1.0,) * LLM_LAYERS)
-        self.graph = StageGraph(colocated_layout([layers], RANKS, VIRTUAL), microbatches)
-        self.order: ComputeOrder = interleaved_1f1b(self.graph)
-
-    def costs(self, speed: Speed) -> PlanCosts:
-        """Of stages of one layer."""
-        forward = speed.layer_ms(LLM_WIDTH, LLM_TOKENS)
-        return self.stage_costs(lambda stage: forward, lambda stage: 4 * COLLECTIVE_MS)
-
-    def stage_costs(
-        self, forward: Callable[[int], float], wire: Callable[[int], float]
-    ) -> PlanCosts:
-        """Of stages that compute and communicate for given times forward."""
-        share = {ActionType.F: 1.0, ActionType.B: 2.0}
-        tasks = [Task(a.stage, a.microbatch) for row in self.order for a in row]
-        compute, tensor = {}, {}
-        for task in dict.fromkeys(tasks):
-            for kind, times in share.items():
-                action = Action(kind, *task)
-                tensor[action] = wire(task.stage)
-                compute[action] = times * forward(task.stage) + tensor[action]
-        # Only the first chunk's gather and the last reduction are not hidden (§2.2).
-        ends = range(RANKS)
-        return PlanCosts(
-            compute, tensor, dict.fromkeys(ends, GATHER_MS), dict.fromkeys(ends, REDUCE_MS)
+def filled(model: Model, speed: Speed) -> list[Filled]:
+    """All encoder plans that fit, the fastest within the paper's memory overhead first."""
+    timeline, found = Llm(model).timeline(speed), []
+    lean = baseline_bytes(model, speed)
+    for plan in plans_that_fit(model):
+        works = encoder_works(model, speed, plan.encoders)
+        coarse, fine = (
+            fill_bubbles(timeline, works, kind, evaluations=EVALUATIONS)
+            for kind in ("coarse", "fine")
         )
-
-    def timeline(self, speed: Speed) -> LlmTimeline:
-        """With halves of layers as long as attention and feed-forward."""
-        durations, _ = speed.kernels_ms(LLM_WIDTH, LLM_TOKENS)
-        first, second = durations[1] + durations[2], durations[5] + durations[6]
-        wire = COLLECTIVE_MS
-        pieces = {
-            kind: (wire, times * first, 2 * wire, times * second, wire)
-            for kind, times in ((ActionType.F, 1), (ActionType.B, 2))
-        }
-        return llm_timeline(
-            self.graph,
-            self.order,
-            self.costs(speed),
-            sharding="step",
-            reduction_hides=True,
-            pieces=lambda action: pieces[action.type],
-        )
-
-    def balanced_s(self, speed: Speed) -> float:
-        """The baseline: layers of both models in one chain, cut into equal virtual stages."""
-        vit_tokens = LLM_TOKENS * speed.patches
-        vit, llm = speed.layer_ms(VIT_WIDTH, vit_tokens), speed.layer_ms(LLM_WIDTH, LLM_TOKENS)
-        vit_wire = 4 * speed.kernels_ms(VIT_WIDTH, vit_tokens)[0][0]
-        computes = [vit] * VIT_LAYERS + [llm] * LLM_LAYERS
-        wires = [vit_wire] * VIT_LAYERS + [4 * COLLECTIVE_MS] * LLM_LAYERS
-        sizes = balanced_cuts([3 * c + 2 * w for c, w in zip(computes, wires, strict=True)], 96)
-        stops = np.cumsum(sizes)
-        parts = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-        costs = self.stage_costs(
-            lambda stage: sum(computes[parts[stage]]), lambda stage: sum(wires[parts[stage]])
-        )
-        found = llm_timeline(self.graph, self.order, costs, sharding="step", defer=False)
-        return found.llm_ps / PICOSECONDS_PER_MS / 1e3
-
-
-def fitted(patches: int) -> Speed:
-    """The efficiency with which the baseline takes the paper's time; time is linear in 1/efficiency
-    as long as the critical path stays."""
-    target_s = OPTIMUS_STRONG_SCALING["Megatron-LM balanced", 1536].seconds.value
-    llm = Llm(OPTIMUS_SCHEDULER[1536].microbatches)
-    ends = [(inverse, llm.balanced_s(Speed(1 / inverse, patches))) for inverse in (2.0, 3.0)]
-    for _ in range(3):
-        (x0, y0), (x1, y1) = ends[-2:]
-        inverse = x1 + (target_s - y1) * (x1 - x0) / (y1 - y0) if y1 != y0 else x1
-        ends.append((inverse, llm.balanced_s(Speed(1 / inverse, patches))))
-    return Speed(1 / ends[-1][0], patches)
-
-
-def encoder(speed: Speed, microbatches: int, stages: int) -> EncoderWork:
-    """ViT-22B in pipelines of so many stages, kernel by kernel."""
-    # Kernels of LLM_TOKENS patches, which the paper's own layer of 1.4 ms has, one after the other.
-    whole, whole_links = speed.kernels_ms(VIT_WIDTH, LLM_TOKENS)
-    durations = [duration for duration in whole for _ in range(speed.patches)]
-    links = [link for link in whole_links for _ in range(speed.patches)]
-    layers = VIT_LAYERS // stages
-    backward, backward_links = [], []
-    for duration, link in zip(reversed(durations), reversed(links), strict=True):
-        times = 1 if link else 2  # gradients of inputs and of weights
-        backward += [duration] * times
-        backward_links += [link] * times
-    shape = (microbatches, stages, 1)
-    sizes = ParallelSizes(1, RANKS, TENSOR)
-    return EncoderWork(
-        "vision",
-        tuple((index, 0) for index in range(microbatches)),
-        np.arange(sizes.pipeline, dtype=np.int32).reshape(-1, stages),
-        np.tile(durations * layers, shape),
-        np.tile(backward * layers, shape),
-        forward_links_K=np.array(links * layers),
-        backward_links_K=np.array(backward_links * layers),
-    )
+        kept = activation_bytes(model, speed, plan, fine)
+        found.append(Filled(plan, coarse, fine, plan.worst_bytes / lean - 1, kept))
+    most = OPTIMUS_MEMORY_OVERHEAD.value
+    return sorted(found, key=lambda f: (max(f.overhead, most), f.fine.total_ms))
 
 
 def scheduler_rows(speed: Speed, repetitions: int) -> list[Row]:
     """CPU time for the schedules of four encoder plans, coarse and fine."""
     rows = []
     for gpus, row in OPTIMUS_SCHEDULER.items():
-        llm = Llm(row.microbatches)
-        works = [encoder(speed, row.microbatches, stages) for stages in STAGES]
+        model = strong_scaling(gpus)
+        llm = Llm(model)
+        works = [encoder_works(model, speed, plan.encoders) for plan in plans_that_fit(model)]
         least_s = [float("inf")] * 3
         for _ in range(repetitions):
             begin_s = time.process_time()
             timeline = llm.timeline(speed)
             between_s = time.process_time()
-            for work in works:
-                fill_bubbles(timeline, [work], evaluations=EVALUATIONS)
+            for own in works:
+                fill_bubbles(timeline, own, evaluations=EVALUATIONS)
             end_s = time.process_time()
             took = (between_s - begin_s, end_s - between_s, end_s - begin_s)
             least_s = [min(pair) for pair in zip(least_s, took, strict=True)]
@@ -209,7 +132,7 @@ def scheduler_rows(speed: Speed, repetitions: int) -> list[Row]:
         paper_s = row.runtime.value
         rows += [
             Row(case, "costs and timeline of the LLM", "s", least_s[0], better="lower"),
-            Row(case, "four encoder plans", "s", least_s[1], better="lower"),
+            Row(case, f"{len(works)} encoder plans", "s", least_s[1], better="lower"),
             Row(
                 case, "scheduler, all", "s", least_s[2], paper=paper_s, goal=GOAL_S, better="lower"
             ),
@@ -218,45 +141,104 @@ def scheduler_rows(speed: Speed, repetitions: int) -> list[Row]:
     return rows
 
 
-def efficiency_rows(speed: Speed, gpus: int) -> list[Row]:
-    """Table 7 and the steps it belongs to: with the best encoder plan, and with pipelines of two
-    stages, of which the paper's running times tell (C(N - 1, 3) N: four pipelines)."""
-    row = OPTIMUS_SCHEDULER[gpus]
-    llm = Llm(row.microbatches)
-    timeline, balanced_s = llm.timeline(speed), llm.balanced_s(speed)
-    case = f"{gpus} GPUs, {speed.patches} patches per token"
+def strong_rows(speed: Speed, gpus: int) -> list[Row]:
+    """Tables 5 and 7: steps and how much of the encoder is hidden."""
+    model, row = strong_scaling(gpus), OPTIMUS_SCHEDULER[gpus]
+    case = f"{gpus} GPUs, {speed.patches:g} patches per token"
     paper_s = {
         method: OPTIMUS_STRONG_SCALING[method, gpus].seconds.value
-        for method in ("Optimus", "Megatron-LM balanced")
+        for method in ("Megatron-LM", "Megatron-LM balanced", "Optimus")
     }
+    balanced, megatron = balanced_s(model, speed), megatron_s(model, speed)
 
-    def step(name: str, ours_s: float, baseline_s: float | None, paper: float | None) -> Row:
-        return Row(
-            case, f"step, {name}", "s", ours_s, baseline_s, paper, better="lower", kind="simulated"
-        )
+    def simulated(metric: str, unit: str, ours: float, **more: float | str | None) -> Row:
+        return Row(case, metric, unit, ours, kind="simulated", **more)  # type: ignore[arg-type]
 
-    rows = [step("balanced", balanced_s, None, paper_s["Megatron-LM balanced"])]
-    printed_efficiency: dict[Granularity, float] = {
-        "coarse": row.coarse.value,
-        "fine": row.fine.value,
-    }
-    for kind, paper in printed_efficiency.items():
-        found = {
-            stages: fill_bubbles(
-                timeline,
-                [encoder(speed, row.microbatches, stages)],
-                kind,
-                evaluations=EVALUATIONS,
+    rows = [
+        simulated("step, Megatron-LM", "s", megatron, paper=paper_s["Megatron-LM"], better="lower"),
+        simulated(
+            "step, balanced", "s", balanced, paper=paper_s["Megatron-LM balanced"], better="lower"
+        ),
+    ]
+    every = filled(model, speed)
+    for index, found in enumerate(every):
+        chosen = " (chosen)" if index == 0 else ""
+        for kind, printed in (("coarse", row.coarse.value), ("fine", row.fine.value)):
+            own = found.schedule(kind)
+            name = f"{kind}, {found.stages} encoder stages{chosen}"
+            paper = paper_s["Optimus"] if kind == "fine" else None
+            rows.append(
+                simulated(
+                    f"step, {name}", "s", own.total_ms / 1e3,
+                    baseline=balanced, paper=paper, better="lower",
+                )
+            )  # fmt: skip
+            rows.append(simulated(f"Eff {name}", "", own.efficiency, paper=printed))
+        rows.append(
+            simulated(
+                f"encoder activations, {found.stages} encoder stages{chosen}", "GiB",
+                found.activations / 2**30, better="lower",
             )
-            for stages in STAGES
-        }
-        best = min(found, key=lambda stages: found[stages].total_ms)
-        for stages in dict.fromkeys((best, 2)):
-            name = f"{kind}, {stages} encoder stage{'s' * (stages > 1)}"
-            own = found[stages]
-            rows.append(Row(case, f"Eff {name}", "", own.efficiency, paper=paper, kind="simulated"))
-            printed = paper_s["Optimus"] if kind == "fine" else None
-            rows.append(step(name, own.total_ms / 1e3, balanced_s, printed))
+        )  # fmt: skip
+        rows.append(
+            simulated(
+                f"memory overhead, {found.stages} encoder stages{chosen}", "", found.overhead,
+                goal=OPTIMUS_MEMORY_OVERHEAD.value if chosen else None, better="lower",
+            )
+        )  # fmt: skip
+    best = every[0]
+    steps_s = [best.fine.total_ms / 1e3, best.coarse.total_ms / 1e3, balanced, megatron]
+    ordered = float(all(a < b for a, b in pairwise(steps_s)))
+    error = abs(steps_s[0] / paper_s["Optimus"] - 1)
+    return [
+        *rows,
+        simulated("fine < coarse < balanced < Megatron-LM", "", ordered, goal=1.0),
+        simulated("error of Optimus' cell", "", error, goal=OPTIMUS_ERROR, better="lower"),
+    ]
+
+
+def weak_rows(speed: Speed) -> list[Row]:
+    """Figures 15 and 17."""
+    rows = []
+    for model in WEAK_SCALING:
+        found, case = filled(model, speed)[0], f"{model.name}, {speed.patches:g} patches per token"
+        step_s = found.fine.total_ms / 1e3
+        name = f"step, fine, {found.stages} encoder stages"
+        balanced, megatron = balanced_s(model, speed), megatron_s(model, speed)
+        rows += [
+            Row(case, name, "s", step_s, balanced, better="lower", kind="simulated"),
+            Row(
+                case, "speed-up over balanced", "x", balanced / step_s,
+                paper=OPTIMUS_MAX_SPEEDUP["Megatron-LM balanced"].value, goal=1.0,
+                kind="simulated",
+            ),
+            Row(
+                case, "speed-up over Megatron-LM", "x", megatron / step_s,
+                paper=OPTIMUS_MAX_SPEEDUP["Megatron-LM"].value, goal=1.0, kind="simulated",
+            ),
+            Row(
+                case, "memory overhead", "", found.overhead,
+                paper=OPTIMUS_MEMORY_OVERHEAD.value, goal=OPTIMUS_MEMORY_OVERHEAD.value,
+                better="lower", kind="simulated",
+            ),
+        ]  # fmt: skip
+    return rows
+
+
+def two_encoder_rows(speed: Speed) -> list[Row]:
+    """Table 6 and figure 16."""
+    rows = []
+    for model in TWO_ENCODERS:
+        found, case = filled(model, speed)[0], f"{model.name}, {speed.patches:g} patches per token"
+        megatron, step_s = megatron_s(model, speed), found.fine.total_ms / 1e3
+        name = f"step, fine, {found.stages} encoder stages"
+        rows += [
+            Row(case, name, "s", step_s, megatron, better="lower", kind="simulated"),
+            Row(
+                case, "speed-up over Megatron-LM", "x", megatron / step_s,
+                paper=OPTIMUS_TWO_ENCODERS[model.name].value, goal=1.0, kind="simulated",
+            ),
+        ]  # fmt: skip
     return rows
 
 
@@ -302,15 +284,16 @@ def optimum_ratio(seed: int, alike: bool, granularity: Granularity) -> float:
     return found.total_ms * PICOSECONDS_PER_MS / min(placed)
 
 
-def all_rows(quick: bool, patches: Sequence[int]) -> list[Row]:
+def all_rows(quick: bool, patches: Sequence[float]) -> list[Row]:
     """Everything."""
     speeds = [fitted(each) for each in patches]
     rows = scheduler_rows(speeds[0], 3 if quick else 10)
     for speed in speeds:
-        case = f"{speed.patches} patches per token"
+        case = f"{speed.patches:g} patches per token"
         rows.append(Row(case, "fitted efficiency", "", speed.efficiency, kind="simulated"))
         for gpus in OPTIMUS_SCHEDULER:
-            rows += efficiency_rows(speed, gpus)
+            rows += strong_rows(speed, gpus)
+        rows += weak_rows(speed) + two_encoder_rows(speed)
     return rows + optimum_rows(20 if quick else 100)
 
 
@@ -318,9 +301,9 @@ def main() -> None:
     """Prints the table."""
     arguments = make_parser(__doc__ or "").parse_args()
     torch.set_num_threads(1)
-    rows = all_rows(arguments.quick, (2,) if arguments.quick else (2, 1, 4))
+    rows = all_rows(arguments.quick, (2,) if arguments.quick else (2, 1, 1.3, 4))
     machine = describe_machine(torch.device("cpu"))
-    report(f"Bubble filling; {machine}", rows, arguments.json)
+    report(f"Bubble scheduling; {machine}", rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def strong_scaling() -> Section:
     text = (
         "Megatron-LM, as described, has the whole encoder on top of an equal share of GPT layers "
         "in the first stage, which makes that stage much longer than the 1 to 2.5 % by which the "
-        "paper's step is. Optimus' own steps are in bubble_filling_cpu.md."
+        "paper's step is. Optimus' own steps are in bubble_scheduling_cpu.md."
     )
     title = "Optimus table 5: strong scaling of ViT-22B + GPT-175B"
     return Section(title, cells, f"{_fitted()} {text}")
