@@ -115,7 +115,7 @@ def search(
     seed: int = 0,
     workers: int = 1,
     bound_ms: float = 0.0,
-    on_round: Callable[[Uint32s, Improvement], bool] | None = None,
+    on_round: Callable[[Found], bool] | None = None,
 ) -> Found:
     """The best order of segments that a strategy finds.
 
@@ -126,8 +126,8 @@ def search(
         seed: of all that is random.
         workers: threads; at most half of the machine's cores are used.
         bound_ms: a time that no order undercuts (`lower_bound_ms`): the search ends there.
-        on_round: called between rounds with the best order and since when it is that; the search
-            ends if it returns False.
+        on_round: called between rounds with what was found so far; the search ends if it returns
+            False.
 
     Raises:
         ValueError: there is no such strategy, or workers is less than 1.
@@ -152,7 +152,7 @@ def search(
             else:
                 list(pool.map(lambda own, n, share=share: own.advance(n, share), made, each))
             best = run.exchange(trials)
-            if on_round is not None and not on_round(best.best, run.history[-1]):
+            if on_round is not None and not on_round(run.found(trials)):
                 break
             for own in made:
                 own.adopt(best)

@@ -12,18 +12,21 @@ even if no priorities do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
-from torchmm.balance.compiled import Uint32s
+from torchmm.balance.compiled import Int32s
 from torchmm.balance.dispatch import Dispatcher
 from torchmm.balance.order_times import OrderTime, time_order
 from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.search import Budget, Found, Improvement, search
+from torchmm.balance.search import Budget, Found, search
+from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.classic import gpipe
 from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.orders import by_rank
 from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.separated import separated
 
@@ -39,7 +42,7 @@ class SearchedOrder:
         static_ms: of the fastest static planner that fits; infinite if none does.
         planner: "search", or the static planner that the order comes from.
         peak_bytes: by rank.
-        found: what the search came to.
+        evaluations: of the search.
     """
 
     order: ComputeOrder
@@ -48,14 +51,57 @@ class SearchedOrder:
     static_ms: float
     planner: str
     peak_bytes: tuple[int, ...]
-    found: Found
+    evaluations: int
 
     @property
     def gain_over_natural(self) -> float | None:
         """Natural order's time / this one's, less 1; None if the natural order does not fit."""
-        if self.natural_ms == float("inf") or self.predicted_ms == 0:
+        if self.natural_ms == inf or self.predicted_ms == 0:
             return None
         return self.natural_ms / self.predicted_ms - 1
+
+
+class StepSearch:
+    """One step's static orders, and what a search finds beside them.
+
+    Args:
+        graph: of a training step.
+        costs: of the graph, with the memory limit.
+
+    Raises:
+        SimulationError: a cost is missing or no number.
+    """
+
+    def __init__(self, graph: StageGraph, costs: PlanCosts) -> None:
+        self.dispatcher = Dispatcher(graph, costs)
+        self._static = _fastest_static(self.dispatcher)
+
+    def best(self, found: Found | None = None) -> SearchedOrder:
+        """The best of static orders, the natural one and what a search has found so far.
+
+        Raises:
+            ValueError: nothing fits into memory.
+        """
+        dispatcher = self.dispatcher
+        natural_ms = dispatcher.evaluate() if found is None else found.natural_ms
+        makespan_ms = natural_ms if found is None else found.makespan_ms
+        evaluations = 1 if found is None else found.evaluations
+        segments = None if found is None else found.order
+        static_ms = self._static[2].makespan_ms if self._static else inf
+        if makespan_ms <= static_ms and makespan_ms < inf:
+            best = dispatcher.dispatch(segments)
+            name, order, peak_bytes = "search", best.order, best.peak_bytes
+        elif self._static is not None:
+            name, order, (makespan_ms, peak_bytes, _) = self._static
+        else:
+            blocked = "; ".join(dispatcher.dispatch(segments).blocked)
+            raise ValueError(
+                "no order of the step fits into memory, not even one microbatch at a time: "
+                + blocked
+            )
+        return SearchedOrder(
+            order, makespan_ms, natural_ms, static_ms, name, peak_bytes, evaluations
+        )
 
 
 def plan_searched(
@@ -66,48 +112,49 @@ def plan_searched(
     strategy: str = "annealing",
     seed: int = 0,
     workers: int = 1,
-    on_round: Callable[[Uint32s, Improvement], bool] | None = None,
 ) -> SearchedOrder:
     """The best order that is found within a budget, which is the search's alone.
 
     Args:
         graph: of a training step.
         costs: of the graph, with the memory limit.
-        strategy, seed, workers, on_round: see `search`.
+        strategy, seed, workers: see `search`.
 
     Raises:
         ValueError: not even one microbatch at a time fits into memory.
         SimulationError: a cost is missing or no number.
     """
-    dispatcher = Dispatcher(graph, costs)
-    found = search(
-        dispatcher, budget, strategy=strategy, seed=seed, workers=workers, on_round=on_round
-    )
-    return finish(dispatcher, found)
+    step = StepSearch(graph, costs)
+    found = search(step.dispatcher, budget, strategy=strategy, seed=seed, workers=workers)
+    return step.best(found)
 
 
-def finish(dispatcher: Dispatcher, found: Found) -> SearchedOrder:
-    """The better of a search's order and the static ones.
+def numbered_actions(graph: StageGraph) -> list[Action]:
+    """F and B of a training step, as orders that are sent around number them."""
+    found = []
+    for task in graph.tasks():
+        found.append(Action(ActionType.F, *task))
+        if graph.needs_backward(task.stage, task.microbatch):
+            found.append(Action(ActionType.B, *task))
+    return found
+
+
+def encode_order(graph: StageGraph, order: ComputeOrder) -> Int32s:
+    """An order as numbers of actions, rank after rank."""
+    number = {action: index for index, action in enumerate(numbered_actions(graph))}
+    return np.array([number[action] for row in order for action in row], np.int32)
+
+
+def decode_order(graph: StageGraph, numbers: Int32s) -> ComputeOrder:
+    """The order of `encode_order`.
 
     Raises:
-        ValueError: nothing fits into memory.
+        ValueError: the numbers are not those of the graph's actions, each once.
     """
-    static = _fastest_static(dispatcher)
-    static_ms = static[2].makespan_ms if static else float("inf")
-    if found.makespan_ms <= static_ms and found.fits:
-        best = dispatcher.dispatch(found.order)
-        name, order, peak_bytes, predicted_ms = (
-            "search", best.order, best.peak_bytes, best.makespan_ms,
-        )  # fmt: skip
-    elif static is not None:
-        name, order, (predicted_ms, peak_bytes, _) = static
-    else:
-        blocked = dispatcher.dispatch(found.order).blocked
-        raise ValueError(
-            "no order of the step fits into memory, not even one microbatch at a time: "
-            + "; ".join(blocked)
-        )
-    return SearchedOrder(order, predicted_ms, found.natural_ms, static_ms, name, peak_bytes, found)
+    actions = numbered_actions(graph)
+    if len(numbers) != len(actions) or set(numbers.tolist()) != set(range(len(actions))):
+        raise ValueError(f"an order of {len(numbers)} actions for a step of {len(actions)} others")
+    return by_rank(graph, [actions[index] for index in numbers.tolist()])
 
 
 def _fastest_static(dispatcher: Dispatcher) -> tuple[str, ComputeOrder, OrderTime] | None:

@@ -18,7 +18,12 @@ from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.search import Budget, search
 from torchmm.balance.search_starts import constructed_orders
 from torchmm.balance.search_strategies import STRATEGIES
-from torchmm.balance.searched import limited_like_separated, plan_searched
+from torchmm.balance.searched import (
+    decode_order,
+    encode_order,
+    limited_like_separated,
+    plan_searched,
+)
 from torchmm.balance.simulator import simulate
 from torchmm.pipelining.classic import gpipe
 from torchmm.pipelining.graph import StageGraph
@@ -116,15 +121,17 @@ def test_it_gets_out_of_orders_that_do_not_fit():
 def test_a_search_can_be_ended_from_outside():
     seen = []
 
-    def on_round(order, improvement):
-        seen.append((order.copy(), improvement))
+    def on_round(found):
+        seen.append(found)
         return len(seen) < 3
 
     dispatcher = skewed(2)
     found = search(dispatcher, Budget(evaluations=10**6), on_round=on_round, strategy="random")
     assert len(seen) == 3
-    assert found.history[-1] == seen[-1][1]
-    assert dispatcher.evaluate(seen[-1][0]) == seen[-1][1].makespan_ms
+    assert found.history == seen[-1].history
+    assert np.array_equal(found.order, seen[-1].order)
+    for earlier in seen:
+        assert dispatcher.evaluate(earlier.order) == earlier.makespan_ms
 
 
 def test_seconds_end_a_search():
@@ -217,6 +224,16 @@ def test_with_little_memory_fewer_microbatches_are_in_flight():
     assert planned.gain_over_natural is None
     assert planned.planner.startswith("separated, at most")
     assert max(planned.peak_bytes) <= 6
+
+
+def test_orders_survive_being_sent():
+    graph, costs = loaded(5)
+    order = plan_searched(graph, costs, Budget(evaluations=30)).order
+    assert decode_order(graph, encode_order(graph, order)) == order
+    with pytest.raises(ValueError, match="for a step of"):
+        decode_order(graph, encode_order(graph, order)[1:])
+    with pytest.raises(ValueError, match="for a step of"):
+        decode_order(graph, np.zeros(len(costs.compute_ms), np.int32))
 
 
 def test_a_step_that_does_not_fit_at_all_says_what_is_missing():
