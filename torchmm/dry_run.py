@@ -19,6 +19,7 @@ from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster
 from torchmm.forecast_report import write_picture
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.orchestration import leaves_units_open, orchestrated_units
 from torchmm.recipe import Layout, resolve_layout
 from torchmm.recipe_colocated import encoder_layout
 from torchmm.recipe_layout import replica_groups
@@ -143,6 +144,8 @@ def describe_run(recipe: Recipe, world_size: int, picture: Path | None = None) -
         profile = load_profile(recipe.simulation.device)
     except ValueError as error:
         raise ConfigError(f"simulation.device: {error}") from error
+    if leaves_units_open(recipe):
+        recipe = orchestrated_units(recipe, world_size)
     forecaster = Forecaster(recipe, world_size, profile)
     chosen: list[str] = []
     if leaves_encoders_open(recipe):

@@ -27,6 +27,7 @@ from torchmm.balance.profiles import load_profile
 from torchmm.config import Recipe
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster
+from torchmm.orchestration import leaves_units_open, orchestrated_units
 from torchmm.step_plan import plan_layout
 
 
@@ -72,11 +73,13 @@ def leaves_encoders_open(recipe: Recipe) -> bool:
 
 
 def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
-    """The recipe with sizes of colocated encoders chosen, if it asks for that.
+    """The recipe with sizes of colocated encoders, or of modules apart, chosen if it asks for that.
 
     Raises:
         ConfigError: nothing fits into memory, or the device is unknown.
     """
+    if leaves_units_open(recipe):
+        return orchestrated_units(recipe, world_size)
     if not leaves_encoders_open(recipe):
         return recipe
     try:

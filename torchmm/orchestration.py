@@ -19,6 +19,7 @@ from torchmm.balance.operators import Profile
 from torchmm.balance.orchestrate import Orchestration, OrchestrationPlan, orchestrate
 from torchmm.balance.orchestrate_baselines import ratio_plan, rigid_plan
 from torchmm.balance.orchestrate_problem import OrchestrationProblem
+from torchmm.balance.profiles import load_profile
 from torchmm.balance.unit_profiles import TENSOR_SIZES, Profiler, cost_model_run
 from torchmm.config import MODULE_SIZES, Recipe
 from torchmm.errors import ConfigError
@@ -31,6 +32,8 @@ SAMPLED = 512
 MEMORY_SHARE = 0.92
 """Of a device's memory that a plan may fill: the rest is the allocator's and the collectives'."""
 RIGID_TENSOR = 8
+EXACT_ALTERNATIVES = 63
+"""Plans beside the best among which one is looked for that uses all ranks."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,37 @@ def planned_recipe(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
     table["data"]["reorder"] = "both"
     table["simulation"]["gpus"] = plan.devices
     return Recipe.model_validate(table)
+
+
+def leaves_units_open(recipe: Recipe) -> bool:
+    """Whether a recipe asks for sizes of modules on ranks of their own."""
+    return recipe.parallel.orchestrate and recipe.parallel.placement == "disaggregated"
+
+
+def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
+    """The recipe with sizes of all modules on ranks of their own, for exactly so many ranks.
+
+    Of the best plans the fastest that leaves no rank idle: whoever starts a rank means it to work.
+
+    Raises:
+        ConfigError: as `plan_recipe`; no good plan uses all ranks.
+    """
+    try:
+        profile = load_profile(recipe.simulation.device)
+    except ValueError as error:
+        raise ConfigError(f"simulation.device: {error}") from error
+    found = plan_recipe(recipe, world_size, profile, alternatives=EXACT_ALTERNATIVES).found
+    plans = [found.best, *(other.plan for other in found.alternatives)]
+    for plan in plans:
+        if plan.devices == world_size:
+            own = planned_recipe(recipe, plan)
+            done = own.parallel.model_copy(update={"orchestrate": False})
+            return own.model_copy(update={"parallel": done})
+    counts = sorted({plan.devices for plan in plans}, reverse=True)
+    raise ConfigError(
+        f"parallel.orchestrate: none of the best plans uses all {world_size} ranks; start "
+        f"{counts[0]} ranks, or give sizes in [parallel] and [parallel.NAME]"
+    )
 
 
 @dataclass(frozen=True)

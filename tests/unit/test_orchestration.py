@@ -8,8 +8,9 @@ import pytest
 import tomli
 
 from torchmm.balance.profiles import load_profile
-from torchmm.config import Recipe
+from torchmm.config import ParallelConfig, Recipe
 from torchmm.dry_run import describe_run
+from torchmm.encoder_choice import orchestrated
 from torchmm.errors import ConfigError
 from torchmm.orchestration import (
     choose_placement,
@@ -19,6 +20,7 @@ from torchmm.orchestration import (
     usable_devices,
 )
 from torchmm.recipe import load_recipe
+from torchmm.recipe_units import units_of
 
 ROOT = Path(__file__).parents[2]
 PLAN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
@@ -116,6 +118,22 @@ def test_planned_recipes_pass_dry_runs(recipe, planned, tmp_path):
     assert own.parallel.sequence_parallel and own.parallel.virtual_stages == 1
     text = describe_run(own, best.devices)
     assert f"{best.devices} = {sizes['vision'].devices} for vision" in text
+
+
+def test_recipes_that_leave_sizes_open_get_those_of_a_plan_for_all_ranks(recipe):
+    parallel = ParallelConfig(
+        placement="disaggregated", schedule="1f1b", orchestrate=True, sequence_parallel=True
+    )
+    asked = recipe.model_copy(update={"parallel": parallel})
+    found = orchestrated(asked, 6)
+    assert not found.parallel.orchestrate
+    assert sum(own.ranks for own in units_of(found, 6).values()) == 6
+    assert "6 = " in describe_run(asked, 6)
+    three = asked.model_copy(
+        update={"training": asked.training.model_copy(update={"global_batch_size": 1})}
+    )
+    with pytest.raises(ConfigError, match=r"none of the best plans uses all 160 ranks; start \d+"):
+        orchestrated(three, 160)
 
 
 def test_placements_are_simulated_and_sorted(recipe, planned):
