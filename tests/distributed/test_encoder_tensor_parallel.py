@@ -36,10 +36,36 @@ SIZES = {
     "num_attention_heads": 4,
     "patch_size": 4,
 }
+_OWN_FFN = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
 TOWERS = {
     "clip": {"model_type": "clip_vision_model", **SIZES, "image_size": 8},
     "siglip": {"model_type": "siglip_vision_model", **SIZES, "image_size": 8},
     "siglip2": {"model_type": "siglip2_vision_model", **SIZES, "num_patches": 16},
+    "dinov2": {"model_type": "dinov2", **_OWN_FFN, "mlp_ratio": 2, "image_size": 8},
+    "dinov2_gated": {
+        "model_type": "dinov2",
+        **_OWN_FFN,
+        "mlp_ratio": 2,
+        "image_size": 8,
+        "use_swiglu_ffn": True,
+    },
+    "internvl": {
+        "model_type": "internvl_vision",
+        **SIZES,
+        "image_size": 8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "idefics3": {"model_type": "idefics3_vision", **SIZES, "image_size": 8},
+    "qwen2_vl": {
+        "model_type": "qwen2_vl_vision",
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "mlp_ratio": 2,
+        "num_heads": 4,
+        "patch_size": 4,
+    },
     "qwen2_5_vl": {
         "model_type": "qwen2_5_vl_vision",
         "depth": 2,
@@ -52,13 +78,12 @@ TOWERS = {
         "fullatt_block_indexes": [1],
     },
 }
-GRIDS = {
-    "clip": [[(1, 2, 2)] * 3],
-    "siglip": [[(1, 2, 2)] * 3],
+GRIDS = {name: [[(1, 2, 2)] * 3] for name in TOWERS} | {
+    "qwen2_vl": [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]],
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
 }
-PATCH_VALUES = {"siglip2": 3 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
+PATCH_VALUES = {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 
 
 @dataclass(frozen=True)
@@ -74,7 +99,8 @@ class Case:
 
 CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
 CASES += [Case("qwen2_5_vl", True, frozen=True)]
-CASES += [Case(family, True, chunks=chunks) for chunks, family in enumerate(TOWERS, start=1)]
+ASYNC = ("clip", "siglip", "siglip2", "qwen2_5_vl")
+CASES += [Case(family, True, chunks=chunks) for chunks, family in enumerate(ASYNC, start=1)]
 CASES += [Case("clip", True, frozen=True, chunks=2)]
 
 

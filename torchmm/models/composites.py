@@ -144,7 +144,7 @@ def _take_qwen2_5_vl(config: Any) -> CompositeParts:
         encoder_config=config.vision_config,
         encoder_family=ENCODER_FAMILIES["qwen2_5_vl_vision"],
         encoder_files=QWEN_VISION,
-        encoder={"own_merger": True, "connector_from_files": True},
+        encoder={"connector": "merger", "connector_from_files": True},
         text=TextConventions(
             config.image_token_id,
             prefix_ids=(config.vision_start_token_id,),

@@ -1,7 +1,7 @@
 """From encoder outputs to LLM embeddings.
 
 `MlpConnector` has the layout and names of LLaVA's projector, so a CLIP or SigLIP encoder with any
-LLM is a LLaVA checkpoint.
+LLM is a LLaVA checkpoint. The others are those of further composites.
 
 Shape legend: P encoder outputs of all images, K tokens after folding, D features.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 
 class MlpConnector(nn.Module):
@@ -24,6 +25,67 @@ class MlpConnector(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.linear_2(self.act(self.linear_1(hidden_states)))
+
+
+class NormMlpConnector(nn.Module):
+    """InternVL's: a norm before the two linear layers."""
+
+    def __init__(self, in_features: int, out_features: int, act: str = "gelu"):
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(in_features)
+        self.mlp = MlpConnector(in_features, out_features, act)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.mlp(self.layer_norm(hidden_states))
+
+
+class LinearConnector(nn.Module):
+    """One linear layer: PaliGemma's, Idefics3's."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features, bias=bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.linear(hidden_states)
+
+
+class PoolConnector(nn.Module):
+    """Gemma 3's: mean of the folded neighbours, norm, projection."""
+
+    def __init__(self, in_features: int, neighbours: int, out_features: int, eps: float):
+        super().__init__()
+        features = in_features // neighbours
+        self.neighbours = neighbours
+        self.mm_input_projection_weight = nn.Parameter(torch.empty(features, out_features))
+        self.mm_soft_emb_norm = Gemma3RMSNorm(features, eps)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        pooled = hidden_states.unflatten(-1, (self.neighbours, -1)).mean(-2)
+        return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight
+
+
+def init_connector(module: nn.Module) -> bool:
+    """Initial values of the parts that an encoder's own class does not know; whether it was one."""
+    if isinstance(module, PoolConnector):
+        nn.init.normal_(module.mm_input_projection_weight, std=0.02)
+    elif isinstance(module, Gemma3RMSNorm):  # centred at 1
+        nn.init.zeros_(module.weight)
+    else:
+        return False
+    return True
+
+
+def linear_sizes(module: nn.Module) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the matrix products of a connector or of what else is behind layers."""
+    found = []
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            found.append((part.in_features, part.out_features))
+        elif isinstance(part, PoolConnector):
+            features, out = part.mm_input_projection_weight.shape
+            found.append((features, out))
+    return found
 
 
 def fold_neighbours(x_PD: Tensor, grids_thw: list[tuple[int, int, int]], size: int) -> Tensor:

@@ -8,16 +8,26 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchmm.batch import EncoderInputs, ImageMeta, ImageSpec, LayerDescription
-from torchmm.models.connectors import MlpConnector, fold_neighbours
-from torchmm.models.encoder_families import EncoderFamily
-from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles
+from torchmm.errors import ConfigError
+from torchmm.models.connectors import (
+    LinearConnector,
+    MlpConnector,
+    NormMlpConnector,
+    PoolConnector,
+    fold_neighbours,
+    init_connector,
+    linear_sizes,
+)
+from torchmm.models.encoder_family import EncoderFamily, side
+from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
 
 
 @dataclass(frozen=True)
@@ -37,10 +47,13 @@ class EncoderSpec:
     shuffle: int = 1
     """Rows and columns of patches folded into one token in front of the connector."""
     drop_class_token: bool = True
-    own_merger: bool = False
-    """The connector is the tower's own merger, not a new MLP."""
+    final_norm: bool = False
+    """Whether features pass the norm behind the last layer."""
+    connector: Literal["mlp", "norm_mlp", "linear", "pool", "merger"] = "mlp"
+    """merger: the tower's own."""
     connector_act: str = "gelu"
     connector_bias: bool = True
+    connector_eps: float = 1e-6
     connector_from_files: bool = False
     """Whether the weight files hold the connector; else it is new and starts at random."""
 
@@ -56,33 +69,58 @@ class EncoderModule(LayeredModule):
         self.family = spec.family
         self.layers_fqn = f"tower.{spec.family.layers}"
         self.tower: Any = self.uncut_tower()
+        self._check_layer()
         self.connector = self._build_connector()
         self._around = self._list_linears_around()
         self._remove_unused()
 
+    def _check_layer(self) -> None:
+        """Transformers renames parts of layers now and then."""
+        layer = self._layer_list()[0]
+        known = {name for name, _ in layer.named_modules()}
+        missing = [name for name in self.family.styles(self.spec.config) if name not in known]
+        if missing:
+            raise ConfigError(
+                f"encoder {self.name!r}: layers of {self.spec.config.model_type!r} have no "
+                f"{', '.join(missing)} in transformers {transformers.__version__}; this family "
+                "does not work with that version, install 5.23"
+            )
+
     def _build_connector(self) -> nn.Module:
         spec = self.spec
-        if spec.own_merger:
+        if spec.connector == "merger":
             merger = self.tower.merger
             self.tower.merger = None
             return merger
-        size = self.family.output_size(spec.config) * spec.shuffle**2
-        hidden, act = spec.llm_hidden_size, spec.connector_act
-        return MlpConnector(size, hidden, act, spec.connector_bias).to(spec.dtype)
+        size, hidden = self.family.output_size(spec.config), spec.llm_hidden_size
+        folded = size * spec.shuffle**2
+        connector: nn.Module
+        if spec.connector == "linear":
+            connector = LinearConnector(folded, hidden, spec.connector_bias)
+        elif spec.connector == "pool":
+            connector = PoolConnector(folded, spec.shuffle**2, hidden, spec.connector_eps)
+        elif spec.connector == "norm_mlp":
+            connector = NormMlpConnector(folded, hidden, spec.connector_act)
+        else:
+            connector = MlpConnector(folded, hidden, spec.connector_act, spec.connector_bias)
+        return connector.to(spec.dtype)
 
     def _remove_unused(self) -> None:
         """Remove what no output depends on, so that nobody shards, gathers or optimizes it."""
         before = set(self.state_dict())
         every = self._layer_list()
         del every[len(every) + 1 + self.spec.feature_layer :]
-        for name in self.family.unused:
-            if hasattr(self.tower, name):
-                setattr(self.tower, name, None)
+        norm = () if self.spec.final_norm else (self.family.final_norm,)
+        for fqn in (*self.family.unused, *norm):
+            owner, _, leaf = fqn.rpartition(".")
+            part = self.tower.get_submodule(owner)
+            if leaf and hasattr(part, leaf):
+                setattr(part, leaf, None)
         self.unused = before - set(self.state_dict())
 
     @property
-    def hf(self) -> PreTrainedModel:
-        return self.tower
+    def hf(self) -> WeightInitializer:
+        return _Initializer(self.tower)
 
     @property
     def new_connector(self) -> bool:
@@ -100,14 +138,25 @@ class EncoderModule(LayeredModule):
         return tuple(f"tower.{name}" for name in self.family.pre)
 
     def _post_fqns(self) -> tuple[str, ...]:
-        inner = ("tower.merger",) if self.family.fixed_merge and not self.spec.own_merger else ()
+        inner = []
+        if self.spec.final_norm:
+            inner.append(f"tower.{self.family.final_norm}")
+        if self.family.fixed_merge and self.spec.connector != "merger":
+            inner.append("tower.merger")
         return (*inner, "connector")
 
     def _tensor_parallel_styles(self) -> dict[str, str]:
-        plan = self.family.tensor_parallel
+        plan = self.family.styles(self.spec.config)
         styles = {f"{self.layers_fqn}.*.{name}": style for name, style in plan.items()}
-        first, second = ("mlp.0", "mlp.2") if self.spec.own_merger else ("linear_1", "linear_2")
-        return styles | {f"connector.{first}": "colwise", f"connector.{second}": "rowwise"}
+        pairs = {
+            "mlp": ("linear_1", "linear_2"),
+            "norm_mlp": ("mlp.linear_1", "mlp.linear_2"),
+            "merger": ("mlp.0", "mlp.2"),
+        }
+        if self.spec.connector in pairs:  # others have a single, small product
+            first, second = pairs[self.spec.connector]
+            styles |= {f"connector.{first}": "colwise", f"connector.{second}": "rowwise"}
+        return styles
 
     def _describe_layer(self, index: int) -> LayerDescription:
         return self.family.describe_layer(self.spec.config, index)
@@ -126,9 +175,8 @@ class EncoderModule(LayeredModule):
     def _list_linears_around(self) -> tuple[LinearSizes, LinearSizes]:
         weight = self.tower.get_submodule(self.family.patch_embedding).weight
         behind = [self.get_submodule(fqn) for fqn in self._post_fqns()]
-        linears = [m for part in behind for m in part.modules() if isinstance(m, nn.Linear)]
         before = (weight.numel() // len(weight), len(weight))
-        return (before,), tuple((m.in_features, m.out_features) for m in linears)
+        return (before,), tuple(sizes for part in behind for sizes in linear_sizes(part))
 
     @property
     def extra_tokens(self) -> int:
@@ -158,6 +206,8 @@ class EncoderModule(LayeredModule):
             hidden = family.run_layer(tower, index, layer, hidden, context)
         if not self.is_last:
             return hidden
+        if self.spec.final_norm:
+            hidden = tower.get_submodule(family.final_norm)(hidden)
         x_PD = family.finish(tower, hidden, context, self._drops_class_token)
         if self.spec.shuffle > 1:
             x_PD = fold_neighbours(x_PD, inputs.grids_thw, self.spec.shuffle)
@@ -175,7 +225,7 @@ class EncoderModule(LayeredModule):
             layout=self.family.layout,
             processor_class=self.spec.processor_class,
             processor=self.spec.processor,
-            patch_size_px=self.spec.config.patch_size,
+            patch_size_px=side(self.spec.config.patch_size),
             merge=self.merge,
             drop_class_token=not kept,
             extra_tokens=int(kept),
@@ -193,3 +243,14 @@ class EncoderModule(LayeredModule):
         shape, grid = self.family.smallest_image(self.spec.config)
         nowhere = torch.empty(0, dtype=torch.int64, device=device)
         return EncoderInputs(torch.zeros(shape, device=device), [grid], nowhere)
+
+
+class _Initializer:
+    """Initial values of a tower, by its own class, and of connectors."""
+
+    def __init__(self, tower: PreTrainedModel) -> None:
+        self.tower = tower
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if not init_connector(module):
+            self.tower._init_weights(module)

@@ -21,6 +21,10 @@ _ALSO_READ = {
 """Keys that every config class reads although none of them lists them."""
 _DROPOUTS = (
     "attention_dropout",
+    "attention_probs_dropout_prob",
+    "drop_path_rate",
+    "hidden_dropout_prob",
+    "projection_dropout",
     "residual_dropout",
     "embedding_dropout",
     "resid_pdrop",
@@ -106,7 +110,8 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 def size_problems(key: str, config: Any) -> list[str]:
     """What the layers of `config` cannot do, whatever the family."""
     problems = []
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden = getattr(config, "embed_dim", None) or config.hidden_size  # Qwen2-VL's tower
+    heads = config.num_attention_heads
     if getattr(config, "head_dim", None) is None and hidden % heads:
         problems.append(f"[{key}] hidden_size = {hidden} is not divisible by its {heads} heads")
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

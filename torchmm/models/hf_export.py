@@ -38,6 +38,7 @@ from transformers import (
 
 from torchmm.config_model import GENERATOR
 from torchmm.models.composites import LLAVA_LLM, LLAVA_VISION
+from torchmm.models.encoder_family import patches_per_row
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf_io import CONNECTOR_FILE, names_in_files, open_files
@@ -127,7 +128,7 @@ def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokeniz
     assert image_token_id is not None
     (encoder,) = (m for m in model.modality_modules() if isinstance(m, EncoderModule))
     spec = encoder.spec
-    rows = spec.config.image_size // spec.config.patch_size
+    rows = patches_per_row(spec.config)
     config = LlavaConfig(
         vision_config=spec.config,
         text_config=model.llm.config,

@@ -272,8 +272,9 @@ class LayeredModule(nn.Module, ABC):
         replicated_with_grad_allreduce) and "embedding" (rows of the table), "packed_qkv" (an
         attention with queries, keys and values in one linear), "packed_gate_up" (the same of a
         feed-forward network), "experts" (a feed-forward network of experts, which the ranks share),
-        "sharded_norm" (a norm over the features of all ranks), "sequence" (a norm that works on
-        sequence slices under sequence parallelism).
+        "sharded_norm" (a norm over the features of all ranks), "local_heads" (an attention that
+        reads its number of heads), "sequence" (a norm or scale that works on sequence slices under
+        sequence parallelism).
         """
         styles = self._tensor_parallel_styles()
         return {pattern: style for pattern, style in styles.items() if self.matching(pattern)}

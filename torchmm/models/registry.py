@@ -14,7 +14,8 @@ from transformers.image_processing_base import ImageProcessingMixin
 from torchmm.config import EncoderConfig, FreezeConfig, GeneratorConfig, LlmConfig, ModelConfig
 from torchmm.errors import ConfigError
 from torchmm.models.composites import COMPOSITES
-from torchmm.models.encoder_families import ENCODER_FAMILIES, EncoderFamily
+from torchmm.models.encoder_families import ENCODER_FAMILIES
+from torchmm.models.encoder_family import EncoderFamily, patches_per_row
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf_config import load_config, size_problems
@@ -186,10 +187,10 @@ def _connector_problems(
             f'[{key}] connector = "pixel_shuffle_mlp" needs images of one size, which '
             f'{config.model_type} does not have; use "mlp"'
         )
-    elif (config.image_size // config.patch_size) % section.shuffle:
+    elif patches_per_row(config) % section.shuffle:
         problems.append(
             f"[{key}] shuffle = {section.shuffle} does not divide the "
-            f"{config.image_size // config.patch_size} patches per row of the image"
+            f"{patches_per_row(config)} patches per row of the image"
         )
     return problems
 
@@ -209,6 +210,8 @@ def _load_processor(
             settings, _ = ImageProcessingMixin.get_image_processor_dict(source)
         except OSError:
             settings = {}  # weights without a processor: the model type's defaults
+    if family.one_tile:
+        settings.pop("size", None)  # that of the image before it is cut
     settings = {**fixed, **settings, **(override or {})}
     if "crop_size" in fixed:
         fixed.pop("size")  # free, because the crop behind it decides
@@ -218,6 +221,10 @@ def _load_processor(
                 f"[{key}] processor.{name} = {settings[name]}, but the model needs {fixed[name]}"
             )
     name = settings.pop("image_processor_type", family.processor_class)
+    if family.one_tile:
+        name = family.processor_class
+        kept = ("image_mean", "image_std", "do_convert_rgb", "rescale_factor", *fixed)
+        settings = {key: value for key, value in settings.items() if key in kept}
     settings.pop("processor_class", None)
     return name, settings
 

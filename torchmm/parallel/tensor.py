@@ -106,6 +106,7 @@ def _style(
         "packed_gate_up": PackedGateUp(sizes, overlap is not None),
         "sharded_norm": ShardedNorm(),
         "experts": ExpertsOfRanks(slices),
+        "local_heads": _LocalHeads(),
         "sequence": None if slices is None else LocalNorm(),
     }
     if name not in styles:
@@ -152,6 +153,16 @@ class _Embedding(ParallelStyle):
         style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         module = style._apply(module, device_mesh)
         module.register_forward_hook(lambda _, __, output: output.clone())
+        return module
+
+
+class _LocalHeads(ParallelStyle):
+    """An attention that reshapes by its number of heads and its width: those of a rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        attention: Any = module
+        attention.num_heads //= device_mesh.size()
+        attention.embed_dim //= device_mesh.size()
         return module
 
 

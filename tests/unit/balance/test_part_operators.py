@@ -28,7 +28,7 @@ from torchmm.models.layered import LayeredModule
 from torchmm.parallel.activation import apply_activation_checkpoint
 
 OTHERS = ("llama_tied", *model_cases.EXPERTS)  # the latter's operators are not modelled one by one
-FAMILIES = [*(n for n in model_cases.LLMS if n not in OTHERS), *model_cases.ENCODERS]
+FAMILIES = [*(n for n in model_cases.LLMS if n not in OTHERS), *model_cases.BASIC_ENCODERS]
 TOKENS = 96
 # Wide enough for what depends on the number of heads or tables alone to be small.
 WIDE = {"hidden_size": 128, "intermediate_size": 320}

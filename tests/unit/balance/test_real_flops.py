@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import model_cases
 import pytest
@@ -83,6 +84,24 @@ def test_every_llm_family_costs_what_torch_counts(family: str) -> None:
     samples = (SampleMeta("s", 0, 20), SampleMeta("s", 1, 33))
     meta = MicrobatchMeta(samples, 53)
     found = microbatch_flops([model.llm.describe()], meta, microbatch.target_count)["llm"]
+    assert found.forward == pytest.approx(forward, rel=0.01)
+    assert found.backward == pytest.approx(backward, rel=0.01)
+
+
+@pytest.mark.parametrize("family", model_cases.ENCODERS)
+def test_every_encoder_family_costs_what_torch_counts(family: str) -> None:
+    encoder = model_cases.build(model_cases.pair_config("llama", family)).encoders["eye"]
+    inputs = model_cases.make_inputs(family)
+    if family == "qwen2_5_vl":  # grids that windows divide
+        inputs = replace(inputs, pixels=inputs.pixels[:48], grids_thw=WINDOWS.grids)
+    forward, tokens = count_flops(lambda: encoder(inputs))
+    backward, _ = count_flops(tokens.sum().backward)
+    images = [
+        ImageMeta(1, 1, prod(grid), prod(grid) // encoder.merge**2, grid[0])
+        for grid in inputs.grids_thw
+    ]
+    meta = MicrobatchMeta((SampleMeta("s", 0, len(tokens), tuple(images), "eye"),), len(tokens))
+    found = microbatch_flops([encoder.describe()], meta)["eye"]
     assert found.forward == pytest.approx(forward, rel=0.01)
     assert found.backward == pytest.approx(backward, rel=0.01)
 

@@ -101,6 +101,45 @@ ENCODERS = {
         "fullatt_block_indexes": [1],
     },
 }
+ENCODERS |= {
+    "dinov2": {
+        "model_type": "dinov2",
+        **{k: v for k, v in _VISION.items() if k != "intermediate_size"},
+        "mlp_ratio": 2,
+    },
+    "dinov2_gated": {
+        "model_type": "dinov2",
+        **{k: v for k, v in _VISION.items() if k != "intermediate_size"},
+        "mlp_ratio": 2,
+        "use_swiglu_ffn": True,
+    },
+    "internvl": {
+        "model_type": "internvl_vision",
+        **_VISION,
+        "attention_bias": True,
+        "use_mask_token": True,
+    },
+    "internvl_norms": {
+        "model_type": "internvl_vision",
+        **_VISION,
+        "use_qk_norm": True,
+        "norm_type": "rms_norm",
+        "use_mean_pooling": False,
+    },
+    "idefics3": {"model_type": "idefics3_vision", **_VISION},
+    "qwen2_vl": {
+        "model_type": "qwen2_vl_vision",
+        "depth": 3,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": 4,
+    },
+}
+BASIC_ENCODERS = ("clip", "siglip", "siglip2", "qwen2_5_vl")
+"""Enough of them where what is tested does not depend on the family."""
+CLASS_TOKEN = ("clip", "dinov2", "dinov2_gated", "internvl", "internvl_norms")
 COMPOSITES = {
     "llava": {
         "model_type": "llava",
@@ -128,13 +167,12 @@ COMPOSITES = {
 }
 
 
-GRIDS = {
-    "clip": [(1, 4, 4), (1, 4, 4)],
-    "siglip": [(1, 4, 4), (1, 4, 4)],
+GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     "siglip2": [(1, 2, 5), (1, 4, 4), (1, 2, 5), (1, 3, 1)],
+    "qwen2_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
 }
-PATCH_VALUES = {"siglip2": 3 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
+PATCH_VALUES = {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 
 
 def make_inputs(family: str) -> EncoderInputs:

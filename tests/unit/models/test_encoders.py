@@ -5,6 +5,8 @@ from math import prod
 import pytest
 import torch
 from model_cases import (
+    CLASS_TOKEN,
+    ENCODERS,
     GRIDS,
     PATCH_VALUES,
     build,
@@ -18,28 +20,31 @@ from transformers import AutoModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from torchmm.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
+
+QWEN = {
+    "qwen2_vl_vision": Qwen2VisionTransformerPretrainedModel,
+    "qwen2_5_vl_vision": Qwen2_5_VisionTransformerPretrainedModel,
+}
 
 
 def plain_tower(encoder: EncoderModule) -> nn.Module:
     """Hugging Face's own tower, whole, with eager attention and our weights where we have them."""
     config = encoder.spec.config
-    kind = AutoModel if config.model_type != "qwen2_5_vl_vision" else None
-    if kind is None:
-        tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(
-            config, attn_implementation="eager"
-        )
+    if config.model_type in QWEN:
+        tower = QWEN[config.model_type]._from_config(config, attn_implementation="eager")
     else:
-        tower = kind.from_config(config, attn_implementation="eager")
+        tower = AutoModel.from_config(config, attn_implementation="eager")
     missing = tower.load_state_dict(encoder.tower.state_dict(), strict=False).missing_keys
     assert {f"tower.{name}" for name in missing} == encoder.unused
     return tower
 
 
 def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: int) -> Tensor:
-    if family == "qwen2_5_vl":
+    if family.startswith("qwen"):
         return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
     if family == "siglip2":
         sizes = [prod(grid) for grid in inputs.grids_thw]
@@ -49,12 +54,11 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
         states = tower(pixels, mask, shapes, output_hidden_states=True).hidden_states
         return states[layer][mask]
     hidden = tower(inputs.pixels, output_hidden_states=True).hidden_states[layer]
-    return (hidden[:, 1:] if family == "clip" else hidden).flatten(0, 1)
+    return (hidden[:, 1:] if family in CLASS_TOKEN else hidden).flatten(0, 1)
 
 
 @pytest.mark.parametrize(
-    ("family", "layer"),
-    [("clip", -1), ("clip", -2), ("siglip", -1), ("siglip2", -1), ("qwen2_5_vl", -1)],
+    ("family", "layer"), [("clip", -2), ("dinov2", -2), *((name, -1) for name in ENCODERS)]
 )
 def test_features_and_gradients_equal_hugging_faces(family: str, layer: int) -> None:
     encoder = build(pair_config("llama", family, feature_layer=layer)).encoders["eye"]

@@ -5,8 +5,8 @@ from collections import defaultdict
 import pytest
 import torch
 from model_cases import (
+    BASIC_ENCODERS,
     BASIC_LLMS,
-    ENCODERS,
     composite_config,
     make_inputs,
     microbatch,
@@ -24,7 +24,7 @@ from torchmm.models.registry import build_model
 
 CONFIGS = {
     **{f"{llm}+clip": pair_config(llm, "clip") for llm in BASIC_LLMS},
-    **{f"llama+{encoder}": pair_config("llama", encoder) for encoder in ENCODERS},
+    **{f"llama+{encoder}": pair_config("llama", encoder) for encoder in BASIC_ENCODERS},
     "llava": composite_config("llava", vision_feature_layer=-1),
     "qwen2_5_vl": composite_config("qwen2_5_vl"),
     "tied qwen2_5_vl": composite_config("qwen2_5_vl", tie_word_embeddings=True),
@@ -68,7 +68,8 @@ def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalMod
 
 def example(name: str, model: MultimodalModel) -> Microbatch:
     """Two packed samples; all images stand in the first."""
-    inputs = make_inputs(next((family for family in ENCODERS if name.endswith(family)), "clip"))
+    family = next((family for family in BASIC_ENCODERS if name.endswith(family)), "clip")
+    inputs = make_inputs(family)
     encoder = next(iter(model.encoders.values()))
     with torch.no_grad():
         tokens = len(encoder(inputs))
