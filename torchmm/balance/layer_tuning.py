@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -156,6 +157,37 @@ def tune_layers(
     )
 
 
+class MemoryNeeds(NamedTuple):
+    """Peaks of one rank, in bytes."""
+
+    least_bytes: int
+    """With everything recomputed that may be."""
+    most_bytes: int
+    """With everything kept that may be."""
+
+
+def memory_needs(
+    plan: PipelinePlan,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    tuning: LayerTuning,
+    targets: Sequence[int] | None = None,
+) -> list[MemoryNeeds]:
+    """Between what limits there is something to choose, by rank; arguments as of `tune_layers`."""
+    given = plan.graph, modules, microbatches, tuning.model
+    costs = plan_costs(*given, targets=targets, layerwise=tuning.layerwise)
+    choices = stage_choices(*given, names=tuning.names, targets=targets)
+    found = []
+    for each in rank_problems(plan, costs, choices, 0, tuning.candidates):
+        problem = each.problem
+        peaks = [
+            int((problem.used_bytes_T(choice_N) - problem.free_bytes_T).max())
+            for choice_N in (problem.leanest_N, problem.fastest_N)
+        ]
+        found.append(MemoryNeeds(*peaks))
+    return found
+
+
 def rank_problems(
     plan: PipelinePlan,
     costs: PlanCosts,
@@ -199,7 +231,8 @@ class _Rows:
         alike: dict[tuple[bytes, ...], list[Modes]] = {}
         self.width = 1
         for stage, own in choices.items():
-            key = bytes(own.kinds), own.again_ms_KMN.tobytes(), own.kept_bytes_KMN.tobytes()
+            tables = own.forward_ms_KMN, own.again_ms_KMN, own.kept_bytes_KMN
+            key = bytes(own.kinds), *(table.tobytes() for table in tables)
             if key not in alike:
                 alike[key] = stage_candidates(own, candidates)
             self.stage_candidates[stage] = alike[key]

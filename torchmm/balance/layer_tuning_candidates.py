@@ -47,9 +47,9 @@ def stage_candidates(choices: StageRecompute, most: int = MOST_CANDIDATES) -> li
     if most < 2:
         raise ValueError(f"{most} candidates: the fastest and the leanest are 2")
     front = [_Point(0.0, 0.0, ())]
-    kinds = len(choices.again_ms_KMN)
+    kinds, extra_ms_KMN = len(choices.again_ms_KMN), choices.forward_ms_KMN + choices.again_ms_KMN
     for kind in range(kinds):
-        again = choices.again_ms_KMN[kind].mean(1).tolist()
+        again = extra_ms_KMN[kind].mean(1).tolist()
         kept = choices.kept_bytes_KMN[kind].mean(1).tolist()
         own = [
             _Point(_dot(counts, again), _dot(counts, kept), (counts,))

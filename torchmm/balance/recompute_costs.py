@@ -38,19 +38,29 @@ class StageRecompute:
     Attributes:
         tasks: N of them.
         kinds: by layer: which kind it is.
-        again_ms_KMN: what a layer's mode adds to the backward.
-        tensor_ms_KMN: of it, exposed tensor-parallel communication.
+        forward_ms_KMN: what a layer's mode adds to the forward.
+        again_ms_KMN: what it adds to the backward.
+        tensor_ms_KMN: of that, exposed tensor-parallel communication.
         kept_bytes_KMN: what the layer keeps.
     """
 
     tasks: tuple[Task, ...]
     kinds: tuple[int, ...]
+    forward_ms_KMN: Float64s
     again_ms_KMN: Float64s
     tensor_ms_KMN: Float64s
     kept_bytes_KMN: Float64s
 
     def extra_ms_N(self, modes: Modes) -> Float64s:
-        """What modes of all layers add to the backward."""
+        """What modes of all layers add to forward and backward together."""
+        return self.extra_forward_ms_N(modes) + self.extra_backward_ms_N(modes)
+
+    def extra_forward_ms_N(self, modes: Modes) -> Float64s:
+        """What they add to the forward."""
+        return self._sum(self.forward_ms_KMN, modes)
+
+    def extra_backward_ms_N(self, modes: Modes) -> Float64s:
+        """What they add to the backward."""
         return self._sum(self.again_ms_KMN, modes)
 
     def extra_tensor_ms_N(self, modes: Modes) -> Float64s:
@@ -84,6 +94,10 @@ class StageRecompute:
         return found_N
 
 
+_LayerTables = tuple[Float64s, Float64s, Float64s, Float64s]
+_Tables = dict[tuple[object, ...], _LayerTables]
+
+
 def stage_choices(
     graph: StageGraph,
     modules: Sequence[ModuleDescription],
@@ -101,7 +115,7 @@ def stage_choices(
         targets: positions that count in the loss, by microbatch; None: all text.
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
-    tables: dict[tuple[object, ...], tuple[Float64s, Float64s, Float64s]] = {}
+    tables: _Tables = {}
     found = {}
     for module in modules:
         if module.name not in names:
@@ -120,7 +134,7 @@ def _stage(
     stage: StageSpec,
     own: ModuleTasks,
     model: CostModel,
-    tables: dict[tuple[object, ...], tuple[Float64s, Float64s, Float64s]],
+    tables: _Tables,
 ) -> StageRecompute | None:
     module = own.module
     needed_N = np.array([graph.needs_backward(stage.index, i) for i, _ in own.keys], bool)
@@ -137,25 +151,27 @@ def _stage(
         if key not in tables:
             tables[key] = _layer(layer, own, model, arrives_N)
         rows.append(tables[key])
-    again, tensor, kept = (np.stack(each)[:, :, needed_N] for each in zip(*rows, strict=True))
+    stacked = [np.stack(each)[:, :, needed_N] for each in zip(*rows, strict=True)]
     tasks = [Task(stage.index, *key) for key, n in zip(own.keys, needed_N, strict=True) if n]
-    return StageRecompute(tuple(tasks), tuple(map(distinct.index, layers)), again, tensor, kept)
+    return StageRecompute(tuple(tasks), tuple(map(distinct.index, layers)), *stacked)
 
 
 def _layer(
     layer: LayerDescription, own: ModuleTasks, model: CostModel, arrives_N: np.ndarray
-) -> tuple[Float64s, Float64s, Float64s]:
-    """Added time, its communication, and kept bytes of one layer, by mode and task."""
+) -> _LayerTables:
+    """Time added to forward and backward, communication of the latter, and kept bytes of one layer,
+    by mode and task."""
     module, sizes = own.module, own.sizes
     index = module.layers.index(layer)
     has_backward_N = arrives_N | module.trainable
-    again, tensor, kept = [], [], []
+    forward, again, tensor, kept = [], [], [], []
     for mode in LAYER_MODES:
         execution = replace(model.execution(module.name), recompute=mode)
         executions = {**model.executions, module.name: execution}
         costs = replace(model, executions=executions).stage_costs(
             module, index, index + 1, sizes, arrives_N
         )
+        forward.append(costs.forward.total_ms)
         again.append(costs.backward.total_ms)
         tensor.append(costs.backward.tensor_ms)
         kept.append(
@@ -164,11 +180,10 @@ def _layer(
                 layer, sizes, execution, model.element_bytes, weights=module.trainable
             )
         )
-    return (
-        np.maximum(np.stack(again) - again[0], 0.0),
-        np.maximum(np.stack(tensor) - tensor[0], 0.0),
-        np.stack(kept),
+    forward_MN, again_MN, tensor_MN = (
+        np.maximum(np.stack(each) - each[0], 0.0) for each in (forward, again, tensor)
     )
+    return forward_MN, again_MN, tensor_MN, np.stack(kept)
 
 
 def costs_of_plan(
@@ -214,13 +229,15 @@ def charged(
     places = {index: {t: i for i, t in enumerate(own.tasks)} for index, own in choices.items()}
     for (stage, modes), tasks in _alike(recompute).items():
         own = choices[stage]
-        rows = own.extra_ms_N(modes), own.extra_tensor_ms_N(modes), own.saved_bytes_N(modes)
-        extra, exposed, saved, passing = (
+        times = own.extra_forward_ms_N(modes), own.extra_backward_ms_N(modes)
+        rows = *times, own.extra_tensor_ms_N(modes), own.saved_bytes_N(modes)
+        before, extra, exposed, saved, passing = (
             row.tolist() for row in (*rows, own.passing_bytes_N(modes))
         )
         for task in tasks:
             place = places[stage][task]
             whole, half, rest = (Action(kind, *task) for kind in _BACKWARDS)
+            compute[Action(ActionType.F, *task)] += before[place]
             compute[whole] += extra[place]
             tensor[whole] = tensor.get(whole, 0.0) + exposed[place]
             temporary[whole] = round(passing[place])
