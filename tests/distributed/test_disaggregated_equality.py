@@ -94,6 +94,10 @@ CASES = {
         Case(ONE, DP2, freeze="all but the encoder"),
         *(Case(ONE, ONE, ONE, freeze=f) for f in FREEZES),
     ],
+    4: [  # two replica groups
+        Case(DP2, DP2),
+        Case(DP2, unit(replicate=2), schedule="separated", freeze="tower"),
+    ],
     5: [
         Case(unit(shard=3), DP2),
         Case(unit(shard=3), DP2, schedule="separated", freeze="tower"),
