@@ -91,7 +91,9 @@ def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, An
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(f"[{key}] {name!r} is not a key of {kind.model_type!r}{hint}")
         elif isinstance(part, PreTrainedConfig) and isinstance(value, dict):
-            inner = CONFIG_MAPPING.get(value.get("model_type", part.model_type), type(part))
+            inner_type = value.get("model_type", part.model_type)
+            # Not `get`, which knows only the classes that were imported already.
+            inner = CONFIG_MAPPING[inner_type] if inner_type in CONFIG_MAPPING else type(part)
             problems += _unknown_keys(f"{key}.{name}", inner, value)
     return problems
 

@@ -33,11 +33,10 @@ from transformers import (
     LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen2_5_VLForConditionalGeneration,
 )
 
 from torchmm.config_model import GENERATOR
-from torchmm.models.composites import LLAVA_LLM, LLAVA_VISION
+from torchmm.models.composites import COMPOSITES, LLAVA_LLM, LLAVA_VISION
 from torchmm.models.encoder_family import patches_per_row
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
@@ -54,11 +53,6 @@ _PROCESSOR_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_COMPOSITE_CLASSES = {
-    "llava": LlavaForConditionalGeneration,
-    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
-}
-
 Prefixes = tuple[tuple[str, str], ...]
 
 
@@ -121,7 +115,7 @@ def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokeniz
         hf = model.llm.family.build(model.llm.config, dtype)
         return _Target(directory, hf, prefixes, model.llm.weights.source)
     if model.composite is not None:
-        kind: Any = _COMPOSITE_CLASSES[model.composite.model_type]
+        kind: Any = COMPOSITES[model.composite.model_type].kind
         hf = kind._from_config(model.composite, dtype=dtype)
         return _Target(directory, hf, prefixes, model.llm.weights.source)
     image_token_id = model.image_token_id(tokenizer)

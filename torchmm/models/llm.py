@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from torchmm.batch import LayerDescription, Microbatch
+from torchmm.batch import IGNORE_TARGET, LayerDescription, Microbatch
 from torchmm.models.attention import PACKED, Segments
+from torchmm.models.blocks import image_blocks, prompt_blocks
 from torchmm.models.experts import balance_routers
 from torchmm.models.layered import LayeredModule, LinearSizes, StageRange, WeightFiles
 from torchmm.models.loss import summed_cross_entropy
@@ -55,6 +56,11 @@ class LlmFamily:
     """Whether the feed-forward network has a gate: three weight matrices instead of two."""
     packed_qkv: bool = False
     """Whether one linear gives queries, keys and values."""
+    both_ways: Literal["images", "prompts"] | None = None
+    """Which tokens see each other in both directions: those of an image, or all before the first
+    target of a sample."""
+    image_token_id: int = -1
+    """Placeholder of images, where these see each other both ways."""
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     """Styles of a layer's parts that replace those of Hugging Face's plan; "": none."""
 
@@ -102,6 +108,7 @@ _QWEN3_MOE = LlmFamily(
 
 LLM_FAMILIES = {
     "llama": LlmFamily(),
+    "gemma": LlmFamily(norm_weight_float32=True),
     "mistral": LlmFamily(),
     "qwen2": LlmFamily(),
     "qwen3": LlmFamily(),
@@ -290,8 +297,19 @@ class LlmModule(LayeredModule):
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
             "use_cache": False,
-            "cu_seq_lens_q": Segments.from_starts(microbatch.cu_seqlens, hidden_TD.device),
+            "cu_seq_lens_q": Segments.from_starts(
+                microbatch.cu_seqlens, hidden_TD.device, self._blocks(microbatch)
+            ),
         }
+
+    def _blocks(self, microbatch: Microbatch) -> Tensor | None:
+        """(T,): tokens that see each other both ways, see `LlmFamily.both_ways`."""
+        if self.family.both_ways is None:
+            return None
+        if self.family.both_ways == "images":
+            images_T = microbatch.input_ids_T == self.family.image_token_id
+            return image_blocks(images_T, microbatch.cu_seqlens)
+        return prompt_blocks(microbatch.targets_T != IGNORE_TARGET, microbatch.cu_seqlens)
 
     def _embed(self, microbatch: Microbatch, features: dict[str, Tensor]) -> Tensor:
         x_TD = self.text_model.embed_tokens(microbatch.input_ids_T)

@@ -34,6 +34,10 @@ class TextConventions:
     """Placeholder, by token or by id."""
     prefix_ids: tuple[int, ...] = ()
     suffix_ids: tuple[int, ...] = ()
+    prefix_tokens: tuple[str, ...] = ()
+    """Tokens before `prefix_ids`, whose ids only the tokenizer knows."""
+    suffix_tokens: tuple[str, ...] = ()
+    """Tokens behind `suffix_ids`."""
     mrope: bool = False
     """Three position ids per token (time, row, column)."""
 
@@ -195,14 +199,24 @@ class MultimodalModel(nn.Module):
                 f"[model] image_token has id {image_token_id}, beyond the LLM's {vocab_size} "
                 "embeddings; choose a token inside the vocabulary that never occurs in text"
             )
+        vocabulary = tokenizer.get_vocab()
+        markers = (*self.text.prefix_tokens, *self.text.suffix_tokens)
+        problems += [
+            f"[model] the tokenizer lacks {token!r}, which stands beside every image; use the "
+            "model's own tokenizer"
+            for token in dict.fromkeys(markers)
+            if token not in vocabulary
+        ]
         if problems:
             raise ConfigError(problems)
+        before = [vocabulary[token] for token in self.text.prefix_tokens]
+        behind = [vocabulary[token] for token in self.text.suffix_tokens]
         pad = tokenizer.pad_token_id
         return TextSpec(
             vocab_size=vocab_size,
             image_token_id=image_token_id,
-            image_prefix_ids=self.text.prefix_ids,
-            image_suffix_ids=self.text.suffix_ids,
+            image_prefix_ids=(*before, *self.text.prefix_ids),
+            image_suffix_ids=(*self.text.suffix_ids, *behind),
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=0 if pad is None else pad,

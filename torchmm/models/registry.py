@@ -57,10 +57,10 @@ def build_model(
 
 def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     hf_config = load_config("model", config.source, config.config)
-    take = COMPOSITES.get(hf_config.model_type)
-    if take is None:
+    composite = COMPOSITES.get(hf_config.model_type)
+    if composite is None:
         raise ConfigError(_unsupported("model", hf_config.model_type, COMPOSITES))
-    parts = take(hf_config)
+    parts = composite.take(hf_config)
     problems: list[str] = []
     problems += size_problems("model", parts.llm_config.get_text_config())
     problems += size_problems("model", parts.encoder_config)

@@ -42,6 +42,7 @@ LLMS = {
     "starcoder2": {"model_type": "starcoder2", **_LLM},
     "mistral": {"model_type": "mistral", **_LLM, "sliding_window": 4},
     "olmo2": {"model_type": "olmo2", **_LLM},
+    "gemma": {"model_type": "gemma", **_LLM, "head_dim": 16},
     "phi3": {"model_type": "phi3", **_LLM, "sliding_window": None},
     "smollm3": {"model_type": "smollm3", **_LLM, "no_rope_layer_interval": 2},
     "gemma2": {
@@ -177,6 +178,56 @@ PATCH_VALUES = {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3
 
 def make_inputs(family: str) -> EncoderInputs:
     generator = torch.Generator().manual_seed(3)
+_OF_QWEN2_5 = ("model_type", "vision_config")
+COMPOSITES |= {
+    "internvl": {
+        "model_type": "internvl",
+        "vision_config": ENCODERS["internvl_norms"],
+        "text_config": LLMS["qwen2"],
+        "image_token_id": IMAGE_TOKEN_ID,
+        "image_seq_length": 4,
+    },
+    "idefics3": {
+        "model_type": "idefics3",
+        "vision_config": ENCODERS["idefics3"],
+        "text_config": LLMS["llama"],
+        "image_token_id": IMAGE_TOKEN_ID,
+    },
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "vision_config": {**ENCODERS["idefics3"], "model_type": "smolvlm_vision"},
+        "text_config": LLMS["llama"],
+        "image_token_id": IMAGE_TOKEN_ID,
+    },
+    "paligemma": {
+        "model_type": "paligemma",
+        "vision_config": {**ENCODERS["siglip"], "vision_use_head": False},
+        "text_config": {"model_type": "gemma", **_LLM, "head_dim": 16},
+        "image_token_index": IMAGE_TOKEN_ID,
+        "projection_dim": 32,
+    },
+    "paligemma2": {
+        "model_type": "paligemma",
+        "vision_config": {**ENCODERS["siglip"], "vision_use_head": False},
+        "text_config": {**LLMS["gemma2"], "sliding_window": 64},
+        "image_token_index": IMAGE_TOKEN_ID,
+        "projection_dim": 32,
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        "vision_config": {**ENCODERS["siglip"], "vision_use_head": False},
+        "text_config": LLMS["gemma3_text"],
+        "image_token_index": IMAGE_TOKEN_ID,
+        "boi_token_index": 61,
+        "eoi_token_index": 60,
+        "mm_tokens_per_image": 4,
+    },
+    "qwen2_vl": {
+        "model_type": "qwen2_vl",
+        "vision_config": ENCODERS["qwen2_vl"],
+        **{k: v for k, v in COMPOSITES["qwen2_5_vl"].items() if k not in _OF_QWEN2_5},
+    },
+}
     grids = GRIDS[family]
     if family in PATCH_VALUES:
         shape: tuple[int, ...] = (sum(map(prod, grids)), PATCH_VALUES[family])

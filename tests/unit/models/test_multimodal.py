@@ -1,5 +1,6 @@
 """Composites equal Hugging Face's own; freezing, missing images, names of parts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,23 +19,15 @@ from model_cases import (
 )
 from torch import Tensor
 from torch.nn import functional
-from transformers import (
-    AutoConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedModel,
-    Qwen2_5_VLForConditionalGeneration,
-)
+from transformers import AutoConfig, PreTrainedModel
 
-from torchmm.batch import EncoderInputs, Microbatch
+from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch
 from torchmm.config import EncoderConfig, LlmConfig, ModelConfig
 from torchmm.errors import ConfigError
+from torchmm.models import composites
+from torchmm.models.blocks import image_blocks, prompt_blocks
 from torchmm.models.hf_export import hf_name, hf_prefixes
 from torchmm.models.multimodal import MultimodalModel, module_of
-
-CLASSES = {
-    "llava": LlavaForConditionalGeneration,
-    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
-}
 
 
 def our_hf_name(model: MultimodalModel, fqn: str) -> str:
@@ -49,7 +42,7 @@ def our_hf_name(model: MultimodalModel, fqn: str) -> str:
 def plain_composite(model: MultimodalModel) -> PreTrainedModel:
     """Hugging Face's composite with our weights and eager attention."""
     assert model.composite is not None
-    kind = CLASSES[model.composite.model_type]
+    kind = composites.COMPOSITES[model.composite.model_type].kind
     plain = kind._from_config(model.composite, attn_implementation="eager")
     weights = {our_hf_name(model, name): value for name, value in model.state_dict().items()}
     missing = plain.load_state_dict(weights, strict=False)
@@ -63,25 +56,37 @@ def plain_composite(model: MultimodalModel) -> PreTrainedModel:
 def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
     """A packed microbatch, and what Hugging Face's model takes for each sample on its own."""
     generator = torch.Generator().manual_seed(5)
-    if name == "llava":
-        grids = [(1, 4, 4), (1, 4, 4)]
-        pixels = torch.randn(2, 3, 16, 16, generator=generator)
-        tokens = [16, 16]
-    else:
+    of_qwen = name.startswith("qwen")
+    if of_qwen:
         grids = [(1, 4, 6), (1, 6, 2)]
         pixels = torch.randn(36, 96, generator=generator)
         tokens = [6, 3]
+    else:
+        grids = [(1, 4, 4), (1, 4, 4)]
+        pixels = torch.randn(2, 3, 16, 16, generator=generator)
+        tokens = [16, 16] if name in ("llava", "paligemma", "paligemma2") else [4, 4]
     starts, lengths = [4, 4 + tokens[0] + 9], [4 + tokens[0] + 5, 4 + tokens[1] + 8]
     places = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, tokens, strict=True)])
-    batch = microbatch(lengths, {"vision": EncoderInputs(pixels, grids, places)}, places)
-    pieces = pixels.split(1) if name == "llava" else pixels.split([24, 12])
+    images = {"vision": EncoderInputs(pixels, grids, places)}
+    # PaliGemma's images stand in the prompt, before the first target.
+    ignored = 4 + tokens[0] + 2 if name.startswith("paligemma") else 2
+    batch = microbatch(lengths, images, places, ignored)
+    pieces = pixels.split([24, 12] if of_qwen else 1)
     samples = []
     for i, (start, stop) in enumerate([(0, lengths[0]), (lengths[0], sum(lengths))]):
         ids = batch.input_ids_T[None, start:stop]
+        targets = batch.targets_T[None, start:stop]
+        shown = (ids == IMAGE_TOKEN_ID).int()
         sample = {"input_ids": ids, "pixel_values": pieces[i], "use_cache": False}
-        if name == "qwen2_5_vl":
-            sample["image_grid_thw"] = torch.tensor([grids[i]])
-            sample["mm_token_type_ids"] = (ids == IMAGE_TOKEN_ID).int()
+        if of_qwen:
+            sample |= {"image_grid_thw": torch.tensor([grids[i]]), "mm_token_type_ids": shown}
+        elif name in ("idefics3", "smolvlm"):
+            sample["pixel_values"] = pieces[i][None]
+        elif name == "gemma3":
+            sample["token_type_ids"] = shown
+        elif name.startswith("paligemma"):
+            answered = torch.roll(targets != IGNORE_TARGET, 1).cumsum(1) > 0
+            sample["token_type_ids"] = answered.int()
         samples.append(sample)
     return batch, samples
 
@@ -104,6 +109,14 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
         ("llava", {"vision_feature_layer": -2}),
         ("llava", {"vision_feature_layer": 3, "vision_feature_select_strategy": "default"}),
         ("llava", {"tie_word_embeddings": True, "projector_hidden_act": "relu"}),
+        ("internvl", {}),
+        ("internvl", {"vision_feature_layer": -2, "tie_word_embeddings": False}),
+        ("idefics3", {}),
+        ("smolvlm", {}),
+        ("paligemma", {}),
+        ("paligemma2", {}),
+        ("gemma3", {}),
+        ("qwen2_vl", {}),
         ("qwen2_5_vl", {}),
         ("qwen2_5_vl", {"tie_word_embeddings": True}),
     ],
@@ -112,7 +125,7 @@ def test_composites_give_hugging_faces_loss_and_gradients(name: str, changes: di
     model = build(composite_config(name, **changes))
     plain = plain_composite(model)
     batch, samples = two_samples_with_images(name)
-    if name == "qwen2_5_vl":
+    if name.startswith("qwen"):
         batch.position_ids = mrope_positions(plain, samples)
     loss = model(batch)
     logits = torch.cat([plain(**sample).logits[0] for sample in samples])
@@ -121,6 +134,22 @@ def test_composites_give_hugging_faces_loss_and_gradients(name: str, changes: di
     loss.backward()
     expected.backward()
     assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+
+
+def test_blocks_end_with_images_prompts_and_samples() -> None:
+    images = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
+    assert image_blocks(images, [0, 5, 8]).tolist() == [-1, 0, 0, -1, 1, 2, 2, -1]
+    targets = torch.tensor([0, 0, 1, 1, 0, 1, 1, 0], dtype=torch.bool)
+    assert prompt_blocks(targets, [0, 5, 8]).tolist() == [0, 0, 0, -1, -1, 1, -1, -1]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+def test_causal_attention_alone_is_measurably_off(name: str) -> None:
+    model = build(composite_config(name))
+    batch, _ = two_samples_with_images(name)
+    loss = model(batch)
+    model.llm.family = replace(model.llm.family, both_ways=None)
+    assert relative_error(model(batch), loss) > 1e-4
 
 
 def test_a_microbatch_without_images_gives_encoders_zero_gradients() -> None:
