@@ -41,6 +41,7 @@ from torchmm.orchestration import orchestration_problem, planned_recipe
 from torchmm.recipe import load_recipe
 from torchmm.recipe_layout import Layout, replica_groups
 from torchmm.recipe_units import resolve_units
+from torchmm.reordering import reordered
 from torchmm.step_plan import plan_layout, plan_step
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "papers"
@@ -162,7 +163,7 @@ def run(case: Case, recipe: Recipe, devices: int, reorder: str) -> Step:
     arrange = StepReorder(
         modules, model, layout, "1f1b", groups, 1, balance=balance, order=order
     )  # fmt: skip
-    shares = [[packs[i] for [i] in group] for group in arrange(packs)]
+    shares = reordered(arrange, packs)
     seconds = max(
         simulate(plan, plan_costs(plan.graph, modules, share, model)).makespan_ms / 1e3
         for share in heaviest(shares, arrange)

@@ -19,7 +19,13 @@ from torchmm.balance.profiles import load_profile
 from torchmm.errors import ConfigError, TorchmmError
 from torchmm.files import replace_atomically
 from torchmm.forecast import Forecaster
-from torchmm.orchestration import Candidate, choose_placement, plan_recipe, planned_recipe
+from torchmm.orchestration import (
+    Candidate,
+    choose_placement,
+    fits,
+    plan_recipe,
+    planned_recipe,
+)
 from torchmm.orchestration_report import (
     comparison_table,
     placement_table,
@@ -85,7 +91,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
 def _write(options: argparse.Namespace, chosen: Candidate, device: str) -> int:
     """Writes the recipe, if one is wanted and its step can be run."""
     step = chosen.forecast.step
-    if step is None or not step.fits:
+    if step is None or not fits(step):
         problem = chosen.forecast.problem or "its first step does not fit into memory"
         raise ConfigError(f"the best plan cannot be run: {problem}")
     if options.out is not None:

@@ -33,6 +33,7 @@ from torchmm.pipelining.messages import message_specs
 from torchmm.recipe import Layout, resolve_layout
 from torchmm.recipe_layout import replica_groups
 from torchmm.recipe_units import DISAGGREGATED_SCHEDULES, LLM, units_of
+from torchmm.reordering import reordered, step_reorder
 from torchmm.segment_choice import with_segments
 from torchmm.step_plan import plan_layout, plan_step
 from torchmm.tokenizer import load_tokenizer
@@ -107,13 +108,26 @@ class Forecaster:
         modules = list(self.model.modality_modules())
         self.modules = [module.describe() for module in modules]
         self._layered = {module.name: module for module in modules}
-        self.workload = _heaviest(self.modules, first_microbatches(recipe, self.model, self.shares))
         self._costs(recipe.parallel)  # what is wrong with it, now
+        self.workload = _heaviest(self.modules, self._first_shares())
 
     @property
     def shares(self) -> int:
         """Shares of a global batch: data-parallel ranks, or replica groups of modules apart."""
         return replica_groups(self.units) if self.units else self.ranks.data_parallel
+
+    def _first_shares(self) -> list[list[MicrobatchMeta]]:
+        """The first step's microbatches, by share of the global batch."""
+        recipe = self.recipe
+        if recipe.data.reorder == "none":
+            return first_microbatches(recipe, self.model, self.shares)
+        training = recipe.training.model_copy(update={"microbatch_size": 1})
+        one_by_one = recipe.model_copy(update={"training": training})
+        packs = first_microbatches(one_by_one, self.model, 1)[0]
+        parallel = recipe.parallel.model_copy(update={"pipeline": self.ranks.pipeline})
+        layout = plan_layout(parallel, self.modules, packs, self.units or None)
+        reorder = step_reorder(recipe, self.modules, self._costs(parallel), layout, self.shares)
+        return reordered(reorder, packs)
 
     def _costs(self, parallel: ParallelConfig) -> CostModel:
         executions = module_executions(
@@ -172,9 +186,14 @@ class Forecaster:
         except (ConfigError, PlanError) as error:
             return Forecast(name, problem=" ".join(str(error).split()))
         costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise)
-        return self._rate(name, simulate(plan, costs))
+        return self.rate(name, simulate(plan, costs))
 
-    def _rate(self, name: str, step: SimulatedStep) -> Forecast:
+    def rate(self, name: str, step: SimulatedStep) -> Forecast:
+        """MFU and throughput of a step of the workload.
+
+        Args:
+            name: of the schedule.
+        """
         seconds = step.makespan_ms / 1e3
         peak = self.profile.device.peak_flops[self.recipe.training.dtype]
         flops_per_s = step.model_flops * self.workload.mean_share / seconds

@@ -5,8 +5,8 @@
 
 The data are sampled, the modules profiled (`torchmm.balance.unit_profiles`) and the sizes searched
 (`torchmm.balance.orchestrate`). The result is an ordinary recipe, which says what was found and can
-be changed by hand. `choose_placement` also simulates the schedules of the other placements with the
-sizes that the recipe has, and takes the fastest of all. DistTrain §3, §5.
+be changed by hand. `choose_placement` also simulates the schedules of the other placements and
+takes the fastest of all. DistTrain §3, §5.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torchmm.balance.orchestrate import Orchestration, OrchestrationPlan, orches
 from torchmm.balance.orchestrate_baselines import ratio_plan, rigid_plan
 from torchmm.balance.orchestrate_problem import OrchestrationProblem
 from torchmm.balance.profiles import load_profile
+from torchmm.balance.simulator import SimulatedStep
 from torchmm.balance.unit_profiles import TENSOR_SIZES, Profiler, cost_model_run
-from torchmm.config import MODULE_SIZES, Recipe
+from torchmm.config import COLOCATED_SCHEDULES, MODULE_SIZES, Recipe
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster, first_microbatches
 from torchmm.models.registry import build_model
@@ -222,12 +223,20 @@ class Candidate:
     def step_ms(self) -> float:
         """Of the first step; infinite where there is none that fits."""
         step = self.forecast.step
-        return step.makespan_ms if step is not None and step.fits else float("inf")
+        return float("inf") if step is None or not fits(step) else step.makespan_ms
+
+
+def fits(step: SimulatedStep) -> bool:
+    """Whether every rank keeps to `MEMORY_SHARE` of its memory."""
+    limit = step.costs.memory_limit_bytes
+    return limit is None or max(step.peak_bytes) <= MEMORY_SHARE * limit
 
 
 def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> list[Candidate]:
-    """All placements, the fastest first: the plan that was found, and every schedule of the others
-    with the sizes that the recipe has.
+    """All placements, the fastest first: the plan that was found, and every schedule of the others.
+
+    Those share all ranks among all modules: with the recipe's sizes, or with better ones, which
+    1F1B tells. Candidates that cannot be planned or do not fit come last.
 
     Args:
         planned: for the recipe.
@@ -235,23 +244,19 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
     Raises:
         ConfigError: none can be run.
     """
-    best = planned.found.best
+    best, devices = planned.found.best, planned.problem.devices
     own = planned_recipe(recipe, best)
     apart = Forecaster(own, best.devices, profile).forecast()
     candidates = [Candidate("disaggregated", own, best.devices, apart)]
-    together = recipe.parallel.model_copy(update={"placement": "interleaved"})
-    usable = usable_devices(recipe, planned.problem.devices)
-    if usable:
-        simulation = recipe.simulation.model_copy(update={"gpus": usable})
-        recipe = recipe.model_copy(update={"simulation": simulation})
-        plain = recipe.model_copy(
-            update={"parallel": together.model_copy(update={"schedule": "separated"})}
-        )
-        forecaster = Forecaster(plain, usable, profile)
-        for forecast in forecaster.forecast_all():
-            placement = "colocated" if forecast.schedule == "optimus" else "interleaved"
+    together = _best_together(recipe, planned, profile)
+    usable = 0 if together is None else usable_devices(together, devices)
+    if together is not None:
+        forecaster = Forecaster(together, usable, profile)
+        alone = together.parallel.pipeline == 1  # then all schedules do the same
+        for forecast in [forecaster.forecast()] if alone else forecaster.forecast_all():
+            placement = "colocated" if forecast.schedule in COLOCATED_SCHEDULES else "interleaved"
             changes = {"schedule": forecast.schedule, "placement": placement}
-            changed = recipe.model_copy(update={"parallel": together.model_copy(update=changes)})
+            changed = _with_parallel(together, **changes)
             candidates.append(Candidate(placement, changed, usable, forecast))
     candidates.sort(key=lambda candidate: candidate.step_ms)
     if candidates[0].step_ms == float("inf"):
@@ -260,6 +265,34 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
             + "; ".join(f"{c.placement} {c.forecast.schedule}" for c in candidates)
         )
     return candidates
+
+
+def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Recipe | None:
+    """The recipe with the best sizes for all modules on the same ranks; None if none can be run."""
+    layers = min(unit.layers for unit in planned.problem.units)
+    tensors = set.intersection(*(set(unit.seconds) for unit in planned.problem.units))
+    pipelines = [2**n for n in range(layers.bit_length()) if 2**n <= layers]
+    found: list[tuple[float, int, Recipe]] = []
+    plain = _with_parallel(recipe, placement="interleaved", schedule="1f1b", virtual_stages=1)
+    tried = [plain] + [
+        _with_parallel(plain, tensor=tensor, pipeline=pipeline, replicate=1, shard=-1)
+        for tensor in sorted(tensors)
+        for pipeline in pipelines
+    ]
+    for number, candidate in enumerate(tried):
+        usable = usable_devices(candidate, planned.problem.devices)
+        if not usable or (number and 2 * usable < planned.problem.devices):
+            continue
+        simulation = candidate.simulation.model_copy(update={"gpus": usable})
+        sized = candidate.model_copy(update={"simulation": simulation})
+        step = Forecaster(sized, usable, profile).forecast().step
+        if step is not None:
+            found.append((step.makespan_ms if fits(step) else float("inf"), number, sized))
+    return min(found)[2] if found else None
+
+
+def _with_parallel(recipe: Recipe, **changes: object) -> Recipe:
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
 
 
 def usable_devices(recipe: Recipe, devices: int) -> int:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from torchmm.balance.orchestrate import OrchestrationPlan, compare_plans
-from torchmm.orchestration import Candidate, PlannedRun
+from torchmm.balance.simulator import SimulatedStep
+from torchmm.orchestration import MEMORY_SHARE, Candidate, PlannedRun, fits
+from torchmm.pipelining.timeline import BUBBLE_CLASSES
 from torchmm.recipe import dump_recipe
 
 GIB = 2**30
@@ -97,14 +99,31 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
     """Why a candidate is not the best, in a few words."""
     step, first = candidate.forecast.step, best.forecast.step
     assert step is not None and first is not None
-    if not step.fits:
-        limit = step.costs.memory_limit_bytes or 0
-        return f"does not fit into {limit / GIB:.1f} GiB"
+    if not fits(step):
+        limit = MEMORY_SHARE * (step.costs.memory_limit_bytes or 0)
+        return f"does not fit into {limit / GIB:.1f} GiB ({MEMORY_SHARE:.0%} of a device)"
+    ours, theirs = _times_ms(step), _times_ms(first)
+    more = sorted(ours, key=lambda name: theirs[name] - ours[name])[:2]
+    parts = ", ".join(
+        f"{name} {(ours[name] - theirs[name]) / first.makespan_ms:+.1%}"
+        for name in more
+        if ours[name] > theirs[name]
+    )
     ratio = step.makespan_ms / first.makespan_ms - 1
-    bubbles = [100 * s.timeline.bubble_fraction for s in (step, first)]
-    used = [candidate.devices, best.devices]
-    text = f"{100 * ratio:+.1f} %: bubbles {bubbles[0]:.1f} against {bubbles[1]:.1f} %"
-    return text if used[0] == used[1] else f"{text}, {used[0]} devices against {used[1]}"
+    idle = best.devices - candidate.devices
+    unused = f"; {idle} devices more stay idle" if idle > 0 else ""
+    return f"{ratio:+.1%}: {parts}{unused}"
+
+
+def _times_ms(step: SimulatedStep) -> dict[str, float]:
+    """What an average rank does in a step."""
+    timeline = step.timeline
+    found = {"computing": (1 - timeline.bubble_fraction) * step.makespan_ms}
+    for kind in BUBBLE_CLASSES:
+        found[f"bubbles ({kind.replace('_', ' ')})"] = (
+            timeline.bubble_share[kind] * step.makespan_ms
+        )
+    return found
 
 
 def recipe_text(candidate: Candidate, source: str, device: str) -> str:

@@ -17,9 +17,8 @@ import torch
 from torchmm.balance.cost_model import CostModel
 from torchmm.balance.execution import Execution
 from torchmm.balance.reorder_step import StepReorder
-from torchmm.batch import ModuleDescription
+from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.config import Recipe
-from torchmm.data.plan import Arrange
 from torchmm.errors import ConfigError
 from torchmm.module_costs import run_profile
 from torchmm.pipelining.graph import StageLayout
@@ -32,7 +31,7 @@ def arrangement(
     layout: StageLayout,
     data_parallel_size: int,
     device: torch.device,
-) -> Arrange | None:
+) -> StepReorder | None:
     """What `data.reorder` asks for; None: nothing.
 
     Args:
@@ -45,20 +44,46 @@ def arrangement(
     Raises:
         ConfigError: the device of `simulation.device` is unknown.
     """
-    mode = recipe.data.reorder
-    if mode == "none":
+    if recipe.data.reorder == "none":
         return None
-    training = recipe.training
+    model = _costs(recipe, modules, device)
+    return step_reorder(recipe, modules, model, layout, data_parallel_size)
+
+
+def step_reorder(
+    recipe: Recipe,
+    modules: Sequence[ModuleDescription],
+    model: CostModel,
+    layout: StageLayout,
+    data_parallel_size: int,
+) -> StepReorder:
+    """The same with given costs."""
+    mode = recipe.data.reorder
     return StepReorder(
         modules,
-        _costs(recipe, modules, device),
+        model,
         layout,
         recipe.parallel.schedule,
         data_parallel_size,
-        training.microbatch_size,
+        recipe.training.microbatch_size,
         balance=mode in ("intra", "both"),
         order=mode in ("inter", "both"),
     )
+
+
+def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[list[MicrobatchMeta]]:
+    """Microbatches of each share of a global batch.
+
+    Args:
+        packs: of the global batch, each as a microbatch of its own.
+    """
+
+    def joined(members: Sequence[int]) -> MicrobatchMeta:
+        own = [packs[i] for i in members]
+        samples = tuple(sample for pack in own for sample in pack.samples)
+        return MicrobatchMeta(samples, sum(pack.tokens for pack in own))
+
+    return [[joined(members) for members in share] for share in reorder(packs)]
 
 
 def _costs(recipe: Recipe, modules: Sequence[ModuleDescription], device: torch.device) -> CostModel:

