@@ -62,8 +62,8 @@ def resolve_units(
         left = world_size - sum(ranks for module, ranks in fixed.items() if module != name)
         if left < fixed[name] or left % fixed[name]:
             raise ConfigError(
-                f"parallel: {shown}: of {world_size} ranks, {max(left, 0)} are left for {name}, no "
-                f"multiple of its {fixed[name]}; start other numbers of ranks or change a size"
+                f"parallel: {shown}: of {world_size} ranks, {max(left, 0)} are left for {name}, "
+                f"which takes a multiple of {fixed[name]}; start more ranks or change a size"
             )
         sizes[name][key] = left // fixed[name]
     elif sum(fixed.values()) != world_size:

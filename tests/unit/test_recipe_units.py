@@ -82,7 +82,7 @@ def test_sizes_make_the_world(sizes, world_size, units) -> None:
     [
         ({"shard": 2}, 5, "vision (1 rank), llm (shard 2), generator (1 rank) make 4 ranks, not 5"),
         ({"vision": {"shard": -1}}, 4, "parallel.vision.shard and parallel.shard are -1"),
-        ({"pipeline": 2}, 5, "of 5 ranks, 3 are left for llm, no multiple of its 2"),
+        ({"pipeline": 2}, 5, "of 5 ranks, 3 are left for llm, which takes a multiple of 2"),
         ({"vision": {"shard": 4}}, 4, "0 are left for llm"),
         ({"llm": {"replicate": 0}}, 4, "a size is 0"),
     ],
