@@ -1,0 +1,76 @@
+"""Global batches arranged by a function of sizes: the same packs, in other places."""
+
+from collections import deque
+
+import pytest
+from data_cases import training
+
+from torchmm.batch import SampleMeta
+from torchmm.data.order import FeedOptions, Item
+from torchmm.data.plan import Planner
+
+
+class Endless:
+    """A feed of samples of 20 to 60 tokens."""
+
+    options = FeedOptions(0, "numbers", 0, shuffle=False, one_epoch=False)
+    size, epoch = None, 0
+
+    def __init__(self):
+        self.draws = 0
+
+    def next(self):
+        self.draws += 1
+        return Item(0, 0, SampleMeta("numbers", self.draws, 20 + self.draws * 7 % 41))
+
+    def state(self, needed):
+        return {"draws": self.draws}
+
+
+class Only:
+    """A mixture of one feed."""
+
+    def __init__(self):
+        self.feeds = [Endless()]
+        self.next = self.feeds[0].next
+
+
+def planner(arrange=None, **sizes):
+    return Planner(Only(), training(**sizes), 3, 2, 0, None, arrange)
+
+
+def names(step):
+    return sorted(i.meta.index for rank in step.ranks for m in rank for pack in m for i in pack)
+
+
+def largest_first(packs):
+    """To the first rank half of the packs with most tokens."""
+    order = deque(sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens))
+    return [[[order.popleft() for _ in range(2)] for _ in range(2)] for _ in range(2)]
+
+
+def test_steps_have_the_same_samples_and_states_in_other_places():
+    sizes = {"global_batch_size": 8, "microbatch_size": 2}
+    natural, arranged = planner(**sizes), planner(largest_first, **sizes)
+    for _ in range(3):
+        one, two = next(natural), next(arranged)
+        assert names(one) == names(two) and one.state == two.state
+        assert one.ranks != two.ranks
+        first, second = (
+            [meta.used_tokens for meta in rank] for rank in two.metas(training().sequence_length)
+        )
+        assert min(first) >= max(second)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [[[0], [1]], [[2], [2]]],
+        [[[0], [1], [2]], [[3]]],
+        [[[0, 1]], [[2, 3]]],
+        [[[0], [1]]],
+    ],
+)
+def test_arrangements_that_lose_or_bundle_packs_are_refused(places):
+    with pytest.raises(ValueError, match="each has to have one place"):
+        next(planner(lambda packs: places, global_batch_size=4))
