@@ -46,14 +46,17 @@ class EncoderConfig(Section):
     """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
     of its config."""
     processor: dict[str, Any] | None = None
-    """Settings of the image processor; default: the source's, or those of the model type."""
-    modality: Literal["image"] = "image"
-    """What the encoder reads."""
+    """Settings of the image processor or feature extractor; default: the source's, or those of the
+    model type."""
+    modality: Literal["image", "audio"] = "image"
+    """What the encoder reads. Every image of a sample goes to all encoders of images, every sound
+    to all of sounds; what no encoder reads is left out."""
     connector: Literal["mlp", "pixel_shuffle_mlp"] = "mlp"
     """"mlp" maps each encoder output to one LLM token through two linear layers;
     "pixel_shuffle_mlp" first folds `shuffle` x `shuffle` neighbouring patches into one token."""
     shuffle: int = Field(default=2, ge=2)
-    """Rows and columns of patches folded into one token by "pixel_shuffle_mlp"."""
+    """Rows and columns of patches folded into one token by "pixel_shuffle_mlp"; of sounds
+    `shuffle`**2 consecutive positions."""
     feature_layer: int = Field(default=-1, le=-1)
     """Which hidden state feeds the connector: -1 the last layer's output, -2 the one before.
     Layers behind it are not built."""

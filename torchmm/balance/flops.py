@@ -118,7 +118,7 @@ def part_flops(module: ModuleDescription, part: Part, sizes: TaskSizes) -> tuple
     dense_N = nothing_N.copy()
     if part.linear is not None:
         dense_N += 2 * part.linear[0] * part.linear[1] * rows_N[part.role]
-    if part.role == "embedding":
+    if part.role == "embedding" and part.leaf:
         dense_N += module.flops_per_image * sizes.images_N
     return dense_N, nothing_N
 

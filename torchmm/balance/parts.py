@@ -98,11 +98,13 @@ def _before(module: ModuleDescription) -> list[Part]:
             Part("context", module.connector_trainable, linear=(size, size), first=i == 0)
             for i in range(2)
         ]
-    linear: Linear | None = None
-    if module.pre_flops_per_unit:
-        linear = next(iter(module.pre_linears), None) or _square(module.pre_flops_per_unit)
-    embedding = Part("embedding", module.trainable, linear=linear, leaf=module.kind != "llm")
-    return [*parts, embedding]
+    linears: Sequence[Linear | None] = module.pre_linears or [None]
+    if module.pre_flops_per_unit and not module.pre_linears:
+        linears = [_square(module.pre_flops_per_unit)]
+    for index, linear in enumerate(linears):
+        leaf = module.kind != "llm" and index == 0
+        parts.append(Part("embedding", module.trainable, linear=linear, leaf=leaf))
+    return parts
 
 
 def _behind(module: ModuleDescription) -> list[Part]:

@@ -1,4 +1,4 @@
-"""Image encoders by family: the SigLIPs, and the table of all.
+"""Encoders by family: the SigLIPs, and the table of all.
 
 Shape legend: N images, P patches of all images, D features, C channels.
 """
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from torchmm.batch import EncoderInputs
 from torchmm.models.attention import Segments
+from torchmm.models.audio_families import WhisperFamily
 from torchmm.models.encoder_family import EncoderFamily, image_starts, side
 from torchmm.models.qwen_vision import Qwen2_5VisionFamily, Qwen2VisionFamily
 from torchmm.models.vision_families import Dinov2Family, Idefics3Family, InternVisionFamily
@@ -78,6 +79,7 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "smolvlm_vision": Idefics3Family(),
     "qwen2_vl_vision": Qwen2VisionFamily(),
     "qwen2_5_vl_vision": Qwen2_5VisionFamily(),
+    "whisper": WhisperFamily(),
 }
 """Supported families by Hugging Face model_type. One is supported when its parity test passes."""
 

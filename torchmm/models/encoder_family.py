@@ -21,6 +21,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from torchmm.batch import EncoderInputs, LayerDescription
 from torchmm.errors import ConfigError
 from torchmm.models.attention import PACKED
+from torchmm.models.layered import LinearSizes
 
 
 def side(size: Any) -> int:
@@ -43,6 +44,7 @@ def patches_per_row(config: Any) -> int:
 class EncoderFamily:
     """CLIP-like towers on images of a fixed size; base of all families."""
 
+    modality: Literal["image", "audio"] = "image"
     layout: Literal["fixed", "patches"] = "fixed"
     processor_class = "CLIPImageProcessor"
     layers = "encoder.layers"
@@ -55,6 +57,8 @@ class EncoderFamily:
     has_class_token = True
     one_tile = False
     """Whether its composites' own image processors cut images into tiles, which are not used."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """How files of whole models name the tower, where that is not as most do; see `WeightFiles`."""
     fixed_merge = False
     """Whether the tower itself merges patches, which fixes its last layer and connectors."""
     tensor_parallel: ClassVar[dict[str, str]] = {
@@ -76,6 +80,11 @@ class EncoderFamily:
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         """The tower, whole."""
         return AutoModel.from_config(config, dtype=dtype, attn_implementation=PACKED)
+
+    def linears_before(self, tower: Any) -> LinearSizes:
+        """(inputs, outputs) of the matrix products per patch before the layers."""
+        weight = tower.get_submodule(self.patch_embedding).weight
+        return ((weight.numel() // len(weight), len(weight)),)
 
     def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Any:
         """What layers need beside hidden states, from the grids alone."""
@@ -111,6 +120,14 @@ class EncoderFamily:
         """Settings of the image processor that follow from the config."""
         size = side(config.image_size)
         return {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
+
+    def patch_size(self, config: Any) -> int:
+        """Side of a patch in pixels; of sounds, its samples."""
+        return side(config.patch_size)
+
+    def max_patches(self, config: Any) -> int:
+        """Most patches of a sound; 0 for images."""
+        return 0
 
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         """Shape of the pixels and (frames, rows, columns) of the smallest valid image."""

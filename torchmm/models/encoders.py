@@ -1,4 +1,6 @@
-"""An image encoder with its connector, behind the layered interface.
+"""An image or audio encoder with its connector, behind the layered interface.
+
+A sound is an image of one row, see `torchmm.batch.ImageMeta`.
 
 Shape legend: P patches of all images, K output tokens of all images, D features.
 """
@@ -26,7 +28,7 @@ from torchmm.models.connectors import (
     init_connector,
     linear_sizes,
 )
-from torchmm.models.encoder_family import EncoderFamily, side
+from torchmm.models.encoder_family import EncoderFamily
 from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
 
 
@@ -45,7 +47,8 @@ class EncoderSpec:
     feature_layer: int = -1
     """Which hidden state leaves the tower: -1 the last layer's output."""
     shuffle: int = 1
-    """Rows and columns of patches folded into one token in front of the connector."""
+    """Rows and columns of patches folded into one token in front of the connector; of sounds
+    shuffle**2 consecutive positions."""
     drop_class_token: bool = True
     final_norm: bool = False
     """Whether features pass the norm behind the last layer."""
@@ -173,10 +176,9 @@ class EncoderModule(LayeredModule):
         return self._around
 
     def _list_linears_around(self) -> tuple[LinearSizes, LinearSizes]:
-        weight = self.tower.get_submodule(self.family.patch_embedding).weight
         behind = [self.get_submodule(fqn) for fqn in self._post_fqns()]
-        before = (weight.numel() // len(weight), len(weight))
-        return (before,), tuple(sizes for part in behind for sizes in linear_sizes(part))
+        before = self.family.linears_before(self.tower)
+        return before, tuple(sizes for part in behind for sizes in linear_sizes(part))
 
     @property
     def extra_tokens(self) -> int:
@@ -209,7 +211,9 @@ class EncoderModule(LayeredModule):
         if self.spec.final_norm:
             hidden = tower.get_submodule(family.final_norm)(hidden)
         x_PD = family.finish(tower, hidden, context, self._drops_class_token)
-        if self.spec.shuffle > 1:
+        if self.spec.shuffle > 1 and family.modality == "audio":
+            x_PD = x_PD.reshape(-1, self.spec.shuffle**2 * x_PD.shape[-1])
+        elif self.spec.shuffle > 1:
             x_PD = fold_neighbours(x_PD, inputs.grids_thw, self.spec.shuffle)
         return self.connector(x_PD)
 
@@ -225,22 +229,30 @@ class EncoderModule(LayeredModule):
             layout=self.family.layout,
             processor_class=self.spec.processor_class,
             processor=self.spec.processor,
-            patch_size_px=side(self.spec.config.patch_size),
+            patch_size_px=self.family.patch_size(self.spec.config),
             merge=self.merge,
             drop_class_token=not kept,
             extra_tokens=int(kept),
+            modality=self.family.modality,
+            max_patches=self.family.max_patches(self.spec.config),
         )
 
     def dummy_image(self) -> ImageMeta:
         """Sizes of the image in `dummy_inputs`."""
-        _, grid = self.family.smallest_image(self.spec.config)
-        patches = prod(grid)
+        patches = prod(self._smallest()[1])
         kept = self.family.has_class_token and not self.spec.drop_class_token
         return ImageMeta(0, 0, patches, patches // self.merge**2 + kept)
 
+    def _smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        """Shape of the pixels and grid of the smallest valid image: of sounds, one group."""
+        shape, grid = self.family.smallest_image(self.spec.config)
+        if self.family.modality == "image":
+            return shape, grid
+        return (self.merge**2, *shape[1:]), (1, 1, self.merge**2)
+
     def dummy_inputs(self, device: torch.device) -> EncoderInputs:
         """The smallest valid image, whose tokens go nowhere: for microbatches without images."""
-        shape, grid = self.family.smallest_image(self.spec.config)
+        shape, grid = self._smallest()
         nowhere = torch.empty(0, dtype=torch.int64, device=device)
         return EncoderInputs(torch.zeros(shape, device=device), [grid], nowhere)
 

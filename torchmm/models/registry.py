@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import FeatureExtractionMixin
 from transformers.image_processing_base import ImageProcessingMixin
 
 from torchmm.config import EncoderConfig, FreezeConfig, GeneratorConfig, LlmConfig, ModelConfig
@@ -162,8 +163,10 @@ def _build_encoder(
         dtype=dtype,
         feature_layer=section.feature_layer,
         shuffle=section.shuffle if section.connector == "pixel_shuffle_mlp" else 1,
+        final_norm=family.modality == "audio" and section.feature_layer == -1,
     )
-    return EncoderModule(spec, replace(TOWER_FILES, source=section.source))
+    renames = (*family.renames, *TOWER_FILES.renames)
+    return EncoderModule(spec, replace(TOWER_FILES, source=section.source, renames=renames))
 
 
 def _connector_problems(
@@ -180,7 +183,12 @@ def _connector_problems(
             f"[{key}] feature_layer = {section.feature_layer}: {config.model_type} merges patches "
             "behind its last layer; use -1"
         )
-    if section.connector != "pixel_shuffle_mlp":
+    if section.modality != family.modality:
+        problems.append(
+            f'[{key}] modality = "{section.modality}", but {config.model_type} reads '
+            f'{family.modality}; write modality = "{family.modality}"'
+        )
+    if section.connector != "pixel_shuffle_mlp" or family.modality == "audio":
         return problems
     if family.layout != "fixed":
         problems.append(
@@ -203,6 +211,8 @@ def _load_processor(
     override: dict[str, Any] | None,
 ) -> tuple[str, dict[str, Any]]:
     """Class name and settings of the image processor; those the model fixes are checked."""
+    if family.modality == "audio":
+        return _load_extractor(family, config, source, override)
     fixed = family.processor(config)
     settings: dict[str, Any] = {}
     if source is not None:
@@ -227,6 +237,19 @@ def _load_processor(
         settings = {key: value for key, value in settings.items() if key in kept}
     settings.pop("processor_class", None)
     return name, settings
+
+
+def _load_extractor(
+    family: EncoderFamily, config: Any, source: str | None, override: dict[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """Class name and settings of the feature extractor."""
+    settings: dict[str, Any] = {}
+    if source is not None:
+        with suppress(OSError):  # weights without an extractor: the model type's defaults
+            settings, _ = FeatureExtractionMixin.get_feature_extractor_dict(source)
+    known = ("feature_size", "sampling_rate", "hop_length", "n_fft", "chunk_length")
+    kept = {name: settings[name] for name in known if name in settings}
+    return family.processor_class, {**kept, **(override or {}), **family.processor(config)}
 
 
 def _sides(size: Any) -> Any:

@@ -1,6 +1,8 @@
 """Each encoder family gives the outputs and gradients of the plain Hugging Face tower."""
 
+import copy
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from torchmm.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
@@ -34,7 +37,9 @@ QWEN = {
 def plain_tower(encoder: EncoderModule) -> nn.Module:
     """Hugging Face's own tower, whole, with eager attention and our weights where we have them."""
     config = encoder.spec.config
-    if config.model_type in QWEN:
+    if config.model_type == "whisper":
+        tower = WhisperEncoder._from_config(copy.deepcopy(config), attn_implementation="eager")
+    elif config.model_type in QWEN:
         tower = QWEN[config.model_type]._from_config(config, attn_implementation="eager")
     else:
         tower = AutoModel.from_config(config, attn_implementation="eager")
@@ -44,6 +49,8 @@ def plain_tower(encoder: EncoderModule) -> nn.Module:
 
 
 def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: int) -> Tensor:
+    if family == "whisper":
+        return whisper_features(tower, inputs)
     if family.startswith("qwen"):
         return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
     if family == "siglip2":
@@ -55,6 +62,19 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
         return states[layer][mask]
     hidden = tower(inputs.pixels, output_hidden_states=True).hidden_states[layer]
     return (hidden[:, 1:] if family in CLASS_TOKEN else hidden).flatten(0, 1)
+
+
+def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
+    """One sound after the other, by a tower that takes exactly this length."""
+    table = tower.embed_positions.weight
+    found = []
+    for sound_PD in inputs.pixels.split([prod(grid) for grid in inputs.grids_thw]):
+        tower.config.max_source_positions = len(sound_PD)
+        tower.embed_positions = nn.Embedding.from_pretrained(table[: len(sound_PD)])
+        mels_MF = sound_PD.reshape(-1, tower.num_mel_bins).T
+        found.append(tower(mels_MF[None]).last_hidden_state[0])
+    tower.embed_positions = nn.Embedding.from_pretrained(table)
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize(

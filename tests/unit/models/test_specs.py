@@ -1,22 +1,27 @@
 """What models tell data: image processors and special tokens."""
 
+import io
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 import transformers
-from model_cases import COMPOSITES, ENCODERS, LLMS, build, composite_config, pair_config
+from model_cases import AUDIO, COMPOSITES, ENCODERS, LLMS, build, composite_config, pair_config
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from torchmm.batch import EncoderInputs
-from torchmm.config import EncoderConfig, LlmConfig, ModelConfig
+from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.data.audio import AudioPreprocessor
 from torchmm.errors import ConfigError
-from torchmm.models.multimodal import module_of
+from torchmm.models.hf_io import load_weights
+from torchmm.models.multimodal import materialize, module_of
+from torchmm.models.registry import build_model
 
 
 def word_tokenizer(words: int, **special: str) -> PreTrainedTokenizerFast:
@@ -41,7 +46,7 @@ def processed(spec, images: list[Image.Image]) -> EncoderInputs:
     return EncoderInputs(out["pixel_values"], [(1, rows, rows)] * len(images), nowhere)
 
 
-@pytest.mark.parametrize("family", list(ENCODERS))
+@pytest.mark.parametrize("family", [name for name in ENCODERS if name not in AUDIO])
 def test_the_processor_of_the_spec_makes_what_the_encoder_reads(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     spec = encoder.image_spec()
@@ -110,3 +115,41 @@ def test_tensor_parallel_patterns_name_linears(family: str) -> None:
 def test_window_layers_of_qwen_are_described() -> None:
     encoder = build(pair_config("llama", "qwen2_5_vl")).encoders["eye"]
     assert [layer.window for layer in encoder.describe().layers] == [16, None, 16]
+
+
+def test_an_audio_encoder_hears_what_its_extractor_makes() -> None:
+    config = pair_config("llama", "whisper", connector="pixel_shuffle_mlp")
+    encoder = build(config).encoders["eye"]
+    ours = AudioPreprocessor(encoder.image_spec())
+    stream = io.BytesIO()
+    wave_S = np.random.default_rng(0).normal(0, 0.1, 3000)
+    soundfile.write(stream, wave_S, 16_000, format="WAV")
+    meta = ours.meta(stream.getvalue())
+    pixels = torch.from_numpy(ours.pixels(stream.getvalue(), meta))
+    inputs = EncoderInputs(pixels, [ours.grid_thw(meta)], torch.empty(0))
+    assert (meta.patches, meta.tokens) == (12, 3)
+    assert encoder(inputs).shape == (3, 32)
+    assert encoder.dummy_image().patches == 4 and encoder.dummy_image().tokens == 1
+
+
+def test_modality_and_family_have_to_agree() -> None:
+    with pytest.raises(ConfigError, match='whisper reads audio; write modality = "audio"'):
+        build(pair_config("llama", "whisper", modality="image"))
+    with pytest.raises(ConfigError, match="clip_vision_model reads image"):
+        build(pair_config("llama", "clip", modality="audio"))
+
+
+def test_whole_whisper_files_are_read(tmp_path: Path) -> None:
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    tokens = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    settings = {**ENCODERS["whisper"], **sizes, **tokens, "decoder_start_token_id": 1}
+    whole = AutoModel.from_config(AutoConfig.for_model(**settings))
+    whole.save_pretrained(tmp_path)
+    section = EncoderConfig(source=str(tmp_path), modality="audio")
+    model = build_model(
+        ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"ear": section}), FreezeConfig()
+    )
+    materialize(model, "cpu")
+    assert "encoders.ear.tower.conv1.weight" in load_weights(model)
+    for name, value in whole.get_encoder().state_dict().items():
+        assert torch.equal(model.encoders["ear"].tower.state_dict()[name], value), name

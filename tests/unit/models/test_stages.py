@@ -68,7 +68,8 @@ def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalMod
 
 def example(name: str, model: MultimodalModel) -> Microbatch:
     """Two packed samples; all images stand in the first."""
-    family = next((family for family in BASIC_ENCODERS if name.endswith(family)), "clip")
+    families = (*BASIC_ENCODERS, "qwen2_vl")
+    family = next((family for family in families if name.endswith(family)), "clip")
     inputs = make_inputs(family)
     encoder = next(iter(model.encoders.values()))
     with torch.no_grad():
@@ -99,8 +100,15 @@ def run(ranks: list[MultimodalModel], stages: dict[str, Cut], batch: Microbatch)
     return inputs
 
 
-@pytest.mark.parametrize("cut_name", list(CUTS))
-@pytest.mark.parametrize("name", list(CONFIGS))
+FURTHER = ("internvl", "idefics3", "paligemma", "gemma3", "qwen2_vl")
+CASES = [
+    *((name, cut) for name in CONFIGS for cut in CUTS),
+    *((name, "a stage per layer and end") for name in FURTHER),
+]
+CONFIGS |= {name: composite_config(name) for name in FURTHER}
+
+
+@pytest.mark.parametrize(("name", "cut_name"), CASES)
 def test_stages_equal_the_whole(name: str, cut_name: str) -> None:
     stages = CUTS[cut_name]
     whole = build_model(CONFIGS[name], FreezeConfig())
