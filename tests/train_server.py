@@ -1,7 +1,8 @@
 """Runs train.py many times without paying for its imports every time.
 
 A warm process imports everything once and forks one child per rank; a child calls the `main` of
-train.py as `python train.py ARGUMENTS` would. The warm process has no threads, so forking is safe.
+train.py (or of another script) as `python train.py ARGUMENTS` would. The warm process has no
+threads, so forking is safe.
 
     with TrainServer() as server:
         run = server.start([arguments], log_dir, ranks=2)
@@ -13,9 +14,11 @@ train.py as `python train.py ARGUMENTS` would. The warm process has no threads, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -31,24 +34,58 @@ TRAIN = Path(__file__).parents[1] / "train.py"
 CLIENT = Path(__file__).with_name("train_client.py")
 
 
+class ForkedRank:
+    """A process of the server, with what `subprocess.Popen` has to wait for it and to kill it."""
+
+    def __init__(self, address: str, job: dict) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(address)
+        self._lines = self._socket.makefile("rw")
+        self._lines.write(json.dumps(job) + "\n")
+        self._lines.flush()
+        self.pid = int(self._lines.readline())
+        self.returncode: int | None = None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Nothing happens if the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        """Exit code (-N: killed by signal N), or None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after that time.
+        """
+        if self.returncode is None:
+            if not select.select([self._socket], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout_s or 0)
+            self.returncode = int(self._lines.readline())
+            self._lines.close()
+            self._socket.close()
+        return self.returncode
+
+
 @dataclass
 class Run:
     """One run of train.py: a process per rank, each with a log file."""
 
-    streams: list
-    processes: list[int]
+    processes: list[ForkedRank]
     logs: list[Path]
 
     def kill(self, rank: int, number: signal.Signals) -> None:
         """Sends a signal to one rank."""
-        os.kill(self.processes[rank], number)
+        self.processes[rank].send_signal(number)
 
     def wait(self) -> list[int]:
         """Exit codes by rank (-N: killed by signal N) when all have ended."""
-        codes = [int(stream.readline()) for stream in self.streams]
-        for stream in self.streams:
-            stream.close()
-        return codes
+        return [process.wait() for process in self.processes]
 
     def output(self, rank: int = 0) -> str:
         """What a rank has written to stdout and stderr so far."""
@@ -77,13 +114,23 @@ class TrainServer:
         self._directory.cleanup()
 
     def start(
-        self, arguments: Sequence[object], log_dir: Path, ranks: int = 1, **env: object
+        self,
+        arguments: Sequence[object],
+        log_dir: Path,
+        ranks: int = 1,
+        *,
+        script: Path = TRAIN,
+        **env: object,
     ) -> Run:
-        """Starts train.py; with more than one rank in the environment torchrun would give."""
+        """Starts train.py; with more than one rank in the environment torchrun would give.
+
+        Args:
+            script: to start instead; it must have a `main` that returns the exit code.
+        """
         log_dir.mkdir(parents=True, exist_ok=True)
         logs = [log_dir / f"rank-{rank}.log" for rank in range(ranks)]
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
-        streams, processes = [], []
+        processes = []
         for rank, log in enumerate(logs):
             log.write_text("")
             where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
@@ -91,15 +138,11 @@ class TrainServer:
             job = {
                 "log": str(log),
                 "env": {k: str(v) for k, v in rank_env.items()},
+                "script": str(script),
                 "arguments": [str(a) for a in arguments],
             }
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(self.address)
-                streams.append(connection.makefile("rw"))
-            streams[-1].write(json.dumps(job) + "\n")
-            streams[-1].flush()
-            processes.append(int(streams[-1].readline()))
-        return Run(streams, processes, logs)
+            processes.append(ForkedRank(self.address, job))
+        return Run(processes, logs)
 
     def run(
         self, arguments: Sequence[object], log_dir: Path, ranks: int = 1, **env: object
@@ -151,9 +194,10 @@ def _run(job: dict) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(job["env"])
-    sys.argv = [str(TRAIN), *job["arguments"]]
+    script = job.get("script", str(TRAIN))
+    sys.argv = [script, *job["arguments"]]
     try:
-        return int(runpy.run_path(str(TRAIN))["main"]())
+        return int(runpy.run_path(script)["main"]())
     except SystemExit as error:
         return int(error.code or 0)
     except BaseException:

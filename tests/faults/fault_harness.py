@@ -1,13 +1,13 @@
 """Starting ranks as processes, waiting for what they print, killing them, reading what is left.
 
-    with Job(SCRIPT, [run_dir], ranks=2, log_dir=tmp_path) as job:
+    with Job(train_server, SCRIPT, [run_dir], ranks=2, log_dir=tmp_path) as job:
         job.wait_for("step 3")
         job.signal(1, signal.SIGKILL)
         codes = job.wait(30)
 
-`Job` starts plain processes with the environment torchrun would give them, which is fast and
-leaves each rank's exit code visible; `TorchrunJob` goes through torchrun itself, for restarts.
-Leaving the block kills what still runs, with its children.
+`Job` starts plain processes with the environment torchrun would give them, which is fast (they are
+forks of the train server) and leaves each rank's exit code visible; `TorchrunJob` goes through
+torchrun itself, for restarts. Leaving the block kills what still runs.
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from train_server import ForkedRank, TrainServer
+
 POLL_S = 0.02
 
 
 class Job:
     """One process per rank over gloo on this machine."""
 
+    processes: Sequence[ForkedRank | subprocess.Popen[bytes]]
+
     def __init__(
-        self, script: Path, args: Sequence[object], ranks: int, log_dir: Path, **env: str
+        self,
+        server: TrainServer,
+        script: Path,
+        args: Sequence[object],
+        ranks: int,
+        log_dir: Path,
+        **env: str,
     ) -> None:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        self.logs = [log_dir / f"rank-{rank}.log" for rank in range(ranks)]
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        self.processes = []
-        for rank, log in enumerate(self.logs):
-            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
-            rank_env = {**address, **{k: str(v) for k, v in where.items()}, **env}
-            self.processes.append(_start([sys.executable, script, *args], log, rank_env))
+        run = server.start(args, log_dir, ranks, script=script, **env)
+        self.logs, self.processes = run.logs, run.processes
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *exc: object) -> None:
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
             process.wait()
 
     def output(self, rank: int = 0) -> str:
@@ -94,6 +97,12 @@ class TorchrunJob(Job):
         # Without this variable restarted ranks look for the dead rank in the old store.
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.processes = [_start([*command, script, *args], self.logs[0], env)]
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+            process.wait()
 
 
 def free_port() -> int:

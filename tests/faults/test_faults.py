@@ -27,17 +27,17 @@ def newest(run_dir: Path) -> int | None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> str:
+def uninterrupted(tmp_path_factory, train_server) -> str:
     """Hash of the parameters after 12 steps on 2 ranks."""
     run_dir = tmp_path_factory.mktemp("uninterrupted")
-    with Job(TRAINER, [run_dir, 12], 2, run_dir / "logs") as job:
+    with Job(train_server, TRAINER, [run_dir, 12], 2, run_dir / "logs") as job:
         assert job.wait() == [0, 0]
         assert read_status(run_dir).state == "done"
         return final_hash(job.output())
 
 
-def test_a_killed_rank_is_named_and_the_run_resumes_exactly(tmp_path, uninterrupted):
-    with Job(TRAINER, [tmp_path, 12], 2, tmp_path / "logs", STEP_S="0.1") as job:
+def test_a_killed_rank_is_named_and_the_run_resumes_exactly(tmp_path, uninterrupted, train_server):
+    with Job(train_server, TRAINER, [tmp_path, 12], 2, tmp_path / "logs", STEP_S="0.1") as job:
         job.wait_for("step 4")
         job.signal(1, signal.SIGKILL)
         assert job.wait(20) == [6, -9]
@@ -45,7 +45,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes_exactly(tmp_path, uninterrup
     status = read_status(tmp_path)
     assert (status.state, status.exit_code) == ("failed", 6) and "rank 1" in status.message
     assert newest(tmp_path) >= 3
-    with Job(TRAINER, [tmp_path, 12], 2, tmp_path / "again") as job:
+    with Job(train_server, TRAINER, [tmp_path, 12], 2, tmp_path / "again") as job:
         assert job.wait() == [0, 0]
         assert final_hash(job.output()) == uninterrupted
 
@@ -58,8 +58,8 @@ def test_torchrun_restarts_a_killed_rank_and_ends_with_the_same_bits(tmp_path, u
     assert read_status(tmp_path).state == "done"
 
 
-def test_sigterm_to_one_rank_saves_the_same_step_on_all(tmp_path, uninterrupted):
-    with Job(TRAINER, [tmp_path, 12], 2, tmp_path / "logs", STEP_S="0.1") as job:
+def test_sigterm_to_one_rank_saves_the_same_step_on_all(tmp_path, uninterrupted, train_server):
+    with Job(train_server, TRAINER, [tmp_path, 12], 2, tmp_path / "logs", STEP_S="0.1") as job:
         job.wait_for("step 4")
         job.signal(1, signal.SIGTERM)
         time.sleep(0.02)
@@ -69,16 +69,18 @@ def test_sigterm_to_one_rank_saves_the_same_step_on_all(tmp_path, uninterrupted)
     assert last[0] == last[1] == str(newest(tmp_path))
     status = read_status(tmp_path)
     assert (status.state, status.exit_code, status.step) == ("preempted", 75, int(last[0]))
-    with Job(TRAINER, [tmp_path, 12], 2, tmp_path / "again") as job:
+    with Job(train_server, TRAINER, [tmp_path, 12], 2, tmp_path / "again") as job:
         assert job.wait() == [0, 0]
         assert final_hash(job.output()) == uninterrupted
 
 
 @pytest.mark.parametrize("fault", ["hang", "stop"])
-def test_a_rank_that_stands_still_is_named_in_time(tmp_path, fault):
+def test_a_rank_that_stands_still_is_named_in_time(tmp_path, fault, train_server):
     """Asleep it still writes heartbeats and only misses a barrier; stopped it does neither."""
     timeout_s = 2.0
-    with Job(TRAINER, [tmp_path, 99, f"{fault}:1:4"], 2, tmp_path, TIMEOUT_S="2") as job:
+    with Job(
+        train_server, TRAINER, [tmp_path, 99, f"{fault}:1:4"], 2, tmp_path, TIMEOUT_S="2"
+    ) as job:
         job.wait_for("step 3")
         start = time.monotonic()
         job.processes[0].wait(30)
@@ -88,15 +90,15 @@ def test_a_rank_that_stands_still_is_named_in_time(tmp_path, fault):
     assert "rank 1" in read_status(tmp_path).message
 
 
-def test_an_exception_on_one_rank_ends_all_and_is_the_reported_cause(tmp_path):
-    with Job(TRAINER, [tmp_path, 99, "raise:1:4"], 2, tmp_path) as job:
+def test_an_exception_on_one_rank_ends_all_and_is_the_reported_cause(tmp_path, train_server):
+    with Job(train_server, TRAINER, [tmp_path, 99, "raise:1:4"], 2, tmp_path) as job:
         assert job.wait(25) == [6, 1]
     status = read_status(tmp_path)
     assert (status.rank, status.exit_code, status.message) == (1, 1, "KeyError('bad sample')")
 
 
-def test_nan_on_one_rank_stops_all_with_parameters_unchanged(tmp_path):
-    with Job(TRAINER, [tmp_path, 99, "nan:1:4"], 2, tmp_path, SHOW_DIGEST="1") as job:
+def test_nan_on_one_rank_stops_all_with_parameters_unchanged(tmp_path, train_server):
+    with Job(train_server, TRAINER, [tmp_path, 99, "nan:1:4"], 2, tmp_path, SHOW_DIGEST="1") as job:
         assert job.wait() == [5, 5]
         for rank in range(2):
             digests = re.findall(r"(before|after) update (\w+)", job.output(rank))

@@ -283,7 +283,7 @@ def test_a_lost_peer_is_named(tmp_path, real_data, train_server):
     run.kill(1, signal.SIGKILL)
     assert run.wait() == [6, -9]
     assert "PeerError: rank 0 lost a peer at step " in run.output()
-    assert f"rank 1 (process {run.processes[1]} on " in run.output()
+    assert f"rank 1 (process {run.processes[1].pid} on " in run.output()
     assert "Traceback" not in run.output()
     assert read_status(run_dir).exit_code == 6
 
