@@ -149,14 +149,16 @@ class Pipeline:
         """A training step: gradients into the parameters; every action is timed.
 
         Args:
-            microbatches: of this data-parallel rank, on the device; the same on all its pipeline
-                ranks.
+            microbatches: of this data-parallel rank, the same on all ranks of the plan, on any
+                device: those that this rank has tasks of are moved.
             loss_scale: factor of the summed losses in backward, or one for each module.
             annotate: name each action in profiles.
         """
         plan = self.plan([m.meta for m in microbatches], [m.target_count for m in microbatches])
+        own = {a.microbatch for a in plan.actions[self._runtime.plan_rank] if a.microbatch >= 0}
+        moved = [m.to(self.device) if i in own else m for i, m in enumerate(microbatches)]
         result = self._runtime.step(
-            plan, microbatches, loss_scale=loss_scale, record=True, annotate=annotate
+            plan, moved, loss_scale=loss_scale, record=True, annotate=annotate
         )
         return plan, result
 

@@ -76,17 +76,15 @@ class TrainStep:
             annotate: name each action in profiles.
             global_images: generated images that count, in the whole global batch.
         """
-        device = self.mesh.device
-        moved = [microbatch.to(device) for microbatch in microbatches]
         counts = {"llm": max(global_targets, 1.0), GENERATOR: max(global_images, 1.0)}
         weights = {name: self.loss_weights.get(name, 1.0) for name in counts}
         scales = dict.fromkeys((s.module for s in self.pipeline.layout.stages), 0.0)
         for name, count in counts.items():
             # FSDP may average gradients over the data-parallel ranks: undo that in the loss.
             scales[name] = weights[name] * self.mesh.averaged_over / count
-        self._scale_router_losses(moved, weights["llm"])
-        plan, result = self.pipeline.run(moved, loss_scale=scales, annotate=annotate)
-        nothing = torch.zeros((), device=device)
+        self._scale_router_losses(microbatches, weights["llm"])
+        plan, result = self.pipeline.run(microbatches, loss_scale=scales, annotate=annotate)
+        nothing = torch.zeros((), device=self.mesh.device)
         losses = {
             name: torch.stack([nothing, *result.losses_of(name).values()]).sum() / count
             for name, count in counts.items()
