@@ -27,6 +27,7 @@ from torchmm.data.loader import Loader, build_loader
 from torchmm.data.plan import Arrange
 from torchmm.dry_run import run_summary
 from torchmm.errors import ConfigError
+from torchmm.host_memory import keep_freed_memory
 from torchmm.log import setup_logging
 from torchmm.metrics import MetricsRecorder
 from torchmm.models.hf_io import load_weights
@@ -115,6 +116,8 @@ def build_run(
     mesh = build_run_mesh(recipe, device)
     logger = setup_logging(run_dir, mesh.rank, console)
     _set_numerics(recipe, mesh)
+    if device.type == "cpu":
+        keep_freed_memory()
     if mesh.rank == 0:
         (run_dir / "recipe.toml").write_text(dump_recipe(recipe))
         print_summary(console, recipe.name, run_summary(recipe, model, mesh.world_size))
