@@ -96,10 +96,10 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
         ConfigError: nothing fits into memory; the message says what comes nearest.
     """
     recipe = forecaster.recipe
-    combinations = list(_combinations(forecaster))
+    combinations = list(encoder_combinations(forecaster))
     fitting = _fitting(forecaster, combinations)
     tried = [
-        Tried(sizes, forecaster.forecast_parallel(_with(recipe, sizes).parallel))
+        Tried(sizes, forecaster.forecast_parallel(with_pipelines(recipe, sizes).parallel))
         for sizes in fitting
     ]
 
@@ -111,7 +111,7 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
 
     tried.sort(key=rank)
     choice = EncoderChoice(
-        _with(recipe, tried[0].pipelines), tuple(tried), len(combinations) - len(fitting)
+        with_pipelines(recipe, tried[0].pipelines), tuple(tried), len(combinations) - len(fitting)
     )
     step = tried[0].forecast.step
     if step is None or not step.fits:
@@ -123,7 +123,7 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
     return choice
 
 
-def _combinations(forecaster: Forecaster) -> Iterator[dict[str, int]]:
+def encoder_combinations(forecaster: Forecaster) -> Iterator[dict[str, int]]:
     """Pipeline ranks by encoder; of one whose size the recipe gives, that one."""
     parallel, ranks = forecaster.recipe.parallel, forecaster.ranks.pipeline
     choices = {}
@@ -175,10 +175,18 @@ def _keeps_tensor(plan: ColocatedPlan, tensor: int) -> bool:
     return all(own.sizes.tensor == tensor for own in plan.encoders)
 
 
-def _with(recipe: Recipe, pipelines: dict[str, int]) -> Recipe:
-    """The recipe with pipeline ranks of encoders."""
+def with_pipelines(
+    recipe: Recipe, pipelines: dict[str, int], sub_microbatch_images: int | None = None
+) -> Recipe:
+    """The recipe with pipeline ranks of encoders.
+
+    Args:
+        sub_microbatch_images: of all of them; None: as in the recipe.
+    """
     content = recipe.model_dump(exclude_unset=True)
     parallel = content.setdefault("parallel", {})
     for name, size in pipelines.items():
         parallel[name] = {**parallel.get(name, {}), "pipeline": size}
+        if sub_microbatch_images is not None:
+            parallel[name]["sub_microbatch_images"] = sub_microbatch_images
     return Recipe.model_validate(content)
