@@ -78,7 +78,22 @@ TOWERS = {
         "fullatt_block_indexes": [1],
     },
 }
-GRIDS = {name: [[(1, 2, 2)] * 3] for name in TOWERS} | {
+COMPOSITES = {
+    "in internvl": {
+        "model_type": "internvl",
+        "vision_config": TOWERS["internvl"],
+        "text_config": LLM,
+        "image_token_id": 63,
+    },
+    "in gemma3": {
+        "model_type": "gemma3",
+        "vision_config": {**TOWERS["siglip"], "vision_use_head": False},
+        "text_config": {**LLM, "model_type": "gemma3_text"},
+        "image_token_index": 63,
+        "mm_tokens_per_image": 1,
+    },
+}
+GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "qwen2_vl": [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]],
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
@@ -98,6 +113,7 @@ class Case:
 
 
 CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
+CASES += [Case(family, True) for family in COMPOSITES]
 CASES += [Case("qwen2_5_vl", True, frozen=True)]
 ASYNC = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 CASES += [Case(family, True, chunks=chunks) for chunks, family in enumerate(ASYNC, start=1)]
@@ -159,13 +175,16 @@ def _compare(case: Case) -> dict[str, float]:
 
 
 def _build(family: str, freeze: tuple[str, ...] = ()) -> MultimodalModel:
-    encoder = EncoderConfig(config=TOWERS[family])
-    config = ModelConfig(llm=LlmConfig(config=LLM), encoders={"eye": encoder})
+    if family in COMPOSITES:
+        config = ModelConfig(config=COMPOSITES[family])
+    else:
+        encoder = EncoderConfig(config=TOWERS[family])
+        config = ModelConfig(llm=LlmConfig(config=LLM), encoders={"eye": encoder})
     return build_model(config, FreezeConfig(modules=list(freeze)))
 
 
 def _encoder(model: MultimodalModel) -> EncoderModule:
-    encoder = model.encoders["eye"]
+    (encoder,) = model.encoders.values()
     assert isinstance(encoder, EncoderModule)
     return encoder
 
