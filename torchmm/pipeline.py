@@ -13,7 +13,7 @@ microbatch, on a dummy image if there is none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -33,10 +33,11 @@ from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.graph import StageLayout
+from torchmm.pipelining.graph import StageGraph, StageLayout
 from torchmm.pipelining.messages import message_specs
-from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.plan import ComputeOrder, PipelinePlan
 from torchmm.pipelining.runtime import PipelineRuntime, StepResult, channel_pairs
+from torchmm.pipelining.separated import Durations
 from torchmm.pipelining.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
 from torchmm.step_plan import Gathering, Purpose, plan_layout, plan_step
 
@@ -75,11 +76,13 @@ class Pipeline:
     ) -> None:
         self.layout = layout
         self._descriptions = descriptions
-        self._config = config
+        self.config = config
         self._dtype = dtype
         self.device = mesh.device
         self.factors: Mapping[Kind, float] = {}
         """On FLOPs, by kind of action: with what steps are planned (`torchmm.replanning`)."""
+        self.planner: Callable[[StageGraph, Durations], ComputeOrder] | None = None
+        """Gives the orders of training steps (`torchmm.step_planning`); None: the schedule does."""
         self.tuning: LayerTuning | None = None
         """How plans choose what layers recompute; None: they do not."""
         self._modules = {m.name: m for m in model.modality_modules()}
@@ -111,6 +114,11 @@ class Pipeline:
         """Whether FSDP2 gathers layer by layer, and not once per step."""
         return self._sharding == "layer"
 
+    @property
+    def sharding(self) -> Gathering:
+        """When FSDP2 gathers parameters."""
+        return self._sharding
+
     def plan(
         self,
         metas: Sequence[MicrobatchMeta],
@@ -128,7 +136,7 @@ class Pipeline:
         specs = partial(message_specs, modules=self._modules, microbatches=metas, dtype=self._dtype)
         return plan_step(
             self.layout,
-            self._config,
+            self.config,
             self._descriptions,
             metas,
             targets,
@@ -136,6 +144,7 @@ class Pipeline:
             sharding=self._sharding,
             purpose=purpose,
             factors=self.factors,
+            planner=self.planner,
             tuning=self.tuning,
         )
 

@@ -120,6 +120,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
     sharding: Gathering = "step",
     purpose: Purpose = "training",
     factors: Mapping[Kind, float] | None = None,
+    planner: Callable[[StageGraph, Durations], ComputeOrder] | None = None,
     tuning: LayerTuning | None = None,
 ) -> PipelinePlan:
     """The plan of a step with these microbatches.
@@ -133,6 +134,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
         sharding: when parameters are gathered.
         purpose: what the step is for.
         factors: on FLOPs, by kind of action, where measurements tell them.
+        planner: gives the order of a training step, in the place of the recipe's schedule.
         tuning: how to choose what layers recompute, where plans do.
 
     Raises:
@@ -148,7 +150,9 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
     else:
         flops = task_durations(graph, modules, microbatches, targets)
         costs = scaled(flops, graph, factors)
-        graph, order = _ordered(graph, config, costs)
+        graph, order = (
+            _ordered(graph, config, costs) if planner is None else (graph, planner(graph, costs))
+        )
     # Layer by layer, FSDP gathers and reduces by itself.
     gathers: Sharding = "step" if sharding == "step" else "none"
     plan = lower_plan(order, graph, specs(graph), sharding=gathers, training=training)

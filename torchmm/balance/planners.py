@@ -106,6 +106,9 @@ def search_order(
 
     Args:
         budget: in the place of the recipe's evaluations.
+
+    Raises:
+        ValueError: a duration is no number, or nothing fits into memory.
     """
     search = config.search
     return plan_searched(

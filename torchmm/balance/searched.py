@@ -30,6 +30,9 @@ from torchmm.pipelining.orders import by_rank
 from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.separated import separated
 
+SEPARATED = "separated"
+"""How names of the natural order with a bound on microbatches in flight begin."""
+
 
 @dataclass(frozen=True)
 class SearchedOrder:
@@ -38,7 +41,8 @@ class SearchedOrder:
     Attributes:
         order: F and B of every rank.
         predicted_ms: of the step, without gathers and reductions of parameters.
-        natural_ms: in natural order; infinite if that does not fit into memory.
+        natural_ms: in natural order; where priorities alone do not keep that within memory, with a
+            bound on the microbatches in flight; infinite if nothing does.
         static_ms: of the fastest static planner that fits; infinite if none does.
         planner: "search", or the static planner that the order comes from.
         peak_bytes: by rank.
@@ -55,7 +59,7 @@ class SearchedOrder:
 
     @property
     def gain_over_natural(self) -> float | None:
-        """Natural order's time / this one's, less 1; None if the natural order does not fit."""
+        """Natural order's time / this one's, less 1; None if there is no natural order."""
         if self.natural_ms == inf or self.predicted_ms == 0:
             return None
         return self.natural_ms / self.predicted_ms - 1
@@ -74,7 +78,10 @@ class StepSearch:
 
     def __init__(self, graph: StageGraph, costs: PlanCosts) -> None:
         self.dispatcher = Dispatcher(graph, costs)
-        self._static = _fastest_static(self.dispatcher)
+        fitting = _fitting_static(self.dispatcher)
+        self._static = min(fitting, key=lambda each: each[2].makespan_ms, default=None)
+        bounded = (each[2].makespan_ms for each in fitting if each[0].startswith(SEPARATED))
+        self._bounded_ms = min(bounded, default=inf)
 
     def best(self, found: Found | None = None) -> SearchedOrder:
         """The best of static orders, the natural one and what a search has found so far.
@@ -99,6 +106,8 @@ class StepSearch:
                 "no order of the step fits into memory, not even one microbatch at a time: "
                 + blocked
             )
+        if natural_ms == inf:
+            natural_ms = self._bounded_ms
         return SearchedOrder(
             order, makespan_ms, natural_ms, static_ms, name, peak_bytes, evaluations
         )
@@ -157,26 +166,26 @@ def decode_order(graph: StageGraph, numbers: Int32s) -> ComputeOrder:
     return by_rank(graph, [actions[index] for index in numbers.tolist()])
 
 
-def _fastest_static(dispatcher: Dispatcher) -> tuple[str, ComputeOrder, OrderTime] | None:
-    """Of those that fit; where none does, of fewer and fewer microbatches in flight."""
+def _fitting_static(dispatcher: Dispatcher) -> list[tuple[str, ComputeOrder, OrderTime]]:
+    """Static orders that fit; if needed, with fewer and fewer microbatches in flight."""
     fitting: list[tuple[str, ComputeOrder, OrderTime]] = []
     for name, order in _static_orders(dispatcher):
-        if fitting and name.startswith("separated, at most"):
-            break
         timed = time_order(dispatcher, order)
         if timed.fits:
             fitting.append((name, order, timed))
-    return min(fitting, key=lambda each: each[2].makespan_ms, default=None)
+            if name.startswith(SEPARATED):
+                break
+    return fitting
 
 
 def _static_orders(dispatcher: Dispatcher) -> Iterator[tuple[str, ComputeOrder]]:
     graph = dispatcher.graph
     durations = dispatcher.costs.compute_ms
     yield "gpipe", gpipe(graph)
-    yield "separated", separated(graph, durations.__getitem__)
+    yield SEPARATED, separated(graph, durations.__getitem__)
     for bound in range(min(2 * graph.layout.rank_count, graph.microbatches + 1) - 1, 0, -1):
         order = separated(graph, durations.__getitem__, bound)
-        yield f"separated, at most {bound} microbatches in flight", order
+        yield f"{SEPARATED}, at most {bound} microbatches in flight", order
 
 
 def limited_like_separated(graph: StageGraph, costs: PlanCosts) -> PlanCosts:

@@ -1,0 +1,89 @@
+"""A tiny image-text model in a pipeline with a searched schedule, and batches for it."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from microbatches import MODEL, random_microbatch
+
+from torchmm.batch import Microbatch, ModuleDescription
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.step import TrainStep
+
+CPU = torch.device("cpu")
+
+
+def batch_of(seed: int) -> list[Microbatch]:
+    """Six microbatches; in every tenth batch none has images."""
+    rng = random.Random(seed)
+    counts = [0] * 6 if seed % 10 == 9 else [rng.choice((0, 0, 1, 2, 5)) for _ in range(6)]
+    return [
+        random_microbatch(100 * seed + i, count, rng.choice((72, 80)))
+        for i, count in enumerate(counts)
+    ]
+
+
+@dataclass
+class Searched:
+    """One rank of it. Creating it is collective."""
+
+    mesh: ParallelMesh
+    model: MultimodalModel
+    alone: MultimodalModel
+    """The same in one piece."""
+    descriptions: list[ModuleDescription]
+    pipeline: Pipeline
+    step: TrainStep
+
+    def share(self, batch: list[Microbatch]) -> list[Microbatch]:
+        """What this data-parallel rank has of a batch."""
+        return batch[self.mesh.data_parallel_rank :: self.mesh.data_parallel_size]
+
+
+def build_searched(layout: dict[str, int], **search: object) -> Searched:
+    """A layer for each stage, and one more in the LLM.
+
+    Args:
+        search: keys of [parallel.search].
+    """
+    config = ParallelConfig.model_validate({"shard": 1, "schedule": "searched", **layout,
+                                            "search": search})  # fmt: skip
+    mesh = build_mesh(config, CPU)
+    layers, tied = config.pipeline * config.virtual_stages, config.virtual_stages == 1
+    model = whole_model(layers, tied)
+    descriptions = [module.describe() for module in model.modality_modules()]
+    stage_layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
+    stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
+    parallelize(model, mesh, config, ActivationCheckpointConfig(), CompileConfig(), torch.float32)
+    filled(model)
+    pipeline = Pipeline(model, stages, stage_layout, descriptions, config, mesh, torch.float32)
+    alone = filled(whole_model(layers, tied))
+    return Searched(mesh, model, alone, descriptions, pipeline, TrainStep(pipeline, mesh))
+
+
+def whole_model(layers: int, tied: bool) -> MultimodalModel:
+    """On the meta device."""
+    config: ModelConfig = MODEL.model_copy(deep=True)
+    config.llm.config.update(num_hidden_layers=layers + 1, tie_word_embeddings=tied)
+    config.encoders["vision"].config["num_hidden_layers"] = layers
+    return build_model(config, FreezeConfig())
+
+
+def filled(model: MultimodalModel) -> MultimodalModel:
+    """With the same weights wherever it is."""
+    materialize(model, CPU)
+    init_weights(model, seed=1)
+    return model

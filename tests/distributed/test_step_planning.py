@@ -1,0 +1,174 @@
+"""Plans made beside training: which one a step gets, and what happens if there is none."""
+
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+import torch.distributed as dist
+from launch import run_distributed
+from searched_cases import CPU, Searched, batch_of, build_searched
+
+from torchmm.balance.planners import search_order
+from torchmm.balance.search import Budget
+from torchmm.balance.searched import encode_order
+from torchmm.config import ParallelConfig
+from torchmm.parallel.mesh import start_process_group
+from torchmm.pipelining.actions import COMPUTE
+from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.plan import PipelinePlan
+from torchmm.planning_process import (
+    PlannedStep,
+    PlanningProcessError,
+    PlanningSetup,
+    PlanRequest,
+    step_counts,
+)
+from torchmm.step_plan import step_graph
+from torchmm.step_planning import PlanFigures, StepPlanner
+
+
+@dataclass
+class FakeProcess:
+    """Has a plan when the test wants it to."""
+
+    setup: PlanningSetup
+    requests: list[PlanRequest] = field(default_factory=list)
+    mood: str = "finished"
+    closed: bool = False
+
+    def submit(self, request: PlanRequest) -> None:
+        self.requests.append(request)
+
+    def take(self, step: int) -> PlannedStep | None:
+        if self.mood == "dead":
+            raise PlanningProcessError("the planning process ended with code -9")
+        request = self.requests[-1] if self.requests else None
+        if self.mood == "late" or request is None or request.step != step:
+            return None
+        graph = self.graph(request)
+        order = tuple(tuple(row) for row in reversed_microbatches(graph, self.setup.config))
+        numbers = encode_order(graph, order)
+        return PlannedStep(
+            step, step_counts(graph), numbers, 50.0, 60.0, 33, "search", 7.0,
+            self.mood == "finished", bool(request.rates),
+        )  # fmt: skip
+
+    def graph(self, request: PlanRequest) -> StageGraph:
+        return step_graph(self.setup.layout, self.setup.config, request.microbatches)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def reversed_microbatches(graph: StageGraph, config: ParallelConfig) -> list:
+    """An order that nobody would plan: all forwards of the last microbatch first."""
+    found = search_order(config, graph, lambda action: 1.0, Budget(evaluations=1)).order
+    last = graph.microbatches - 1
+    return [[a._replace(microbatch=last - a.microbatch) for a in row] for row in found]
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def compute_order(plan: PipelinePlan) -> list[list]:
+    return [[action for action in row if action.type in COMPUTE] for row in plan.actions]
+
+
+class Run:
+    """Steps with equal microbatches, which may be reversed."""
+
+    def __init__(self, of: Searched, **options: bool) -> None:
+        self.of, self.log = of, Lines()
+        self.made: list[FakeProcess] = []
+        logger = logging.Logger("planning")
+        logger.addHandler(self.log)
+        self.planner = StepPlanner(
+            of.pipeline, of.descriptions, of.mesh, logger,
+            deterministic=options.get("deterministic", False), steps=20, start=self.start,
+        )  # fmt: skip
+        self.number = 0
+
+    def start(self, setup: PlanningSetup) -> FakeProcess:
+        self.made.append(FakeProcess(setup))
+        return self.made[-1]
+
+    def step(self, announced: int = 0) -> tuple[PlanFigures, list[list]]:
+        """A step with batch 0 on even, text on odd announcements for the next one."""
+        of = self.of
+        self.number += 1
+        batch = [batch_of(0)[1]] * 4
+        other = [batch_of(9)[1]] * 4
+        metas = [m.meta for m in (other if announced else batch)]
+        replicas = of.mesh.data_parallel_size
+        self.planner.begin(self.number, lambda: [metas[:2]] * replicas)
+        outcome = of.step.run(of.share(batch)[:2], 50)
+        self.planner.observe(outcome, 100.0)
+        return self.planner.figures, compute_order(outcome.plan)
+
+
+STEPS = (
+    # mood of the process, announced images for the next step -> evaluations, predicted ms
+    ("first", "finished", 0, 40, None),
+    ("planned before anything was measured", "finished", 0, 33, None),
+    ("planned", "finished", 1, 33, 50.0),
+    ("other images than announced", "finished", 0, 1, None),
+    ("late", "late", 0, 1, None),
+    ("unfinished", "unfinished", 0, 33, 50.0),
+    ("dead", "dead", 0, 40, None),
+    ("still dead", "dead", 0, 40, None),
+)
+TOLD = (
+    "step 4: has other images",
+    "step 5: no plan in time",
+    "step 6: planning had not finished; the best of 33 orders",
+    "ended with code -9; from here on each step is planned before it begins",
+)
+
+
+def scenario(layout: dict[str, int]) -> list[str]:
+    """All that is wrong."""
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    of = build_searched(layout, evaluations=40)
+    run, wrong, orders = Run(of), [], {}
+    leads = of.mesh.pipeline_rank == 0
+    for name, mood, announced, *expected in STEPS:
+        for made in run.made:
+            made.mood = mood
+        figures, orders[name] = run.step(announced)
+        if [figures.planner_evaluations, figures.predicted_ms] != expected:
+            wrong.append(f"{name}: {figures}")
+        if name == "planned" and abs(figures.gain_over_natural - 0.2) > 1e-12:
+            wrong.append(f"gain {figures.gain_over_natural}")
+    planned = [name for name, order in orders.items() if order == orders["planned"]]
+    if planned != [STEPS[1][0], "planned", "unfinished"]:
+        wrong.append(f"the process's order was run in {planned}")
+    if leads:
+        wrong += problems_of_leader(run)
+    dist.barrier()
+    repeatable = Run(of, deterministic=True)
+    if repeatable.step()[0].planner_evaluations != 40 or repeatable.made:
+        wrong.append("a run that has to repeat does not search before its steps")
+    return wrong
+
+
+def problems_of_leader(run: Run) -> list[str]:
+    wrong, lines = [], run.log.lines
+    if len(lines) != 4 or not all(t in line for t, line in zip(TOLD, lines, strict=True)):
+        wrong.append(f"told {lines}")
+    if len(run.made) != 1 or not run.made[0].closed:
+        wrong.append(f"{len(run.made)} processes, or not closed")
+    seconds = [request.seconds for request in run.made[0].requests]
+    if seconds[0] is not None or any(abs(s - 0.08) > 1e-9 for s in seconds[1:]):
+        wrong.append(f"budgets of {seconds} s")
+    return wrong
+
+
+@pytest.mark.slow
+def test_steps_get_the_plan_that_is_there():
+    assert run_distributed(scenario, 4, {"pipeline": 2, "shard": 2}) == [[]] * 4

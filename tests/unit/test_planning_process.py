@@ -1,0 +1,116 @@
+"""The planning process: it plans, goes to newer requests, and its end is told."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from pipeline_cases import Case, step_of
+
+from torchmm.balance.layer_costs import module_layers
+from torchmm.balance.searched import decode_order
+from torchmm.config import ParallelConfig
+from torchmm.pipelining.actions import ActionType
+from torchmm.pipelining.layouts import separated_layout
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.validation import validate_plan
+from torchmm.planning_process import (
+    PlanningProcess,
+    PlanningProcessError,
+    PlanningSetup,
+    PlanRequest,
+)
+from torchmm.step_plan import step_graph
+
+CASE = Case("planned beside training")
+WAIT_S = 60.0
+
+
+def config(evaluations: int) -> ParallelConfig:
+    return ParallelConfig.model_validate(
+        {"pipeline": 2, "schedule": "searched", "search": {"evaluations": evaluations}}
+    )
+
+
+def setup(evaluations: int) -> PlanningSetup:
+    modules = tuple(m.describe() for m in CASE.build().modality_modules())
+    layout = separated_layout(module_layers(modules, metas(0)), 2)
+    return PlanningSetup(layout, config(evaluations), modules, "none")
+
+
+def metas(seed: int) -> tuple:
+    return tuple(m.meta for m in step_of(CASE, seed)[0]) * 2
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[PlanningProcess]:
+    made = PlanningProcess(setup(60))
+    yield made
+    made.close()
+
+
+def request(step: int, seed: int, rate: float = 0.0) -> PlanRequest:
+    kinds = [(name, kind) for name in ("llm", "vision") for kind in ActionType]
+    rates = dict.fromkeys(kinds, rate) if rate else {}
+    return PlanRequest(step, metas(seed), rates, None)
+
+
+def test_it_plans_the_step_it_was_asked_for(process):
+    process.submit(request(1, 1))
+    planned = process.take(1, WAIT_S)
+    assert (planned.step, planned.finished, planned.in_ms) == (1, True, False)
+    assert planned.evaluations == 60
+    assert 0 < planned.predicted <= planned.natural
+    graph = step_graph(setup(60).layout, config(60), metas(1))
+    order = decode_order(graph, planned.numbers)
+    assert validate_plan(lower_plan(order, graph, {})).problems == ()
+    assert planned.counts["vision"] == graph.sub_microbatches["vision"]
+
+
+def test_rates_give_milliseconds(process):
+    process.submit(request(2, 1))
+    flops = process.take(2, WAIT_S)
+    process.submit(request(3, 1, rate=1e-6))
+    measured = process.take(3, WAIT_S)
+    assert measured.in_ms
+    assert measured.predicted == pytest.approx(1e-6 * flops.predicted, rel=1e-3)
+
+
+def test_only_the_newest_request_counts(process):
+    for step in range(4, 8):
+        process.submit(request(step, step))
+    assert process.take(7, WAIT_S).finished
+    assert process.take(5) is None
+    assert process.take(8) is None
+
+
+def test_what_there_is_can_be_taken_at_any_time():
+    endless = PlanningProcess(setup(10**9))
+    endless.submit(request(1, 1))
+    planned = None
+    while planned is None:
+        planned = endless.take(1, 0.05)
+    assert not planned.finished
+    endless.submit(request(2, 2))  # does not wait for the end of the first
+    while endless.take(2, 0.05) is None:
+        pass
+    endless.close()
+    assert endless.exit_code is not None
+
+
+def test_a_dead_process_is_told():
+    process = PlanningProcess(setup(60))
+    process.submit(request(1, 1))
+    process.take(1, WAIT_S)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(PlanningProcessError, match=r"ended with code -?\d+"):
+        process.take(2, WAIT_S)
+    process.close()
+
+
+def test_a_step_that_cannot_be_planned_is_told():
+    process = PlanningProcess(setup(60))
+    process.submit(request(1, 1, rate=float("nan")))
+    with pytest.raises(PlanningProcessError, match="cannot plan a step: "):
+        process.take(1, WAIT_S)
+    process.close()
