@@ -124,6 +124,15 @@ class StepRecord:
     """Forward and backward of the generator, slowest rank; on CUDA that of the step before."""
     generated_per_s: float | None = None
     """Images and clips drawn per second, all ranks together."""
+    predicted_ms: float | None = None
+    """With a searched schedule, as all below, in the first pipeline: what forwards and backwards
+    of the step were to take, from measured times of earlier steps."""
+    planner_ms: float | None = None
+    """Time in which the step's order was searched, beside training or before the step."""
+    planner_evaluations: int | None = None
+    """Orders tried."""
+    gain_over_natural: float | None = None
+    """How much longer the natural order was to take, as a share."""
     word_error_rate: float | None = None
     """Of models that hear: of what was generated for held-out samples, see
     `torchmm.evaluate.word_error_rate`."""

@@ -27,6 +27,15 @@ PROBE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 60.0
 QUEUE_LENGTH = 1000
 
+PANELS = {
+    "predicted_ms": "schedule/predicted time of forwards and backwards (ms)",
+    "planner_ms": "schedule/time the search took (ms)",
+    "planner_evaluations": "schedule/orders tried",
+    "gain_over_natural": "schedule/gain over the natural order (share of the time)",
+    "bubble_fraction": "schedule/idle time of ranks (share)",
+}
+"""Names in Weights & Biases of what figures alone do not say."""
+
 Record = Mapping[str, Any]
 
 
@@ -156,7 +165,8 @@ class WandbTracker:
 
     def emit(self, record: Record) -> None:
         """Log one step."""
-        self._run.log({k: v for k, v in record.items() if v is not None}, step=record["step"])
+        shown = {PANELS.get(k, k): v for k, v in record.items() if v is not None}
+        self._run.log(shown, step=record["step"])
 
     def close(self) -> None:
         """Upload what is left, for `finish_timeout` at most."""

@@ -62,6 +62,7 @@ from torchmm.replanning import Replanner
 from torchmm.report import draw_captions, draw_pictures
 from torchmm.rng import restore_rng
 from torchmm.step import StepOutcome, TrainStep
+from torchmm.step_planning import StepPlanner
 from torchmm.step_timeline import save_timeline
 
 
@@ -134,6 +135,14 @@ class Trainer:
         self._held_out: list[StepBatch] | None = None
         self._timeline_step = min(recipe.metrics.timeline_step, recipe.training.steps)
         self._profiler = StepProfiler(recipe.metrics, run.run_dir, mesh.rank, mesh.device)
+        self._planner = StepPlanner(
+            run.pipeline,
+            run.descriptions,
+            mesh,
+            run.logger,
+            deterministic=recipe.training.deterministic,
+            steps=recipe.training.steps,
+        )
         self._health = Health(run.run_dir / "heartbeats", recipe.parallel.timeout_s)
         self._data_state: dict = {}
         self._replanner = Replanner(
@@ -160,7 +169,8 @@ class Trainer:
             raise Preempted(f"stopped after step {self.step}, which is saved")
 
     def close(self) -> None:
-        """Ends the heartbeat and the records."""
+        """Ends the heartbeat, the planning and the records."""
+        self._planner.close()
         self._health.close()
         if self.parts.recorder:
             self.parts.recorder.close()
@@ -199,6 +209,7 @@ class Trainer:
         begin_s = time.perf_counter()
         with self._timer.phase("data"):
             batch = next(batches)
+        self._planner.begin(self.step + 1, run.loader.next_metas)
         targets = sum(m.target_count for m in batch.microbatches)
         images = sum(m.generated_count for m in batch.microbatches)
         samples = sum(len(m.meta.samples) for m in batch.microbatches)
@@ -227,6 +238,8 @@ class Trainer:
         if mesh.pipeline_size > 1 and step == self._timeline_step:
             directory = run.run_dir / "timeline"
             save_timeline(directory, step, outcome, batch.microbatches, mesh)
+            self._planner.draw(directory, step, outcome)
+        self._planner.observe(outcome, (time.perf_counter() - begin_s) * 1e3)
         self._replanner.observe(step, outcome, batch.microbatches)
         record = make_record(
             self.step,
@@ -237,6 +250,7 @@ class Trainer:
             lr=lr,
             peak_flops=self._peak_flops,
         )
+        record = replace(record, **asdict(self._planner.figures))
         if run.model.generator is not None:
             record = replace(record, loss_text=text, loss_image=image)
         return record, stopping > 0
