@@ -68,14 +68,25 @@ class StageCosts(NamedTuple):
     """Largest temporary: a layer that is recomputed or has no backward, gradients of logits."""
     flops: PassFlops
 
-    def not_faster_than(self, gather_ms: float) -> StageCosts:
-        """The same where every forward and backward gathers the parameters, layer by layer."""
+    def sharded(self, gather_ms: float, reduce_ms_N: Array, pieces: int, hides: bool) -> StageCosts:
+        """The same where FSDP2 gathers parameters layer by layer in every forward and backward.
 
-        def bounded(times: Times) -> Times:
-            total_ms = np.where(times.total_ms > 0, np.maximum(times.total_ms, gather_ms), 0.0)
-            return times._replace(total_ms=total_ms)
+        Where communication runs beside computing, nothing hides the first piece to be gathered and
+        the last to be reduced, nor what takes longer than computing.
 
-        return self._replace(forward=bounded(self.forward), backward=bounded(self.backward))
+        Args:
+            reduce_ms_N: reducing gradients, in the backwards that do; else 0.
+            pieces: in which the stage is gathered.
+            hides: whether communication runs beside computing.
+        """
+
+        def longer(times: Times, sent_ms: Array | float) -> Times:
+            alone_ms = sent_ms / pieces if hides else sent_ms
+            total_ms = np.maximum(times.total_ms, sent_ms - alone_ms) + alone_ms
+            return times._replace(total_ms=np.where(times.total_ms > 0, total_ms, 0.0))
+
+        backward = longer(self.backward, gather_ms + reduce_ms_N)
+        return self._replace(forward=longer(self.forward, gather_ms), backward=backward)
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,13 @@ class CostModel:
         """How a module is run."""
         return self.executions.get(module, Execution())
 
+    def execution_of(self, module: ModuleDescription) -> Execution:
+        """How a module is run; generators are whole on every tensor-parallel rank."""
+        execution = self.execution(module.name)
+        if module.kind == "generator" and execution.tensor > 1:
+            return replace(execution, tensor=1, sequence_parallel=False, async_tensor=False)
+        return execution
+
     def stage_costs(
         self,
         module: ModuleDescription,
@@ -132,7 +150,7 @@ class CostModel:
             cache: for other stages of the module with the same sizes.
         """
         parts = stage_parts(module, start, stop)
-        execution = self.execution(module.name)
+        execution = self.execution_of(module)
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
         kept_N, waiting_N = np.zeros(sizes.tasks), np.zeros(sizes.tasks)
         workspace_N = np.zeros(sizes.tasks)
@@ -173,9 +191,9 @@ class CostModel:
     ) -> PartWork:
         key = replace(part, count=1)
         if key not in cache:
-            found = part_operators(module, part, sizes, self.setting(module.name, sizes.tasks))
+            found = part_operators(module, part, sizes, self.setting(module, sizes.tasks))
             if part.layer is not None:
-                calls = CHECKPOINT_CALLS[self.execution(module.name).recompute]
+                calls = CHECKPOINT_CALLS[self.execution_of(module).recompute]
                 for own, count in zip((found.forward, found.again), calls, strict=True):
                     own.append(Operator("elementwise", calls=count))
             cache[key] = PartWork(
@@ -183,9 +201,9 @@ class CostModel:
             )
         return cache[key]
 
-    def setting(self, module: str, tasks: int) -> Setting:
+    def setting(self, module: ModuleDescription, tasks: int) -> Setting:
         """What a module's operators depend on beside sizes."""
-        execution = self.execution(module)
+        execution = self.execution_of(module)
         return Setting(
             execution,
             self.element_bytes,
@@ -195,7 +213,7 @@ class CostModel:
         )
 
     def _times(self, module: ModuleDescription, action_type: str, work: Work) -> Times:
-        execution = self.execution(module.name)
+        execution = self.execution_of(module)
         hidden = 1 - 1 / execution.tensor if execution.async_tensor else 0.0
         factor = self.profile.factor(module.name, action_type)
         found = work.times(self.profile, hidden)
@@ -214,7 +232,7 @@ class CostModel:
         if part.layer is None:
             width = part.linear[1] if part.linear and part.role == "output" else 0.0
             return 2 * self.element_bytes * sizes.outputs_N * width
-        execution = self.execution(module.name)
+        execution = self.execution_of(module)
         whole = replace(execution, recompute="none")
         layer_N, kept_N = (
             layer_kept_bytes(part.layer, sizes, e, self.element_bytes, weights=part.trained)
@@ -228,7 +246,7 @@ class CostModel:
 
     def gather_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
         """Gathering a stage's parameters in the compute dtype from all shards (UNSHARD)."""
-        execution = self.execution(module.name)
+        execution = self.execution_of(module)
         count = stage_parameters(module, start, stop, execution.tensor).all
         calls = stop - start + 1
         whole = count * self.element_bytes
@@ -243,7 +261,7 @@ class CostModel:
 
     def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
         """Averaging a stage's float32 gradients over data-parallel ranks (REDUCE_GRAD)."""
-        execution = self.execution(module.name)
+        execution = self.execution_of(module)
         whole = 4 * stage_parameters(module, start, stop, execution.tensor).trained
         calls = stop - start + 1
         shards, copies = execution.shard, execution.replicate
@@ -261,7 +279,7 @@ class CostModel:
 
     def update_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
         """The optimizer's part of a stage: norm of the gradients, clipping, fused AdamW."""
-        execution = self.execution(module.name)
+        execution = self.execution_of(module)
         trained = stage_parameters(module, start, stop, execution.tensor).trained
         # Squares are written and summed; clipping reads and writes; AdamW has four tensors and
         # writes three of them.
@@ -292,7 +310,7 @@ class CostModel:
 
     def tied_ms(self, module: ModuleDescription, link: Link) -> float:
         """Exchanging the gradient of a module's table of embeddings, and adding it."""
-        execution = self.execution(module.name)
+        execution = self.execution_of(module)
         whole = 4 * module.pre_parameters / (execution.tensor * execution.shard)
         return self._sum_ms(
             Operator("p2p", network_bytes=whole, link=link),
@@ -315,7 +333,7 @@ class CostModel:
         Args:
             layerwise: whether FSDP2 gathers layer by layer, so that a layer and the next are there.
         """
-        execution = self.execution(module.name)
+        execution = self.execution_of(module)
         count = stage_parameters(module, start, stop, execution.tensor)
         shards = execution.shard
         gathered = 0.0

@@ -78,14 +78,15 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
     weights = gradients = optimizer = activations = 0
     for module in modules:
         ranks, shards = (own or {}).get(module.name, OwnSizes(pipeline, shard))
-        parameters = module.parameters // (tensor * ranks)
+        split = 1 if module.kind == "generator" else tensor  # generators are whole on every rank
+        parameters = module.parameters // (split * ranks)
         gathered = 2 * parameters // max(1, len(module.layers)) if pipeline == 1 else parameters
         weights += 4 * parameters // shards + (gathered * compute_bytes if shards > 1 else 0)
         if module.trainable:
             held_by = shards if microbatches == pipeline == 1 else 1
             gradients += 4 * parameters // held_by
             optimizer += 8 * parameters // shards
-        execution = Execution(tensor=tensor, recompute=recompute.get(module.name, "none"))
+        execution = Execution(tensor=split, recompute=recompute.get(module.name, "none"))
         found = _activation_bytes(module, tokens.get(module.name, 0), execution, compute_bytes)
         activations += (
             found.every_layer * min(pipeline, microbatches) // pipeline + found.recomputed

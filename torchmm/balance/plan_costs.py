@@ -80,8 +80,9 @@ def plan_costs(
         microbatches: of the graph.
         model: of the device all stages run on; its memory is the limit.
         targets: positions that count in the loss, by microbatch; None: all text.
-        layerwise: whether FSDP2 gathers layer by layer, in every forward and backward and beside
-            it, and not once per step.
+        layerwise: whether FSDP2 gathers layer by layer, in every forward and backward, and reduces
+            in the last backward, and not once per step. On a device that only queues work, this
+            runs beside computing.
 
     Raises:
         ValueError: the graph has another number of microbatches, more sub-microbatches than there
@@ -102,10 +103,10 @@ def plan_costs(
         span = own.module, stage.start, stage.stop
         arrives_N = own.gradient_arrives_N(graph, stage.index)
         found = model.stage_costs(*span, own.sizes, arrives_N, own.useful, caches[stage.module])
-        if layerwise and model.execution(stage.module).shard > 1:
-            found = found.not_faster_than(model.gather_ms(*span))
-        collected.add(graph, stage, own, found, arrives_N)
         gather[stage.index], reduce[stage.index] = model.gather_ms(*span), model.reduce_ms(*span)
+        if layerwise:
+            found = _sharded(found, graph, stage, own, model)
+        collected.add(graph, stage, own, found, arrives_N)
         for rank in stage.ranks:
             workspace[rank] = max(workspace[rank], found.workspace_bytes.max(initial=0.0))
             static[rank] += model.static_bytes(*span, layerwise=layerwise)
@@ -122,6 +123,22 @@ def plan_costs(
         memory_limit_bytes=round(model.profile.device.memory_bytes),
         flops=collected.flops,
     )
+
+
+def _sharded(
+    costs: StageCosts, graph: StageGraph, stage: StageSpec, tasks: ModuleTasks, model: CostModel
+) -> StageCosts:
+    """A stage's costs with the communication of FSDP2 layer by layer in them."""
+    span = tasks.module, stage.start, stage.stop
+    execution = model.execution(stage.module)
+    if execution.shard * execution.replicate == 1:
+        return costs
+    gather_ms = model.gather_ms(*span) if execution.shard > 1 else 0.0
+    reduce_ms_N = np.zeros(len(tasks.keys))
+    back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
+    reduce_ms_N[back[-1:]] = model.reduce_ms(*span)  # the step's last backward reduces
+    hides = model.profile.device.asynchronous
+    return costs.sharded(gather_ms, reduce_ms_N, stage.stop - stage.start + 1, hides)
 
 
 @dataclass

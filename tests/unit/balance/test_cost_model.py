@@ -109,6 +109,15 @@ def test_tensor_parallel_ranks_are_faster_by_less_than_their_number() -> None:
     assert hidden.forward.tensor_ms == pytest.approx(two.forward.tensor_ms / 2)
 
 
+def test_a_generator_is_whole_on_every_tensor_parallel_rank() -> None:
+    drawing = replace(LLM, kind="generator")
+    for execution in ({"tensor": 2}, {"tensor": 4, "sequence_parallel": True}):
+        one, split = costs(drawing, layers=(1, 3)), costs(drawing, layers=(1, 3), **execution)
+        assert split.forward.total_ms == pytest.approx(one.forward.total_ms)
+        assert split.forward.tensor_ms == pytest.approx([0, 0])
+        assert split.kept_bytes == pytest.approx(one.kept_bytes)
+
+
 def test_async_tensor_parallelism_gathers_again_what_it_does_not_keep() -> None:
     split = {"layers": (1, 3), "tensor": 2, "sequence_parallel": True}
     plain, hidden = costs(**split), costs(**split, async_tensor=True)

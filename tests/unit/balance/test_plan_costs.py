@@ -127,3 +127,30 @@ def test_what_does_not_fit_the_graph_is_refused() -> None:
     crowded = StageGraph(step.graph.layout, 1, {"vision": (9,)})
     with pytest.raises(ValueError, match="9 sub-microbatches for the"):
         plan_costs(crowded, step.modules, [m for m in step.metas if m.image_count][:1], MODEL)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_fsdp_by_layer_gathers_in_every_action_and_reduces_in_the_last_backward(device) -> None:
+    step = Step(Case("sharded", pipeline=1, freeze=("vision",)))
+    profile, dtype = load_profile(device), "float32" if device == "cpu" else "bfloat16"
+    names = ("vision", "llm")
+    alone, sharded = (
+        CostModel(profile, dtype, dict.fromkeys(names, Execution(shard=shards)))
+        for shards in (1, 2)
+    )
+    given = step.graph, step.modules, step.metas
+    before = plan_costs(*given, alone, targets=step.targets, layerwise=True).compute_ms
+    after = plan_costs(*given, sharded, targets=step.targets, layerwise=True).compute_ms
+    assert before == plan_costs(*given, alone, targets=step.targets).compute_ms
+    last = len(step.metas) - 1
+    for action, ms in before.items():
+        stage = step.graph.layout.stages[action.stage]
+        if ms == 0 or action.type not in (ActionType.F, ActionType.B):
+            continue
+        module = next(m for m in step.modules if m.name == stage.module)
+        sent_ms = sharded.gather_ms(module, stage.start, stage.stop)
+        if action.type is ActionType.B and action.microbatch == last:
+            sent_ms += sharded.reduce_ms(module, stage.start, stage.stop)
+        # On the GPU one of as many pieces as there are layers, and what is outside, is not hidden.
+        alone_ms = sent_ms if device == "cpu" else sent_ms / (stage.stop - stage.start + 1)
+        assert after[action] == pytest.approx(max(ms, sent_ms - alone_ms) + alone_ms), action
