@@ -12,7 +12,7 @@ from torchmm.balance.profiles import load_profile
 from torchmm.config import COLOCATED_SCHEDULES, SCHEDULES, Recipe
 from torchmm.dry_run import describe_run
 from torchmm.errors import ConfigError
-from torchmm.forecast import Forecaster
+from torchmm.forecast import Forecast, Forecaster
 from torchmm.forecast_report import fastest, forecast_table, write_forecasts
 from torchmm.pipelining.records import read_records
 
@@ -104,6 +104,25 @@ def test_a_longer_pipeline_or_faster_device_changes_the_forecast(recipe):
     })  # fmt: skip
     again = Forecaster(recomputed, 8, load_profile("a100")).forecast().step
     assert fast < slow < again.makespan_ms
+
+
+def test_tuned_steps_use_the_memory_they_may_and_are_the_faster_for_it(recipe):
+    def forecast(mode: str, limit: str = "100%") -> Forecast:
+        changed = recipe.activation_checkpoint.model_copy(
+            update={"mode": mode, "memory_limit": limit}
+        )
+        tuned = recipe.model_copy(update={"activation_checkpoint": changed})
+        return Forecaster(tuned, 8, load_profile("a100")).forecast()
+
+    full, none = forecast("full").step, forecast("none").step
+    least, most = max(full.peak_bytes), max(none.peak_bytes)
+    limit = least + (most - least) // 2
+    tuned = forecast("tuned", f"{limit / 2**20:.3f} MiB").step
+    assert least < max(tuned.peak_bytes) <= limit + 2**11
+    assert none.makespan_ms < tuned.makespan_ms < full.makespan_ms
+    assert forecast("tuned").step.makespan_ms == none.makespan_ms
+    refused = forecast("tuned", "1 MiB")
+    assert refused.step is None and "needs" in refused.problem and "rank 0" in refused.problem
 
 
 def test_files_hold_what_the_table_says(recipe, tmp_path):

@@ -195,6 +195,11 @@ def test_a_valid_recipe_has_no_problems(valid):
             "known: llm, vision, vision.connector",
         ),
         (
+            "--activation_checkpoint.memory_limit 90",
+            "activation_checkpoint.memory_limit",
+            'share of the device ("85%")',
+        ),
+        (
             "--freeze.modules ['llm','vision','vision.connector']",
             "freeze.modules",
             "nothing to train",

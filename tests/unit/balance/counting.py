@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+import torchmm.models.attention  # noqa: F401 - registers its operators
+
 VIEWS = {
     "view", "t", "transpose", "detach", "expand", "slice", "unsqueeze", "squeeze", "select",
     "_unsafe_view", "permute", "lift_fresh", "unbind", "alias",

@@ -1,0 +1,129 @@
+"""Plans that are tuned to a memory limit give the loss and gradients of the single process.
+
+Half-way between the least and the most memory that a plan may need, some tasks recompute all, some
+nothing, and both ranks and all replicas choose for themselves.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from launch import run_distributed
+from microbatches import MODEL, random_microbatch
+from pipeline_cases import gradient_errors, reference_losses
+
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.execution import Execution
+from torchmm.balance.layer_tuning import LayerTuning, memory_needs
+from torchmm.balance.profiles import load_profile
+from torchmm.batch import Microbatch
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ParallelConfig,
+)
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.step import TrainStep
+
+CPU = torch.device("cpu")
+NAMES = frozenset({"llm", "vision"})
+STEPS = 4
+LAYOUTS = {
+    2: [
+        {"pipeline": 2, "schedule": "separated", "virtual_stages": 2},
+        {"pipeline": 2, "schedule": "1f1b"},
+        {"pipeline": 2, "schedule": "zero_bubble"},
+        {"shard": 2, "schedule": "separated"},
+    ],
+    4: [
+        {"pipeline": 4, "schedule": "searched"},
+        {"pipeline": 2, "shard": 2, "schedule": "searched"},
+        {"pipeline": 2, "shard": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+    ],
+}
+"""By number of ranks."""
+
+
+def batch_of(seed: int) -> list[Microbatch]:
+    """Eight microbatches, four for each of two replicas."""
+    rng = random.Random(seed)
+    counts = [rng.choice((0, 1, 2, 5)) for _ in range(8)]
+    return [
+        random_microbatch(100 * seed + i, count, rng.choice((72, 80)))
+        for i, count in enumerate(counts)
+    ]
+
+
+def whole_model() -> MultimodalModel:
+    config = MODEL.model_copy(deep=True)
+    config.llm.config.update(num_hidden_layers=5, tie_word_embeddings=False)
+    config.encoders["vision"].config["num_hidden_layers"] = 4
+    return build_model(config, FreezeConfig())
+
+
+def filled(model: MultimodalModel) -> MultimodalModel:
+    materialize(model, CPU)
+    init_weights(model, seed=1)
+    return model
+
+
+def compare(layout: dict) -> tuple[list[str], list[int]]:
+    """What is wrong, and how many layers each step's plan recomputes in each of the two modes."""
+    config = ParallelConfig(shard=1).model_copy(update=layout)
+    mesh = build_mesh(config, CPU)
+    model = whole_model()
+    descriptions = [module.describe() for module in model.modality_modules()]
+    stage_layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
+    stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
+    tuned = ActivationCheckpointConfig(mode="tuned")
+    parallelize(model, mesh, config, tuned, CompileConfig(), torch.float32)
+    filled(model)
+    pipeline = Pipeline(model, stages, stage_layout, descriptions, config, mesh, torch.float32)
+    costs = CostModel(load_profile("cpu"), "float32", {name: Execution() for name in NAMES})
+    step, alone = TrainStep(pipeline, mesh), filled(whole_model())
+    problems: list[str] = []
+    recomputed = []
+    for seed in range(STEPS):
+        batch = batch_of(seed)
+        targets = sum(m.target_count for m in batch)
+        share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+        metas = [m.meta for m in share]
+        pipeline.tuning = None
+        tuning = LayerTuning(costs, NAMES, 0, pipeline.gathers_layerwise)
+        needs = memory_needs(pipeline.plan(metas), descriptions, metas, tuning)
+        least, most = (max(each) for each in zip(*needs, strict=True))
+        pipeline.tuning = replace(tuning, memory_limit_bytes=(least + most) // 2)
+        model.zero_grad(set_to_none=True)
+        outcome = step.run(share, targets)
+        chosen = [mode for modes in outcome.plan.recompute.values() for mode in modes]
+        recomputed.append(len(chosen) - chosen.count("none"))
+        whole = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
+        wanted = sum(reference_losses(alone, [batch], targets)[0]) / targets
+        if abs(whole / wanted - 1) > 1e-5:
+            problems.append(f"batch {seed}: loss {whole}, expected {wanted}")
+        errors = gradient_errors(model, alone)
+        problems += [f"batch {seed}: {n} off by {e}" for n, e in errors.items() if not e <= 1e-5]
+    return problems, recomputed
+
+
+def compare_all(layouts: list[dict]) -> list[tuple[list[str], list[int]]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    return [compare(layout) for layout in layouts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_tuned_plans_equal_the_single_process(ranks):
+    for rank, found in enumerate(run_distributed(compare_all, ranks, LAYOUTS[ranks])):
+        assert len(found) == len(LAYOUTS[ranks])
+        for layout, (problems, recomputed) in zip(LAYOUTS[ranks], found, strict=True):
+            assert not problems, (rank, layout, problems)
+            assert min(recomputed) > 0, (rank, layout, recomputed)
