@@ -1,0 +1,243 @@
+"""Reordering in real wall clock: the same global batches in natural order, balanced, ordered, both.
+
+Real documents give the images of every microbatch. Four ranks are two pipelines of a vision rank
+and an LLM rank, whose layers sleep for as long as they would compute: processes, messages over gloo
+and the runtime are real, and this machine has not four cores to compute with. Two ranks compute:
+data-parallel replicas of a small image-text model, which add up their gradients at the end.
+Programs take turns on each step; times are until the last rank is done, medians of paired runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from documents import load_documents, pack_documents
+from harness import Row, describe_machine, make_parser, report
+from numpy.typing import NDArray
+from pipeline_model import Size, make_microbatch
+from ranks import Comparison, Stopwatch, run_ranks
+from sleepers import WIDTH, SleepStage, Work, message_rows
+
+from torchmm.balance.flops import microbatch_flops
+from torchmm.balance.reorder_groups import balance_groups
+from torchmm.balance.reorder_microbatches import reorder_microbatches
+from torchmm.balance.step_program import compile_order
+from torchmm.batch import Microbatch
+from torchmm.config import ParallelConfig
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.pipeline import Pipeline, whole_pipeline
+from torchmm.pipelining.actions import COMPUTE
+from torchmm.pipelining.classic import one_f_one_b
+from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.plan import PipelinePlan, TensorSpec
+from torchmm.pipelining.runtime import PipelineRuntime, channel_pairs
+from torchmm.pipelining.validation import validate_plan
+
+Int64s = NDArray[np.int64]
+
+SEED = 0
+GROUPS, PIPELINE = 2, 2
+TOKENS, IMAGE_TOKENS = 2048, 64
+TOWER_LAYERS, LLM_LAYERS = 12, 16
+MODES = ("natural", "intra", "inter", "both")
+QUIET = 0.3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How long to measure what.
+
+    Attributes:
+        microbatches: of each pipeline or replica.
+        llm_s: an LLM's forward of a microbatch, slept; the tower takes as long on average.
+    """
+
+    microbatches: int
+    steps: int
+    runs: int
+    llm_s: float
+    patience_s: float
+    size: Size
+
+
+FULL = Setting(8, 4, 7, 0.04, 1200, Size(4, 4, 96, 96))
+QUICK = Setting(6, 2, 2, 0.02, 0, Size(2, 2, 64, 64))
+
+
+def load_images(steps: int, per_step: int) -> list[list[int]]:
+    """Images of the microbatches of each step, in the data's order."""
+    packs = pack_documents(load_documents(), TOKENS, IMAGE_TOKENS, seed=SEED)
+    images = [sum(sample.images for sample in pack) for pack in packs]
+    return [images[i * per_step : (i + 1) * per_step] for i in range(steps)]
+
+
+def arrange(mode: str, tower_s: Sequence[float], llm_s: Sequence[float], ordered: bool) -> Int64s:
+    """(groups, microbatches): the place of everything in a global batch.
+
+    Args:
+        tower_s, llm_s: forwards by microbatch, in the data's order; backwards take twice as long.
+        ordered: whether there is a pipeline.
+    """
+    sizes = np.add(tower_s, llm_s)
+    places = np.arange(len(sizes)).reshape(GROUPS, -1)
+    if mode in ("intra", "both"):
+        places = balance_groups(sizes, GROUPS)
+    if mode in ("inter", "both") and ordered:
+        graph = StageGraph(chain(), places.shape[1])
+        program = compile_order(one_f_one_b(graph), graph)
+        forward_GSM = np.stack([np.array(tower_s)[places], np.array(llm_s)[places]], axis=1)
+        found = reorder_microbatches(program, forward_GSM, 2 * forward_GSM, seed=SEED)
+        places = np.take_along_axis(places, found.orders_GM, axis=1)
+    return places
+
+
+def chain(modules: Sequence[str] = ("tower", "rest"), parts: Sequence[str] = ()) -> StageLayout:
+    """One stage on each of two ranks."""
+    layers = (TOWER_LAYERS, LLM_LAYERS)
+    stages = tuple(
+        StageSpec(i, name, 0, n, (i,))
+        for i, (name, n) in enumerate(zip(modules, layers, strict=True))
+    )
+    return StageLayout(stages, ((0, 1),), frozenset(parts))
+
+
+class SleepingPipelines:
+    """Steps of two pipelines under one arrangement; plans are made before."""
+
+    def __init__(self, mode: str, work: Work, channels: P2PChannels) -> None:
+        self.name = mode
+        group, place = divmod(dist.get_rank(), PIPELINE)
+        self.images, self.plans = [], []
+        for images in work.images:
+            tower_s = [work.forward_s(TOWER_LAYERS, 0, count) for count in images]
+            llm_s = [work.forward_s(0, LLM_LAYERS, 0)] * len(images)
+            own = arrange(mode, tower_s, llm_s, ordered=True)[group]
+            self.images.append([images[i] for i in own])
+            self.plans.append(sleeping_plan(self.images[-1]))
+        layers = ((TOWER_LAYERS, 0), (0, LLM_LAYERS))[place]
+        self.runtime = PipelineRuntime(place, {place: SleepStage(work, *layers)}, channels)
+
+    def step(self, index: int) -> float:
+        """Seconds of work; gradients are added up over pipelines."""
+        result = self.runtime.step(self.plans[index], self.images[index], record=True)
+        dist.all_reduce(torch.zeros(1))
+        done = (r for r in result.records or () if r.action.type in COMPUTE)
+        return sum(r.end_ms - r.start_ms for r in done) / 1e3
+
+
+def sleeping_plan(images: Sequence[int]) -> PipelinePlan:
+    """1F1B; microbatches without images have no work for the tower."""
+    layout = chain(("vision", "llm"), ("vision",))
+    graph = StageGraph(layout, len(images), {"vision": tuple(min(n, 1) for n in images)})
+    specs = {
+        message: (
+            TensorSpec((message_rows(task, graph, images[task.microbatch]), WIDTH), torch.float32),
+        )
+        for task in graph.tasks()
+        for message in graph.outgoing(task)
+    }
+    plan = lower_plan(one_f_one_b(graph), graph, specs)
+    validate_plan(plan).raise_for_problems()
+    return plan
+
+
+class ComputingReplicas:
+    """Steps of two replicas of a model under one arrangement."""
+
+    def __init__(
+        self,
+        mode: str,
+        model: MultimodalModel,
+        pipeline: Pipeline,
+        steps: Sequence[Sequence[Microbatch]],
+    ) -> None:
+        self.name, self.model, self.pipeline = mode, model, pipeline
+        modules = [module.describe() for module in model.modality_modules()]
+        self.steps = []
+        for batch in steps:
+            costs = [microbatch_flops(modules, m.meta, m.target_count) for m in batch]
+            tower, llm = (
+                [float(c[name].forward + c[name].backward) for c in costs]
+                for name in ("vision", "llm")
+            )
+            own = arrange(mode, tower, llm, ordered=False)[dist.get_rank()]
+            self.steps.append([batch[i] for i in own])
+
+    def step(self, index: int) -> float:
+        """Seconds of work."""
+        self.model.zero_grad()
+        _, result = self.pipeline.run(self.steps[index])
+        for parameter in self.model.parameters():
+            if parameter.grad is None:  # no images at all on this replica
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+        done = (r for r in result.records or () if r.action.type in COMPUTE)
+        return sum(r.end_ms - r.start_ms for r in done) / 1e3
+
+
+def run_sleeping(setting: Setting) -> Comparison:
+    """What one of four ranks does; the comparison of all modes."""
+    images = load_images(setting.steps, GROUPS * setting.microbatches)
+    layer_s = setting.llm_s / LLM_LAYERS
+    average = mean(count for step in images for count in step)
+    work = Work(images, layer_s, setting.llm_s / (TOWER_LAYERS * average))
+    first = dist.get_rank() // PIPELINE * PIPELINE
+    channels = P2PChannels(torch.device("cpu"), range(first, first + PIPELINE), 120)
+    channels.warm_up(channel_pairs(chain()))
+    programs = [SleepingPipelines(mode, work, channels) for mode in MODES]
+    return Stopwatch(setting.patience_s, QUIET).compare(programs, setting.steps, setting.runs)
+
+
+def run_computing(setting: Setting) -> Comparison:
+    """What one of two ranks does."""
+    packs = pack_documents(load_documents(), TOKENS // 4, IMAGE_TOKENS // 4, 4, SEED)
+    per_step = GROUPS * setting.microbatches
+    made = [make_microbatch(p, i) for i, p in enumerate(packs[: setting.steps * per_step])]
+    steps = [made[i * per_step : (i + 1) * per_step] for i in range(setting.steps)]
+    model = setting.size.build()
+    mesh: ParallelMesh = build_mesh(ParallelConfig(replicate=2, shard=1), torch.device("cpu"))
+    pipeline = whole_pipeline(model, mesh, torch.float32)
+    programs = [ComputingReplicas(mode, model, pipeline, steps) for mode in MODES[:2]]
+    return Stopwatch(setting.patience_s, QUIET).compare(programs, setting.steps, setting.runs)
+
+
+def rows_of(case: str, found: Comparison) -> list[Row]:
+    """Every mode against the natural order."""
+    rows = []
+    for mode in (m for m in MODES[1:] if m in found.times):
+        rows += [
+            Row(case, f"speed ratio, {mode}", "x", found.speed_ratio(mode, "natural"), 1.0),
+            Row(case, f"step, {mode}", "s", found.wall_s(mode), found.wall_s("natural"),
+                better="lower"),
+        ]  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Prints the table."""
+    arguments = make_parser(__doc__ or "").parse_args()
+    setting = QUICK if arguments.quick else FULL
+    cases: dict[str, Any] = {
+        "4 ranks, 2 pipelines of tower and LLM, sleeping": (run_sleeping, GROUPS * PIPELINE),
+        "2 data-parallel ranks, computing": (run_computing, GROUPS),
+    }
+    rows = []
+    for case, (function, ranks) in cases.items():
+        found = run_ranks(function, ranks, setting)
+        rows += rows_of(case, found)
+        print(f"{case}: {found}")
+    title = f"Reordering, real time; seed {SEED}; {describe_machine(torch.device('cpu'))}"
+    report(title, rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
