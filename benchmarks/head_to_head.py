@@ -12,8 +12,8 @@ how much microbatches differ.
 
 Sizes: "printed" are the recipe's pipeline and tensor-parallel sizes, the same for all but
 DistTrain, which chooses sizes itself. "chosen" lets the others choose too: the fastest that fits of
-all pipeline and tensor-parallel sizes in powers of two, with one or two virtual stages, on as many
-devices. Optimus chooses encoder plans in both, by simulation.
+all pipeline and tensor-parallel sizes in powers of two, on as many devices. Optimus chooses encoder
+plans in both, by simulation.
 
 A step that does not fit into memory is shown, but not counted as the fastest.
 """
@@ -68,7 +68,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("pipeweaver_vlm_s", 16, choose=True),
-    Case("pipeweaver_vlm_m", 32, choose=True),
+    Case("pipeweaver_vlm_m", 32),
     Case("optimus_model_a", 64),
     Case("optimus_vit22b_gpt175b", 1536),
     Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",)),
@@ -187,17 +187,16 @@ def _key(found: Result) -> tuple[bool, float]:
 def chosen(case: Case, profile: Profile) -> list[Result]:
     """Each method with its fastest sizes that fit."""
     best: dict[str, Result] = {}
-    for tensor, pipeline, virtual in product((1, 2, 4, 8), (2, 4, 8, 16), (1, 2)):
+    for tensor, pipeline in product((1, 2, 4, 8), (2, 4, 8, 16)):
         if case.gpus % (tensor * pipeline):
             continue
-        split = {"tensor": tensor, "sequence_parallel": _toml(tensor > 1)}
-        cut = {"pipeline": pipeline, "virtual_stages": virtual}
+        sizes = {"pipeline": pipeline, "tensor": tensor, "sequence_parallel": _toml(tensor > 1)}
         try:
-            every = list(results(case, profile, **split, **cut))
+            every = list(results(case, profile, **sizes))
         except ConfigError:  # sizes the model cannot be cut for
             continue
         for found in every:
-            own = f"pipeline {pipeline} x {virtual}, tensor {tensor}"
+            own = f"pipeline {pipeline}, tensor {tensor}"
             note = f"{own}; {found.note}" if found.note else own
             mine = Result(found.method, found.step, found.mfu, note)
             if found.method not in best or _key(mine) < _key(best[found.method]):
@@ -268,10 +267,13 @@ def run_case(case: Case, pictures: Path | None = None) -> list[Row]:
 def main() -> None:
     """Prints the table."""
     parser = make_parser(__doc__ or "")
+    parser.add_argument("--cases", nargs="*", metavar="RECIPE", help="only those of these recipes")
     parser.add_argument("--pictures", type=Path, metavar="DIRECTORY", help="draw the steps there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = QUICK if arguments.quick else CASES
+    if arguments.cases:
+        cases = tuple(case for case in cases if case.recipe in arguments.cases)
     rows = [row for case in cases for row in run_case(case, arguments.pictures)]
     machine = describe_machine(torch.device("cpu"))
     report(f"Head to head, simulated; {machine}", rows, arguments.json)

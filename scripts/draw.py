@@ -7,6 +7,7 @@ drawn one below the other on the same time axis.
 python scripts/draw.py --schedule 1f1b --stages 4 --microbatches 8
 python scripts/draw.py --schedule megatron separated --stages 4 --microbatches 8 \\
     --layers vision=8,llm=16 --images 0,3,1,7,0,2,5,1
+python scripts/draw.py --schedule megatron_balanced optimus:coarse optimus --images 0,3,1,7,0,2,5,1
 python scripts/draw.py --records outputs/NAME/timeline/step-10.json
 """
 
@@ -17,6 +18,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torchmm.balance.planners import PLANNERS
+from torchmm.config import COLOCATED_SCHEDULES, ParallelConfig
 from torchmm.errors import PlanError
 from torchmm.files import replace_atomically
 from torchmm.pipelining.actions import Action
@@ -63,7 +66,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--schedule", nargs="+", default=[], metavar="NAME", help="as in a recipe, or csv:PATH")
+    add(
+        "--schedule",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="as in a recipe, csv:PATH or optimus:coarse",
+    )
     add("--records", nargs="+", default=[], type=Path, metavar="FILE", help="timeline/step-N.json")
     add("--stages", type=int, default=4, help="pipeline ranks (4)")
     add("--microbatches", type=int, help="number of microbatches (as many as --images, or 8)")
@@ -83,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         help="forward of a layer: of the LLM for a microbatch, of an encoder for an image (1 each)",
     )
     add("--virtual-stages", type=int, default=1, help="virtual stages or LLM segments per rank (1)")
+    add("--encoder-stages", type=int, default=1, help="pipeline ranks of encoders: optimus (1)")
     add("--freeze", type=_names, default=[], metavar="NAME,...", help="modules that do not train")
     add("--transfer-ms", type=float, default=0.0, help="from one rank to another (0)")
     add("--csv", type=Path, metavar="FILE", help="also write the compute order, of one --schedule")
@@ -135,13 +145,15 @@ def _simulated(name: str, options: argparse.Namespace) -> Panel:
     if options.images_per_part < 1:
         raise ValueError(f"--images-per-part {options.images_per_part}: must be at least 1")
     modules = _modules(options, sum(images) / microbatches)
-    layout = schedule_layout(name, modules, options.stages, options.virtual_stages)
+    colocated = _colocated(name, options)
+    planner = PLANNERS["optimus"] if colocated else None
+    layout = (
+        planner.layout(colocated, modules)
+        if planner and colocated
+        else schedule_layout(name, modules, options.stages, options.virtual_stages)
+    )
     parts = tuple(-(-count // options.images_per_part) for count in images)
     graph = StageGraph(layout, microbatches, dict.fromkeys(layout.sub_microbatched, parts))
-    order = schedule_named(name).order(graph)
-    if options.csv is not None:
-        _only_one(options.schedule, "--csv")
-        write_order(options.csv, order, graph)
     layers = layer_durations(graph)
 
     def duration_ms(action: Action) -> float:
@@ -153,7 +165,33 @@ def _simulated(name: str, options: argparse.Namespace) -> Panel:
             duration *= whole + (action.sub_microbatch < larger)
         return duration
 
+    if planner and colocated:
+        graph, order = planner.plan(colocated, graph, duration_ms)
+    else:
+        order = schedule_named(name).order(graph)
+    if options.csv is not None:
+        _only_one(options.schedule, "--csv")
+        write_order(options.csv, order, graph)
     return Panel(name, uniform_timeline(order, graph, duration_ms, options.transfer_ms), layout)
+
+
+def _colocated(name: str, options: argparse.Namespace) -> ParallelConfig | None:
+    """The recipe's section for "optimus" and "optimus:coarse"; None for other schedules."""
+    schedule, _, bubbles = name.partition(":")
+    if schedule not in COLOCATED_SCHEDULES:
+        return None
+    if bubbles not in ("", "fine", "coarse"):
+        raise ValueError(f'--schedule {name}: write "{schedule}", or with ":coarse" behind it')
+    encoders = (options.layers or {"vision": 8, "llm": 16}).keys()
+    own = {encoder: {"pipeline": options.encoder_stages} for encoder in list(encoders)[:-1]}
+    return ParallelConfig(
+        pipeline=options.stages,
+        virtual_stages=options.virtual_stages,
+        schedule=schedule,
+        placement="colocated",
+        bubbles="coarse" if bubbles == "coarse" else "fine",
+        **own,  # type: ignore[arg-type]
+    )
 
 
 def _modules(options: argparse.Namespace, mean_images: float) -> list[ModuleLayers]:

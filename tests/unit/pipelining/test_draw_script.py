@@ -52,6 +52,20 @@ def test_every_schedule_is_drawn_with_all_tasks_of_every_stage(draw):
             assert len(found) >= 3 and found[0] == 0 + 1 + 1 + 3 and found[max(found)] == 4
 
 
+def test_colocated_encoders_are_drawn_in_bubbles(draw):
+    step = ("--stages", 4, "--images", "0,3,1,7,0,2,5,1", "--layers", "vision=8,llm=16")
+    code, text, _, actions = draw("--schedule", "megatron_balanced", "optimus:coarse", "optimus",
+                                  *step, "--encoder-stages", 2)  # fmt: skip
+    assert code == 0
+    balanced, coarse, fine = (float(line.split()[1]) for line in text.splitlines()[:3])
+    assert fine <= coarse < balanced
+    assert {int(a.split("F")[0]) for a in actions if "F" in a} >= set(range(8))  # of one layer
+    code, _, problem, _ = draw("--schedule", "optimus:finest", *step)
+    assert code == 2 and "optimus:finest" in problem
+    code, _, problem, _ = draw("--schedule", "optimus", *step, "--encoder-stages", 3)
+    assert code == 2 and "divisor of 4" in problem
+
+
 def test_the_makespan_follows_from_the_durations(draw):
     llm = ("--schedule", "1f1b", "--stages", 2, "--microbatches", 3, "--layers", "llm=8")
     assert "1f1b: 48 ms" in draw(*llm)[1]  # (3 + 1) x (4 + 8)
