@@ -172,7 +172,7 @@ class ParallelConfig(Section):
     """Where modules lie: "interleaved": on the same ranks; "colocated": too, but encoders have
     sizes of their own ([parallel.NAME]): pipelines with fewer ranks, and so several of them;
     "disaggregated": each on ranks and with sizes of its own, those of [parallel] being the LLM's,
-    under schedule "separated", "1f1b", "gpipe" or "zero_bubble"."""
+    under schedule "separated", "1f1b", "interleaved_1f1b", "gpipe" or "zero_bubble"."""
     orchestrate: bool = False
     """Choose sizes for `simulation.device`: with colocated encoders, the pipeline ranks of those
     that have none given, by simulating the first step; with disaggregated modules, all sizes of all

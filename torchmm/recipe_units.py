@@ -19,7 +19,7 @@ from torchmm.recipe_schema import Problem
 Found = Iterator[Problem]
 
 LLM = "llm"
-DISAGGREGATED_SCHEDULES = ("separated", "1f1b", "gpipe", "zero_bubble")
+DISAGGREGATED_SCHEDULES = ("separated", "1f1b", "interleaved_1f1b", "gpipe", "zero_bubble")
 """Schedules of modules on ranks of their own."""
 
 
@@ -109,10 +109,6 @@ def check_units(parallel: ParallelConfig, modules: Sequence[str]) -> Found:
         known = ", ".join(DISAGGREGATED_SCHEDULES)
         text = f"is not for modules on ranks of their own; use one of {known}"
         yield Problem("parallel.schedule", parallel.schedule, text, placement)
-    elif parallel.virtual_stages > 1 and parallel.schedule != "separated":
-        text = 'needs schedule = "separated" where modules have ranks of their own; use 1'
-        also = ("parallel.schedule", *placement)
-        yield Problem("parallel.virtual_stages", parallel.virtual_stages, text, also)
     if len(modules) == 1:
         text = 'but the model has no module beside the LLM; use "interleaved"'
         yield Problem("parallel.placement", parallel.placement, text, ("model",))
@@ -123,6 +119,13 @@ def check_units(parallel: ParallelConfig, modules: Sequence[str]) -> Found:
         )
 
 
+def unit_stages(parallel: ParallelConfig, name: str) -> int:
+    """Stages of a module per pipeline rank."""
+    if parallel.separates_modules:
+        return parallel.segments(name)
+    return parallel.virtual_stages if name == LLM else 1
+
+
 def check_unit_layers(parallel: ParallelConfig, counts: Mapping[str, int | None]) -> Found:
     """Every stage needs a layer.
 
@@ -131,7 +134,7 @@ def check_unit_layers(parallel: ParallelConfig, counts: Mapping[str, int | None]
     """
     for name, layers in counts.items():
         ranks = unit_sizes(parallel, name)["pipeline"]
-        per_rank = parallel.segments(name) if parallel.separates_modules else 1
+        per_rank = unit_stages(parallel, name)
         if layers is not None and layers < ranks * per_rank:
             text = (
                 f"{name} has {layers} layers, fewer than its {ranks} pipeline ranks x {per_rank} "

@@ -37,6 +37,7 @@ from torchmm.pipelining.schedules import schedule_layout, schedule_named
 from torchmm.pipelining.separated import Durations
 from torchmm.pipelining.validation import validate_plan
 from torchmm.recipe_layout import Layout, replica_groups
+from torchmm.recipe_units import unit_stages
 
 Gathering = Literal["none", "layer", "step"]
 """When FSDP2 gathers parameters: never, with every layer, once per step."""
@@ -70,8 +71,8 @@ def plan_layout(
         if units is not None:
             groups = replica_groups(units)
             sizes = {n: UnitSize(u.pipeline, u.data_parallel // groups) for n, u in units.items()}
-            given = segments if config.separates_modules else None
-            return disaggregated_layout(layers, sizes, given)
+            stages = {name: unit_stages(config, name) for name in units}
+            return disaggregated_layout(layers, sizes, stages)
         if config.schedule in PLANNERS:
             return PLANNERS[config.schedule].layout(config, layers)
         return schedule_layout(

@@ -90,13 +90,15 @@ CASES = {
         *(Case(encoder, ONE) for encoder in (DP2, TP2, PP2, unit(replicate=2))),
         *(Case(ONE, llm) for llm in (DP2, TP2, PP2)),
         Case(ONE, TP2, freeze="tower", parallel={"sequence_parallel": True}),
+        Case(ONE, PP2, schedule="interleaved_1f1b", parallel={"virtual_stages": 2}),
         Case(DP2, ONE, freeze="all but connectors", schedule="separated"),
         Case(ONE, DP2, freeze="all but the encoder"),
         *(Case(ONE, ONE, ONE, freeze=f) for f in FREEZES),
     ],
-    4: [  # two replica groups
-        Case(DP2, DP2),
+    4: [
+        Case(DP2, DP2),  # two replica groups, as the next
         Case(DP2, unit(replicate=2), schedule="separated", freeze="tower"),
+        Case(ONE, PP2, ONE, schedule="interleaved_1f1b", parallel={"virtual_stages": 2}),
     ],
     5: [
         Case(unit(shard=3), DP2),
@@ -127,7 +129,7 @@ def test_modules_apart_equal_one_process(ranks):
 def a_model(draws: bool, freeze: str) -> MultimodalModel:
     config = MODEL.model_copy(deep=True)
     assert config.llm is not None and config.llm.config is not None
-    config.llm.config.update(num_hidden_layers=3)
+    config.llm.config.update(num_hidden_layers=4)
     frozen = [n for n in FREEZES[freeze] if draws or not n.startswith("generator")]
     if draws:
         config = config.model_copy(

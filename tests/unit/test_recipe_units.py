@@ -114,7 +114,12 @@ def test_replicas_that_do_not_divide_form_one_group() -> None:
         (
             "--parallel.virtual_stages 2 --parallel.schedule 1f1b --parallel.pipeline 3",
             "parallel.virtual_stages",
-            "",
+            'schedule = "interleaved_1f1b"',
+        ),
+        (
+            "--parallel.virtual_stages 3 --parallel.schedule gpipe --parallel.pipeline 3",
+            "parallel.pipeline",
+            "llm has 6 layers, fewer than its 3 pipeline ranks x 3",
         ),
         ("--parallel.reshard_after_forward always", "parallel.reshard_after_forward", "default"),
         (

@@ -18,6 +18,8 @@ Orders are those of a chain: encoders' stages, the LLM's, the generator's, as if
 replica of each. A *wave* takes the place of its microbatch: one microbatch of every LLM replica,
 whose encoder tasks are dealt to the encoder's replicas. What is legal for the chain is legal here:
 tasks of a wave depend on those of the same wave at the next position only, as its microbatch did.
+Where the LLM has several stages per rank, which no chain has, its order comes first and the others'
+follow from it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import NamedTuple
 
 from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.colocated import LLM
-from torchmm.pipelining.graph import StageGraph, StageLayout, Task
+from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec, Task
 from torchmm.pipelining.layouts import Cut, ModuleLayers, build_layout
 from torchmm.pipelining.orders import needed_action
 from torchmm.pipelining.partition import balanced_cuts
@@ -126,23 +128,25 @@ def _work(graph: StageGraph, task: Task, durations: Durations | None) -> float:
 def disaggregated_order(
     graph: StageGraph, schedule: Callable[[StageGraph], ComputeOrder]
 ) -> ComputeOrder:
-    """What a classic schedule of the chain says, for all replicas of a group.
+    """What a classic schedule says, for all replicas of a group.
 
-    A rank keeps at most as many waves as there are positions in the chain behind it and including
-    its own, under 1F1B.
+    Under 1F1B a rank keeps at most as many waves as there are positions in the chain behind it,
+    and its own.
 
     Args:
         graph: with a replica for every task (`deal_tasks`).
-        schedule: of pipelines with one stage per rank.
+        schedule: of a chain; where the LLM has several stages per rank, of the LLM alone.
 
     Raises:
-        ValueError: what `schedule` raises.
+        ValueError: a module but the LLM has several stages per rank; what `schedule` raises.
     """
-    replicas = max(len(stage.ranks) for stage in graph.layout.stages if stage.module == LLM)
+    llm = [stage for stage in graph.layout.stages if stage.module == LLM]
+    replicas = len(llm[0].ranks)
+    several = len(llm) > len({stage.ranks for stage in llm})
+    found = _around_llm(graph, llm, schedule) if several else schedule(_chain(graph, replicas))
     rows: list[tuple[Action, ...]] = [()] * graph.layout.rank_count
-    for row in schedule(_chain(graph, replicas)):
-        ranks = {rank for action in row for rank in graph.layout.stages[action.stage].ranks}
-        for rank in ranks:
+    for row in found:
+        for rank in {rank for a in row for rank in graph.layout.stages[a.stage].ranks}:
             rows[rank] = tuple(
                 new
                 for action in row
@@ -153,21 +157,99 @@ def disaggregated_order(
     return tuple(rows)
 
 
-def _chain(graph: StageGraph, replicas: int) -> StageGraph:
-    """One replica of each module, waves in the place of microbatches, everything trained."""
+def _chain(graph: StageGraph, replicas: int, only: str | None = None) -> StageGraph:
+    """One replica of each module, or of one, waves in the place of microbatches, all trained."""
+    kept = [stage for stage in graph.layout.stages if only in (None, stage.module)]
     position: dict[tuple[int, ...], int] = {}
-    for stage in graph.layout.stages:
+    for stage in kept:
         position.setdefault(stage.ranks, len(position))
+    first = kept[0].index
     stages = tuple(
         replace(
             stage,
+            index=stage.index - first,
             ranks=(position[stage.ranks],),
             tied_to=-1,
             trainable=True,  # or backwards that only modules before it need would be missing
         )
-        for stage in graph.layout.stages
+        for stage in kept
     )
-    return StageGraph(StageLayout(stages, graph.layout.edges), -(-graph.microbatches // replicas))
+    places = range(first, first + len(kept))
+    edges = ((s - first, d - first) for s, d in graph.layout.edges if s in places and d in places)
+    layout = StageLayout(stages, tuple(edges))
+    return StageGraph(layout, -(-graph.microbatches // replicas))
+
+
+def _around_llm(
+    graph: StageGraph, llm: Sequence[StageSpec], schedule: Callable[[StageGraph], ComputeOrder]
+) -> list[list[Action]]:
+    """Rows of a chain whose middle has several stages per rank.
+
+    The LLM runs as if it were alone, but some forwards ahead where a generator answers. Encoders
+    follow its first stage, generators its last: what is next there, a few places ahead or behind.
+    As interleaved 1F1B takes microbatches in bursts of as many as the LLM has ranks, P, encoders
+    are P - 1 places further ahead than in a chain, and so is the LLM of its generator, of whose
+    ranks each takes the time of as many forwards as the LLM has stages per rank.
+
+    Raises:
+        ValueError: see `disaggregated_order`.
+    """
+    stages = graph.layout.stages
+    before = [stage for stage in stages if stage.index < llm[0].index]
+    behind = [stage for stage in stages if stage.index > llm[-1].index]
+    for own in (before, behind):
+        if len({stage.ranks for stage in own}) < len(own):
+            raise ValueError("several stages per rank: only the LLM may have them here")
+    ranks = len({stage.ranks for stage in llm})
+    places = len(llm) // ranks * len(behind) + (ranks - 1 if behind else 0)
+    alone = schedule(_chain(graph, len(llm[0].ranks), LLM))
+    rows = [_ahead([a._replace(stage=a.stage + llm[0].index) for a in r], places) for r in alone]
+    first, last = (
+        [a for row in rows for a in row if a.stage == end.index and a.type is not ActionType.W]
+        for end in (llm[0], llm[-1])
+    )
+    for stage in before:
+        distance = sum(s.module == stage.module and s.index >= stage.index for s in before)
+        rows.append(_ahead(_at(stage, first), distance + ranks - 1))
+    for stage in behind:
+        left = sum(s.module == stage.module and s.index > stage.index for s in behind)
+        rows.append(_answers(_at(stage, last), left))
+    return rows
+
+
+def _at(stage: StageSpec, row: Sequence[Action]) -> list[Action]:
+    """The same F and B of another stage."""
+    kinds = {ActionType.F: ActionType.F}
+    return [Action(kinds.get(a.type, ActionType.B), stage.index, a.microbatch) for a in row]
+
+
+def _ahead(row: Sequence[Action], places: int) -> list[Action]:
+    """The row with every forward so many forwards earlier; nothing waits for what comes later."""
+    forwards = [action for action in row if action.type is ActionType.F]
+    following = iter(forwards[places:])
+    moved = forwards[:places]
+    for action in row:
+        if action.type is not ActionType.F:
+            moved.append(action)
+        elif (later := next(following, None)) is not None:
+            moved.append(later)
+    return moved
+
+
+def _answers(row: Sequence[Action], places: int) -> list[Action]:
+    """The row with every backward so many forwards behind its own, at the latest in its place."""
+    moved: list[Action] = []
+    waiting: list[int] = []
+    for action in row:
+        if action.type is ActionType.F:
+            moved.append(action)
+            waiting.append(action.microbatch)
+        due = len(waiting) - places
+        if action.type is not ActionType.F and action.microbatch in waiting:
+            due = waiting.index(action.microbatch) + 1
+        answered, waiting = waiting[: max(due, 0)], waiting[max(due, 0) :]
+        moved += (Action(ActionType.B, action.stage, m) for m in answered)
+    return moved + [Action(ActionType.B, row[-1].stage, m) for m in waiting]
 
 
 def _tasks(graph: StageGraph, action: Action, replicas: int) -> list[Task]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from module_cases import AUDIO, GENERATOR, LLM, MODELS, VISION, freezing, frozen, steps
-from order_checks import assert_complete, peaks, play
+from order_checks import assert_complete, makespan, peaks, play
 
 from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.classic import gpipe, one_f_one_b, zero_bubble
+from torchmm.pipelining.classic import gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
 from torchmm.pipelining.disaggregated import (
     UnitSize,
     deal_tasks,
@@ -74,6 +75,43 @@ def test_plans_do_the_whole_step_without_deadlock(name: str) -> None:
         assert_complete(graph, order, split=name == "zero_bubble")
         play(graph, order, lambda action: 1.0)
         validate_plan(lower_plan(order, graph, {}, sharding="step")).raise_for_problems()
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zero_bubble", "gpipe"])
+def test_plans_of_llms_with_several_stages_per_rank(name: str) -> None:
+    schedule = {**SCHEDULES, "interleaved_1f1b": interleaved_1f1b}[name]
+    for model, sizes in UNITS.items():
+        for units in sizes:
+            for modules in freezing(MODELS[model]).values():
+                layout = disaggregated_layout(modules, units, {"llm": 2})
+                for graph in steps(layout, 6 * units["llm"].replicas, seed=3):
+                    dealt = deal_tasks(graph)
+                    order = disaggregated_order(dealt, schedule)
+                    play(dealt, order, lambda action: 1.0)
+                    plan = lower_plan(order, dealt, {}, sharding="step")
+                    validate_plan(plan).raise_for_problems()
+
+
+@pytest.mark.parametrize("generator", [0, 1])
+def test_several_stages_per_rank_shorten_the_step(generator: int) -> None:
+    """The bubble of 4 LLM ranks is halved by two stages each."""
+    modules = MODELS["generator"] if generator else MODELS["vision"]
+    units = {"vision": UnitSize(1, 1), "llm": UnitSize(4, 1), "generator": UnitSize(1, 1)}
+    units = {module.name: units[module.name] for module in modules}
+    spans = []
+    for stages, schedule in ((1, one_f_one_b), (2, interleaved_1f1b)):
+        layout = disaggregated_layout(modules, units, {"llm": stages})
+        parts = {name: (1,) * 16 for name in units if name != "llm"}
+        graph = deal_tasks(StageGraph(layout, 16, parts))
+        llm = [stage.module == "llm" for stage in layout.stages]
+        order = disaggregated_order(graph, schedule)
+        spans.append(makespan(play(graph, order, partial(_duration, llm, stages))))
+    # F takes 1 and B 2, half of it outside of the LLM: its work, its fill and drain, the encoder's.
+    assert spans[1] == 3 * (16 + 3 / 2 + 1 / 2) < spans[0]
+
+
+def _duration(llm: list[bool], stages: int, action: Action) -> float:
+    return (1.0 if action.type is F else 2.0) / (stages if llm[action.stage] else 2)
 
 
 def test_an_unfit_order_is_told_before_it_runs() -> None:
