@@ -27,7 +27,8 @@ from torchmm.pipelining.cut import cut_for_rank
 from torchmm.step import TrainStep
 
 IMAGES = [2, 0, 3, 0, 0, 1, 2, 4]
-"""Images in each sequence of the global batch: some ranks have none in a microbatch."""
+"""Images in each sequence of the global batch, two sequences for each replica (and four at least):
+some ranks have none in a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,17 @@ class Case:
     sequence_parallel: bool = False
     recompute: str = "none"
     freeze: tuple[str, ...] = ()
-    images: tuple[int, ...] = field(default=tuple(IMAGES))
+    images: tuple[int, ...] = tuple(IMAGES)
     tokens: int = 64
     pipeline: dict = field(default_factory=dict)
     """Further keys of [parallel]."""
     llm: str = "qwen3"
+
+    @property
+    def batch(self) -> list[Microbatch]:
+        """The global batch."""
+        sequences = max(4, 2 * self.replicate * self.shard)
+        return [random_microbatch(i, n, self.tokens) for i, n in enumerate(self.images[:sequences])]
 
     def model(self) -> MultimodalModel:
         """Whole, on the meta device."""
@@ -124,7 +131,7 @@ def _compare_all(cases: list[Case]) -> list[tuple[str, float, float, dict[str, f
 
 
 def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
-    batch = [random_microbatch(seed, n, case.tokens) for seed, n in enumerate(case.images)]
+    batch = case.batch
     targets = sum(m.target_count for m in batch)
     reference, loss = _reference(case, batch, targets)
     expected = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}

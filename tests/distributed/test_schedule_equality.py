@@ -24,6 +24,7 @@ from torchmm.config import (
     ParallelConfig,
 )
 from torchmm.models.initialize import init_weights
+from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.optim import global_grad_norm
@@ -31,6 +32,7 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.pipeline import Pipeline, plan_layout
 from torchmm.pipelining.cut import cut_for_rank
+from torchmm.pipelining.graph import StageLayout
 from torchmm.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -108,8 +110,10 @@ def _compare_all(every: list[Case]) -> list[tuple[Case, list[str]]]:
         (freeze, shape): _references(freeze, shape)
         for freeze, shape in dict.fromkeys((case.freeze, case.shape) for case in every)
     }
+    parts: Parts = {}
     return [
-        (case, _compare(case, config, mesh, references[case.freeze, case.shape])) for case in every
+        (case, _compare(case, config, mesh, references[case.freeze, case.shape], parts))
+        for case in every
     ]
 
 
@@ -158,8 +162,16 @@ def _filled(model: MultimodalModel) -> MultimodalModel:
     return model
 
 
+Parts = dict[tuple[str, StageLayout], tuple[MultimodalModel, dict[int, LayeredModule]]]
+"""A rank's model and its stages, which schedules with the same layout and freezing share."""
+
+
 def _compare(
-    case: Case, config: ParallelConfig, mesh: ParallelMesh, references: list[Reference]
+    case: Case,
+    config: ParallelConfig,
+    mesh: ParallelMesh,
+    references: list[Reference],
+    parts: Parts,
 ) -> list[str]:
     config = config.model_copy(
         update={"schedule": case.schedule, "virtual_stages": case.virtual_stages}
@@ -167,9 +179,12 @@ def _compare(
     model = build_model(deep_model(case.shape), FreezeConfig(modules=list(FREEZES[case.freeze])))
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in references[0].batch])
-    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
-    parallelize(model, mesh, config, ActivationCheckpointConfig(), CompileConfig(), torch.float32)
-    _filled(model)
+    if (case.freeze, layout) not in parts:
+        stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+        plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
+        parallelize(model, mesh, config, *plain)
+        parts[case.freeze, layout] = _filled(model), stages
+    model, stages = parts[case.freeze, layout]
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     step = TrainStep(pipeline, mesh)
     problems = []
