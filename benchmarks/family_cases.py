@@ -1,0 +1,163 @@
+"""Small models of every family, with random weights, and how Hugging Face builds the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+IMAGE_PX, PATCH_PX = 64, 8
+"""Fixed-size images: 64 patches."""
+
+
+class Size(NamedTuple):
+    """Of the LLM; a tower is as wide and half as deep."""
+
+    hidden: int
+    layers: int
+
+
+QUICK, FULL = Size(128, 2), Size(256, 6)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One comparison: an LLM on texts, or a composite on images with texts."""
+
+    name: str
+    config: dict[str, Any]
+    composite: bool
+    attention: str = "sdpa"
+    """Hugging Face's: the fastest it has that is right on a CPU."""
+
+
+def families(size: Size, vocabulary: int, image_token: int) -> list[Family]:
+    """All of them.
+
+    Args:
+        vocabulary: size of the tokenizer's.
+        image_token: the placeholder's id.
+    """
+    texts, towers = _texts(size, vocabulary), _towers(size)
+    eager = {"gemma2": "eager"}  # sdpa has no soft cap
+    found = [Family(n, c, False, eager.get(n, "sdpa")) for n, c in texts.items()]
+    for name, config in _composites(size, texts, towers).items():
+        key = "image_token_id" if "qwen" in name or name in _BY_ID else "image_token_index"
+        marked = {**config, key: image_token}
+        if "qwen" in name:
+            marked |= {f"{n}_token_id": image_token - 1 - i for i, n in enumerate(_QWEN_MARKS)}
+        found.append(Family(name, marked, True))
+    return found
+
+
+_BY_ID = ("internvl", "idefics3", "smolvlm")
+_QWEN_MARKS = ("video", "vision_start", "vision_end")
+
+
+def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
+    sizes = {
+        "hidden_size": size.hidden,
+        "intermediate_size": 3 * size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.hidden // 32,
+        "num_key_value_heads": size.hidden // 64,
+        "vocab_size": vocabulary,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    head = {"head_dim": 32}
+    special: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "mistral": {"sliding_window": 32},
+        "qwen2": {},
+        "qwen3": head,
+        "qwen3_moe": {
+            **head,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": size.hidden,
+        },
+        "smollm3": {},
+        "gemma": head,
+        "gemma2": {**head, "sliding_window": 32},
+        "gemma3_text": {**head, "sliding_window": 32, "layer_types": _alternating(size.layers)},
+        "granite": {},
+        "olmo2": {},
+        "phi3": {"sliding_window": None},
+        "starcoder2": {"sliding_window": None},
+    }
+    return {n: {"model_type": n, **sizes, **settings} for n, settings in special.items()}
+
+
+def _alternating(layers: int) -> list[str]:
+    return [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+
+
+def _towers(size: Size) -> dict[str, dict[str, Any]]:
+    shared = {
+        "hidden_size": size.hidden,
+        "num_hidden_layers": max(2, size.layers // 2),
+        "num_attention_heads": size.hidden // 32,
+        "patch_size": PATCH_PX,
+        "image_size": IMAGE_PX,
+    }
+    ffn = {"intermediate_size": 3 * size.hidden}
+    siglip = {**shared, **ffn, "vision_use_head": False}
+    qwen = {
+        "depth": max(2, size.layers // 2),
+        "num_heads": size.hidden // 32,
+        "patch_size": PATCH_PX,
+    }
+    windows = {"window_size": 4 * PATCH_PX, "fullatt_block_indexes": [1]}
+    return {
+        "clip": {"model_type": "clip_vision_model", **shared, **ffn},
+        "siglip": {"model_type": "siglip_vision_model", **siglip},
+        "dinov2": {"model_type": "dinov2", **shared, "mlp_ratio": 3},
+        "internvl": {"model_type": "internvl_vision", **shared, **ffn},
+        "idefics3": {"model_type": "idefics3_vision", **shared, **ffn},
+        "smolvlm": {"model_type": "smolvlm_vision", **shared, **ffn},
+        "qwen2_vl": {
+            "model_type": "qwen2_vl_vision",
+            **qwen,
+            "embed_dim": size.hidden,
+            "hidden_size": size.hidden,
+            "mlp_ratio": 3,
+        },
+        "qwen2_5_vl": {
+            "model_type": "qwen2_5_vl_vision",
+            **qwen,
+            **ffn,
+            **windows,
+            "hidden_size": size.hidden,
+            "out_hidden_size": size.hidden,
+        },
+    }
+
+
+def _composites(
+    size: Size, texts: dict[str, dict[str, Any]], towers: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    def composite(kind: str, tower: str, text: str, **settings: Any) -> dict[str, Any]:
+        parts = {"vision_config": towers[tower], "text_config": texts[text]}
+        return {"model_type": kind, **parts, "tie_word_embeddings": False, **settings}
+
+    full = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    default = {**full, "vision_feature_select_strategy": "default"}
+    mrope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    qwen = {k: v for k, v in texts["qwen2"].items() if k != "model_type"}
+    qwen |= {"rope_parameters": mrope}
+    found = {
+        "llava with clip": composite("llava", "clip", "llama", **default),
+        "llava with siglip": composite("llava", "siglip", "qwen2", **full),
+        "llava with dinov2": composite("llava", "dinov2", "llama", **default),
+        "internvl": composite("internvl", "internvl", "qwen2"),
+        "idefics3": composite("idefics3", "idefics3", "llama"),
+        "smolvlm": composite("smolvlm", "smolvlm", "llama"),
+        "paligemma": composite("paligemma", "siglip", "gemma", projection_dim=size.hidden),
+        "gemma3": composite("gemma3", "siglip", "gemma3_text", mm_tokens_per_image=16),
+    }
+    for name in ("qwen2_vl", "qwen2_5_vl"):
+        parts = {"vision_config": towers[name], "text_config": qwen}
+        found[name] = {"model_type": name, **parts, "tie_word_embeddings": False}
+    return found
