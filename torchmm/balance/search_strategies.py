@@ -32,11 +32,11 @@ ROLLOUTS = 10
 """By expansion of the tree, as in the paper."""
 ALPHA, BETA = 1.0, 0.05
 """Of the paper's UCB; it does not say which. Scores of good orders differ by hundredths."""
-HOT, COLD = 1e-3, 1e-5
+HOT, COLD = 1e-4, 1e-5
 """Temperatures at begin and end, as shares of the step's time."""
 GROUPS_SHARE = 0.6
 """Of the budget; the rest is for single segments."""
-GROUP_REACH, SEGMENT_REACH = 8, 24
+REACH = 24
 """Places that a change moves something by, on average."""
 
 
@@ -242,9 +242,8 @@ class Annealing(Strategy):
     def _changed(self) -> np.ndarray:
         """Moves one element elsewhere, or exchanges two."""
         count = len(self.current)
-        reach = SEGMENT_REACH if self.by_segment else GROUP_REACH
         first = int(self.rng.integers(count))
-        way = int(self.rng.geometric(1 / reach))
+        way = int(self.rng.geometric(1 / REACH))
         second = first + (way if self.rng.random() < 0.5 else -way)
         second = min(max(second, 0), count - 1)
         new = self.current.copy()

@@ -1,0 +1,191 @@
+"""How near searched schedules come to the proven lower bound, how fast, with which strategy.
+
+The steps are like those of PipeWeaver's VLM-L (`search_instances`); seeds are printed. Every
+strategy runs on one core, with the same dispatcher and from the same natural order, so that only
+what it tries differs. The bound is that of equal ranks (`dispatch_bounds`): it knows no memory, so
+with a tight cap part of the gap is the cap's, not the search's. PipeWeaver needs 10 s on 64 cores
+for "near-optimal" schedules (section 6), and compares MCTS with random and depth-first search over
+time (figure 12).
+
+Goals: at most 0.2 % within 1 s with a loose memory cap, at most 1 % within 10 s with a tight one.
+The very tight cap has none. Seconds are CPU time of the one thread, which on an idle core is the
+time that passes.
+
+--picture FILE draws the gap over time, mean over the steps of each cap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+from harness import Row, describe_machine, make_parser, report
+from matplotlib.figure import Figure
+from search_instances import LOOSE, TIGHT, VERY_TIGHT, Instance
+
+from torchmm.balance.dispatch import Dispatcher
+from torchmm.balance.dispatch_bounds import lower_bound_ms
+from torchmm.balance.order_times import time_order
+from torchmm.balance.search import Budget, Found, search
+from torchmm.balance.search_strategies import STRATEGIES
+from torchmm.pipelining.separated import separated
+
+SHAPES = ((1, 4), (1, 5), (2, 6))
+"""Segments of the encoder and of the LLM."""
+GOAL_PERCENT = {LOOSE: 0.2, TIGHT: 1.0}
+CAPS = {LOOSE: "loose cap", TIGHT: "tight cap", VERY_TIGHT: "very tight cap"}
+NAMES = {
+    "natural": "natural order",
+    "dfs": "depth first",
+    "random": "random",
+    "mcts": "MCTS",
+    "annealing": "annealing (ours)",
+}
+POINTS = 60
+"""Of a curve."""
+
+
+class Searched(NamedTuple):
+    """A strategy on a step."""
+
+    instance: Instance
+    strategy: str
+    found: Found
+    bound_ms: float
+
+    def gap_percent(self, makespan_ms: float) -> float:
+        """Above the bound."""
+        return 100 * (makespan_ms / self.bound_ms - 1)
+
+    def after(self, seconds: float) -> float:
+        """Gap of the best order at that time."""
+        times = [h.makespan_ms for h in self.found.history if h.seconds <= seconds]
+        return self.gap_percent(times[-1])
+
+
+def run(instance: Instance, seconds: dict[str, float]) -> tuple[list[Searched], list[Row]]:
+    """All strategies on a step.
+
+    Args:
+        seconds: budget by strategy.
+    """
+    graph, costs = instance.build()
+    begin_s = time.process_time()
+    dispatcher = Dispatcher(graph, costs)
+    built_s = time.process_time() - begin_s
+    bound_ms = lower_bound_ms(dispatcher)
+    dispatcher.evaluate()  # compiled and warm
+    searched = []
+    for strategy, budget_s in seconds.items():
+        found = search(dispatcher, Budget(seconds=budget_s), strategy=strategy, bound_ms=bound_ms)
+        searched.append(Searched(instance, strategy, found, bound_ms))
+    natural = searched[0].gap_percent(searched[0].found.natural_ms)
+    rows = [
+        Row(instance.name, "building the tables", "s", built_s, better="lower"),
+        static_row(searched[0], dispatcher, natural),
+        *(row_of(each, budget, natural) for each, budget in
+          zip(searched, seconds.values(), strict=True)),
+    ]  # fmt: skip
+    ours = searched[-1].found
+    per_s = ours.evaluations / max(ours.seconds, 1e-9)
+    rows.append(Row(instance.name, "annealing, evaluations", "1/s", per_s))
+    return searched, rows
+
+
+def row_of(each: Searched, budget_s: float, natural: float) -> Row:
+    """The gap at the end of the budget; with the time it took, if that is shorter."""
+    goal = GOAL_PERCENT.get(each.instance.cap) if each.strategy == "annealing" else None
+    metric = f"gap, {NAMES[each.strategy]}, {budget_s:g} s"
+    if each.strategy == "natural":
+        metric = "gap, natural order"
+    gap = each.gap_percent(each.found.makespan_ms)
+    return Row(
+        each.instance.name, metric, "%", gap, baseline=natural, goal=goal, better="lower",
+        kind="simulated",
+    )  # fmt: skip
+
+
+def static_row(each: Searched, dispatcher: Dispatcher, natural: float) -> Row:
+    """The separated schedule, which bounds microbatches in flight and not memory."""
+    durations = dispatcher.costs.compute_ms.__getitem__
+    timed = time_order(dispatcher, separated(dispatcher.graph, durations))
+    name = "gap, separated" + ("" if timed.fits else ", more memory")
+    gap = each.gap_percent(timed.makespan_ms)
+    return Row(
+        each.instance.name, name, "%", gap, baseline=natural, better="lower", kind="simulated"
+    )
+
+
+def summary(searched: Sequence[Searched], budgets: dict[float, float]) -> list[Row]:
+    """Mean and worst of ours by cap."""
+    rows = []
+    for cap, name in CAPS.items():
+        ours = [s for s in searched if s.instance.cap == cap and s.strategy == "annealing"]
+        if not ours:
+            continue
+        gaps = [s.gap_percent(s.found.makespan_ms) for s in ours]
+        goal = GOAL_PERCENT.get(cap)
+        case = f"all {len(ours)} steps, {name}"
+        for what, gap in (("worst", max(gaps)), ("mean", fmean(gaps))):
+            metric = f"gap, annealing, {what}, {budgets[cap]:g} s"
+            rows.append(Row(case, metric, "%", gap, goal=goal, better="lower", kind="simulated"))
+    return rows
+
+
+def draw(searched: Sequence[Searched], file: Path) -> None:
+    """Mean gap over time by strategy, a panel for each cap."""
+    caps = [cap for cap in CAPS if any(s.instance.cap == cap for s in searched)]
+    figure = Figure(figsize=(4.2 * len(caps), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(caps), squeeze=False)[0]
+    for axes, cap in zip(panels, caps, strict=True):
+        for strategy, name in NAMES.items():
+            own = [s for s in searched if s.instance.cap == cap and s.strategy == strategy]
+            last_s = max(s.found.seconds for s in searched if s.instance.cap == cap)
+            times = [0.01 * (last_s / 0.01) ** (i / (POINTS - 1)) for i in range(POINTS)]
+            gaps = [fmean(s.after(t) for s in own) for t in times]
+            axes.plot(times, gaps, label=name, linewidth=2 if strategy == "annealing" else 1.2)
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{CAPS[cap]} ({cap:g}x)")
+        axes.set_xlabel("seconds on one core")
+    panels[0].set_ylabel("above the lower bound (%)")
+    panels[0].legend(frameon=False)
+    figure.savefig(file)
+
+
+def measure(quick: bool) -> tuple[list[Searched], list[Row]]:
+    """All steps. The budget is that of the goal; strategies to compare with get as much."""
+    budgets = {LOOSE: 1.0, TIGHT: 1.5 if quick else 10.0, VERY_TIGHT: 1.0 if quick else 10.0}
+    caps = (LOOSE, TIGHT) if quick else tuple(CAPS)
+    searched, rows = [], []
+    for seed in range(1 if quick else 2):
+        for shape in SHAPES:
+            for cap in caps:
+                seconds = dict.fromkeys(STRATEGIES, budgets[cap])
+                found, own = run(Instance(seed, *shape, cap), seconds)
+                searched += found
+                rows += own
+    return searched, rows + summary(searched, budgets)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = make_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the gap over time")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warm = Instance(0, 1, 4, LOOSE, microbatches=4)
+    run(warm, dict.fromkeys(STRATEGIES, 0.01))
+    searched, rows = measure(arguments.quick)
+    machine = describe_machine(torch.device("cpu"))
+    report(f"Schedule search on one core, search seed 0; {machine}", rows, arguments.json)
+    if arguments.picture is not None:
+        draw(searched, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()
