@@ -61,6 +61,7 @@ def _memory(
             for m in modules
         },
         pipeline=layout.pipeline,
+        sequence_parallel=recipe.parallel.sequence_parallel,
         own={name: OwnSizes(found.pipeline, found.shard) for name, found in own.items()},
     )
 
@@ -97,7 +98,7 @@ def run_summary(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict
     )
     gib = 1 / 2**30
     lines["memory per rank"] = (
-        f"about {memory.total_bytes * gib:.2f} GiB: weights {memory.weight_bytes * gib:.2f}, "
+        f"at most about {memory.total_bytes * gib:.2f} GiB: weights {memory.weight_bytes * gib:.2f}, "
         f"gradients {memory.gradient_bytes * gib:.2f}, optimizer "
         f"{memory.optimizer_bytes * gib:.2f}, activations {memory.activation_bytes * gib:.2f}"
     )

@@ -59,6 +59,7 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
     microbatches: int,
     recompute: Mapping[str, Recompute],
     pipeline: int = 1,
+    sequence_parallel: bool = False,
     own: Mapping[str, OwnSizes] | None = None,
 ) -> MemoryEstimate:
     """Peak bytes of one rank.
@@ -72,6 +73,7 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
         microbatches: per step; with several, gradients stay whole until the last.
         recompute: activation checkpointing mode by module name.
         pipeline: ranks among which the layers are divided.
+        sequence_parallel: whether activations between tensor-parallel regions are split too.
         own: by module with a shorter pipeline on the same ranks. Such pipelines share out the
             microbatches, so a rank keeps as much of them as it would in a whole pipeline.
     """
@@ -86,7 +88,11 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
             held_by = shards if microbatches == pipeline == 1 else 1
             gradients += 4 * parameters // held_by
             optimizer += 8 * parameters // shards
-        execution = Execution(tensor=split, recompute=recompute.get(module.name, "none"))
+        execution = Execution(
+            tensor=split,
+            sequence_parallel=sequence_parallel and split > 1,
+            recompute=recompute.get(module.name, "none"),
+        )
         found = _activation_bytes(module, tokens.get(module.name, 0), execution, compute_bytes)
         activations += (
             found.every_layer * min(pipeline, microbatches) // pipeline + found.recomputed

@@ -1,5 +1,7 @@
 """Memory estimates: what a pipeline divides among its ranks and what it does not."""
 
+from dataclasses import replace
+
 import pytest
 
 from torchmm.balance.memory import MemoryEstimate, estimate_memory
@@ -11,10 +13,10 @@ LAYER = LayerDescription(
 MODULE = ModuleDescription("llm", "llm", (LAYER,) * 4, 0, 0, parameters=800)
 
 
-def estimate(**settings: object) -> MemoryEstimate:
+def estimate(module: ModuleDescription = MODULE, **settings: object) -> MemoryEstimate:
     defaults: dict = {"shard": 1, "tensor": 1, "compute_bytes": 2, "microbatches": 8}
     defaults |= {"recompute": {}, **settings}
-    return estimate_memory([MODULE], {"llm": 10}, **defaults)
+    return estimate_memory([module], {"llm": 10}, **defaults)
 
 
 def test_a_pipeline_divides_parameters_but_keeps_as_many_microbatches_as_ranks() -> None:
@@ -42,3 +44,11 @@ def test_a_pipeline_keeps_all_its_weights_gathered(pipeline: int, gathered: int)
     found = estimate(shard=2, pipeline=pipeline, microbatches=1)
     assert found.weight_bytes == 4 * 800 // pipeline // 2 + 2 * gathered
     assert found.gradient_bytes == 4 * 800 // 2  # sharded, or half of the layers
+
+
+def test_sequence_parallelism_keeps_less_and_a_generator_is_not_divided() -> None:
+    split, sliced = estimate(tensor=2), estimate(tensor=2, sequence_parallel=True)
+    assert sliced.activation_bytes < split.activation_bytes < estimate().activation_bytes
+    drawing = replace(MODULE, kind="generator")
+    whole, divided = (estimate(module=drawing, tensor=tensor) for tensor in (1, 2))
+    assert whole == divided
