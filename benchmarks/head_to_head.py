@@ -73,7 +73,7 @@ CASES = (
     Case("optimus_vit22b_gpt175b", 1536),
     Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",)),
 )
-QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=16",)),)
+QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=12",)),)
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def draw(case: Case, every: list[Result], directory: Path) -> Path:
         for found in every
     ]
     directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"{case.recipe}.svg"
+    file = directory / f"head_to_head_{case.recipe}.svg"
     file.write_text(draw_timelines(f"{case.title}, simulated", panels))
     return file
 

@@ -1,0 +1,38 @@
+"""The wall-clock benchmark of bubble filling: its plans can be run, and play through as they
+should."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.validation import validate_plan
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """benchmarks/ is no package."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("bubble_runtime")
+
+
+def test_filled_bubbles_shorten_the_step_when_played_through(benchmark):
+    work = benchmark.load_work(benchmark.SETTINGS["tiny"][0])
+    choices = {
+        "chain": benchmark.Chain(2),
+        "coarse": benchmark.Colocated("coarse", 1, 1, 2, 4),
+        "fine": benchmark.Colocated("fine", 1, 3, 2, 4),
+        "pipelines of two": benchmark.Colocated("fine", 2, 3, 2, 64),
+    }
+    for choice in choices.values():
+        graph, order = choice.plan(work, 0)
+        validate_plan(lower_plan(order, graph, {})).raise_for_problems()
+    times_s = {name: benchmark.played_s(work, choice) for name, choice in choices.items()}
+    assert times_s["fine"] < times_s["chain"] and times_s["coarse"] < times_s["chain"]
+
+
+def test_every_kind_has_candidates(benchmark):
+    found = benchmark.candidates()
+    assert set(found) == {benchmark.CHAIN, benchmark.COARSE, benchmark.FINE}
+    assert all(found.values())
