@@ -4,12 +4,14 @@ Disaggregated orchestration of DistTrain (§5): encoders, LLM and generators are
 of their own, one pipeline from the first to the last. Searched are the tensor-, data- and
 pipeline-parallel sizes of all units; the time of a step is
 
-    T = sum_u (C_u k_u + P_u x_u k_u) / V_u + max_u(C_u k_u q_u) (K - 1) + max_u(sync_u)
+    T = sum_u (C_u k_u + P_u x_u k_u) / V_u + max_u(C_u k_u q_u r_u) (K - 1) + max_u(sync_u)
 
 with C_u seconds of forward and backward per sample for the unit's tensor-parallel size; k_u samples
 of a microbatch on each of the unit's D_u replicas, the LLM's microbatch size times D / D_u; x_u the
 transfer of a sample's output; V_u virtual stages per rank (the paper's correction of the warm-up);
-q_u the part of the unit on its fullest rank, ceil(L_u / P_u V_u) V_u / L_u; K microbatches. D
+q_u the part of the unit on its fullest rank, ceil(L_u / P_u V_u) V_u / L_u; K microbatches; and r_u
+a reserve of one standard deviation where samples differ: a unit that is only just as fast as the
+others on average holds them up whenever a sample is larger, which the paper leaves out. D
 divides the batch and D_u divides D, so that microbatches are whole. Memory of a unit's first rank:
 weights and gradients, optimizer state divided by D_u, and activations of as many microbatches as
 1F1B keeps there, which is the number of ranks from there to the end of the *whole* pipeline.
@@ -57,7 +59,7 @@ class UnitPlan:
     """One unit of a plan.
 
     Attributes:
-        stage_s: of a microbatch on the unit's fullest rank, forward and backward.
+        stage_s: of a microbatch on the unit's fullest rank, forward and backward, with the reserve.
         warmup_s: of the first microbatch on all ranks of the unit, divided by virtual stages.
         sync_s: of gathering weights and reducing gradients.
         used_bytes: memory of its first rank.

@@ -43,14 +43,16 @@ def unit_seconds(
         samples: of a microbatch, on each data-parallel rank of the unit.
 
     Returns:
-        of a microbatch on one rank; of the first microbatch on all; of the gradients' reduction.
+        of a microbatch on one rank, a standard deviation above the mean; of the first microbatch on
+        all; of the gradients' reduction.
     """
     virtual = tables.virtual_U[unit]
     share = stage_share(tables.layers_U[unit], virtual, pipeline)
     seconds = tables.seconds_UT[unit, tensor] * samples
     warmup_s = (seconds + pipeline * tables.transfer_s_U[unit] * samples) / virtual
     sync_s = tables.sync_s_U[unit] * share / tables.tensor_T[tensor] * (data - 1) / data
-    return seconds * share, warmup_s, sync_s
+    pace_s = seconds * share * (1 + tables.unevenness_U[unit] / np.sqrt(samples))
+    return pace_s, warmup_s, sync_s
 
 
 @loop

@@ -29,6 +29,7 @@ class UnitCosts:
         layers: that can be on different pipeline ranks.
         seconds: forward and the backward that the step needs, of one average sample, with the
             communication between tensor-parallel ranks.
+        unevenness: standard deviation of samples' seconds, as a share of the mean.
         activation_bytes: kept from an average sample's forward until its backward.
         surge_bytes: n samples that wait at once may keep as much beyond n times that, times the
             square root of n, as samples differ; none where missing.
@@ -54,6 +55,7 @@ class UnitCosts:
     activation_bytes: Mapping[int, float]
     replica_bytes: float
     sharded_bytes: float
+    unevenness: float = 0.0
     surge_bytes: Mapping[int, float] = field(default_factory=dict)
     peak_bytes: Mapping[int, float] = field(default_factory=dict)
     workspace_bytes: Mapping[int, float] = field(default_factory=dict)
@@ -79,7 +81,7 @@ class UnitCosts:
         numbers = [*self.seconds.values(), *self.activation_bytes.values()]
         numbers += [*self.workspace_bytes.values(), *self.surge_bytes.values()]
         numbers += [*self.peak_bytes.values(), self.replica_bytes, self.sharded_bytes]
-        numbers += [self.transfer_s, self.sync_s, self.flops]
+        numbers += [self.transfer_s, self.sync_s, self.flops, self.unevenness]
         if not all(0 <= n < np.inf for n in numbers) or not min(self.seconds.values()) > 0:
             raise ValueError(
                 f"{self.name}: seconds must be finite and > 0, bytes and FLOPs finite and >= 0"
@@ -153,6 +155,7 @@ class OrchestrationProblem:
             tensor_T=np.array(tensor, np.int64),
             seconds_UT=by_size([u.seconds for u in units], np.inf),
             activation_bytes_UT=by_size([u.activation_bytes for u in units], np.inf),
+            unevenness_U=floats([u.unevenness for u in units]),
             surge_bytes_UT=by_size([u.surge_bytes for u in units], 0.0),
             peak_bytes_UT=by_size([u.peak_bytes for u in units], np.inf),
             workspace_bytes_UT=by_size([u.workspace_bytes for u in units], 0.0),

@@ -16,6 +16,8 @@ class UnitTables(NamedTuple):
     tensor_T: Int64s
     seconds_UT: Float64s
     """Forward and backward of one sample; infinite where the size is not offered."""
+    unevenness_U: Float64s
+    """Standard deviation of samples' seconds, as a share of the mean."""
     activation_bytes_UT: Float64s
     """Kept of one sample, on one of so many ranks."""
     surge_bytes_UT: Float64s

@@ -230,6 +230,7 @@ class Profiler:
         units_N = np.zeros(len(self.packs))
         units_N[at] = sizes.units_N
         kept = {n: found.kept_bytes(n, units_N) for n in fitting}
+        seconds_N = found.seconds(fitting[0], units_N)
         parameters = stage_parameters(module, 0, len(module.layers))
         element_bytes = ELEMENT_BYTES[self.dtype]
         flops = [microbatch_flops(self.modules, pack)[module.name] for pack in self.packs]
@@ -241,6 +242,7 @@ class Profiler:
             len(module.layers),
             {n: float(found.seconds(n, units_N).mean()) for n in fitting},
             {n: float(kept[n].mean()) for n in fitting},
+            unevenness=float(seconds_N.std() / seconds_N.mean()),
             replica_bytes=element_bytes * parameters.all + 4 * parameters.trained,
             sharded_bytes=4 * parameters.all + 8 * parameters.trained,
             surge_bytes={n: SURGE_DEVIATIONS * float(kept[n].std()) for n in fitting},

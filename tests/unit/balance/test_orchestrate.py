@@ -59,6 +59,7 @@ def random_problem(seed):
             temporary=float(draw.random() < 0.5) * 0.3 * GIB,
             transfer_s=float(draw.random() < 0.5) * 0.05,
             sync_s=float(draw.random() < 0.5) * 0.8,
+            unevenness=float(draw.random() < 0.5) * 0.7,
             virtual_stages=int(draw.integers(1, min(layers, 2) + 1)),
             has_backward=bool(draw.random() < 0.8),
         )
@@ -80,7 +81,7 @@ def naive_seconds(problem, sizes):
         seconds = u.seconds[own.tensor] * samples
         share = u.virtual_stages * ceil(u.layers / (own.pipeline * u.virtual_stages)) / u.layers
         warmup += (seconds + own.pipeline * u.transfer_s * samples) / u.virtual_stages
-        slowest = max(slowest, seconds * share)
+        slowest = max(slowest, seconds * share * (1 + u.unevenness / samples**0.5))
         sync = max(sync, u.sync_s * share / own.tensor * (own.data - 1) / own.data)
         in_flight = sum(other.pipeline for other in sizes[i:])
         if u.virtual_stages > 1:
@@ -212,6 +213,15 @@ def test_memory_is_that_of_the_first_rank():
     # Half of the layers, with the activations of as many microbatches as ranks behind; a temporary.
     assert llm == pytest.approx((4 + 6 / 2) / 4 + 3 * 2**-0.9 / 2 + 0.5)
     assert image == 4 + 6 + 2  # two samples at a time
+
+
+def test_uneven_units_get_a_reserve():
+    def devices(unevenness):
+        vision = unit("vision", "encoder", 1.9, layers=12, unevenness=unevenness)
+        problem = problem_of(vision, unit("llm", "llm", 6.0, layers=24), devices=16, batch=96)
+        return orchestrate(problem).best.units[0].sizes.devices
+
+    assert devices(0.0) < devices(0.8)
 
 
 def test_rigid_plans_have_one_size_for_all():
