@@ -8,7 +8,8 @@ length. The LLM's stages take those of 80 layers of 10.5 ms together; backwards 
 A task keeps memory in proportion to its forward's time.
 
 Memory caps are multiples of what interleaved 1F1B would keep on its first rank for the LLM alone,
-(V-1) P + 2 (P-1) + 1 stages' activations, so that encoders have to share that.
+(V-1) P + 2 (P-1) + 1 stages' activations: loose 2, medium 1.5, tight 1.2, very tight 1. Encoders
+have to share that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torchmm.pipelining.layouts import ModuleLayers, separated_layout
 
 RANKS, MICROBATCHES, IMAGES_PER_PART = 8, 64, 12
 LLM_MS = 10.5 * 80
-LOOSE, TIGHT, VERY_TIGHT = 1.5, 1.2, 1.0
+LOOSE, MEDIUM, TIGHT, VERY_TIGHT = 2.0, 1.5, 1.2, 1.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Instance:
     @property
     def name(self) -> str:
         """For the table."""
-        memory = {LOOSE: "loose", TIGHT: "tight", VERY_TIGHT: "very tight"}[self.cap]
+        names = {LOOSE: "loose", MEDIUM: "medium", TIGHT: "tight", VERY_TIGHT: "very tight"}
+        memory = names[self.cap]
         return (
             f"{self.encoder_segments} + {self.llm_segments} segments, {memory} cap "
             f"({self.cap:g}x), seed {self.seed}"
