@@ -160,8 +160,8 @@ def solving_rows(step: Step, case: str, repetitions: int) -> list[Row]:
         bound = sum(s.bound_ms for s in solved)
         name = f"{case}, {sum(map(len, problems))} pairs, limit at {share:.0%}"
         rows += [
-            Row(name, "slowest rank", "ms", max(times), goal=GOAL_MS, better="lower"),
-            Row(name, "all ranks", "ms", sum(times), better="lower"),
+            Row(name, "slowest rank", "ms", max(times), better="lower"),
+            Row(name, "all ranks", "ms", sum(times), goal=GOAL_MS, better="lower"),
             Row(
                 name, "proven gap", "share", (extra - bound) / extra if extra else 0.0,
                 goal=GOAL_GAP, better="lower", kind="simulated",

@@ -5,18 +5,14 @@ nothing, and both ranks and all replicas choose for themselves.
 """
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from launch import run_distributed
 from microbatches import MODEL, random_microbatch
 from pipeline_cases import gradient_errors, reference_losses
+from tuned_limits import half_way
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.execution import Execution
-from torchmm.balance.layer_tuning import LayerTuning, memory_needs
-from torchmm.balance.profiles import load_profile
 from torchmm.batch import Microbatch
 from torchmm.config import (
     ActivationCheckpointConfig,
@@ -34,7 +30,6 @@ from torchmm.pipelining.cut import cut_for_rank
 from torchmm.step import TrainStep
 
 CPU = torch.device("cpu")
-NAMES = frozenset({"llm", "vision"})
 STEPS = 4
 LAYOUTS = {
     2: [
@@ -87,7 +82,6 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
     parallelize(model, mesh, config, tuned, CompileConfig(), torch.float32)
     filled(model)
     pipeline = Pipeline(model, stages, stage_layout, descriptions, config, mesh, torch.float32)
-    costs = CostModel(load_profile("cpu"), "float32", {name: Execution() for name in NAMES})
     step, alone = TrainStep(pipeline, mesh), filled(whole_model())
     problems: list[str] = []
     recomputed = []
@@ -95,12 +89,7 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
         batch = batch_of(seed)
         targets = sum(m.target_count for m in batch)
         share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
-        metas = [m.meta for m in share]
-        pipeline.tuning = None
-        tuning = LayerTuning(costs, NAMES, 0, pipeline.gathers_layerwise)
-        needs = memory_needs(pipeline.plan(metas), descriptions, metas, tuning)
-        least, most = (max(each) for each in zip(*needs, strict=True))
-        pipeline.tuning = replace(tuning, memory_limit_bytes=(least + most) // 2)
+        pipeline.tuning = half_way(pipeline, descriptions, [m.meta for m in share])
         model.zero_grad(set_to_none=True)
         outcome = step.run(share, targets)
         chosen = [mode for modes in outcome.plan.recompute.values() for mode in modes]

@@ -21,7 +21,7 @@ import numpy as np
 from torchmm.balance.compiled import Float64s, Int64s, compiled, inner
 from torchmm.balance.layer_tuning_problem import TuningProblem, TuningSolution
 
-ROUNDS = 200
+ROUNDS = 300
 """Most improvements of prices."""
 REPAIR_EVERY = 20
 """Rounds from one choice that is made to fit to the next."""

@@ -1,0 +1,24 @@
+"""Memory limits that plans can meet, but not with everything kept."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.execution import Execution
+from torchmm.balance.layer_tuning import LayerTuning, memory_needs
+from torchmm.balance.profiles import load_profile
+from torchmm.batch import MicrobatchMeta, ModuleDescription
+from torchmm.pipeline import Pipeline
+
+
+def half_way(
+    pipeline: Pipeline, modules: Sequence[ModuleDescription], metas: Sequence[MicrobatchMeta]
+) -> LayerTuning:
+    """Half-way between the least and the most that the step's plan may need on any rank."""
+    names = frozenset(module.name for module in modules)
+    costs = CostModel(load_profile("cpu"), "float32", {name: Execution() for name in names})
+    tuning = LayerTuning(costs, names, 0, pipeline.gathers_layerwise)
+    pipeline.tuning = None
+    needs = memory_needs(pipeline.plan(metas), modules, metas, tuning)
+    least, most = (max(each) for each in zip(*needs, strict=True))
+    return replace(tuning, memory_limit_bytes=(least + most) // 2)
