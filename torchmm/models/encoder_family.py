@@ -59,6 +59,8 @@ class EncoderFamily:
     """Whether its composites' own image processors cut images into tiles, which are not used."""
     renames: tuple[tuple[str, str], ...] = ()
     """How files of whole models name the tower, where that is not as most do; see `WeightFiles`."""
+    old_names: tuple[tuple[str, str], ...] = ()
+    """What files call parts of the names, see `WeightFiles.old_names`."""
     fixed_merge = False
     """Whether the tower itself merges patches, which fixes its last layer and connectors."""
     tensor_parallel: ClassVar[dict[str, str]] = {

@@ -8,7 +8,7 @@ Shape legend: P patches of all images, K output tokens of all images, D features
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
@@ -67,7 +67,7 @@ class EncoderModule(LayeredModule):
     kind = "encoder"
 
     def __init__(self, spec: EncoderSpec, weights: WeightFiles) -> None:
-        super().__init__(spec.name, weights)
+        super().__init__(spec.name, replace(weights, old_names=spec.family.old_names))
         self.spec = spec
         self.family = spec.family
         self.layers_fqn = f"tower.{spec.family.layers}"

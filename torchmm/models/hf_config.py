@@ -17,6 +17,7 @@ _ALSO_READ = {
     "rope_theta",
     "tie_word_embeddings",
     "torch_dtype",
+    "vision_use_head",
 }
 """Keys that every config class reads although none of them lists them."""
 _DROPOUTS = (

@@ -158,6 +158,8 @@ def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[
         for pattern, replacement in module.weights.renames:
             ours, count = re.subn(f"^(?:{pattern})", replacement, name)
             if count:
+                for old, new in module.weights.old_names:
+                    ours = re.sub(old, new, ours)
                 if ours in known:
                     names[ours] = name
                 break

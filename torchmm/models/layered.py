@@ -75,6 +75,8 @@ class WeightFiles:
     renames: tuple[tuple[str, str], ...] = ()
     """(regular expression, replacement): the first that matches the start of a name in the files
     turns it into the name within the module. A name without a match is not this module's."""
+    old_names: tuple[tuple[str, str], ...] = ()
+    """(regular expression, replacement): what files call parts of a name within the module."""
     hf_prefixes: tuple[tuple[str, str], ...] = ()
     """(prefix within the module, prefix within the Hugging Face class the module is saved as)."""
     partial: bool = False

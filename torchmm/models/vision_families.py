@@ -26,6 +26,12 @@ class Dinov2Family(EncoderFamily):
     patch_embedding = "embeddings.patch_embeddings.projection"
     final_norm = "layernorm"
     unused = ("embeddings.mask_token",)
+    old_names = (
+        (r"attention\.attention\.query\.", "attention.q_proj."),
+        (r"attention\.attention\.key\.", "attention.k_proj."),
+        (r"attention\.attention\.value\.", "attention.v_proj."),
+        (r"attention\.output\.dense\.", "attention.o_proj."),
+    )
 
     def styles(self, config: Any) -> dict[str, str]:
         attention = {f"attention.{name}_proj": "colwise" for name in "qkv"}

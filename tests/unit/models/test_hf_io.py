@@ -153,8 +153,16 @@ def test_a_dual_model_serves_as_tower(tmp_path: Path) -> None:
         assert torch.equal(value, theirs[name])
 
 
-@pytest.mark.parametrize(("encoder", "layer"), [("clip", -2), ("siglip", -1)])
-@pytest.mark.parametrize("llm", ["llama_tied", "qwen3"])
+@pytest.mark.parametrize(
+    ("encoder", "layer", "llm"),
+    [
+        ("clip", -2, "llama_tied"),
+        ("clip", -2, "qwen3"),
+        ("siglip", -1, "llama_tied"),
+        ("siglip", -1, "qwen3"),
+        ("dinov2", -2, "mistral"),
+    ],
+)
 def test_a_pair_becomes_a_llava_model(
     encoder: str, layer: int, llm: str, tmp_path: Path, tokenizer
 ) -> None:
@@ -208,6 +216,17 @@ def damaged(directory: Path, change) -> ModelConfig:
     change(weights)
     save_file(weights, directory / "model.safetensors")
     return ModelConfig(llm=LlmConfig(source=str(directory)))
+
+
+@pytest.mark.parametrize("family", ["dinov2", "internvl", "idefics3"])
+def test_a_tower_is_read_from_its_own_files(family: str, tmp_path: Path) -> None:
+    """Which name some parts otherwise than the module does."""
+    plain = save(AutoModel, ENCODERS[family], tmp_path)
+    section = EncoderConfig(source=str(tmp_path))
+    model = load(ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"eye": section}))
+    theirs = plain.state_dict()
+    for name, value in model.encoders["eye"].tower.state_dict().items():
+        assert torch.equal(value, theirs[name]), name
 
 
 def test_weights_that_do_not_fit_are_listed_and_refused(tmp_path: Path) -> None:
