@@ -13,7 +13,8 @@ from torchmm.trainer import train
 
 pytestmark = pytest.mark.slow
 STEPS = 20
-CURVE = {"training__steps": STEPS, "training__global_batch_size": 4}
+SMALL = {"training__global_batch_size": 4, "training__sequence_length": 64}
+CURVE = {"training__steps": STEPS, **SMALL}
 LAYOUTS = {
     2: {
         "fsdp2": {"parallel__shard": 2},
@@ -89,8 +90,7 @@ def test_layouts_give_the_single_process_curve(ranks, single, tmp_path, real_dat
 def test_resume_continues_with_the_same_bits(layout, workers, tmp_path, real_data):
     """6 steps at once, or 3 and 3 with another number of workers: same losses, same weights."""
     first, then = workers
-    common = {"training__global_batch_size": 4, "checkpoint__interval": 3}
-    common |= {f"parallel__{layout}": 2}
+    common = SMALL | {"checkpoint__interval": 3, f"parallel__{layout}": 2}
 
     def recipe(name: str, steps: int, workers: int) -> Recipe:
         changes = {**common, "training__steps": steps, "data__workers": workers}
