@@ -1,7 +1,8 @@
 """Searched schedules give the loss and the gradients of the single process, batch after batch.
 
 Every batch has other images, and is planned with other speeds of modules, so that orders differ;
-data-parallel replicas plan for their own microbatches.
+data-parallel replicas plan for their own microbatches. Every other plan is tuned to half-way the
+memory it could use.
 """
 
 import random
@@ -10,6 +11,7 @@ import pytest
 from launch import run_distributed
 from pipeline_cases import gradient_errors, reference_losses
 from searched_cases import CPU, batch_of, build_searched
+from tuned_limits import half_way
 
 from torchmm.config import ParallelConfig
 from torchmm.parallel.mesh import start_process_group
@@ -29,10 +31,11 @@ def compute_order(plan: PipelinePlan) -> list[list]:
     return [[action for action in row if action.type in COMPUTE] for row in plan.actions]
 
 
-def compare(layout: dict[str, int]) -> tuple[list[str], int]:
-    """What is wrong, and how many batches ran in another order than the separated schedule's."""
+def compare(layout: dict[str, int]) -> tuple[list[str], int, int]:
+    """What is wrong, and how many batches ran in another order than the separated schedule's, and
+    how many recomputed something."""
     of = build_searched(layout, evaluations=80)
-    problems, searched = [], 0
+    problems, searched, tuned = [], 0, 0
     for seed in range(BATCHES):
         batch, speed = batch_of(seed), random.Random(seed)
         targets = sum(m.target_count for m in batch)
@@ -42,7 +45,12 @@ def compare(layout: dict[str, int]) -> tuple[list[str], int]:
             for kind in (ActionType.F, ActionType.B)
         }
         of.model.zero_grad(set_to_none=True)
-        outcome = of.step.run(of.share(batch), targets)
+        share = of.share(batch)
+        of.pipeline.tuning = None
+        if seed % 2:
+            of.pipeline.tuning = half_way(of.pipeline, of.descriptions, [m.meta for m in share])
+        outcome = of.step.run(share, targets)
+        tuned += bool(outcome.plan.recompute)
         loss = of.mesh.sum_over_data([outcome.loss.item() * of.mesh.pipeline_size])[0]
         wanted = sum(reference_losses(of.alone, [batch], targets)[0]) / targets
         if abs(loss / wanted - 1) > 1e-5:
@@ -51,10 +59,10 @@ def compare(layout: dict[str, int]) -> tuple[list[str], int]:
         problems += [f"batch {seed}: {n} off by {e}" for n, e in errors.items() if not e <= 1e-5]
         static = [list(row) for row in separated(outcome.plan.graph)]
         searched += compute_order(outcome.plan) != static
-    return problems, searched
+    return problems, searched, tuned
 
 
-def compare_all(layouts: list[dict[str, int]]) -> list[tuple[list[str], int]]:
+def compare_all(layouts: list[dict[str, int]]) -> list[tuple[list[str], int, int]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     return [compare(layout) for layout in layouts]
 
@@ -64,6 +72,7 @@ def compare_all(layouts: list[dict[str, int]]) -> list[tuple[list[str], int]]:
 def test_searched_plans_equal_the_single_process(ranks):
     for rank, found in enumerate(run_distributed(compare_all, ranks, LAYOUTS[ranks])):
         assert len(found) == len(LAYOUTS[ranks])
-        for layout, (problems, searched) in zip(LAYOUTS[ranks], found, strict=True):
+        for layout, (problems, searched, tuned) in zip(LAYOUTS[ranks], found, strict=True):
             assert not problems, (rank, layout, problems)
             assert searched > BATCHES // 3, (rank, layout)
+            assert BATCHES // 3 < tuned <= BATCHES // 2, (rank, layout)
