@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,20 +25,22 @@ import torch.distributed as dist
 from torchmm.balance.calibration import Observed, RecordedStep, fit_profile, learn, observe
 from torchmm.balance.cost_model import CostModel
 from torchmm.balance.devices import DEVICES
-from torchmm.balance.execution import Execution
 from torchmm.balance.operators import Profile
 from torchmm.balance.profiles import load_profile, save_profile
-from torchmm.config import Recipe
 from torchmm.errors import TorchmmError
 from torchmm.measure import machine, measure
 from torchmm.models.registry import build_model
+from torchmm.module_costs import module_executions
 from torchmm.pipelining.records import read_content, read_records
 from torchmm.recipe import load_recipe, resolve_layout
+from torchmm.recipe_units import units_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Does what the command line asks for; returns the exit code."""
     options = _parser().parse_args(arguments)
+    # The replacements of these collectives do not exist in the oldest supported torch.
+    warnings.filterwarnings("ignore", message=".*_tensor. is deprecated")
     try:
         if options.learn:
             profile = _learn(options)
@@ -133,8 +136,14 @@ def _learn(options: argparse.Namespace) -> Profile:
     recipe = load_recipe(options.config).recipe
     profile, model = load_profile(options.profile), build_model(recipe.model, recipe.freeze)
     modules = [m.describe() for m in model.modality_modules()]
-    ranks = options.world_size or recipe.parallel.pipeline * recipe.parallel.tensor
-    executions = {m.name: _execution(recipe, ranks, m.name) for m in modules}
+    parallel = recipe.parallel
+    if parallel.placement == "disaggregated" and options.world_size is None:
+        raise ValueError("modules on ranks of their own: give their number, --world-size")
+    ranks = options.world_size or parallel.pipeline * parallel.tensor
+    units = units_of(recipe, ranks)
+    llm = units["llm"] if units else resolve_layout(parallel, ranks)
+    checkpointing = recipe.activation_checkpoint
+    executions = module_executions(parallel, checkpointing, modules, llm, units)
     costs = CostModel(profile, recipe.training.dtype, executions)
     observed: list[Observed] = []
     for path in options.learn:
@@ -148,20 +157,6 @@ def _learn(options: argparse.Namespace) -> Profile:
         shown = ", ".join(f"{kind} {factor:.3f}" for kind, factor in factors.items())
         print(f"{module}: measured / predicted: {shown}")
     return learned
-
-
-def _execution(recipe: Recipe, world_size: int, module: str) -> Execution:
-    """How a module of a recipe is run."""
-    config, checkpointing = recipe.parallel, recipe.activation_checkpoint
-    ranks = resolve_layout(config, world_size)
-    return Execution(
-        tensor=ranks.tensor,
-        sequence_parallel=config.sequence_parallel,
-        async_tensor=config.async_tensor_parallel,
-        shard=ranks.shard,
-        replicate=ranks.replicate,
-        recompute=checkpointing.fixed_mode(module),
-    )
 
 
 if __name__ == "__main__":
