@@ -98,8 +98,8 @@ def run_summary(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict
     )
     gib = 1 / 2**30
     lines["memory per rank"] = (
-        f"at most about {memory.total_bytes * gib:.2f} GiB: weights {memory.weight_bytes * gib:.2f}, "
-        f"gradients {memory.gradient_bytes * gib:.2f}, optimizer "
+        f"at most about {memory.total_bytes * gib:.2f} GiB: weights "
+        f"{memory.weight_bytes * gib:.2f}, gradients {memory.gradient_bytes * gib:.2f}, optimizer "
         f"{memory.optimizer_bytes * gib:.2f}, activations {memory.activation_bytes * gib:.2f}"
     )
     return lines
