@@ -96,6 +96,13 @@ KINDS = {
                     "patch_size": 8, "window_size": 32, "fullatt_block_indexes": [1]}},
         [(1, 2, 2), (1, 4, 6), (2, 2, 4)], (3 * 2 * 8 * 8,), 2,
     ),
+    "whisper": Kind(
+        {"modality": "audio", **FOLDED,
+         "config": {"model_type": "whisper", "num_mel_bins": 6, "d_model": 32,
+                    "encoder_layers": LAYERS, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+                    "max_source_positions": 16}},
+        [(1, 1, n) for n in (4, 8, 12, 16)], (2 * 6,), 2,
+    ),
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class WhisperFamily(EncoderFamily):
     has_class_token = False
     renames = ((r"(model\.)?encoder\.", "tower."),)
     tensor_parallel: ClassVar[dict[str, str]] = {
+        "self_attn": "local_heads",
         "self_attn.q_proj": "colwise",
         "self_attn.k_proj": "colwise",
         "self_attn.v_proj": "colwise",

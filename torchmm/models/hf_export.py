@@ -323,6 +323,7 @@ def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
         spec = module.spec
         encoders[module.name] = {
             "source": module.name,
+            "modality": module.family.modality,
             "connector": "mlp" if spec.shuffle == 1 else "pixel_shuffle_mlp",
             "feature_layer": spec.feature_layer,
         }

@@ -282,12 +282,16 @@ class LayeredModule(nn.Module, ABC):
         return {pattern: style for pattern, style in styles.items() if self.matching(pattern)}
 
     def tensor_parallel_scopes(self) -> list[str]:
-        """Patterns of the submodules whose input is gathered once for all linears inside."""
-        patterns = dict.fromkeys(
-            pattern.rpartition(".")[0]
-            for pattern, style in self._tensor_parallel_styles().items()
-            if style in ("colwise", "rowwise")
-        )
+        """Patterns of the submodules whose input is gathered once for all linears inside: an
+        attention, an MLP, or a column-wise linear that stands in a layer by itself."""
+        layer = f"{self.layers_fqn}.*"
+        patterns: dict[str, None] = {}
+        for pattern, style in self._tensor_parallel_styles().items():
+            parent = pattern.rpartition(".")[0]
+            if parent == layer and style == "colwise":
+                patterns[pattern] = None
+            elif parent != layer and style in ("colwise", "rowwise"):
+                patterns[parent] = None
         return [pattern for pattern in patterns if self.matching(pattern)]
 
     def matching(self, pattern: str) -> list[nn.Module]:

@@ -188,7 +188,8 @@ class _GatherInput(ParallelStyle):
                 return (gather(args[0]), *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"])}
 
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        # In front of a linear's own hook, where the scope is a linear.
+        module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         return module
 
 

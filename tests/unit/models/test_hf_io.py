@@ -190,7 +190,12 @@ def test_a_pair_becomes_a_llava_model(
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("siglip2", {}), ("qwen2_5_vl", {}), ("clip", {"connector": "pixel_shuffle_mlp"})],
+    [
+        ("siglip2", {}),
+        ("qwen2_5_vl", {}),
+        ("clip", {"connector": "pixel_shuffle_mlp"}),
+        ("whisper", {"connector": "pixel_shuffle_mlp"}),
+    ],
 )
 def test_other_pairs_are_saved_in_parts_that_load_again(
     family: str, settings: dict, tmp_path: Path, tokenizer, monkeypatch
@@ -198,7 +203,7 @@ def test_other_pairs_are_saved_in_parts_that_load_again(
     model = build(pair_config("qwen2", family, **settings))
     export_hf(model, tmp_path, tokenizer)
     AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
-    if family != "qwen2_5_vl":
+    if family in ("siglip2", "clip"):
         AutoModel.from_pretrained(tmp_path / "eye")
     monkeypatch.chdir(tmp_path)
     config = ModelConfig(**json.loads((tmp_path / "torchmm.json").read_text()))
