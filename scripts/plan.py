@@ -18,13 +18,12 @@ from rich.console import Console
 from torchmm.balance.profiles import load_profile
 from torchmm.errors import ConfigError, TorchmmError
 from torchmm.files import replace_atomically
-from torchmm.forecast import Forecaster
 from torchmm.orchestration import (
     Candidate,
     choose_placement,
     fits,
     plan_recipe,
-    planned_recipe,
+    simulated_plans,
 )
 from torchmm.orchestration_report import (
     comparison_table,
@@ -80,10 +79,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.placement == "auto":
         candidates = choose_placement(recipe, planned, profile)
     else:
-        best = planned.found.best
-        own = planned_recipe(recipe, best)
-        forecast = Forecaster(own, best.devices, profile).forecast()
-        candidates = [Candidate("disaggregated", own, best.devices, forecast)]
+        candidates = simulated_plans(recipe, planned, profile)
     console.print(placement_table(candidates))
     return _write(options, candidates[0], profile.device.name)
 

@@ -12,7 +12,7 @@ takes the fastest of all. DistTrain §3, §5.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torchmm.balance.operators import Profile
@@ -26,7 +26,7 @@ from torchmm.config import COLOCATED_SCHEDULES, MODULE_SIZES, Recipe
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster, first_microbatches
 from torchmm.models.registry import build_model
-from torchmm.recipe_units import LLM
+from torchmm.recipe_units import DISAGGREGATED_SCHEDULES, LLM
 
 SAMPLED = 512
 """Sequences of which the data's statistics are taken, at most."""
@@ -212,11 +212,13 @@ class Candidate:
         placement: as in recipes.
         recipe: that says so.
         devices: that it uses.
+        sizes: tensor x data x pipeline, in words.
     """
 
     placement: str
     recipe: Recipe
     devices: int
+    sizes: str
     forecast: Forecast
 
     @property
@@ -232,8 +234,34 @@ def fits(step: SimulatedStep) -> bool:
     return limit is None or max(step.peak_bytes) <= MEMORY_SHARE * limit
 
 
+def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> list[Candidate]:
+    """The best plans, simulated on the recipe's data, the fastest first.
+
+    A formula knows the mean and the spread of samples, a simulation which one comes when: plans
+    that the formula sees close together may be several per cent apart. The fastest is also tried
+    under all schedules for modules on ranks of their own.
+
+    Raises:
+        ConfigError: a plan's recipe cannot be run.
+    """
+    found = planned.found
+    candidates = []
+    for plan in (found.best, *(other.plan for other in found.alternatives)):
+        own = planned_recipe(recipe, plan)
+        forecast = Forecaster(own, plan.devices, profile).forecast()
+        candidates.append(Candidate("disaggregated", own, plan.devices, _sizes(plan), forecast))
+    candidates.sort(key=lambda candidate: candidate.step_ms)
+    best = candidates[0]
+    forecaster = Forecaster(best.recipe, best.devices, profile)
+    for name in DISAGGREGATED_SCHEDULES:
+        if name != best.forecast.schedule and not name.startswith("interleaved"):
+            changed = _with_parallel(best.recipe, schedule=name)
+            candidates.append(replace(best, recipe=changed, forecast=forecaster.forecast(name)))
+    return sorted(candidates, key=lambda candidate: candidate.step_ms)
+
+
 def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> list[Candidate]:
-    """All placements, the fastest first: the plan that was found, and every schedule of the others.
+    """All placements, the fastest first: the plans that were found, and every schedule of others.
 
     Those share all ranks among all modules: with the recipe's sizes, or with better ones, which
     1F1B tells. Candidates that cannot be planned or do not fit come last.
@@ -244,20 +272,19 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
     Raises:
         ConfigError: none can be run.
     """
-    best, devices = planned.found.best, planned.problem.devices
-    own = planned_recipe(recipe, best)
-    apart = Forecaster(own, best.devices, profile).forecast()
-    candidates = [Candidate("disaggregated", own, best.devices, apart)]
+    candidates = simulated_plans(recipe, planned, profile)
     together = _best_together(recipe, planned, profile)
-    usable = 0 if together is None else usable_devices(together, devices)
+    usable = 0 if together is None else usable_devices(together, planned.problem.devices)
     if together is not None:
         forecaster = Forecaster(together, usable, profile)
         alone = together.parallel.pipeline == 1  # then all schedules do the same
+        ranks = forecaster.ranks
+        sizes = f"{ranks.tensor}x{ranks.data_parallel}x{ranks.pipeline}"
         for forecast in [forecaster.forecast()] if alone else forecaster.forecast_all():
             placement = "colocated" if forecast.schedule in COLOCATED_SCHEDULES else "interleaved"
             changes = {"schedule": forecast.schedule, "placement": placement}
             changed = _with_parallel(together, **changes)
-            candidates.append(Candidate(placement, changed, usable, forecast))
+            candidates.append(Candidate(placement, changed, usable, sizes, forecast))
     candidates.sort(key=lambda candidate: candidate.step_ms)
     if candidates[0].step_ms == float("inf"):
         raise ConfigError(
@@ -265,6 +292,11 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
             + "; ".join(f"{c.placement} {c.forecast.schedule}" for c in candidates)
         )
     return candidates
+
+
+def _sizes(plan: OrchestrationPlan) -> str:
+    sizes = [(unit.name, unit.sizes) for unit in plan.units]
+    return ", ".join(f"{name} {s.tensor}x{s.data}x{s.pipeline}" for name, s in sizes)
 
 
 def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Recipe | None:

@@ -73,6 +73,7 @@ def placement_table(candidates: Sequence[Candidate]) -> Table:
     table = Table(title="first step, simulated action by action", title_justify="left")
     table.add_column("placement", no_wrap=True)
     table.add_column("schedule", no_wrap=True)
+    table.add_column("tensor x data x pipeline")
     for column in ("devices", "step ms", "MFU %", "bubble %", "peak GiB"):
         table.add_column(column, justify="right")
     table.add_column("against the first")
@@ -80,7 +81,7 @@ def placement_table(candidates: Sequence[Candidate]) -> Table:
     for candidate in candidates:
         forecast = candidate.forecast
         step = forecast.step
-        row = [candidate.placement, forecast.schedule, str(candidate.devices)]
+        row = [candidate.placement, forecast.schedule, candidate.sizes, str(candidate.devices)]
         if step is None:
             table.add_row(*row, "", "", "", "", forecast.problem)
             continue

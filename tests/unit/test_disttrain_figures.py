@@ -12,6 +12,7 @@ def figures(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     found = importlib.import_module("disttrain_figures")
     monkeypatch.setattr(found, "SMALL", (24, {"9b": 16}))
+    monkeypatch.setattr(found, "SIMULATED", 2)
     return found
 
 
