@@ -16,6 +16,7 @@ Rejected: a thread, which would share Python's lock with the training step it mu
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Mapping
@@ -120,6 +121,8 @@ class PlanningProcess:
         )
         self._process.start()
         theirs.close()
+        # Whoever exits without `close` must not wait for a process that ignores signals.
+        atexit.register(self._connection.close)
         self._newest: PlannedStep | None = None
 
     @property
@@ -162,6 +165,7 @@ class PlanningProcess:
 
     def close(self) -> None:
         """Ends the process."""
+        atexit.unregister(self._connection.close)
         self._connection.close()
         self._process.join(CLOSING_S)
         if self._process.is_alive():

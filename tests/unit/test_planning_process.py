@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -106,6 +108,23 @@ def test_a_dead_process_is_told():
     with pytest.raises(PlanningProcessError, match=r"ended with code -?\d+"):
         process.take(2, WAIT_S)
     process.close()
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_it_at_exit():
+    code = """if __name__ == "__main__":
+        import sys
+        sys.path[:0] = [{paths}]
+        from test_planning_process import PlanningProcess, request, setup
+        process = PlanningProcess(setup(10**9))
+        process.submit(request(1, 1))
+        print("made")"""
+    paths = ", ".join(map(repr, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(paths=paths)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "made\n"), done.stderr
 
 
 def test_a_step_that_cannot_be_planned_is_told():
