@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,19 @@ def test_unreachable_wandb_does_not_stop_training(train, losses):
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_activation_checkpointing_changes_no_loss(mode, train, losses):
     assert losses_of(train(mode, activation_checkpoint__mode=mode)) == losses
+
+
+def test_tuned_layers_change_no_loss_and_what_cannot_fit_is_refused(
+    train, losses, tmp_path, real_data, train_server
+):
+    limit = {"activation_checkpoint__mode": "tuned", "activation_checkpoint__memory_limit": "1 MiB"}
+    command = arguments(tmp_path / "refused", real_data, **{**COMMON, **limit})
+    codes, output = train_server.run(command, tmp_path / "refused-log", 1)
+    assert codes == [2] and "Traceback" not in output, output
+    needed = re.search(r"\((\d+) bytes\) even if all layers recompute", " ".join(output.split()))
+    assert needed and "activation_checkpoint.memory_limit" in output
+    limit["activation_checkpoint__memory_limit"] = f"{1.2 * int(needed[1]) / 2**20:.3f} MiB"
+    assert losses_of(train("tuned", **limit)) == losses
 
 
 def test_bfloat16_stays_close_to_float32_on_one_rank_and_two(train, losses):
