@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 CLIENT = Path(__file__).with_name("train_client.py")
@@ -125,7 +126,7 @@ class TrainServer:
         """Starts train.py; with more than one rank in the environment torchrun would give.
 
         Args:
-            script: to start instead; it must have a `main` that returns the exit code.
+            script: to start instead; it must have a `main` that returns the exit code or None.
         """
         log_dir.mkdir(parents=True, exist_ok=True)
         logs = [log_dir / f"rank-{rank}.log" for rank in range(ranks)]
@@ -145,10 +146,10 @@ class TrainServer:
         return Run(processes, logs)
 
     def run(
-        self, arguments: Sequence[object], log_dir: Path, ranks: int = 1, **env: object
+        self, arguments: Sequence[object], log_dir: Path, ranks: int = 1, **options: Any
     ) -> tuple[list[int], str]:
-        """Exit codes by rank and rank 0's output of a whole run."""
-        run = self.start(arguments, log_dir, ranks, **env)
+        """Exit codes by rank and rank 0's output of a whole run; `options` as for `start`."""
+        run = self.start(arguments, log_dir, ranks, **options)
         return run.wait(), run.output()
 
 
@@ -196,8 +197,9 @@ def _run(job: dict) -> int:
     os.environ.update(job["env"])
     script = job.get("script", str(TRAIN))
     sys.argv = [script, *job["arguments"]]
+    sys.path.insert(0, str(Path(script).parent))
     try:
-        return int(runpy.run_path(script)["main"]())
+        return int(runpy.run_path(script)["main"]() or 0)
     except SystemExit as error:
         return int(error.code or 0)
     except BaseException:

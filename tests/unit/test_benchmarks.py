@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -38,14 +36,12 @@ def load(monkeypatch):
 
 
 @pytest.mark.slow
-def test_single_device_writes_rows_of_the_schema(tmp_path):
+def test_single_device_writes_rows_of_the_schema(tmp_path, train_server):
     file = tmp_path / "rows.json"
     script = BENCHMARKS / "single_device.py"
     options = ["--quick", "--pairs", "1", "--shapes", "tiny", "--device", "cpu", "--json", file]
-    done = subprocess.run(
-        [sys.executable, script, *options], check=False, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    codes, output = train_server.run(options, tmp_path, script=script)
+    assert codes == [0], output
     rows = json.loads(file.read_text())
     cases = {row["case"] for row in rows}
     assert cases == {"tiny, equal lengths, float32", "tiny, real lengths, float32"}

@@ -1,7 +1,5 @@
 """scripts/generate.py reads both kinds of export."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,7 @@ def _config(connector: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("connector", ["mlp", "pixel_shuffle_mlp"])
-def test_writes_a_line_per_image(connector, tmp_path, real_data):
+def test_writes_a_line_per_image(connector, tmp_path, real_data, train_server):
     model = build_model(_config(connector), FreezeConfig())
     materialize(model, "cpu")
     init_weights(model, seed=0)
@@ -35,12 +33,8 @@ def test_writes_a_line_per_image(connector, tmp_path, real_data):
     pictures = [tmp_path / "red.png", tmp_path / "blue.jpg"]
     for picture in pictures:
         Image.new("RGB", (40, 30), picture.stem).save(picture)
-    result = subprocess.run(
-        [sys.executable, SCRIPT, tmp_path / "hf", *pictures, "--max-new-tokens", "3"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert [line.split(":")[0] for line in result.stdout.splitlines()] == [str(p) for p in pictures]
+    arguments = [tmp_path / "hf", *pictures, "--max-new-tokens", "3"]
+    codes, output = train_server.run(arguments, tmp_path / "log", script=SCRIPT)
+    assert codes == [0], output
+    lines = [line for line in output.splitlines() if line.startswith(str(tmp_path))]
+    assert [line.split(":")[0] for line in lines] == [str(p) for p in pictures]

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -24,14 +22,11 @@ def load(monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_cases_write_rows_with_equal_gradients(tmp_path):
+def test_all_cases_write_rows_with_equal_gradients(tmp_path, train_server):
     file = tmp_path / "rows.json"
     script = BENCHMARKS / "pipeline_runtime.py"
-    done = subprocess.run(
-        [sys.executable, script, "--tiny", "--json", file],
-        check=False, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    codes, output = train_server.run(["--tiny", "--json", file], tmp_path, script=script)
+    assert codes == [0], output
     rows = {(row["case"].split(",")[0], row["metric"]): row for row in json.loads(file.read_text())}
     for case in ("2 ranks", "8 sleeping ranks"):
         for baseline in ("tower in stage 0", "tower cut too"):
