@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchmm.batch import IGNORE_TARGET, LayerDescription, Microbatch
+from torchmm.errors import ConfigError
 from torchmm.models.attention import PACKED, Segments
 from torchmm.models.blocks import image_blocks, prompt_blocks
 from torchmm.models.experts import balance_routers
@@ -159,6 +161,7 @@ class LlmModule(LayeredModule):
         self._tied = self.get_parameter(head) is self.get_parameter(table)
         self._tie = {head: table}
         first = self._layer_list()[0]
+        _check_parts(first, family, self.text_config.model_type)
         self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in first.modules())
         self._has_qk_norm = any(name.endswith("q_norm") for name, _ in first.named_modules())
         self.balance = balance_routers(self._layer_list(), self.text_config)
@@ -326,6 +329,18 @@ class LlmModule(LayeredModule):
                 )
             x_TD = x_TD.index_copy(0, inputs.positions_K, features_KD.to(x_TD.dtype))
         return x_TD
+
+
+def _check_parts(layer: nn.Module, family: LlmFamily, model_type: str) -> None:
+    """Transformers renames parts of layers now and then."""
+    known = {name for name, _ in layer.named_modules()}
+    own = (name for name in family.tensor_parallel if not name.startswith("mlp."))
+    missing = [name for name in (*family.norms, *own) if name not in known]
+    if missing:
+        raise ConfigError(
+            f"layers of {model_type!r} have no {', '.join(missing)} in transformers "
+            f"{transformers.__version__}; this family does not work with that version, install 5.23"
+        )
 
 
 def _has_experts(layer: nn.Module) -> bool:
