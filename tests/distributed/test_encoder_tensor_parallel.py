@@ -123,7 +123,9 @@ CASES += [Case("clip", True, frozen=True, chunks=2)]
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_split_encoders_equal_the_whole(ranks):
-    for outcomes in zip(*run_distributed(_compare_all, ranks, CASES), strict=True):
+    # More ranks are another matter for lengths and heads, not for families.
+    cases = [c for c in CASES if ranks == 2 or c.family in (*ASYNC, "internvl")]
+    for outcomes in zip(*run_distributed(_compare_all, ranks, cases), strict=True):
         for case, errors in outcomes:
             assert errors == {}, (case, errors)
 

@@ -1,5 +1,6 @@
 """Composites equal Hugging Face's own; freezing, missing images, names of parts."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -231,6 +232,13 @@ def test_a_version_of_transformers_that_renames_parts_is_named(monkeypatch) -> N
     first, second = caught.value.problems
     assert "layers of 'llama' have no input_norm in transformers 5." in first
     assert "'clip_vision_model' have no attention.query in transformers 5." in second
+
+
+@pytest.mark.parametrize("page", ["models.md", "add_a_model.md"])
+def test_documents_name_every_family(page: str) -> None:
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+    names = (*LLM_FAMILIES, *ENCODER_FAMILIES, *composites.COMPOSITES)
+    assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 
 def test_freezing_an_unknown_module_names_the_known_ones() -> None:
