@@ -8,6 +8,7 @@ python scripts/draw.py --schedule 1f1b --stages 4 --microbatches 8
 python scripts/draw.py --schedule megatron separated --stages 4 --microbatches 8 \\
     --layers vision=8,llm=16 --images 0,3,1,7,0,2,5,1
 python scripts/draw.py --schedule megatron_balanced optimus:coarse optimus --images 0,3,1,7,0,2,5,1
+python scripts/draw.py --schedule 1f1b separated --units vision=1x3,llm=2x2 --images 0,3,1,7,0,2,5,1
 python scripts/draw.py --records outputs/NAME/timeline/step-10.json
 """
 
@@ -23,13 +24,20 @@ from torchmm.config import COLOCATED_SCHEDULES, ParallelConfig
 from torchmm.errors import PlanError
 from torchmm.files import replace_atomically
 from torchmm.pipelining.actions import Action
+from torchmm.pipelining.disaggregated import (
+    UnitSize,
+    deal_tasks,
+    disaggregated_layout,
+    disaggregated_order,
+)
 from torchmm.pipelining.draw import Panel, draw_timelines
 from torchmm.pipelining.exchange import write_chrome_trace, write_order
 from torchmm.pipelining.graph import StageGraph
 from torchmm.pipelining.layouts import ModuleLayers
+from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.records import read_records
 from torchmm.pipelining.schedules import schedule_layout, schedule_named
-from torchmm.pipelining.separated import layer_durations
+from torchmm.pipelining.separated import Durations, layer_durations
 from torchmm.pipelining.timeline import analyze_timeline, uniform_timeline
 
 
@@ -78,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--microbatches", type=int, help="number of microbatches (as many as --images, or 8)")
     add(
         "--layers",
-        type=_named(int),
+        type=_named(int, "N"),
         metavar="NAME=N,...",
         help="layers of each module, the LLM last (llm=16, with --images vision=8,llm=16)",
     )
@@ -86,13 +94,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--images-per-part", type=int, default=4, help="of a sub-microbatch, at most (4)")
     add(
         "--layer-ms",
-        type=_named(float),
+        type=_named(float, "MS"),
         default={},
         metavar="NAME=MS,...",
         help="forward of a layer: of the LLM for a microbatch, of an encoder for an image (1 each)",
     )
     add("--virtual-stages", type=int, default=1, help="virtual stages or LLM segments per rank (1)")
     add("--encoder-stages", type=int, default=1, help="pipeline ranks of encoders: optimus (1)")
+    add(
+        "--units",
+        type=_named(_unit, "PxR"),
+        metavar="NAME=PxR,...",
+        help="every module on ranks of its own: pipeline ranks x replicas (all on --stages ranks)",
+    )
     add("--freeze", type=_names, default=[], metavar="NAME,...", help="modules that do not train")
     add("--transfer-ms", type=float, default=0.0, help="from one rank to another (0)")
     add("--csv", type=Path, metavar="FILE", help="also write the compute order, of one --schedule")
@@ -103,14 +117,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _named(kind: type) -> Callable[[str], dict]:
+def _unit(text: str) -> UnitSize:
+    """Reads "2x3"."""
+    pipeline, _, replicas = text.partition("x")
+    return UnitSize(int(pipeline), int(replicas or 1))
+
+
+def _named(kind: Callable[[str], object], shown: str) -> Callable[[str], dict]:
     """Reads "vision=8,llm=16"."""
 
     def read(text: str) -> dict:
         pairs = [part.split("=") for part in text.split(",")]
         return {name: kind(value) for name, value in pairs}
 
-    read.__name__ = f"NAME={kind.__name__},..."  # for argparse's messages
+    read.__name__ = f"NAME={shown},..."  # for argparse's messages
     return read
 
 
@@ -135,23 +155,17 @@ def _recorded(path: Path) -> Panel:
 def _simulated(name: str, options: argparse.Namespace) -> Panel:
     """The step of a schedule, played through."""
     images = options.images or ()
-    microbatches = options.microbatches
-    if microbatches is None:
-        microbatches = len(images) or 8
-    if microbatches < 1 or (images and len(images) != microbatches):
-        raise ValueError(
-            f"--microbatches {microbatches}: give at least 1, and as many as --images has counts"
-        )
-    if options.images_per_part < 1:
-        raise ValueError(f"--images-per-part {options.images_per_part}: must be at least 1")
+    microbatches = _microbatches(options)
     modules = _modules(options, sum(images) / microbatches)
     colocated = _colocated(name, options)
     planner = PLANNERS["optimus"] if colocated else None
-    layout = (
-        planner.layout(colocated, modules)
-        if planner and colocated
-        else schedule_layout(name, modules, options.stages, options.virtual_stages)
-    )
+    if planner and colocated:
+        layout = planner.layout(colocated, modules)
+    elif options.units:
+        stages = {modules[-1].name: options.virtual_stages}
+        layout = disaggregated_layout(modules, options.units, stages)
+    else:
+        layout = schedule_layout(name, modules, options.stages, options.virtual_stages)
     parts = tuple(-(-count // options.images_per_part) for count in images)
     graph = StageGraph(layout, microbatches, dict.fromkeys(layout.sub_microbatched, parts))
     layers = layer_durations(graph)
@@ -167,12 +181,35 @@ def _simulated(name: str, options: argparse.Namespace) -> Panel:
 
     if planner and colocated:
         graph, order = planner.plan(colocated, graph, duration_ms)
+    elif options.units:
+        graph, order = _apart(name, graph, duration_ms)
     else:
         order = schedule_named(name).order(graph)
     if options.csv is not None:
         _only_one(options.schedule, "--csv")
         write_order(options.csv, order, graph)
     return Panel(name, uniform_timeline(order, graph, duration_ms, options.transfer_ms), layout)
+
+
+def _microbatches(options: argparse.Namespace) -> int:
+    images, count = options.images or (), options.microbatches
+    if count is None:
+        count = len(images) or 8
+    if count < 1 or (images and len(images) != count):
+        raise ValueError(
+            f"--microbatches {count}: give at least 1, and as many as --images has counts"
+        )
+    if options.images_per_part < 1:
+        raise ValueError(f"--images-per-part {options.images_per_part}: must be at least 1")
+    return count
+
+
+def _apart(name: str, graph: StageGraph, duration_ms: Durations) -> tuple[StageGraph, ComputeOrder]:
+    """The order of modules on ranks of their own."""
+    graph, schedule = deal_tasks(graph, duration_ms), schedule_named(name).order
+    if name == "separated":
+        return graph, schedule(graph, duration_ms)
+    return graph, disaggregated_order(graph, schedule)
 
 
 def _colocated(name: str, options: argparse.Namespace) -> ParallelConfig | None:

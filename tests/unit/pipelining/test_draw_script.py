@@ -66,6 +66,16 @@ def test_colocated_encoders_are_drawn_in_bubbles(draw):
     assert code == 2 and "divisor of 4" in problem
 
 
+@pytest.mark.parametrize("name", ["1f1b", "separated", "interleaved_1f1b"])
+def test_modules_on_ranks_of_their_own_are_drawn_side_by_side(draw, name):
+    stages = "2" if name == "interleaved_1f1b" else "1"
+    given = ["--units", "vision=1x3,llm=2x2", "--images", "1,2,0,4", "--virtual-stages", stages]
+    code, text, _, actions = draw("--schedule", name, *given)
+    assert code == 0 and text.startswith(f"{name}: ")
+    forwards = [action for action in actions if "F" in action]
+    assert len(forwards) == 3 + 4 * 2 * int(stages)  # three microbatches have images
+
+
 def test_the_makespan_follows_from_the_durations(draw):
     llm = ("--schedule", "1f1b", "--stages", 2, "--microbatches", 3, "--layers", "llm=8")
     assert "1f1b: 48 ms" in draw(*llm)[1]  # (3 + 1) x (4 + 8)
