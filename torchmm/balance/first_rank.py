@@ -29,6 +29,9 @@ from torchmm.balance.compiled import Float64s, Int64s, compiled, without_nans
 
 Index = int | np.int64
 
+COARSE = 16777216.0
+"""Logarithms and powers are cut to multiples of its inverse: the last bit differs by processor."""
+
 
 @compiled
 def first_rank_makespans(
@@ -185,7 +188,7 @@ def _anneal_order(
     current_M = order_M.copy()
     start, end = _start(pairs, others, ranks), _end(pairs, others, ranks)
     change = best = 0.0  # of the makespan, since the beginning
-    cooling = 0.02 ** (1.0 / max(steps, 1))
+    cooling = np.floor(0.02 ** (1.0 / max(steps, 1)) * COARSE) / COARSE
     least = 1e-9 * heat  # below it, a gain is a rounding error and not worth a copy
     for _ in range(steps):
         state = _next(state)
@@ -200,7 +203,7 @@ def _anneal_order(
         new_end = _end(pairs, others, ranks) if other >= slots - ranks else end
         rise = new_start + new_end + _around(pairs, ranks, one, other) - before
         chance = (float(state >> np.uint64(32)) + 1.0) / 4294967296.0
-        if rise <= 0 or rise < -heat * np.log(chance):
+        if rise <= 0 or rise < heat * np.floor(-np.log(chance) * COARSE) / COARSE:
             start, end = new_start, new_end
             change += rise
             current_M[one], current_M[other] = current_M[other], current_M[one]

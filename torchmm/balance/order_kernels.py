@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torchmm.balance.compiled import Float64s, Int64s, Words, compiled, without_nans
 
 Index = int | np.int64
+COARSE = 16777216.0
+"""Logarithms and powers are cut to multiples of its inverse: the last bit differs by processor."""
 
 
 class ProgramTables(NamedTuple):
@@ -233,7 +235,7 @@ def anneal(
     best, best_orders = now.copy(), orders_MG.copy()
     everyone, back = np.ones(groups, np.bool_), np.zeros(groups, np.bool_)
     state = np.uint64(seed * 2 + 1)
-    heat, cooling = 1.0, 0.02 ** (1.0 / max(steps, 1))
+    heat, cooling = 1.0, np.floor(0.02 ** (1.0 / max(steps, 1)) * COARSE) / COARSE
     stale = slots  # the first slot of the last swap, which some lane has taken back
     for _ in range(steps if slots > 1 else 0):
         state = _next(state)
@@ -244,7 +246,8 @@ def anneal(
         advance_lanes(tables, lanes, ends, tables.begin_M[min(first, stale)], new)
         stale = first
         heat *= cooling
-        rise = -heat * np.log((float(state >> np.uint64(32)) + 1.0) / 4294967296.0)
+        chance = (float(state >> np.uint64(32)) + 1.0) / 4294967296.0
+        rise = heat * np.floor(-np.log(chance) * COARSE) / COARSE
         better = False
         for g in range(groups):
             back[g] = new[g] > now[g] + rise * heat_G[g]

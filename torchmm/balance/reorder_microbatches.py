@@ -17,8 +17,9 @@ forwards of the rank's first virtual stage and the next backward.
 `first_rank`'s, and swaps microbatches at random while the makespan, exact for the durations given,
 gets shorter (simulated annealing). Its result is never worse than natural or Algorithm 3's order.
 
-Equal durations and seed give equal orders on ranks with the same kind of processor; elsewhere a
-logarithm may be rounded differently, so one rank should plan for all.
+Equal durations and seed give equal orders on all processors, if the durations are whole numbers of
+any unit: then no sum depends on the order of its terms, and what is rounded differently elsewhere,
+logarithms and powers, is cut to 24 bits first.
 
 Rejected: exact search for tiny steps; annealing is 0.1 % above the optimum of 7 microbatches on 4
 ranks and does not end at 8.

@@ -38,6 +38,8 @@ from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
 CLASSIC = ("1f1b", "interleaved_1f1b", "megatron", "megatron_balanced")
 """Schedules whose virtual stages are the places of the chain."""
 SEED = 0
+NS_PER_MS = 1e6
+"""Durations are whole nanoseconds, so that ranks with other processors arrange the same."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class StepReorder:
         Args:
             packs: a global batch, each as a microbatch of its own.
         """
-        forward_SN, backward_SN = self.pack_ms(packs)
+        forward_SN, backward_SN = (np.round(NS_PER_MS * ms_SN) for ms_SN in self.pack_ms(packs))
         pipelines = self._groups * self._waves
         per_pipeline = len(packs) // pipelines
         members = np.arange(len(packs)).reshape(pipelines, per_pipeline)
