@@ -34,13 +34,22 @@ def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> Memor
     """
     modules = [m.describe() for m in model.modality_modules()]
     if units := units_of(recipe, world_size):
-        estimates = (_memory(recipe, model, [m], units[m.name]) for m in modules)
+        behind, estimates = 0, []
+        for module in reversed(modules):
+            own = units[module.name]
+            behind += own.pipeline  # with its own ranks: waves in flight, under 1F1B
+            waves = -(-units["llm"].data_parallel // own.data_parallel)
+            estimates.append(_memory(recipe, model, [module], own, behind * waves))
         return max(estimates, key=lambda estimate: estimate.total_bytes)
     return _memory(recipe, model, modules, resolve_layout(recipe.parallel, world_size))
 
 
 def _memory(
-    recipe: Recipe, model: MultimodalModel, modules: Sequence[ModuleDescription], layout: Layout
+    recipe: Recipe,
+    model: MultimodalModel,
+    modules: Sequence[ModuleDescription],
+    layout: Layout,
+    in_flight: int | None = None,
 ) -> MemoryEstimate:
     """Of a rank with these modules."""
     training = recipe.training
@@ -63,6 +72,7 @@ def _memory(
         pipeline=layout.pipeline,
         sequence_parallel=recipe.parallel.sequence_parallel,
         own={name: OwnSizes(found.pipeline, found.shard) for name, found in own.items()},
+        in_flight=in_flight,
     )
 
 

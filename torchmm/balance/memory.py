@@ -61,6 +61,7 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
     pipeline: int = 1,
     sequence_parallel: bool = False,
     own: Mapping[str, OwnSizes] | None = None,
+    in_flight: int | None = None,
 ) -> MemoryEstimate:
     """Peak bytes of one rank.
 
@@ -76,16 +77,19 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
         sequence_parallel: whether activations between tensor-parallel regions are split too.
         own: by module with a shorter pipeline on the same ranks. Such pipelines share out the
             microbatches, so a rank keeps as much of them as it would in a whole pipeline.
+        in_flight: microbatches whose activations a module's first rank keeps, where modules have
+            ranks of their own, which gather weights once per step; None: as many as pipeline ranks.
     """
+    once_per_step = pipeline > 1 or in_flight is not None
     weights = gradients = optimizer = activations = 0
     for module in modules:
         ranks, shards = (own or {}).get(module.name, OwnSizes(pipeline, shard))
         split = 1 if module.kind == "generator" else tensor  # generators are whole on every rank
         parameters = module.parameters // (split * ranks)
-        gathered = 2 * parameters // max(1, len(module.layers)) if pipeline == 1 else parameters
+        gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
         weights += 4 * parameters // shards + (gathered * compute_bytes if shards > 1 else 0)
         if module.trainable:
-            held_by = shards if microbatches == pipeline == 1 else 1
+            held_by = shards if microbatches == 1 and not once_per_step else 1
             gradients += 4 * parameters // held_by
             optimizer += 8 * parameters // shards
         execution = Execution(
@@ -94,9 +98,8 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
             recompute=recompute.get(module.name, "none"),
         )
         found = _activation_bytes(module, tokens.get(module.name, 0), execution, compute_bytes)
-        activations += (
-            found.every_layer * min(pipeline, microbatches) // pipeline + found.recomputed
-        )
+        kept = min(in_flight or pipeline, microbatches)
+        activations += found.every_layer * kept // pipeline + found.recomputed
     return MemoryEstimate(weights, gradients, optimizer, activations)
 
 

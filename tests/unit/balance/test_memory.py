@@ -52,3 +52,12 @@ def test_sequence_parallelism_keeps_less_and_a_generator_is_not_divided() -> Non
     drawing = replace(MODULE, kind="generator")
     whole, divided = (estimate(module=drawing, tensor=tensor) for tensor in (1, 2))
     assert whole == divided
+
+
+def test_on_ranks_of_its_own_a_module_keeps_what_the_others_have_not_used_yet() -> None:
+    alone, apart = estimate(shard=2), estimate(shard=2, in_flight=3)
+    assert apart.activation_bytes == 3 * alone.activation_bytes
+    assert apart.weight_bytes - 4 * 800 // 2 == 2 * 800 > alone.weight_bytes - 4 * 800 // 2
+    few = estimate(shard=2, in_flight=3, microbatches=1)
+    assert few.activation_bytes == alone.activation_bytes
+    assert few.gradient_bytes == 4 * 800  # whole until the end of the step
