@@ -144,17 +144,14 @@ def disaggregated_order(
     replicas = len(llm[0].ranks)
     several = len(llm) > len({stage.ranks for stage in llm})
     found = _around_llm(graph, llm, schedule) if several else schedule(_chain(graph, replicas))
-    rows: list[tuple[Action, ...]] = [()] * graph.layout.rank_count
+    rows: list[list[Action]] = [[] for _ in range(graph.layout.rank_count)]
     for row in found:
-        for rank in {rank for a in row for rank in graph.layout.stages[a.stage].ranks}:
-            rows[rank] = tuple(
-                new
-                for action in row
-                for task in _tasks(graph, action, replicas)
-                if graph.rank(task) == rank
-                if (new := needed_action(graph, Action(action.type, *task))) is not None
-            )
-    return tuple(rows)
+        for action in row:
+            for task in _tasks(graph, action, replicas):
+                needed = needed_action(graph, Action(action.type, *task))
+                if needed is not None:
+                    rows[graph.rank(task)].append(needed)
+    return tuple(map(tuple, rows))
 
 
 def _chain(graph: StageGraph, replicas: int, only: str | None = None) -> StageGraph:
