@@ -328,6 +328,8 @@ class LayerDescription:
     """Whether queries and keys are normalized."""
     packed_qkv: bool = False
     """Whether one linear gives queries, keys and values."""
+    packed_gate_up: bool = False
+    """Whether one linear gives the gate and what it is for."""
     experts: int = 0
     """Among which a router chooses for every token; 0: there is one feed-forward part for all."""
     batched: bool = False

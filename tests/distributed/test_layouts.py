@@ -58,12 +58,21 @@ class Case:
         """Whole, on the meta device."""
         config = MODEL.model_dump()
         config["llm"]["config"]["model_type"] = self.llm
-        if self.llm == "starcoder2":  # which has no such key
-            del config["llm"]["config"]["head_dim"]
+        config["llm"]["config"] |= CHANGES.get(self.llm, {})
         freeze = FreezeConfig(modules=list(self.freeze))
         return build_model(ModelConfig.model_validate(config), freeze)
 
 
+CHANGES = {
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "output_router_logits": True,  # adds the loss that balances experts
+        "router_aux_loss_coef": 0.5,
+    }
+}
+"""By LLM: further keys."""
 ASYNC = {"async_tensor_parallel": True}
 CASES_OF_4 = [
     Case("fsdp4", shard=4),
@@ -111,6 +120,9 @@ CASES_OF_2 = [
         pipeline=ASYNC,
     ),
     Case("tp2, biases", tensor=2, llm="starcoder2"),
+    Case("fsdp2, experts", shard=2, llm="qwen3_moe"),
+    Case("tp2, experts", tensor=2, sequence_parallel=True, recompute="full", llm="qwen3_moe"),
+    Case("pp2, experts", llm="qwen3_moe", pipeline={"pipeline": 2, "schedule": "1f1b"}),
     Case("tp2, sequence parallel, biases", tensor=2, sequence_parallel=True, llm="starcoder2"),
 ]
 
@@ -180,6 +192,8 @@ def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[Multi
     model = case.model()
     materialize(model, "cpu")
     init_weights(model, seed=1)
+    if model.llm.balance is not None:
+        model.llm.balance.scale = 1 / sum(len(m.input_ids_T) for m in batch)
     total = 0.0
     for microbatch in batch:
         loss = model(microbatch) / targets

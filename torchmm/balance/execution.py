@@ -94,6 +94,8 @@ def layer_parameters(layer: LayerDescription, tensor: int = 1) -> float:
     own = local_linears(replace(layer, packed_qkv=False), tensor)
     if layer.packed_qkv:  # replicated
         own |= {name: linears[name] for name in ("query", "key", "value")}
+    if layer.packed_gate_up:
+        own |= {name: linears[name] for name in ("gate", "up")}
     cross = ("query", "key", "value", "attention_output") if layer.cross_attention else ()
     names = (*linears, *cross)
     products = sum(linears[name][0] * linears[name][1] for name in names)

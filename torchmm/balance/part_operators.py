@@ -271,9 +271,11 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
         weights.append(Operator("all_gather", network_bytes=again, calls=regions, link=link))
     replicated = 0
     if layer.packed_qkv:
-        replicated = 3 * layer.hidden_size**2
+        replicated = layer.hidden_size * (layer.heads + 2 * layer.kv_heads) * layer.head_dim
     elif layer.kv_heads < tensor:
         replicated = 2 * layer.hidden_size * layer.kv_heads * layer.head_dim
+    if layer.packed_gate_up:
+        replicated += 2 * layer.hidden_size * layer.ffn_size
     if replicated:
         sent = all_reduce_bytes(setting.element_bytes * replicated, tensor)
         weights.append(Operator("all_reduce", network_bytes=sent, link=link))

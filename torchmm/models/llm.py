@@ -230,6 +230,7 @@ class LlmModule(LayeredModule):
             window=self._windows[index],
             activation=getattr(c, "hidden_act", None) or c.hidden_activation,
             packed_qkv=self.family.packed_qkv,
+            packed_gate_up=self.family.tensor_parallel.get("mlp") == "packed_gate_up",
             norm="layer" if self._has_layer_norm else "rms",
             norm_place=self.family.norm_place,
             norm_weight_float32=self.family.norm_weight_float32,
