@@ -131,3 +131,24 @@ def test_a_lost_peer_is_named_with_the_action_in_time(outcomes, trouble, action)
     text = outcomes[0][trouble]
     assert text.startswith(f"rank 0 lost rank 1 in action {action}")
     assert "parallel.timeout_s" in text
+
+
+def test_between_groups_of_different_sizes_everything_arrives_once():
+    """Tensor-parallel groups of two ranks and of one, and of one and of two."""
+    assert run_distributed(_between_groups, 3) == [[2.0, 1.0], [2.0, 0.0], [0.0, 0.0]]
+
+
+def _between_groups() -> list[float]:
+    """From whom this rank gets something, in either grouping."""
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    rank, spec = float(dist.get_rank()), (TensorSpec((1,), torch.float32),)
+    senders = []
+    for groups in ([[0, 1], [2]], [[0], [1, 2]]):
+        channels = P2PChannels(CPU, groups, 20.0)
+        channels.warm_up()
+        peer = 1 - channels.plan_rank
+        sending = channels.send((torch.tensor([rank]),), spec, peer, "send")
+        (arrived,) = channels.receive(spec, peer, "receive").wait("receive")
+        sending.wait("send")
+        senders.append(arrived.item())
+    return senders
