@@ -21,12 +21,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from harness import Row, describe_machine, make_parser, report
 
 from torchmm.balance.cost_model import CostModel
+from torchmm.balance.execution import Recompute
 from torchmm.balance.layer_tuning import (
     LayerTuning,
     RankProblem,
@@ -94,7 +94,7 @@ class Step:
     def names(self) -> frozenset[str]:
         return frozenset(module.name for module in self.modules)
 
-    def model(self, modes: Sequence[str] = ()) -> CostModel:
+    def model(self, modes: Sequence[Recompute] = ()) -> CostModel:
         """Costs with one mode for each module; everything kept where none is given."""
         executions = module_executions(
             self.recipe.parallel,
@@ -104,7 +104,7 @@ class Step:
             self.forecaster.units,
         )
         given = dict(zip([m.name for m in self.modules], modes, strict=False))
-        changed: dict[str, Any] = {
+        changed = {
             name: replace(execution, recompute=given.get(name, "none"))
             for name, execution in executions.items()
         }
@@ -113,7 +113,7 @@ class Step:
     def tuning(self, limit_bytes: int) -> LayerTuning:
         return LayerTuning(self.model(), self.names, limit_bytes)
 
-    def uniform(self, modes: Sequence[str]) -> tuple[float, int]:
+    def uniform(self, modes: Sequence[Recompute]) -> tuple[float, int]:
         """(ms, peak bytes) with one mode for each module."""
         costs = plan_costs(self.plan.graph, self.modules, self.metas, self.model(modes))
         step = simulate(self.plan, costs)
@@ -209,7 +209,8 @@ def gain_rows(step: Step, case: str, limits: Sequence[float]) -> list[Row]:
             Row(name, "memory used of the limit", "share", peak / limit, better="higher",
                 kind="simulated"),
         ]  # fmt: skip
-        full_ms, full_peak = uniform[("full",) * len(step.modules)]
+        full: tuple[Recompute, ...] = ("full",) * len(step.modules)
+        full_ms, full_peak = uniform[full]
         if fitting:
             rows.append(
                 Row(name, "gain over the best uniform modes", "x",

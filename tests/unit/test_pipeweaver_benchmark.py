@@ -33,3 +33,16 @@ def test_sizes_compare_the_best_with_the_worst_order(benchmark):
     assert by_metric["against 12 images"][1] == 1
     assert all(share >= 0 for share in by_metric["worst order longer by"])
     assert len(rows) == 6
+
+
+def test_iterations_rise_and_fall_and_ours_is_the_fastest(benchmark):
+    bounds = benchmark.bounds_by_iteration()
+    assert len(bounds) == 40 and bounds[:20] == bounds[20:]
+    assert bounds[0] == (0, 32) and bounds[4] == (16, 32) and bounds[19] == (0, 0)
+    assert all(0 <= least <= most <= 48 for least, most in bounds)
+    rows = benchmark.dynamic_rows(benchmark.Setting(6), every=20, evaluations=20)
+    assert {row.case.split(":")[0].split(", ")[1] for row in rows} == {
+        "iterations 1-10", "iteration 6"
+    }  # fmt: skip
+    assert len(rows) == 10 and all(row.ours > 0.99 for row in rows)
+    assert any(row.paper for row in rows)
