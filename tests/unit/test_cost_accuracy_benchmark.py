@@ -40,8 +40,8 @@ def test_cases_are_many_different_and_fit_their_models(modules):
 
 def test_accuracy_counts_both_directions_and_the_worst_case_counts(modules):
     _, benchmark = modules
-    low = benchmark.Found("low", 90.0, [100.0, 100.0, 120.0, 100.0])
-    high = benchmark.Found("high", 104.0, [100.0, 100.0])
+    low = benchmark.Found("low", 90.0, [100.0, 100.0, 120.0, 100.0], [100.0, 80.0, 90.0])
+    high = benchmark.Found("high", 104.0, [100.0, 100.0], [])
     rows = benchmark.rows({1: [low], 2: [high]})
     by_metric = {(row.case, row.metric): row for row in rows}
     assert by_metric["low; 1 rank", "accuracy"].ours == pytest.approx(0.9)
@@ -49,6 +49,9 @@ def test_accuracy_counts_both_directions_and_the_worst_case_counts(modules):
     assert by_metric["low; 1 rank", "accuracy"].baseline == pytest.approx(1 - 10 / 110)
     assert by_metric["high; 2 ranks", "accuracy"].ours == pytest.approx(0.96)
     assert by_metric["high; 2 ranks", "predicted step"].baseline == 100.0
+    assert by_metric["low; 1 rank", "accuracy, CPU time"].ours == pytest.approx(1.0)
+    assert ("high; 2 ranks", "accuracy, CPU time") not in by_metric
+    assert by_metric["all 2 cases", "mean accuracy, CPU time, 1 rank"].ours == pytest.approx(1.0)
     mean, worst = (by_metric["all 2 cases", f"{name} accuracy"] for name in ("mean", "worst"))
     assert mean.ours == pytest.approx(0.93)
     assert mean.met is False and mean.goal == mean.paper == 0.976
@@ -65,7 +68,8 @@ def test_it_writes_rows_of_one_and_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())
     assert [row["metric"] for row in rows] == [
-        "predicted step", "accuracy", "predicted step", "accuracy", "mean accuracy",
-        "worst accuracy",
+        "predicted step", "accuracy", "accuracy, CPU time", "predicted step", "accuracy",
+        "mean accuracy", "worst accuracy", "mean accuracy, CPU time, 1 rank",
+        "worst accuracy, CPU time, 1 rank",
     ]  # fmt: skip
     assert all(row["baseline"] > 0 for row in rows if row["metric"] == "predicted step")
