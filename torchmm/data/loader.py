@@ -203,10 +203,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         DataError: a source cannot be read or has no usable sample.
         CheckpointError: the state belongs to other data.
     """
-    _check_sizes(training, data_parallel_size)
-    _allow_open_files()
-    if data_parallel_rank > 0:
-        datasets.disable_progress_bars()  # all ranks convert the same files
+    _prepare(training, data_parallel_rank, data_parallel_size)
     samples = open_samples(
         data,
         training,
@@ -216,20 +213,12 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         validation=validation,
         generator_spec=generator_spec,
     )
-
-    def make_planner() -> Planner:
-        return Planner(
-            samples.mixture(),
-            training,
-            data.open_packs,
-            data_parallel_size,
-            data.max_corrupt_samples,
-            state,
-            arrange,
-        )
-
+    limits = data.open_packs, data_parallel_size, data.max_corrupt_samples
     return Loader(
-        PlanQueue(make_planner, data_parallel_rank),
+        PlanQueue(
+            lambda: Planner(samples.mixture(), training, *limits, state, arrange),
+            data_parallel_rank,
+        ),
         samples.decoder,
         samples.feeds(),
         data,
@@ -253,6 +242,13 @@ def _ask_producers(
             "data.producers: needs gRPC; install it with pip install 'torchmm[producers]'"
         ) from error
     return RemoteDecoder(data.producers, samples.fingerprint(), training.sequence_length, rank)
+
+
+def _prepare(training: TrainingConfig, rank: int, data_parallel_size: int) -> None:
+    _check_sizes(training, data_parallel_size)
+    _allow_open_files()
+    if rank > 0:
+        datasets.disable_progress_bars()  # all ranks convert the same files
 
 
 def _check_sizes(training: TrainingConfig, data_parallel_size: int) -> None:
