@@ -20,6 +20,8 @@ import transformers
 from torchmm.balance.cost_model import CostModel
 from torchmm.balance.flops import microbatch_flops
 from torchmm.balance.operators import Profile
+from torchmm.balance.plan_costs import plan_costs
+from torchmm.balance.planners import search_by_costs
 from torchmm.balance.recompute_costs import costs_of_plan
 from torchmm.balance.simulator import SimulatedStep, simulate
 from torchmm.balance.workload import draw_microbatches
@@ -29,7 +31,10 @@ from torchmm.errors import ConfigError, PlanError
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.module_costs import layer_tuning, module_executions
+from torchmm.pipelining.graph import StageGraph
 from torchmm.pipelining.messages import message_specs
+from torchmm.pipelining.plan import ComputeOrder
+from torchmm.pipelining.separated import Durations
 from torchmm.recipe import Layout, resolve_layout
 from torchmm.recipe_layout import replica_groups
 from torchmm.recipe_units import DISAGGREGATED_SCHEDULES, LLM, units_of
@@ -171,6 +176,13 @@ class Forecaster:
         layerwise = layerwise and not self.units
         model = self._costs(parallel)
         sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
+        planner = None
+        if parallel.schedule == "searched" and parallel.pipeline > 1:
+
+            def planner(graph: StageGraph, _: Durations) -> ComputeOrder:
+                costs = plan_costs(graph, self.modules, metas, model, layerwise=layerwise)
+                return search_by_costs(parallel, graph, costs).order
+
         try:
             plan = plan_step(
                 plan_layout(parallel, self.modules, metas, self.units or None),
@@ -181,6 +193,7 @@ class Forecaster:
                     message_specs, modules=self._layered, microbatches=metas, dtype=dtype
                 ),
                 sharding=("layer" if layerwise else "step") if sharded else "none",
+                planner=planner,
                 tuning=layer_tuning(self.recipe, self.modules, model, layerwise=layerwise),
             )
         except (ConfigError, PlanError) as error:

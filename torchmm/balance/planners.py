@@ -23,6 +23,9 @@ from torchmm.pipelining.layouts import ModuleLayers, separated_layout
 from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.separated import Durations
 
+MEMORY_SHARE = 0.9
+"""Of a device, for states and activations; the rest is for messages and gaps of the allocator."""
+
 
 class Planner(NamedTuple):
     """What a name stands for."""
@@ -110,10 +113,30 @@ def search_order(
     Raises:
         ValueError: a duration is no number, or nothing fits into memory.
     """
+    return _searched(config, graph, search_costs(graph, durations), budget)
+
+
+def search_by_costs(config: ParallelConfig, graph: StageGraph, costs: PlanCosts) -> SearchedOrder:
+    """The same with a cost model's costs: transfers count, and memory is that of the device.
+
+    Where no order fits into that, ranks may use what the separated schedule would.
+    """
+    budget, limit = Budget(evaluations=config.search.evaluations), costs.memory_limit_bytes
+    if limit is not None:
+        costs = replace(costs, memory_limit_bytes=round(MEMORY_SHARE * limit))
+    try:
+        return _searched(config, graph, costs, budget)
+    except ValueError:
+        return _searched(config, graph, limited_like_separated(graph, costs), budget)
+
+
+def _searched(
+    config: ParallelConfig, graph: StageGraph, costs: PlanCosts, budget: Budget
+) -> SearchedOrder:
     search = config.search
     return plan_searched(
         graph,
-        search_costs(graph, durations),
+        costs,
         budget,
         strategy=search.strategy,
         seed=search.seed,
