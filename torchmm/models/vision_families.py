@@ -65,6 +65,7 @@ class InternVisionFamily(EncoderFamily):
     """InternViT as in InternVL, with layer scale."""
 
     processor_class = "GotOcr2ImageProcessor"
+    one_tile = True
     layers = "encoder.layer"
     pre = ("embeddings",)
     patch_embedding = "embeddings.patch_embeddings.projection"

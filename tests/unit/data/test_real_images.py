@@ -46,6 +46,35 @@ COMPOSITES = {
     },
 }
 
+TOWER = {k: v for k, v in COMPOSITES["llava"]["vision_config"].items() if k != "model_type"}
+LLAMA = COMPOSITES["llava"]["text_config"]
+COMPOSITES |= {
+    "internvl": {
+        "model_type": "internvl",
+        "text_config": LLAMA,
+        "vision_config": {"model_type": "internvl_vision", **TOWER},
+        "image_token_id": 3,
+    },
+    "idefics3": {
+        "model_type": "idefics3",
+        "text_config": LLAMA,
+        "vision_config": {"model_type": "idefics3_vision", **TOWER},
+        "image_token_id": 3,
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        "text_config": {**LLAMA, "model_type": "gemma3_text"},
+        "vision_config": {"model_type": "siglip_vision_model", **TOWER},
+        "image_token_index": 3,
+        "mm_tokens_per_image": 36,
+    },
+    "qwen2_vl": {
+        "model_type": "qwen2_vl",
+        "text_config": {"vocab_size": 151680, **SMALL_LLM},
+        "vision_config": {"hidden_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2},
+    },
+}
+
 
 @pytest.mark.parametrize("family", COMPOSITES)
 def test_pixels_and_token_counts_are_the_hugging_face_processors(family, real_data):
@@ -65,10 +94,10 @@ def test_pixels_and_token_counts_are_the_hugging_face_processors(family, real_da
         meta = ours.meta(*read_size(data, MAX_PIXELS))
         found = ours.pixels(image)
         np.testing.assert_array_equal(found, pixels.reshape(found.shape))
-        if family == "qwen2_5_vl":
+        if family.startswith("qwen"):
             grid = outputs["image_grid_thw"][0]
             assert meta.patches == int(np.prod(grid))
             assert meta.tokens == meta.patches // spec.merge**2
         else:
             patches = (pixels.shape[-1] // spec.patch_size_px) ** 2
-            assert (meta.patches, meta.tokens) == (patches, patches)
+            assert (meta.patches, meta.tokens) == (patches, patches // spec.merge**2)

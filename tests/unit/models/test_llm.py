@@ -113,6 +113,16 @@ def test_a_packed_layer_compiles_whole_and_does_not_recompile_per_packing() -> N
     assert counter.frame_count <= 2  # once more, to make the number of segments dynamic
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_moe"])
+def test_layers_with_operators_of_their_own_compile_whole(family: str) -> None:
+    model = text_model(family)
+    batch = microbatch([10, 20])
+    expected = model(batch)
+    for layer in model.llm.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    assert relative_error(model(batch), expected) < 1e-6
+
+
 def test_a_microbatch_without_targets_has_loss_and_gradients_zero() -> None:
     model = text_model("qwen2")
     batch = microbatch([4, 3], ignored=4)

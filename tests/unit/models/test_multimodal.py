@@ -19,9 +19,11 @@ from model_cases import (
     relative_error,
     worst_gradient,
 )
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch
 from torchmm.config import EncoderConfig, LlmConfig, ModelConfig
@@ -239,6 +241,36 @@ def test_documents_name_every_family(page: str) -> None:
     text = (Path(__file__).parents[3] / "docs" / page).read_text()
     names = (*LLM_FAMILIES, *ENCODER_FAMILIES, *composites.COMPOSITES)
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours", "cutting"),
+    [
+        ("internvl", "GotOcr2", "GotOcr2", {"crop_to_patches": True}),
+        ("smolvlm", "SmolVLM", "Siglip", {"do_image_splitting": True}),
+    ],
+)
+def test_images_are_not_cut_into_tiles(
+    name: str, theirs: str, ours: str, cutting: dict, tmp_path: Path
+) -> None:
+    AutoConfig.for_model(**COMPOSITES[name]).save_pretrained(tmp_path)
+    kind = getattr(transformers, f"{theirs}ImageProcessorPil")
+    kind(image_mean=[0.1, 0.2, 0.3], **cutting).save_pretrained(tmp_path)
+    spec = build(ModelConfig(source=str(tmp_path))).image_specs()["vision"]
+    assert spec.processor_class == f"{ours}ImageProcessor"
+    assert spec.processor["image_mean"] == [0.1, 0.2, 0.3]
+    assert spec.processor["size"] == {"height": 16, "width": 16}
+    assert not spec.processor.keys() & cutting.keys()
+
+
+def test_marks_beside_images_are_the_tokenizers() -> None:
+    words = {f"w{i}": i for i in range(59)}
+    words |= {"\n\n": 59, "<end>": 60, "<start>": 61, "</img>": 62, "<image>": 63}
+    known = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
+    spec = build(composite_config("gemma3")).text_spec(known)
+    assert (spec.image_prefix_ids, spec.image_suffix_ids) == ((59, 61), (60, 59))
+    with pytest.raises(ConfigError, match="the tokenizer lacks '<img>', which stands beside"):
+        build(composite_config("internvl")).text_spec(known)
 
 
 def test_freezing_an_unknown_module_names_the_known_ones() -> None:
