@@ -6,7 +6,11 @@ import pytest
 from tiny_recipe import arguments, records
 
 pytestmark = pytest.mark.slow
-CHANGES = {"training__steps": 4, "training__global_batch_size": 16}
+CHANGES = {
+    "training__steps": 3,
+    "training__global_batch_size": 16,
+    "training__sequence_length": 64,
+}
 APART = {
     "parallel__placement": "disaggregated",
     "parallel__schedule": "1f1b",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import subprocess
 import sys
 from itertools import pairwise
 from math import isqrt
@@ -172,13 +171,11 @@ def test_named_sizes_are_reached_where_the_printed_shapes_allow_it(load) -> None
     assert named == every
 
 
-def test_print_config_shows_a_recipe_whole() -> None:
-    command = [sys.executable, "train.py", "--config", "recipes/papers/optimus_model_d.toml"]
-    done = subprocess.run(
-        [*command, "--print-config"],
-        check=True, capture_output=True, text=True, timeout=60, cwd=ROOT,
-    )  # fmt: skip
-    assert "hidden_size = 12288" in done.stdout and 'schedule = "megatron_balanced"' in done.stdout
+def test_print_config_shows_a_recipe_whole(tmp_path, train_server) -> None:
+    command = ["--config", PAPERS / "optimus_model_d.toml", "--print-config"]
+    codes, output = train_server.run(command, tmp_path)
+    assert codes == [0], output
+    assert "hidden_size = 12288" in output and 'schedule = "megatron_balanced"' in output
 
 
 def test_exact_tables_are_reproduced(load, tmp_path, monkeypatch, capsys) -> None:

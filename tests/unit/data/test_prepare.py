@@ -3,8 +3,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -153,14 +151,15 @@ def test_sets_are_reused_until_options_or_files_change(tmp_path, stamp_packages)
 
 
 @needs_dpkg
-def test_the_command_makes_captions_and_tokenizer_then_reuses_them(tmp_path, stamp_packages):
+def test_the_command_makes_captions_and_tokenizer_then_reuses_them(
+    tmp_path, stamp_packages, train_server
+):
     script = Path(__file__).parents[3] / "scripts" / "prepare_data.py"
-    command = [sys.executable, str(script), "tuxpaint_stamps", "--output", str(tmp_path / "data")]
-    command += ["--packages", str(stamp_packages)]
-    first = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert first.stdout.count("made") == 2 and "60 images" in first.stdout
-    second = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert second.stdout.count("reused") == 2 and "made" not in second.stdout
+    arguments = ["tuxpaint_stamps", "--output", tmp_path / "data", "--packages", stamp_packages]
+    codes, first = train_server.run(arguments, tmp_path / "first", script=script)
+    assert codes == [0] and first.count("made") == 2 and "60 images" in first, first
+    codes, second = train_server.run(arguments, tmp_path / "second", script=script)
+    assert codes == [0] and second.count("reused") == 2 and "made" not in second, second
     saved = json.loads((tmp_path / "data" / "tokenizer" / "tokenizer_config.json").read_text())
     assert saved["pad_token"] == "<pad>"
 
