@@ -18,7 +18,6 @@ from math import prod
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,16 +27,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from torchmm.balance.calibration import Measured, Measurements
 from torchmm.balance.execution import Execution
 from torchmm.balance.operators import NETWORK_KINDS, Kind, Operator
-from torchmm.balance.part_operators import Setting, all_reduce_bytes, norm_operators, part_operators
-from torchmm.balance.parts import stage_parts
-from torchmm.balance.task_sizes import llm_sizes
-from torchmm.batch import Microbatch, MicrobatchMeta, SampleMeta
-from torchmm.config import FreezeConfig, LlmConfig, ModelConfig
+from torchmm.balance.part_operators import Setting, all_reduce_bytes, norm_operators
 from torchmm.host_memory import keep_freed_memory
+from torchmm.measure_layers import LayerCase, layer_cases
 from torchmm.models.attention import Segments, attention
-from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import materialize
-from torchmm.models.registry import build_model
 
 ROUNDS = 5
 LONGEST_S = 80.0
@@ -46,6 +39,8 @@ COLLECTIVE_RUNS = 4
 MOST_TURNS = 64
 HEADS, HEAD_SIZE = 8, 64
 TINY_ELEMENTS = 64
+TINY_LAYER, SMALL_LAYER = (16, 8), (128, 128)
+"""Width and tokens; in tiny ones, calls cost more than what they do."""
 
 
 class _Sizes(NamedTuple):
@@ -107,7 +102,15 @@ def measure(
         else:
             operators.append(Measured(case.operator, took))
     tiny["norm"] = tiny["elementwise"]  # of which an RMSNorm consists
-    return Measurements(operators, tiny, _layers(device))
+
+    def took(case: LayerCase) -> float:
+        return min(seconds_per_run(case.run, device, 0.1) for _ in range(ROUNDS))
+
+    layers = [(case.calls, took(case)) for case in layer_cases(device, *TINY_LAYER)]
+    working = []
+    if device.type == "cpu" and dtype == torch.float32:
+        working = [(case.operators, took(case)) for case in layer_cases(device, *SMALL_LAYER)]
+    return Measurements(operators, tiny, layers, working)
 
 
 def machine(device: torch.device) -> str:
@@ -367,33 +370,3 @@ def _network_cases(device: torch.device, ranks: int, quick: bool) -> Iterator[Ca
         ):
             operator = Operator(kind, network_bytes=bytes_, calls=calls, link=link)  # type: ignore[arg-type]
             yield Case(operator, run, tiny)
-
-
-def _layers(device: torch.device) -> list[tuple[float, float]]:
-    """(calls, seconds) of forward and backward of models so small that they are all overhead."""
-    found = []
-    for depth in (2, 6):
-        config = {
-            "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
-            "num_hidden_layers": depth, "num_attention_heads": 2, "num_key_value_heads": 2,
-            "vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-        }  # fmt: skip
-        model = build_model(ModelConfig(llm=LlmConfig(config=config)), FreezeConfig())
-        materialize(model, device)
-        init_weights(model, seed=0)
-        ids = torch.ones(8, dtype=torch.int64)
-        meta = MicrobatchMeta((SampleMeta("tiny", 0, 8),), 8)
-        microbatch = Microbatch(ids, ids, torch.arange(8), [0, 8], {}, meta).to(device)
-
-        def run(model: Any = model, microbatch: Microbatch = microbatch) -> None:
-            model(microbatch).backward()
-
-        module = model.llm.describe()
-        sizes = llm_sizes([meta], [8], padding=True)
-        calls = 0.0
-        for part in stage_parts(module, 0, depth):
-            passes = part_operators(module, part, sizes, Setting(Execution(), 4))
-            made = sum(float(np.sum(o.calls)) for own in passes[:3] for o in own)
-            calls += part.count * made
-        found.append((calls, min(seconds_per_run(run, device, 0.1) for _ in range(ROUNDS))))
-    return found

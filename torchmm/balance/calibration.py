@@ -17,6 +17,8 @@ from math import exp, floor, log, log10
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from torchmm.balance.cost_model import CostModel
 from torchmm.balance.devices import Device
 from torchmm.balance.operators import (
@@ -28,6 +30,7 @@ from torchmm.balance.operators import (
     Operator,
     Profile,
     main_quantity,
+    operator_ms,
 )
 from torchmm.balance.plan_costs import plan_costs
 from torchmm.batch import ModuleDescription
@@ -56,11 +59,14 @@ class Measurements:
         operators: of all sizes that matter.
         tiny: by class: seconds of a call that does next to nothing.
         layers: (calls, seconds) of forward and backward of whole layers that are all overhead.
+        working: (operators, seconds) of layers that do something: what is left of their time is
+            the overhead of calls whose code other calls have driven out of caches.
     """
 
     operators: Sequence[Measured]
     tiny: Mapping[Kind, float] = field(default_factory=dict)
     layers: Sequence[tuple[float, float]] = ()
+    working: Sequence[tuple[Sequence[Operator], float]] = ()
 
 
 def fit_profile(
@@ -95,8 +101,17 @@ def fit_profile(
             launch_us = per_call_us
         else:
             # Inside layers, calls come with views, modules and autograd's bookkeeping.
+            alone = Profile(device, curves)
+            rests_us = [_rest_us(own, seconds, alone, dtype) for own, seconds in found.working]
+            per_call_us = max(per_call_us, median(rests_us or [0.0]))
             call_us |= {k: per_call_us for k in KINDS if k not in NETWORK_KINDS}
     return Profile(device, curves, call_us, launch_us, {}, measured_on)
+
+
+def _rest_us(operators: Sequence[Operator], seconds: float, profile: Profile, dtype: str) -> float:
+    """Per call: what operators took beyond their work."""
+    work_s = sum(float(np.sum(operator_ms(o, profile, dtype))) for o in operators) / 1e3
+    return (seconds - work_s) / sum(float(np.sum(o.calls)) for o in operators) * 1e6
 
 
 class _Rate(NamedTuple):

@@ -90,6 +90,19 @@ def test_overhead_of_calls_is_that_of_calls_in_layers() -> None:
     assert queued.call_us["matmul"] == pytest.approx(5.0)
 
 
+def test_layers_that_work_tell_what_calls_cost_among_others() -> None:
+    operators = [timed("matmul", 1e7).operator, timed("norm", 1e6).operator] * 2
+    plain = fit_profile(measurements(), CPU, "float32", "", own_peaks=True)
+    work_s = (
+        sum(float(operator_ms(o, replace(plain, call_us={}), "float32")) for o in operators) / 1e3
+    )
+    tiny = replace(measurements(), layers=[(100.0, 2e-3)])
+    for rest_us, expected_us in ((50.0, 50.0), (3.0, 20.0)):  # not less than in tiny layers
+        found = replace(tiny, working=[(operators, work_s + 4 * rest_us * 1e-6)])
+        profile = fit_profile(found, CPU, "float32", "", own_peaks=True)
+        assert profile.call_us["copy"] == pytest.approx(expected_us)
+
+
 def test_sizes_near_each_other_count_by_their_median() -> None:
     good = [timed(kind, size) for kind in ("matmul", "copy") for size in SIZES]
     slow = [Measured(m.operator, 9 * m.seconds) for m in good if m.operator.kind == "matmul"]
