@@ -192,12 +192,13 @@ def _generate(
 def _append(state: Microbatch, token: Tensor) -> Microbatch:
     positions = state.position_ids
     following = positions.amax() + 1
+    # What was written is the target of the token before: some models see prompts both ways.
     ignored = torch.full_like(state.targets_T[:1], IGNORE_TARGET)
     length = state.input_ids_T.numel() + 1
     return replace(
         state,
         input_ids_T=torch.cat([state.input_ids_T, token[None]]),
-        targets_T=torch.cat([state.targets_T, ignored]),
+        targets_T=torch.cat([state.targets_T[:-1], token[None], ignored]),
         position_ids=torch.cat([positions, following.expand_as(positions[..., :1])], dim=-1),
         cu_seqlens=[0, length],
         meta=replace(state.meta, tokens=length),

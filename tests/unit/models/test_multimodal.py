@@ -28,6 +28,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch
 from torchmm.config import EncoderConfig, LlmConfig, ModelConfig
 from torchmm.errors import ConfigError
+from torchmm.evaluate import _append
 from torchmm.models import composites
 from torchmm.models.blocks import image_blocks, prompt_blocks
 from torchmm.models.encoder_families import ENCODER_FAMILIES
@@ -164,6 +165,28 @@ def test_causal_attention_alone_is_measurably_off(name: str) -> None:
     loss = model(batch)
     model.llm.family = replace(model.llm.family, both_ways=None)
     assert relative_error(model(batch), loss) > 1e-4
+
+
+def test_what_was_written_is_not_part_of_the_prompt() -> None:
+    model = build(composite_config("paligemma"))
+    batch, _ = two_samples_with_images("paligemma")
+    assert model.llm.family.both_ways == "prompts"
+    start = batch.cu_seqlens[1]
+    length = int((batch.targets_T[:start] != IGNORE_TARGET).nonzero()[0]) + 1
+    prompt = replace(
+        batch,
+        input_ids_T=batch.input_ids_T[:length],
+        targets_T=torch.full((length,), IGNORE_TARGET),
+        position_ids=batch.position_ids[:length],
+        cu_seqlens=[0, length],
+        encoders={"vision": batch.encoders["vision"].select(range(1))},
+    )
+    state = prompt
+    for token in batch.input_ids_T[length:start]:
+        state = _append(state, token)
+    assert torch.equal(state.input_ids_T, batch.input_ids_T[:start])
+    blocks = prompt_blocks(state.targets_T != IGNORE_TARGET, state.cu_seqlens)
+    assert blocks.tolist() == [0] * length + [-1] * (start - length)
 
 
 def test_a_microbatch_without_images_gives_encoders_zero_gradients() -> None:
