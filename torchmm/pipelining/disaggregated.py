@@ -18,13 +18,13 @@ Orders are those of a chain: encoders' stages, the LLM's, the generator's, as if
 replica of each. A *wave* takes the place of its microbatch: one microbatch of every LLM replica,
 whose encoder tasks are dealt to the encoder's replicas. What is legal for the chain is legal here:
 tasks of a wave depend on those of the same wave at the next position only, as its microbatch did.
-Where the LLM has several stages per rank, which no chain has, its order comes first and the others'
-follow from it.
+Where the LLM has several stages per rank, which no chain has, or other modules more replicas, its
+order comes first and the others' follow from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -131,11 +131,12 @@ def disaggregated_order(
     """What a classic schedule says, for all replicas of a group.
 
     Under 1F1B a rank keeps at most as many waves as there are positions in the chain behind it,
-    and its own.
+    and its own; a replica of a module with more replicas than the LLM, as many of its own tasks.
 
     Args:
         graph: with a replica for every task (`deal_tasks`).
-        schedule: of a chain; where the LLM has several stages per rank, of the LLM alone.
+        schedule: of a chain; where the LLM has several stages per rank, or another module more
+            replicas, of the LLM alone.
 
     Raises:
         ValueError: a module but the LLM has several stages per rank; what `schedule` raises.
@@ -143,7 +144,11 @@ def disaggregated_order(
     llm = [stage for stage in graph.layout.stages if stage.module == LLM]
     replicas = len(llm[0].ranks)
     several = len(llm) > len({stage.ranks for stage in llm})
-    found = _around_llm(graph, llm, schedule) if several else schedule(_chain(graph, replicas))
+    uneven = any(len(stage.ranks) > replicas for stage in graph.layout.stages)
+    if several or uneven:
+        found: Sequence[Sequence[Action]] = _around_llm(graph, llm, schedule)
+    else:
+        found = schedule(_chain(graph, replicas))
     rows: list[list[Action]] = [[] for _ in range(graph.layout.rank_count)]
     for row in found:
         for action in row:
@@ -180,13 +185,14 @@ def _chain(graph: StageGraph, replicas: int, only: str | None = None) -> StageGr
 def _around_llm(
     graph: StageGraph, llm: Sequence[StageSpec], schedule: Callable[[StageGraph], ComputeOrder]
 ) -> list[list[Action]]:
-    """Rows of a chain whose middle has several stages per rank.
+    """Rows where the chain is none: an LLM of several stages per rank, or other modules with more
+    replicas, each of which takes longer for a microbatch.
 
     The LLM runs as if it were alone, but some forwards ahead where a generator answers. Encoders
-    follow its first stage, generators its last: what is next there, a few places ahead or behind.
-    As interleaved 1F1B takes microbatches in bursts of as many as the LLM has ranks, P, encoders
-    are P - 1 places further ahead than in a chain, and so is the LLM of its generator, of whose
-    ranks each takes the time of as many forwards as the LLM has stages per rank.
+    follow its first stage, generators its last: what is next there, some places ahead or behind. A
+    stage is worth as many places as it has replicas for one of the LLM; in front of a generator
+    times the LLM's stages per rank. As interleaved 1F1B takes microbatches in bursts of as many as
+    the LLM has ranks, P, another P - 1 places are between it and the others.
 
     Raises:
         ValueError: see `disaggregated_order`.
@@ -197,20 +203,26 @@ def _around_llm(
     for own in (before, behind):
         if len({stage.ranks for stage in own}) < len(own):
             raise ValueError("several stages per rank: only the LLM may have them here")
-    ranks = len({stage.ranks for stage in llm})
-    places = len(llm) // ranks * len(behind) + (ranks - 1 if behind else 0)
-    alone = schedule(_chain(graph, len(llm[0].ranks), LLM))
+    ranks, replicas = len({stage.ranks for stage in llm}), len(llm[0].ranks)
+    several = len(llm) // ranks
+    burst = ranks - 1 if several > 1 else 0
+
+    def worth(own: Iterable[StageSpec]) -> int:
+        return sum(-(-len(stage.ranks) // replicas) for stage in own)
+
+    places = several * worth(behind) + (burst if behind else 0)
+    alone = schedule(_chain(graph, replicas, LLM))
     rows = [_ahead([a._replace(stage=a.stage + llm[0].index) for a in r], places) for r in alone]
     first, last = (
         [a for row in rows for a in row if a.stage == end.index and a.type is not ActionType.W]
         for end in (llm[0], llm[-1])
     )
     for stage in before:
-        distance = sum(s.module == stage.module and s.index >= stage.index for s in before)
-        rows.append(_ahead(_at(stage, first), distance + ranks - 1))
+        on = [s for s in before if s.module == stage.module and s.index >= stage.index]
+        rows.append(_ahead(_at(stage, first), worth(on) + burst))
     for stage in behind:
-        left = sum(s.module == stage.module and s.index > stage.index for s in behind)
-        rows.append(_answers(_at(stage, last), left))
+        on = [s for s in behind if s.module == stage.module and s.index > stage.index]
+        rows.append(_answers(_at(stage, last), worth(on)))
     return rows
 
 
