@@ -103,13 +103,13 @@ def measure(
             operators.append(Measured(case.operator, took))
     tiny["norm"] = tiny["elementwise"]  # of which an RMSNorm consists
 
-    def took(case: LayerCase) -> float:
+    def best_s(case: LayerCase) -> float:
         return min(seconds_per_run(case.run, device, 0.1) for _ in range(ROUNDS))
 
-    layers = [(case.calls, took(case)) for case in layer_cases(device, *TINY_LAYER)]
+    layers = [(case.calls, best_s(case)) for case in layer_cases(device, *TINY_LAYER)]
     working = []
     if device.type == "cpu" and dtype == torch.float32:
-        working = [(case.operators, took(case)) for case in layer_cases(device, *SMALL_LAYER)]
+        working = [(case.operators, best_s(case)) for case in layer_cases(device, *SMALL_LAYER)]
     return Measurements(operators, tiny, layers, working)
 
 
