@@ -20,6 +20,7 @@ ALL_CODE = [
     *sorted(ROOT.glob("*.py")),
 ]
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve"}
+OWN_PROCESSES = {ROOT / "tests" / "distributed" / "launch.py"}  # hands functions to its children
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 GROUND_FLOOR = {
@@ -138,7 +139,7 @@ def test_files_and_functions_are_within_sight(file):
 def banned(file: Path) -> Iterator[str]:
     source = file.read_text().splitlines()
     for name in imports_of(file):
-        if name.split(".")[0] in PICKLING:
+        if name.split(".")[0] in PICKLING and file not in OWN_PROCESSES:
             yield f"imports {name}: pickled data runs code; use JSON or safetensors"
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Call):
