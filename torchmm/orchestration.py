@@ -33,6 +33,8 @@ SAMPLED = 512
 MEMORY_SHARE = 0.92
 """Of a device's memory that a plan may fill: the rest is the allocator's and the collectives'."""
 RIGID_TENSOR = 8
+VIRTUAL_STAGES = (1, 2, 4)
+"""Of the LLM on each of its ranks, to be tried."""
 EXACT_ALTERNATIVES = 63
 """Plans beside the best among which one is looked for that uses all ranks."""
 
@@ -238,8 +240,8 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
     """The best plans, simulated on the recipe's data, the fastest first.
 
     A formula knows the mean and the spread of samples, a simulation which one comes when: plans
-    that the formula sees close together may be several per cent apart. The fastest is also tried
-    under all schedules for modules on ranks of their own.
+    that the formula sees close together may be several per cent apart. Each is tried with 1F1B and
+    with several stages of the LLM per rank, the fastest also under all other schedules.
 
     Raises:
         ConfigError: a plan's recipe cannot be run.
@@ -248,15 +250,22 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
     candidates = []
     for plan in (found.best, *(other.plan for other in found.alternatives)):
         own = planned_recipe(recipe, plan)
-        forecast = Forecaster(own, plan.devices, profile).forecast()
-        candidates.append(Candidate("disaggregated", own, plan.devices, _sizes(plan), forecast))
+        forecaster = Forecaster(own, plan.devices, profile)
+        for stages in VIRTUAL_STAGES:
+            tried = own if stages == 1 else _interleaved(own, stages)
+            forecast = forecaster.forecast_parallel(tried.parallel)
+            if forecast.step is not None or stages == 1:
+                candidates.append(
+                    Candidate("disaggregated", tried, plan.devices, _sizes(plan), forecast)
+                )
     candidates.sort(key=lambda candidate: candidate.step_ms)
     best = candidates[0]
     forecaster = Forecaster(best.recipe, best.devices, profile)
     for name in DISAGGREGATED_SCHEDULES:
-        if name != best.forecast.schedule and not name.startswith("interleaved"):
-            changed = _with_parallel(best.recipe, schedule=name)
-            candidates.append(replace(best, recipe=changed, forecast=forecaster.forecast(name)))
+        if not name.endswith("1f1b"):
+            changed = _with_parallel(best.recipe, schedule=name, virtual_stages=1)
+            forecast = forecaster.forecast_parallel(changed.parallel)
+            candidates.append(replace(best, recipe=changed, forecast=forecast))
     return sorted(candidates, key=lambda candidate: candidate.step_ms)
 
 
@@ -321,6 +330,10 @@ def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Rec
         if step is not None:
             found.append((step.makespan_ms if fits(step) else float("inf"), number, sized))
     return min(found)[2] if found else None
+
+
+def _interleaved(recipe: Recipe, stages: int) -> Recipe:
+    return _with_parallel(recipe, schedule="interleaved_1f1b", virtual_stages=stages)
 
 
 def _with_parallel(recipe: Recipe, **changes: object) -> Recipe:

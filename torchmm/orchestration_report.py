@@ -81,7 +81,9 @@ def placement_table(candidates: Sequence[Candidate]) -> Table:
     for candidate in candidates:
         forecast = candidate.forecast
         step = forecast.step
-        row = [candidate.placement, forecast.schedule, candidate.sizes, str(candidate.devices)]
+        stages = candidate.recipe.parallel.virtual_stages
+        name = f"{forecast.schedule}, {stages} per rank" if stages > 1 else forecast.schedule
+        row = [candidate.placement, name, candidate.sizes, str(candidate.devices)]
         if step is None:
             table.add_row(*row, "", "", "", "", forecast.problem)
             continue

@@ -62,17 +62,28 @@ class Chain:
             schedule: by the recipe's name.
         """
         if schedule in CLASSIC:
-            groups = [[layout.stages[i] for i in own] for own in layout.virtual_stages]
-        else:
-            by_rank: dict[int, list[StageSpec]] = {}
-            for stage in layout.stages:
-                by_rank.setdefault(stage.ranks[0], []).append(stage)
-            groups = list(by_rank.values())
+            found = cls._of([[layout.stages[i] for i in own] for own in layout.virtual_stages])
+            if found.regular:
+                return found
+        by_rank: dict[int, list[StageSpec]] = {}
+        for stage in layout.stages:
+            by_rank.setdefault(stage.ranks[0], []).append(stage)
+        return cls._of(list(by_rank.values()))
+
+    @classmethod
+    def _of(cls, places: Sequence[Sequence[StageSpec]]) -> Chain:
         numbers: dict[int, int] = {}
-        for own in groups:
+        for own in places:
             numbers.setdefault(own[0].ranks[0], len(numbers))
-        ranks = tuple(numbers[own[0].ranks[0]] for own in groups)
-        return cls(tuple(tuple(own) for own in groups), ranks)
+        ranks = tuple(numbers[own[0].ranks[0]] for own in places)
+        return cls(tuple(tuple(own) for own in places), ranks)
+
+    @property
+    def regular(self) -> bool:
+        """Whether every rank has as many places, which come in turn."""
+        pipeline = 1 + max(self.ranks)
+        places = range(len(self.ranks))
+        return len(places) % pipeline == 0 and self.ranks == tuple(i % pipeline for i in places)
 
     def program(self, microbatches: int) -> StepProgram | None:
         """1F1B, or interleaved 1F1B, over the places; None where no order is better than others."""
@@ -86,7 +97,7 @@ class Chain:
         graph = StageGraph(layout, microbatches)
         if len(places) == pipeline:
             return compile_order(one_f_one_b(graph), graph)
-        if microbatches % pipeline or self.ranks != tuple(i % pipeline for i in range(len(places))):
+        if microbatches % pipeline:
             return None  # not interleaved 1F1B
         return compile_order(interleaved_1f1b(graph), graph)
 
