@@ -6,7 +6,7 @@ in the replica groups with most to do. Megatron-LM is as in §8: tensor 8; LLM p
 10; one stage each for encoder and generator, which are copied to the eight devices of a stage and
 share out a microbatch's images; batches as drawn. "FLOP ratio" gets nodes in proportion to FLOPs
 and the best sizes within. Ours: of the three best plans the one whose simulated step is fastest,
-with samples reordered.
+with samples reordered, and interleaved 1F1B in the LLM where that is faster.
 
 The paper prints most bars only as pictures and gives ranges over models in the text: where a value
 is a range, its ends stand beside the least and the most of ours. Throughput is of the whole job,
@@ -37,8 +37,9 @@ from torchmm.balance.simulator import simulate
 from torchmm.balance.workload import draw_microbatches
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.config import Recipe
+from torchmm.errors import ConfigError, PlanError
 from torchmm.models.registry import build_model
-from torchmm.orchestration import orchestration_problem, planned_recipe
+from torchmm.orchestration import fits, orchestration_problem, planned_recipe
 from torchmm.recipe import load_recipe
 from torchmm.recipe_layout import Layout, replica_groups
 from torchmm.recipe_units import resolve_units
@@ -61,6 +62,7 @@ FROZEN = {
     "generator": ("vision", "llm"),
 }
 """By what is trained beside the projectors: what is not (§8.3.1)."""
+VIRTUAL_STAGES = (1, 2, 4)
 SIMULATED = 3
 """Best plans of which the fastest is chosen by simulation."""
 HEAVIEST = 3
@@ -73,6 +75,7 @@ class Step(NamedTuple):
     seconds: float
     mfu: float
     devices: int
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -119,22 +122,41 @@ def problem_of(case: Case) -> Any:
 
 
 @cache
-def best_plan(case: Case) -> OrchestrationPlan:
-    """Of the best plans, the fastest when simulated, as scripts/plan.py chooses."""
+def best_plan(case: Case) -> tuple[OrchestrationPlan, int]:
+    """Of the best plans, each with several numbers of virtual stages of the LLM, the one that is
+    fastest when simulated, and fits."""
     found = orchestrate(problem_of(case), alternatives=SIMULATED - 1)
     plans = [found.best, *(other.plan for other in found.alternatives)]
-    return min(plans, key=lambda plan: run_plan(case, plan, "both").seconds)
+    tried = [(plan, stages) for plan in plans for stages in VIRTUAL_STAGES]
+
+    def seconds(choice: tuple[OrchestrationPlan, int]) -> float:
+        step = run_plan(case, choice[0], "both", choice[1])
+        return step.seconds if step is not None and step.fits else float("inf")
+
+    return min(tried, key=seconds)
 
 
 def ours(case: Case, reorder: str = "both") -> Step:
     """The best plan."""
-    return run_plan(case, best_plan(case), reorder)
+    step = run_plan(case, best_plan(case)[0], reorder, best_plan(case)[1])
+    assert step is not None
+    return step
 
 
 @cache
-def run_plan(case: Case, plan: OrchestrationPlan, reorder: str) -> Step:
-    """A plan, simulated."""
-    return run(case, planned_recipe(case.recipe, plan), plan.devices, reorder)
+def run_plan(
+    case: Case, plan: OrchestrationPlan, reorder: str, virtual_stages: int = 1
+) -> Step | None:
+    """A plan, simulated; None if the LLM has too few layers."""
+    recipe = planned_recipe(case.recipe, plan)
+    if virtual_stages > 1:
+        changes = {"schedule": "interleaved_1f1b", "virtual_stages": virtual_stages}
+        parallel = recipe.parallel.model_copy(update=changes)
+        recipe = recipe.model_copy(update={"parallel": parallel})
+    try:
+        return run(case, recipe, plan.devices, reorder)
+    except (ConfigError, PlanError):
+        return None
 
 
 @cache
@@ -147,7 +169,8 @@ def megatron(case: Case) -> Step:
 @cache
 def flop_ratio(case: Case) -> Step:
     """Nodes in proportion to FLOPs."""
-    return run_plan(case, ratio_plan(problem_of(case)), "both")
+    plan = ratio_plan(problem_of(case))
+    return run(case, planned_recipe(case.recipe, plan), plan.devices, "both")
 
 
 def copied_in_stages(recipe: Recipe, plan: OrchestrationPlan) -> tuple[Recipe, int]:
@@ -174,20 +197,22 @@ def run(case: Case, recipe: Recipe, devices: int, reorder: str) -> Step:
     model = cost_model(recipe, units)
     layout = plan_layout(recipe.parallel, modules, packs[:256], units)
     balance, order = reorder in ("intra", "both"), reorder in ("inter", "both")
+    schedule = recipe.parallel.schedule
     arrange = StepReorder(
-        modules, model, layout, "1f1b", groups, 1, balance=balance, order=order
+        modules, model, layout, schedule, groups, 1, balance=balance, order=order
     )  # fmt: skip
     shares = reordered(arrange, packs)
-    seconds = max(
-        simulate(plan, plan_costs(plan.graph, modules, share, model)).makespan_ms / 1e3
+    steps = [
+        simulate(plan, plan_costs(plan.graph, modules, share, model))
         for share in heaviest(shares, arrange)
         for plan in [plan_step(layout, recipe.parallel, modules, share)]
-    )
+    ]
+    seconds = max(step.makespan_ms for step in steps) / 1e3
     flops = sum(
         f.forward + f.backward for pack in packs for f in microbatch_flops(modules, pack).values()
     )
     peak = PROFILE.device.peak_flops[recipe.training.dtype]
-    return Step(seconds, flops / (seconds * devices * peak), devices)
+    return Step(seconds, flops / (seconds * devices * peak), devices, all(map(fits, steps)))
 
 
 def cost_model(recipe: Recipe, units: dict[str, Layout]) -> CostModel:
