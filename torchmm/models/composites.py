@@ -131,6 +131,11 @@ def _part_problems(config: Any) -> list[str]:
     problems = []
     if text not in LLM_FAMILIES:
         problems.append(f"LLM {text!r} is not supported; supported: {', '.join(LLM_FAMILIES)}")
+    elif LLM_FAMILIES[text].own_logits and config.model_type != "paligemma":
+        problems.append(
+            f"LLM {text!r} scales or caps its logits, which Hugging Face's composite leaves out; "
+            "name encoder and LLM as [model.encoders.NAME] and [model.llm] instead"
+        )
     family = ENCODER_FAMILIES.get(vision)
     if family is None or family.layout != "fixed":
         fixed = [name for name, f in ENCODER_FAMILIES.items() if f.layout == "fixed"]

@@ -37,7 +37,7 @@ from transformers import (
 
 from torchmm.config_model import GENERATOR
 from torchmm.models.composites import COMPOSITES, LLAVA_LLM, LLAVA_VISION
-from torchmm.models.encoder_family import patches_per_row
+from torchmm.models.encoder_family import patches_per_row, side
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf_io import CONNECTOR_FILE, names_in_files, open_files
@@ -105,7 +105,9 @@ def export_hf(
 
 def _is_llava(model: MultimodalModel) -> bool:
     encoders = [m for m in model.modality_modules() if isinstance(m, EncoderModule)]
-    return len(encoders) == 1 and encoders[0].family.layout == "fixed" and encoders[0].merge == 1
+    if len(encoders) != 1 or model.llm.family.own_logits:
+        return False
+    return encoders[0].family.layout == "fixed" and encoders[0].merge == 1
 
 
 def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase) -> _Target:
@@ -299,7 +301,7 @@ def _save_processor(
     processor = LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
-        patch_size=encoder.spec.config.patch_size,
+        patch_size=side(encoder.spec.config.patch_size),
         vision_feature_select_strategy="default" if encoder.family.has_class_token else "full",
         image_token=model.text.image_token,
         num_additional_image_tokens=int(encoder.family.has_class_token),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -54,6 +54,9 @@ class LlmFamily:
     multiplier: str | None = None
     """Attribute of the text model with which its forward scales `inputs_embeds`; set to 1 on
     later stages, where that input is a hidden state."""
+    own_logits: bool = False
+    """Whether logits are scaled or capped behind the head: Hugging Face's LLaVA and its like, which
+    have a head of their own, leave that out."""
     gated_ffn: bool = True
     """Whether the feed-forward network has a gate: three weight matrices instead of two."""
     packed_qkv: bool = False
@@ -115,10 +118,10 @@ LLM_FAMILIES = {
     "qwen2": LlmFamily(),
     "qwen3": LlmFamily(),
     "smollm3": LlmFamily(),  # some layers without rotary positions
-    "gemma2": _GEMMA,  # capped scores, every other layer with a window
+    "gemma2": replace(_GEMMA, own_logits=True),  # capped scores, every other layer with a window
     "gemma3_text": _GEMMA,
     "qwen3_moe": _QWEN3_MOE,
-    "granite": LlmFamily(multiplier="embedding_multiplier"),
+    "granite": LlmFamily(multiplier="embedding_multiplier", own_logits=True),
     "olmo2": _OLMO2,
     "phi3": _PHI3,
     "starcoder2": LlmFamily(gated_ffn=False),  # GPT's layers: LayerNorm, biases, no gate

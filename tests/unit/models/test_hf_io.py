@@ -36,7 +36,7 @@ from transformers import (
 
 from torchmm.batch import EncoderInputs
 from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
-from torchmm.errors import CheckpointError
+from torchmm.errors import CheckpointError, ConfigError
 from torchmm.models.hf_export import export_hf
 from torchmm.models.hf_io import load_weights
 from torchmm.models.initialize import init_weights
@@ -161,6 +161,9 @@ def test_a_dual_model_serves_as_tower(tmp_path: Path) -> None:
         ("siglip", -1, "llama_tied"),
         ("siglip", -1, "qwen3"),
         ("dinov2", -2, "mistral"),
+        ("dinov2", -1, "gemma3_text"),
+        ("internvl", -1, "olmo2"),
+        ("idefics3", -1, "qwen3_moe"),
     ],
 )
 def test_a_pair_becomes_a_llava_model(
@@ -221,6 +224,19 @@ def damaged(directory: Path, change) -> ModelConfig:
     change(weights)
     save_file(weights, directory / "model.safetensors")
     return ModelConfig(llm=LlmConfig(source=str(directory)))
+
+
+@pytest.mark.parametrize("llm", ["gemma2", "granite"])
+def test_an_llm_with_logits_of_its_own_becomes_no_llava(
+    llm: str, tmp_path: Path, tokenizer
+) -> None:
+    """Whose head would leave out their caps and scales."""
+    export_hf(build(pair_config(llm, "clip")), tmp_path, tokenizer)
+    assert (tmp_path / "torchmm.json").exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
+    composite = {**COMPOSITES["llava"], "text_config": LLMS[llm]}
+    with pytest.raises(ConfigError, match="scales or caps its logits"):
+        build_model(ModelConfig(config=composite), FreezeConfig())
 
 
 @pytest.mark.parametrize("family", ["dinov2", "internvl", "idefics3"])
