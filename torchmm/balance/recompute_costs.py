@@ -167,17 +167,19 @@ def _layer(
     forward, again, tensor, kept = [], [], [], []
     for mode in LAYER_MODES:
         execution = replace(model.execution(module.name), recompute=mode)
-        executions = {**model.executions, module.name: execution}
-        costs = replace(model, executions=executions).stage_costs(
-            module, index, index + 1, sizes, arrives_N
-        )
+        changed = replace(model, executions={**model.executions, module.name: execution})
+        costs = changed.stage_costs(module, index, index + 1, sizes, arrives_N)
         forward.append(costs.forward.total_ms)
         again.append(costs.backward.total_ms)
         tensor.append(costs.backward.tensor_ms)
         kept.append(
             has_backward_N
             * layer_kept_bytes(
-                layer, sizes, execution, model.element_bytes, weights=module.trainable
+                layer,
+                sizes,
+                changed.execution_of(module),
+                model.element_bytes,
+                weights=module.trainable,
             )
         )
     forward_MN, again_MN, tensor_MN = (
