@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from torchmm.balance.layer_tuning import (
 )
 from torchmm.balance.layer_tuning_candidates import ordered, stage_candidates
 from torchmm.balance.layer_tuning_ilp import solve_exactly
-from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.plan_costs import PlanCosts, plan_costs
 from torchmm.balance.profiles import load_profile
 from torchmm.balance.recompute_costs import (
     LAYER_MODES,
@@ -35,12 +36,16 @@ from torchmm.balance.recompute_costs import (
 )
 from torchmm.balance.simulator import simulate
 from torchmm.errors import PlanError
-from torchmm.pipelining.actions import ActionType
+from torchmm.forecast import Forecaster
+from torchmm.module_costs import module_executions
+from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.graph import Task
 from torchmm.pipelining.lowering import lower_plan
 from torchmm.pipelining.messages import message_specs
 from torchmm.pipelining.plan import PipelinePlan
 from torchmm.pipelining.validation import validate_plan
+from torchmm.recipe import load_recipe
+from torchmm.step_plan import plan_layout, step_graph
 
 MODEL = CostModel(load_profile("cpu"), "float32", {"vision": Execution(), "llm": Execution()})
 BOTH = frozenset({"vision", "llm"})
@@ -225,3 +230,35 @@ def test_what_is_no_good_for_a_pair_is_left_out():
     extra_NC = np.array([[0.0, 1.0, 2.0], [0.0, 3.0, 2.0], [0.0, 1.0, 2.0]])
     kept_NC = np.array([[9, 5, 1], [9, 5, 1], [9, 10, 1]])
     assert ordered(extra_NC, kept_NC).tolist() == [[0, 1, 2], [0, 2, 2], [0, 2, 2]]
+
+
+@pytest.mark.parametrize("name", ["vlm_s", "t2v_s"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_published_models_cost_what_one_mode_for_all_costs(name, mode):
+    path = Path(__file__).parents[3] / f"recipes/papers/pipeweaver_{name}.toml"
+    overrides = ["--training.global_batch_size", "4", "--activation_checkpoint.mode", "none"]
+    recipe = load_recipe(path, [*overrides, "--activation_checkpoint.modules", "{}"]).recipe
+    recipe.activation_checkpoint.modules.clear()
+    of = Forecaster(recipe, recipe.simulation.gpus, load_profile(recipe.simulation.device))
+    executions = module_executions(
+        recipe.parallel, recipe.activation_checkpoint, of.modules, of.ranks, of.units
+    )
+    metas = of.workload.microbatches
+    parallel = recipe.parallel.model_copy(update={"schedule": "separated"})
+    graph = step_graph(plan_layout(parallel, of.modules, metas), parallel, metas)
+    keeping, wanted = (
+        CostModel(of.profile, "bfloat16", {
+            n: replace(e, recompute=recompute) for n, e in executions.items()
+        })
+        for recompute in ("none", mode)
+    )  # fmt: skip
+    choices = stage_choices(graph, of.modules, metas, keeping, names=frozenset(executions))
+    layers = {s.index: s.stop - s.start for s in graph.layout.stages}
+    recompute = {t: (mode,) * layers[t.stage] for own in choices.values() for t in own.tasks}
+    found = charged(plan_costs(graph, of.modules, metas, keeping), recompute, choices)
+    uniform = plan_costs(graph, of.modules, metas, wanted)
+    for task in recompute:
+        assert found.kept_bytes[task] == pytest.approx(uniform.kept_bytes[task], abs=2)
+        for kind in (ActionType.F, ActionType.B):
+            action = Action(kind, *task)
+            assert found.compute_ms[action] == pytest.approx(uniform.compute_ms[action])
