@@ -34,5 +34,4 @@ def test_reordering_and_frozen_modules_have_their_rows(figures):
     figures.FROZEN = {"LLM": ("vision", "generator")}
     steps = [row for row in figures.frozen_rows(["9b"]) if row.unit == "s"]
     assert len(steps) == 1
-    trained = figures.ours(figures.Case("9b", 24, 16))
-    assert steps[0].ours < trained.seconds
+    assert steps[0].ours < steps[0].baseline
