@@ -7,21 +7,23 @@ seconds, a fork milliseconds. The warm process has no threads, so forking it is 
 import atexit
 import functools
 import os
-import pickle
 import socket
 import subprocess
 import sys
-import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, BinaryIO
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT_S = 200
+Outcomes = dict[int, tuple[bool, Any]]
+"""Whether it passed, and its result or traceback, by rank that has told."""
 
 
 def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
@@ -31,67 +33,71 @@ def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> lis
     its traceback, and the others are stopped.
     """
     warm = _warm_process()
-    assert warm.stdin is not None and warm.stdout is not None
-    pickle.dump((sys.path, pickle.dumps((function, args)), ranks), warm.stdin)
-    warm.stdin.flush()
-    outcomes, hung = pickle.load(warm.stdout)
+    warm.send(sys.path)  # without which the function is not found
+    warm.send((function, ranks, args))
+    outcomes, hung = warm.recv()
     failures = [f"rank {r}:\n{v}" for r, (passed, v) in sorted(outcomes.items()) if not passed]
     assert not failures and not hung, "\n".join([*failures, f"ranks still running: {hung}"])
     missing = [rank for rank in range(ranks) if rank not in outcomes]
     assert not missing, f"ranks {missing} ended without a result"
-    return [pickle.loads(outcomes[rank][1]) for rank in range(ranks)]
+    return [outcomes[rank][1] for rank in range(ranks)]
 
 
 @functools.cache
-def _warm_process() -> subprocess.Popen[bytes]:
-    """Ends when this process closes its input, or ends."""
-    command = [sys.executable, __file__]
+def _warm_process() -> Connection:
+    """To the process that ranks are forks of. It ends when this one closes the connection."""
+    ours, its = mp.Pipe()
+    command = [sys.executable, __file__, str(its.fileno())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
-    atexit.register(process.communicate)
-    return process
+    process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()])
+    its.close()
+    atexit.register(process.wait)
+    atexit.register(ours.close)  # first
+    return ours
 
 
-def _serve(jobs: BinaryIO, answers: BinaryIO) -> None:
+def _serve(jobs: Connection) -> None:
     """Starts the ranks of one job after the other."""
     import torchmm.trainer  # noqa: F401, PLC0415 - what is paid for once
 
-    while True:
-        try:
-            path, call, ranks = pickle.load(jobs)
-        except EOFError:
-            return
-        sys.path[:] = path
-        pickle.dump(_fork_ranks(call, ranks), answers)
-        answers.flush()
+    with suppress(EOFError):
+        while True:
+            sys.path[:] = jobs.recv()
+            jobs.send(_fork_ranks(*jobs.recv()))
 
 
-def _fork_ranks(call: bytes, ranks: int) -> tuple[dict[int, tuple[bool, Any]], list[int]]:
-    """(whether it passed, pickled value or traceback) by rank; ranks that did not end."""
+def _fork_ranks(
+    function: Callable[..., Any], ranks: int, args: tuple
+) -> tuple[Outcomes, list[int]]:
+    """What the ranks have told, and those that did not end."""
     context = mp.get_context("fork")
-    port = free_port()
-    with tempfile.TemporaryDirectory() as directory:
-        files = [Path(directory) / str(rank) for rank in range(ranks)]
-        processes = [
-            context.Process(target=_main, args=(call, rank, ranks, port, file))
-            for rank, file in enumerate(files)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(TIMEOUT_S)
-        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        ended = {r: f.read_bytes() for r, f in enumerate(files) if f.exists()}
-    return {rank: pickle.loads(outcome) for rank, outcome in ended.items()}, hung
+    port, deadline = free_port(), time.monotonic() + TIMEOUT_S
+    processes, readers = [], {}
+    for rank in range(ranks):
+        reader, writer = context.Pipe(duplex=False)
+        readers[reader] = rank
+        given = (function, rank, ranks, port, writer, args)
+        processes.append(context.Process(target=_main, args=given))
+        processes[-1].start()
+        writer.close()
+    outcomes: Outcomes = {}
+    while readers and (ready := wait(list(readers), max(0.0, deadline - time.monotonic()))):
+        for reader in ready:
+            rank = readers.pop(reader)
+            with suppress(EOFError):  # ended without telling
+                outcomes[rank] = reader.recv()
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in hung:
+        processes[rank].kill()
+        processes[rank].join()
+    return outcomes, hung
 
 
-def _main(call: bytes, rank: int, ranks: int, port: int, file: Path) -> None:
+def _main(
+    function: Callable, rank: int, ranks: int, port: int, writer: Connection, args: tuple
+) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -101,16 +107,12 @@ def _main(call: bytes, rank: int, ranks: int, port: int, file: Path) -> None:
     )
     torch.set_num_threads(1)
     try:
-        function, args = pickle.loads(call)
-        outcome = True, pickle.dumps(function(*args))
+        writer.send((True, function(*args)))
     except BaseException:
-        outcome = False, traceback.format_exc()
+        writer.send((False, traceback.format_exc()))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    partial = file.with_suffix(".partial")
-    partial.write_bytes(pickle.dumps(outcome))
-    partial.rename(file)
 
 
 def free_port() -> int:
@@ -121,6 +123,4 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what ranks print must not get between the answers
-    _serve(sys.stdin.buffer, answers)
+    _serve(Connection(int(sys.argv[1])))
