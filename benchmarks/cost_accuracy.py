@@ -79,7 +79,8 @@ SETTINGS = {
     "full": Setting((ONE_RANK, TWO_RANKS), 30.0, 9, 900.0),
     "quick": Setting(
         tuple(
-            [replace(case, microbatches=2) for case in cases[:2]] for cases in (ONE_RANK, TWO_RANKS)
+            [replace(case, microbatches=ranks) for case in cases[:2]]
+            for ranks, cases in ((1, ONE_RANK), (2, TWO_RANKS))
         ),
         seconds=4.0,
         runs=2,
