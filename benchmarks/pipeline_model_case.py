@@ -215,7 +215,7 @@ class Costs:
         targets = [m.target_count for m in step]
         return graph, task_durations(graph, self.descriptions, [m.meta for m in step], targets)
 
-    def _makespan_s(
+    def makespan_s(
         self,
         layout: StageLayout,
         parts: Callable[[int], int],
@@ -239,14 +239,12 @@ class Costs:
         """Makespan of a stock schedule, whose tower takes all images of a microbatch together."""
         layout = chain_layout(self.modules, split)
         speed = self.seconds[max(self.seconds)]
-        return self._makespan_s(
-            layout, lambda n: min(n, 1), lambda g, _: interleaved_1f1b(g), speed
-        )
+        return self.makespan_s(layout, lambda n: min(n, 1), lambda g, _: interleaved_1f1b(g), speed)
 
     def ours_s(self, choice: Choice) -> float:
         """Makespan of separated segments."""
         layout = plan_layout(choice.config(), self.descriptions, self.metas)
-        return self._makespan_s(layout, choice.parts, separated, self.seconds[choice.images])
+        return self.makespan_s(layout, choice.parts, separated, self.seconds[choice.images])
 
 
 def chain_layout(modules: Sequence[ModuleLayers], split: Split) -> StageLayout:
@@ -284,19 +282,23 @@ def in_front(modules: Sequence[ModuleLayers], split: Split) -> bool:
     return split[0] >= len(modules[0].costs)
 
 
-def choose_ours(
-    setting: Setting, costs: Costs, watch: Stopwatch, make: Callable[[Choice], OurProgram]
-) -> OurProgram:
-    """The fastest of our settings."""
+def choices(setting: Setting) -> list[Choice]:
+    """All of ours."""
     size = setting.size
-    choices = [
+    return [
         Choice(tower, llm, images)
         for tower in (1, 2, 4)
         for llm in (1, 2, 4)
         for images in setting.images
         if tower * RANKS <= size.tower_layers and llm * RANKS <= size.llm_layers
     ]
-    kept = sorted(choices, key=costs.ours_s)[: setting.tried]
+
+
+def choose_ours(
+    setting: Setting, costs: Costs, watch: Stopwatch, make: Callable[[Choice], OurProgram]
+) -> OurProgram:
+    """The fastest of our settings."""
+    kept = sorted(choices(setting), key=costs.ours_s)[: setting.tried]
     return watch.fastest([make(choice) for choice in kept], setting.turns)
 
 

@@ -1,0 +1,280 @@
+"""Whether planning the next step slows the one that trains: two ranks and a planning process.
+
+Two programs run the same step of the image-text model in the same order of forwards and backwards.
+One has the trainer's planner: its process searches the next step's order meanwhile, plans are taken
+and sent to the pipeline, measured times are added up. The other replays the order. Both run it in
+turns, and a run begins when the planning process has nothing to do. It may try so many orders that
+the time budget ends the search (the default of 2,000 would end it much earlier): planning takes
+four fifths of every step.
+
+A core is spare where ranks have all cores but the last, and the planning process has that one. On a
+machine with two cores the ranks then share one: steps are longer, the question is the same. Where
+there is no other core for it, the planning process is confined to the ranks' cores. It has the
+lowest priority there: ranks that compute go first, it gets the time in which one of them waits, and
+what it costs is the price of switching. That has no goal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Row
+from pipeline_model import Size, load_steps
+from pipeline_model_case import QUIET, RANKS, Choice, OurProgram
+from ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
+
+from torchmm.batch import Microbatch
+from torchmm.config import ParallelConfig
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.plan import ComputeOrder
+from torchmm.pipelining.separated import Durations
+from torchmm.planning_process import PlanningProcess, PlanningSetup
+from torchmm.step import StepOutcome, TrainStep
+from torchmm.step_planning import StepPlanner
+
+ON, REPLAY = "planning", "replay"
+GOAL = 1.02
+ENDLESS = 1 << 30
+"""Steps of a run that does not end."""
+PATIENCE_S = 60.0
+"""Until a plan must be finished."""
+WARM = 3
+"""Steps: the first is planned before it begins, the second without measured times."""
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How long to measure what.
+
+    Attributes:
+        evaluations: orders tried for a step at most.
+        patience_s: how long to wait for other programs to end.
+    """
+
+    size: Size
+    microbatches: int
+    runs: int
+    evaluations: int
+    patience_s: float
+    choice: Choice
+
+
+SETTINGS = {
+    "full": Setting(Size(12, 32, 96, 96), 8, 15, 1_000_000, 1800, Choice(1, 2, 4)),
+    "quick": Setting(Size(4, 10, 96, 96), 6, 3, 100_000, 0, Choice(1, 1, 4)),
+    "tiny": Setting(Size(2, 2, 32, 32), 4, 1, 100, 0, Choice(1, 1, 4)),
+}
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Which cores ranks and the planning process may use."""
+
+    ranks: frozenset[int]
+    planning: frozenset[int]
+
+    @property
+    def spare(self) -> bool:
+        """Whether the planning process has some of its own."""
+        return not self.ranks & self.planning
+
+    def __str__(self) -> str:
+        if not self.spare:
+            return f"{RANKS} ranks, no core spare"
+        shared = ", one core for both" if len(self.ranks) < RANKS else ""
+        return f"{RANKS} ranks{shared}, a core spare"
+
+
+def divisions() -> list[Cores]:
+    """With and without a spare core, as far as the machine has them; Linux only: elsewhere none."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    full = frozenset(cores[:RANKS])
+    found = [Cores(full, full)]
+    if len(cores) > 1:
+        found.insert(0, Cores(frozenset(cores[:-1][:RANKS]), frozenset(cores[-1:])))
+    return found
+
+
+@dataclass(frozen=True)
+class SearchedChoice(Choice):
+    """Segments whose order is searched.
+
+    Attributes:
+        evaluations: orders tried for a step at most.
+    """
+
+    evaluations: int = 2000
+
+    def config(self) -> ParallelConfig:
+        values = super().config().model_dump(exclude_none=True)
+        search = {"evaluations": self.evaluations}
+        return ParallelConfig.model_validate({**values, "schedule": "searched", "search": search})
+
+
+class Replayed(OurProgram):
+    """The trainer's step up to the gradients, in an order that is there.
+
+    Args:
+        shared: the order of all programs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: MultimodalModel,
+        batch: Sequence[Microbatch],
+        choice: SearchedChoice,
+        mesh: ParallelMesh,
+        shared: list[ComputeOrder],
+    ) -> None:
+        super().__init__(name, model, [batch], choice, mesh)
+        self.shared, self.train = shared, TrainStep(self.pipeline, mesh)
+        self.targets = sum(m.target_count for m in batch)
+        self.pipeline.planner = self.order
+
+    def order(self, graph: StageGraph, durations: Durations) -> ComputeOrder:
+        """Of the step that begins."""
+        return self.shared[0]
+
+    def train_step(self, index: int) -> StepOutcome:
+        """Gradients of a step."""
+        self.model.zero_grad()
+        return self.train.run(self.steps[index], self.targets)
+
+    def step(self, index: int) -> float:
+        return self.train_step(index).compute_ms / 1e3
+
+
+class Planned(Replayed):
+    """The same beside planning. The first order that it finds is what all programs run.
+
+    Args:
+        cores: for the planning process.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        batch: Sequence[Microbatch],
+        choice: SearchedChoice,
+        mesh: ParallelMesh,
+        shared: list[ComputeOrder],
+        cores: Cores | None,
+    ) -> None:
+        super().__init__(ON, model, batch, choice, mesh, shared)
+        self.cores = cores
+        self.process: PlanningProcess | None = None
+        self.number, self.planning = 0, False
+        descriptions = [module.describe() for module in model.modality_modules()]
+        logger = logging.getLogger(__name__)
+        self.planner = StepPlanner(
+            self.pipeline, descriptions, mesh, logger,
+            deterministic=False, steps=ENDLESS, start=self._start,
+        )  # fmt: skip
+        planned = self.pipeline.planner
+        assert planned is not None
+        self._planned = planned
+        self.pipeline.planner = self.order
+
+    def _start(self, setup: PlanningSetup) -> PlanningProcess:
+        """On the pipeline's first rank."""
+        self.process = PlanningProcess(setup)
+        if self.cores is not None and self.process.pid is not None:
+            os.sched_setaffinity(self.process.pid, self.cores.planning)
+        return self.process
+
+    def order(self, graph: StageGraph, durations: Durations) -> ComputeOrder:
+        """Plans are taken and sent as ever; which one is run stays the same."""
+        found = self._planned(graph, durations)
+        if not self.shared:
+            self.shared.append(found)
+        return self.shared[0]
+
+    def step(self, index: int) -> float:
+        begin_s = time.perf_counter()
+        self.number += 1
+        self.planning = True
+        metas = [[m.meta for m in self.steps[index]]]
+        self.planner.begin(self.number, lambda: metas)
+        outcome = self.train_step(index)
+        self.planner.observe(outcome, (time.perf_counter() - begin_s) * 1e3)
+        return outcome.compute_ms / 1e3
+
+    def settle(self) -> None:
+        """Waits until the planning process has nothing to do."""
+        if self.process is not None and self.planning:
+            self.process.take(self.number + 1, PATIENCE_S)
+        self.planning = False
+
+
+class SettledStopwatch(Stopwatch):
+    """Begins no step while the one behind another is still being planned."""
+
+    def __init__(self, planned: Planned, patience_s: float) -> None:
+        # The planning process is another program to this one, and may take a core.
+        super().__init__(patience_s, QUIET + 1 / (os.cpu_count() or 1))
+        self.planned = planned
+
+    def time(self, program: Program, index: int) -> StepTime:
+        self.planned.settle()
+        return super().time(program, index)
+
+
+def run_rank(setting: Setting, cores: Cores | None) -> dict[str, Any]:
+    """Everything one rank does; what rank 0 reports."""
+    if cores is not None:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores.ranks)
+    source, (batch,) = load_steps(1, setting.microbatches)
+    model, mesh = setting.size.build(), build_mesh(ParallelConfig(pipeline=RANKS), CPU)
+    choice = SearchedChoice(*astuple(setting.choice), setting.evaluations)
+    shared: list[ComputeOrder] = []
+    planned = Planned(model, batch, choice, mesh, shared, cores)
+    programs: list[Program] = [planned, Replayed(REPLAY, model, batch, choice, mesh, shared)]
+    watch = SettledStopwatch(planned, setting.patience_s)
+    for _ in range(WARM):
+        watch.time(planned, 0)
+    comparison = watch.compare(programs, 1, setting.runs)
+    figures = planned.planner.figures
+    planned.settle()
+    planned.planner.close()
+    return {"source": source, "comparison": comparison, "figures": figures}
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    """Rows with and, as far as the machine has one, without a spare core."""
+    everywhere: list[Cores | None] = [None]
+    for cores in divisions() or everywhere:
+        found = run_ranks(run_rank, RANKS, setting, cores)
+        comparison = found["comparison"]
+        print(f"planning: {cores or 'cores as they come'}: {comparison}; last: {found['figures']}")
+        yield from rows(cores, found)
+
+
+def rows(cores: Cores | None, found: dict[str, Any]) -> list[Row]:
+    """The table's lines."""
+    comparison, figures = found["comparison"], found["figures"]
+    assert isinstance(comparison, Comparison)
+    case = str(cores) if cores else f"{RANKS} ranks, cores as they come"
+    goal = GOAL if cores and cores.spare else None
+    ratio = comparison.speed_ratio(REPLAY, ON)
+    planned_s, replayed_s = comparison.wall_s(ON), comparison.wall_s(REPLAY)
+    share = (figures.planner_ms or 0.0) / 1e3 / planned_s
+    return [
+        Row(case, "step time, planning beside / replay", "x", ratio, 1.0, None, goal, "lower"),
+        Row(case, "step time, planning beside and replay", "s", planned_s, replayed_s,
+            better="lower"),
+        Row(case, "planning, of the last step's time", "share", share, better="lower"),
+    ]  # fmt: skip

@@ -1,0 +1,336 @@
+"""Searched orders in real wall clock: against 1F1B, static separated plans and torch's schedules.
+
+    python benchmarks/searched_pipeline.py [--quick] [--json FILE] [--cases NAME ...]
+
+    model      an image-text model on two ranks of one thread each, each with the best choice
+    sleep      eight ranks whose layers sleep: the schedule alone decides
+    planning   `planning_beside`: whether planning the next step slows the one that trains
+
+Numbers of images per microbatch are those of real documents (`documents`). All sides run the same
+weights on the same microbatches in the same processes, and the same step in each run. Compared are
+
+    1F1B                  Megatron-LM's placement: the whole tower in front of the LLM's first stage
+    static separated      modality-separated segments, ordered by the separated schedule
+    stock, interleaved    torch's `ScheduleInterleaved1F1B`, of two or three stages per rank
+
+Segments, sub-microbatches and torch's cuts are chosen likewise for all: candidates are played
+through with measured (or known) times, the best few run for real, the fastest stays. Orders of our
+plans are made before, as they are beside training; lowering and validation are part of each step,
+in the computing case. Searches get as many evaluations as a recipe's default.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pipeline_model_case as model_case
+import pipeline_sleep_case as sleep_case
+import planning_beside
+import sleepers
+import torch
+from bubble_runtime import Planned, PlannedSleep, played_s
+from documents import load_documents
+from harness import Row, describe_machine, make_parser, report, write_rows
+from pipeline_model import SEED, load_steps
+from pipeline_model_case import Choice, Costs, OurProgram
+from planning_beside import SearchedChoice
+from ranks import Comparison, Program, Stopwatch, run_ranks
+from stock_pipeline import StockProgram
+
+from torchmm.balance.drift import Kind, scaled
+from torchmm.balance.planners import PLANNERS, search_order
+from torchmm.balance.search import Budget
+from torchmm.batch import Microbatch
+from torchmm.config import ParallelConfig
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.pipelining.actions import COMPUTE, Action
+from torchmm.pipelining.classic import interleaved_1f1b
+from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.layouts import megatron_layout
+from torchmm.pipelining.plan import ComputeOrder
+from torchmm.pipelining.separated import separated
+from torchmm.step_plan import plan_layout
+
+SEARCHED, MEGATRON, SEPARATED, STOCK = (
+    "searched", "1F1B", "static separated", "stock, interleaved",
+)  # fmt: skip
+EVALUATIONS, PLAYED_EVALUATIONS = 2000, 100
+"""Of orders that run; of those that candidates are compared with."""
+RUNS = 5
+"""Of each step, at least."""
+ALL = 1 << 20
+"""Images of a sub-microbatch that is the whole microbatch."""
+
+
+@dataclass(frozen=True)
+class MegatronChoice(Choice):
+    """Megatron-LM's placement under 1F1B."""
+
+    def config(self) -> ParallelConfig:
+        return ParallelConfig(pipeline=model_case.RANKS, schedule="megatron")
+
+    def __str__(self) -> str:
+        return "the tower in front of the LLM's first stage"
+
+
+class PlannedProgram(OurProgram):
+    """Steps whose orders were made before.
+
+    Args:
+        rates: seconds per FLOP.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: MultimodalModel,
+        steps: Sequence[Sequence[Microbatch]],
+        choice: Choice,
+        mesh: ParallelMesh,
+        rates: Mapping[Kind, float],
+    ) -> None:
+        super().__init__(name, model, steps, choice, mesh)
+        self.pipeline.factors = rates
+        self.orders = [self._compute_order(step) for step in steps]
+        self.index = 0
+        self.pipeline.planner = lambda graph, durations: self.orders[self.index]
+
+    def _compute_order(self, step: Sequence[Microbatch]) -> ComputeOrder:
+        plan = self.pipeline.plan([m.meta for m in step], [m.target_count for m in step])
+        return tuple(tuple(a for a in row if a.type in COMPUTE) for row in plan.actions)
+
+    def step(self, index: int) -> float:
+        self.index = index
+        return super().step(index)
+
+
+def rates_of(costs: Costs, choice: Choice) -> dict[Kind, float]:
+    """Measured seconds per FLOP with sub-microbatches of that size, or the largest measured."""
+    speed = costs.seconds.get(choice.images, costs.seconds[max(costs.seconds)])
+    return {(module, kind): seconds for module, seconds in speed.items() for kind in COMPUTE}
+
+
+def searched_s(costs: Costs, choice: SearchedChoice) -> float:
+    """Makespan of searched orders of all steps, played through."""
+    config, rates = choice.config(), rates_of(costs, choice)
+
+    def order(graph: StageGraph, flops: Callable[[Action], float]) -> ComputeOrder:
+        return PLANNERS["searched"].plan(config, graph, scaled(flops, graph, rates))[1]
+
+    layout = plan_layout(config, costs.descriptions, costs.metas)
+    return costs.makespan_s(layout, choice.parts, order, costs.seconds[choice.images])
+
+
+def run_model_rank(setting: model_case.Setting) -> dict[str, Any]:
+    """Everything one of two ranks does; what rank 0 reports."""
+    _, steps = load_steps(setting.steps, setting.microbatches)
+    model = setting.size.build()
+    descriptions = [module.describe() for module in model.modality_modules()]
+    mesh = build_mesh(ParallelConfig(pipeline=model_case.RANKS), torch.device("cpu"))
+    watch = Stopwatch(setting.patience_s, model_case.QUIET)
+    timed = [OurProgram("", model, steps, Choice(1, 1, n), mesh) for n in setting.images]
+    costs = Costs(descriptions, timed, watch)
+
+    def make(name: str, choice: Choice) -> PlannedProgram:
+        return PlannedProgram(name, model, steps, choice, mesh, rates_of(costs, choice))
+
+    static = model_case.choose_ours(setting, costs, watch, partial(make, SEPARATED))
+    rough = [
+        SearchedChoice(*astuple(choice), PLAYED_EVALUATIONS)
+        for choice in model_case.choices(setting)
+    ]
+    kept = sorted(rough, key=partial(searched_s, costs))[: setting.tried]
+    exact = [replace(choice, evaluations=EVALUATIONS) for choice in kept]
+    ours = watch.fastest([make(SEARCHED, choice) for choice in exact], setting.turns)
+    every = islice(model_case.splits(costs.modules, 2 * model_case.RANKS), model_case.PLAYED)
+    splits = sorted(every, key=costs.stock_s)[: setting.tried]
+    stock = watch.fastest([StockProgram(STOCK, model, steps, s) for s in splits], setting.turns)
+    programs: list[Program] = [ours, make(MEGATRON, MegatronChoice(1, 1, ALL)), static, stock]
+    return {
+        "images": [[m.meta.image_count for m in step] for step in steps],
+        "choices": {SEARCHED: ours.choice, SEPARATED: static.choice, STOCK: stock.split},
+        "difference": model_case.gradient_difference(model, programs),
+        "comparison": watch.compare(programs, len(steps), setting.runs),
+    }
+
+
+def run_model(size: str) -> Iterator[list[Row]]:
+    """Two ranks that compute."""
+    for setting in model_case.SETTINGS[size]:
+        found = run_ranks(run_model_rank, model_case.RANKS, setting)
+        _describe("model", found)
+        case = (
+            f"{model_case.RANKS} ranks, {setting.size.tower_layers} + {setting.size.llm_layers} "
+            f"layers, {setting.microbatches} microbatches"
+        )
+        difference = Row(
+            case, "gradient difference", "relative", found["difference"],
+            goal=model_case.TOLERANCE, better="lower",
+        )  # fmt: skip
+        yield [*compared(case, found["comparison"], model_case.GOAL), difference]
+
+
+@dataclass(frozen=True)
+class SleepSeparated(sleepers.Choice):
+    """Separated segments, ordered by the separated schedule."""
+
+    def plan(self, work: sleepers.Work, index: int) -> Planned:
+        """Of a step."""
+        graph = self.graph(work, index)
+        return Planned(graph, separated(graph, sleepers.durations(graph, work, index)))
+
+
+@dataclass(frozen=True)
+class SleepSearched(sleepers.Choice):
+    """Separated segments in searched order.
+
+    Attributes:
+        evaluations: orders tried for a step at most.
+    """
+
+    evaluations: int = EVALUATIONS
+
+    def plan(self, work: sleepers.Work, index: int) -> Planned:
+        """Of a step."""
+        graph = self.graph(work, index)
+        config = ParallelConfig(pipeline=sleepers.RANKS, schedule="searched")
+        seconds = sleepers.durations(graph, work, index)
+        found = search_order(config, graph, seconds, Budget(evaluations=self.evaluations))
+        return Planned(graph, found.order)
+
+
+@dataclass(frozen=True)
+class SleepMegatron:
+    """Megatron-LM's placement under 1F1B."""
+
+    def plan(self, work: sleepers.Work, index: int) -> Planned:
+        """Of a step."""
+        images = work.images[index]
+        layout = megatron_layout(sleepers.chain_modules(work), sleepers.RANKS, 1)
+        graph = StageGraph(layout, len(images), {"vision": tuple(min(i, 1) for i in images)})
+        return Planned(graph, interleaved_1f1b(graph))
+
+
+SleepChoice = SleepSeparated | SleepSearched | SleepMegatron
+
+
+def sleep_candidates(work: sleepers.Work, tried: int) -> tuple[dict[str, list[Any]], list]:
+    """The best when played through: choices of each of our plans, and splits of the stock one."""
+    sizes = [(tower, llm, n) for tower in (1, 2, 3) for llm in (2, 3, 4) for n in (2, 4, 8)]
+    rough = [SleepSearched(*size, PLAYED_EVALUATIONS) for size in sizes]
+    best = partial(sorted, key=partial(played_s, work))
+    chosen = {
+        SEARCHED: [replace(c, evaluations=EVALUATIONS) for c in best(rough)[:tried]],
+        MEGATRON: [SleepMegatron()],
+        SEPARATED: best([SleepSeparated(*size) for size in sizes])[:tried],
+    }
+    splits = [
+        split
+        for stages in (2, 3)
+        for front in (True, False)
+        for split in sleep_case.splits(work, stages * sleepers.RANKS, front)
+    ]
+    return chosen, sorted(splits, key=partial(sleep_case.stock_s, work))[:tried]
+
+
+def run_sleep_rank(
+    setting: sleep_case.Setting,
+    work: sleepers.Work,
+    chosen: dict[str, list[SleepChoice]],
+    splits: list,
+) -> dict[str, Any]:
+    """Everything one of eight ranks does."""
+    watch = Stopwatch(setting.patience_s, sleep_case.QUIET)
+    ours = [
+        watch.fastest([PlannedSleep(name, work, choice) for choice in tried])
+        for name, tried in chosen.items()
+    ]
+    stock = watch.fastest([sleepers.StockSleep(STOCK, work, split) for split in splits])
+    programs: list[Program] = [*ours, stock]
+    choices = {program.name: program.choice for program in ours if program.name != MEGATRON}
+    return {
+        "images": work.images,
+        "choices": {**choices, STOCK: stock.split},
+        "comparison": watch.compare(programs, len(work.images), setting.runs),
+    }
+
+
+def run_sleep(size: str) -> Iterator[list[Row]]:
+    """Eight ranks that sleep."""
+    for short in sleep_case.SETTINGS[size]:
+        setting = replace(short, runs=RUNS) if size == "full" else short
+        work = sleep_case.load_work(setting)
+        candidates = sleep_candidates(work, setting.tried)
+        found = run_ranks(run_sleep_rank, sleepers.RANKS, setting, work, *candidates)
+        _describe("sleep", found)
+        case = (
+            f"{sleepers.RANKS} sleeping ranks, {sleepers.TOWER_LAYERS} + {sleepers.LLM_LAYERS} "
+            f"layers, {setting.microbatches} microbatches"
+        )
+        yield compared(case, found["comparison"], sleep_case.GOAL)
+
+
+def run_planning(size: str) -> Iterator[list[Row]]:
+    """Two ranks beside a planning process."""
+    yield list(planning_beside.measure(planning_beside.SETTINGS[size]))
+
+
+def compared(case: str, comparison: Comparison, goal: float) -> list[Row]:
+    """Searched orders against the three others.
+
+    Args:
+        goal: against 1F1B; the others are not to be faster.
+    """
+    rows = []
+    for name, least in ((MEGATRON, goal), (SEPARATED, 1.0), (STOCK, 1.0)):
+        ratio = comparison.speed_ratio(SEARCHED, name)
+        times = comparison.wall_s(SEARCHED), comparison.wall_s(name)
+        idle = comparison.idle_share(SEARCHED), comparison.idle_share(name)
+        rows += [
+            Row(case, f"speed ratio, {name}", "x", ratio, 1.0, goal=least),
+            Row(case, f"step time, {name}", "s", *times, better="lower"),
+            Row(case, f"idle share, {name}", "share", *idle, better="lower"),
+        ]
+    return rows
+
+
+def _describe(case: str, found: dict[str, Any]) -> None:
+    print(f"{case}: images per microbatch, by step: {found['images']}")
+    for name, choice in found["choices"].items():
+        print(f"{case}: {name}: {choice}")
+    print(f"{case}: {found['comparison']}")
+
+
+CASES = {"model": run_model, "sleep": run_sleep, "planning": run_planning}
+
+
+def main() -> None:
+    """Prints a table whenever a case has ended; the file then has the rows so far."""
+    parser = make_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
+    arguments = parser.parse_args()
+    size = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    torch.set_num_threads(1)
+    print(f"machine: {describe_machine(torch.device('cpu'))}")
+    print(f"documents: {load_documents().source}; seed {SEED}")
+    found: list[Row] = []
+    for case in arguments.cases:
+        for rows in CASES[case](size):
+            report(f"Searched orders: {case}", rows, None)
+            found += rows
+            if arguments.json is not None:
+                write_rows(found, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
