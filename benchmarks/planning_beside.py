@@ -10,8 +10,8 @@ four fifths of every step.
 A core is spare where ranks have all cores but the last, and the planning process has that one. On a
 machine with two cores the ranks then share one: steps are longer, the question is the same. Where
 there is no other core for it, the planning process is confined to the ranks' cores. It has the
-lowest priority there: ranks that compute go first, it gets the time in which one of them waits, and
-what it costs is the price of switching. That has no goal.
+lowest priority there: ranks that compute go first, but switching and shared caches cost them time:
+steps may become slower, which the rows show and no goal limits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Setting:
 
 SETTINGS = {
     "full": Setting(Size(12, 32, 96, 96), 8, 15, 1_000_000, 1800, Choice(1, 2, 4)),
-    "quick": Setting(Size(4, 10, 96, 96), 6, 3, 100_000, 0, Choice(1, 1, 4)),
+    "quick": Setting(Size(2, 4, 96, 96), 4, 2, 30_000, 0, Choice(1, 1, 4)),
     "tiny": Setting(Size(2, 2, 32, 32), 4, 1, 100, 0, Choice(1, 1, 4)),
 }
 

@@ -37,7 +37,7 @@ import torch
 from bubble_runtime import Planned, PlannedSleep, played_s
 from documents import load_documents
 from harness import Row, describe_machine, make_parser, report, write_rows
-from pipeline_model import SEED, load_steps
+from pipeline_model import SEED, Size, load_steps
 from pipeline_model_case import Choice, Costs, OurProgram
 from planning_beside import SearchedChoice
 from ranks import Comparison, Program, Stopwatch, run_ranks
@@ -164,6 +164,8 @@ def run_model_rank(setting: model_case.Setting) -> dict[str, Any]:
 def run_model(size: str) -> Iterator[list[Row]]:
     """Two ranks that compute."""
     for setting in model_case.SETTINGS[size]:
+        if size == "quick":
+            setting = replace(setting, size=Size(3, 7, 96, 96), microbatches=4)  # noqa: PLW2901
         found = run_ranks(run_model_rank, model_case.RANKS, setting)
         _describe("model", found)
         case = (
