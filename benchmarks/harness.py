@@ -44,7 +44,8 @@ class Row:
         """Whether `ours` reaches the goal."""
         if self.goal is None:
             return None
-        return self.ours >= self.goal if self.better == "higher" else self.ours <= self.goal
+        reached = self.ours >= self.goal if self.better == "higher" else self.ours <= self.goal
+        return bool(reached)  # NumPy's truth is no JSON
 
 
 class Seconds(NamedTuple):
