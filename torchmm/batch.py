@@ -69,7 +69,7 @@ class SampleMeta:
     generated: tuple[GeneratedMeta, ...] = ()
     """Images and clips that the generator has to draw; they take no tokens."""
 
-    def images_of(self, encoder: str) -> list[ImageMeta]:
+    def images_read_by(self, encoder: str) -> list[ImageMeta]:
         """Those that `encoder` reads, in order."""
         return [i for i in self.images if (i.encoder or self.encoder) == encoder]
 
@@ -82,9 +82,13 @@ class MicrobatchMeta:
     tokens: int
     """T, padding included."""
 
+    def images_read_by(self, encoder: str) -> list[ImageMeta]:
+        """Images that `encoder` reads, in order."""
+        return [image for sample in self.samples for image in sample.images_read_by(encoder)]
+
     def patches(self, encoder: str) -> list[int]:
         """Patches per image that `encoder` has to process, in order."""
-        return [i.patches for s in self.samples for i in s.images_of(encoder)]
+        return [image.patches for image in self.images_read_by(encoder)]
 
     @property
     def generated(self) -> list[GeneratedMeta]:

@@ -143,7 +143,7 @@ def _prompts_of(microbatch: Microbatch) -> Iterator[tuple[Microbatch, Tensor, Sa
     segments = zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False)
     for sample, (start, stop) in zip(microbatch.meta.samples, segments, strict=False):
         before = dict(behind)
-        behind = {name: count + len(sample.images_of(name)) for name, count in before.items()}
+        behind = {name: count + len(sample.images_read_by(name)) for name, count in before.items()}
         shown = {n: range(before[n], behind[n]) for n in before if before[n] < behind[n]}
         targets = microbatch.targets_T[start:stop]
         counted = (targets != IGNORE_TARGET).nonzero()

@@ -21,7 +21,6 @@ from torchmm.balance.parts import Flag, Part, gradients, layer_linears, stage_pa
 from torchmm.balance.task_sizes import (
     Array,
     TaskSizes,
-    encoder_images,
     encoder_sizes,
     generator_sizes,
     llm_sizes,
@@ -74,7 +73,7 @@ def microbatch_flops(
 def gradients_arrive(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> dict[str, bool]:
     """By module: whether something trained before it feeds it in a microbatch."""
     encoders = any(
-        encoder_images(meta, m.name) and (m.trainable or m.connector_trainable)
+        meta.images_read_by(m.name) and (m.trainable or m.connector_trainable)
         for m in modules
         if m.kind == "encoder"
     )
@@ -88,7 +87,7 @@ def module_sizes(module: ModuleDescription, meta: MicrobatchMeta, targets: int) 
         return llm_sizes([meta], [targets], padding=False)
     if module.kind == "generator":
         return generator_sizes([meta.generated]) if meta.generated else None
-    images = encoder_images(meta, module.name)
+    images = meta.images_read_by(module.name)
     return encoder_sizes(module, [images]) if images else None
 
 

@@ -28,7 +28,6 @@ from torchmm.balance.cost_model import CostModel
 from torchmm.balance.task_sizes import (
     Array,
     TaskSizes,
-    encoder_images,
     encoder_sizes,
     generator_sizes,
     llm_sizes,
@@ -139,7 +138,7 @@ def _sub_microbatches(
     shown: list[list[Any]] = [list(meta.generated) for meta in microbatches]
     sizes_of: Callable[[list[list[Any]]], TaskSizes] = generator_sizes
     if module.kind == "encoder":
-        shown = [list(encoder_images(meta, module.name)) for meta in microbatches]
+        shown = [meta.images_read_by(module.name) for meta in microbatches]
         sizes_of = partial(encoder_sizes, module)
     pool = [image for own in shown for image in own]
     if not pool:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from torchmm.balance.task_sizes import (
     TaskSizes,
-    encoder_images,
     encoder_sizes,
     generator_sizes,
     llm_sizes,
@@ -78,7 +77,7 @@ def module_tasks(
     parts = graph.sub_microbatches.get(module.name, (1,) * graph.microbatches)
     keys = [(i, part) for i, count in enumerate(parts) for part in range(count)]
     if module.kind == "encoder":
-        seen = [encoder_images(meta, module.name) for meta in microbatches]
+        seen = [meta.images_read_by(module.name) for meta in microbatches]
         sizes = encoder_sizes(module, _groups(module.name, seen, parts))
     else:
         drawn = [meta.generated for meta in microbatches]

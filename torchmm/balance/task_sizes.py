@@ -154,7 +154,7 @@ def pack_sizes(
         drawn = [pack.generated for pack in packs]
         at = np.flatnonzero([bool(own) for own in drawn])
         return at, generator_sizes([drawn[i] for i in at]) if len(at) else None
-    shown = [encoder_images(pack, module.name) for pack in packs]
+    shown = [pack.images_read_by(module.name) for pack in packs]
     at = np.flatnonzero([bool(own) for own in shown])
     return at, encoder_sizes(module, [shown[i] for i in at]) if len(at) else None
 
@@ -162,11 +162,6 @@ def pack_sizes(
 def text_tokens(meta: MicrobatchMeta) -> int:
     """Tokens that may be targets: no images, no padding."""
     return meta.used_tokens - sum(i.tokens for s in meta.samples for i in s.images)
-
-
-def encoder_images(meta: MicrobatchMeta, encoder: str) -> list[ImageMeta]:
-    """Images of a microbatch that an encoder reads, in order."""
-    return [image for sample in meta.samples for image in sample.images_of(encoder)]
 
 
 def _frames(image: ImageMeta, extra_tokens: int) -> list[int]:

@@ -122,13 +122,10 @@ class AudioPreprocessor:
         from scipy.signal import resample_poly  # noqa: PLC0415 - slow to import
 
         try:
-            rate = soundfile.info(io.BytesIO(data)).samplerate
-            wave_SC, _ = soundfile.read(
-                io.BytesIO(data),
-                frames=ceil(wanted * rate / self._rate),
-                dtype="float32",
-                always_2d=True,
-            )
+            with soundfile.SoundFile(io.BytesIO(data)) as sound:
+                rate = sound.samplerate
+                frames = ceil(wanted * rate / self._rate)
+                wave_SC = sound.read(frames, dtype="float32", always_2d=True)
         except soundfile.LibsndfileError as error:
             raise CorruptSampleError(f"sound cannot be decoded: {error}") from error
         wave_S = wave_SC.mean(axis=1)

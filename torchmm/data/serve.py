@@ -30,6 +30,7 @@ from typing import NoReturn
 import grpc
 
 from torchmm.data.decode import StepDecoder
+from torchmm.data.plan import PackItems
 from torchmm.data.producers import METHOD, TOKEN_KEY, TOKEN_VARIABLE
 from torchmm.data.wire import pack_step, unpack_request
 from torchmm.data.workers import fork_server, make_worker_setup
@@ -50,14 +51,8 @@ def _start_worker(decoder: StepDecoder, setup: object) -> None:
     _decoder.append(decoder)
 
 
-def _prepare_in_worker(request: bytes) -> bytes:
-    return prepare(_decoder[0], request)
-
-
-def prepare(decoder: StepDecoder, request: bytes) -> bytes:
-    """The prepared step that a request asks for."""
-    _, microbatches = unpack_request(request)
-    return pack_step(decoder[microbatches])
+def _prepare_in_worker(microbatches: list[list[PackItems]]) -> bytes:
+    return pack_step(_decoder[0][microbatches])
 
 
 class Producer(grpc.GenericRpcHandler):
@@ -91,7 +86,7 @@ class Producer(grpc.GenericRpcHandler):
         """Prepares a step, or says why not."""
         self._check_token(context)
         try:
-            fingerprint, _ = unpack_request(request)
+            fingerprint, microbatches = unpack_request(request)
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if fingerprint != self._fingerprint:
@@ -103,7 +98,7 @@ class Producer(grpc.GenericRpcHandler):
         if not self._room.acquire(blocking=False):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it has no room for more requests")
         try:
-            return self._submit(request)
+            return self._prepare(microbatches)
         except BrokenProcessPool:
             text = "its worker died; it has started another"
         finally:
@@ -114,12 +109,12 @@ class Producer(grpc.GenericRpcHandler):
         """Ends the workers."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, request: bytes) -> bytes:
+    def _prepare(self, microbatches: list[list[PackItems]]) -> bytes:
         if self._workers == 0:
-            return prepare(self._decoder, request)
+            return pack_step(self._decoder[microbatches])
         pool = self._pool
         try:
-            return pool.submit(_prepare_in_worker, request).result()
+            return pool.submit(_prepare_in_worker, microbatches).result()
         except BrokenProcessPool:
             logger.warning("a worker died; starting new ones")
             with self._lock:

@@ -71,7 +71,7 @@ def _shapes(
     source, destination = (modules[graph.layout.stages[stage].module] for stage in ends)
     leaves = source is not destination
     if isinstance(source, EncoderModule):
-        every = _images(meta, source.name) or [source.dummy_image()]
+        every = meta.images_read_by(source.name) or [source.dummy_image()]
         own = _part(every, graph, message, message.source)
         return [_encoder_shape(source, own, leaves)]
     if isinstance(source, LlmModule) and not leaves:
@@ -103,7 +103,3 @@ def _encoder_shape(
         return sum(image.tokens for image in images), module.spec.llm_hidden_size
     patches = [image.patches for image in images]
     return module.family.hidden_shape(module.spec.config, patches)
-
-
-def _images(meta: MicrobatchMeta, encoder: str) -> list[ImageMeta]:
-    return [image for sample in meta.samples for image in sample.images_of(encoder)]

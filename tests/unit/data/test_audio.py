@@ -131,7 +131,7 @@ def test_every_encoder_reads_its_own(make, text_spec) -> None:
             )
             assert sorted(found.tolist()) == placeholders.tolist()
             for name, inputs in microbatch.encoders.items():
-                images = [i for s in microbatch.meta.samples for i in s.images_of(name)]
+                images = [i for s in microbatch.meta.samples for i in s.images_read_by(name)]
                 assert len(images) == len(inputs.grids_thw) == microbatch.meta.images_of(name)
                 assert len(inputs.positions_K) == sum(i.tokens for i in images)
                 assert [i.patches for i in images] == microbatch.meta.patches(name)
