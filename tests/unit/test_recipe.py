@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from recipe_problems import problems_of
 
 from torchmm.build import build_unfilled_model
 from torchmm.config import ParallelConfig, Recipe
@@ -35,12 +36,6 @@ def write(tmp_path: Path):
 def valid(write, tmp_path: Path) -> Path:
     write("train.jsonl", "{}")
     return write("valid.toml", f'{MODEL}\n[[data.sources]]\npath = "{tmp_path}/train.jsonl"\n')
-
-
-def problems_of(path: Path, *overrides: str, world_size: int | None = None) -> list[str]:
-    with pytest.raises(ConfigError) as error:
-        load_recipe(path, list(overrides), world_size)
-    return error.value.problems
 
 
 def one_problem(path: Path, *overrides: str, world_size: int | None = None) -> str:

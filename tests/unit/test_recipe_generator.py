@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from recipe_problems import problems_of
 
-from torchmm.errors import ConfigError
 from torchmm.recipe import dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +35,6 @@ def recipe(tmp_path: Path) -> Path:
     file = tmp_path / "recipe.toml"
     file.write_text(RECIPE)
     return file
-
-
-def problems_of(file: Path, *arguments: str) -> list[str]:
-    with pytest.raises(ConfigError) as error:
-        load_recipe(file, arguments, 4)
-    return error.value.problems
 
 
 def test_a_generator_is_a_module_like_others(recipe: Path) -> None:
@@ -75,35 +69,37 @@ def test_a_generator_is_a_module_like_others(recipe: Path) -> None:
     ],
 )
 def test_mistakes_are_told(recipe: Path, argument: str, key: str, words: str) -> None:
-    problems = problems_of(recipe, argument)
+    problems = problems_of(recipe, argument, world_size=4)
     assert any(key in problem and words in problem for problem in problems), problems
 
 
 def test_a_config_names_its_class(recipe: Path) -> None:
     recipe.write_text(RECIPE.replace("_class_name", "patch_size = 2  #"))
-    assert "_class_name: is missing" in problems_of(recipe)[0]
+    assert "_class_name: is missing" in problems_of(recipe, world_size=4)[0]
 
 
 def test_both_weights_zero_learn_nothing(recipe: Path) -> None:
     weights = [f"--model.generator.{name}=0" for name in ("loss_weight", "text_loss_weight")]
-    assert "nothing is learned" in problems_of(recipe, *weights)[0]
+    assert "nothing is learned" in problems_of(recipe, *weights, world_size=4)[0]
 
 
 def test_stages_need_layers(recipe: Path) -> None:
-    problems = problems_of(recipe, "--parallel.pipeline=4", "--parallel.generator.segments=2")
+    problems = problems_of(
+        recipe, "--parallel.pipeline=4", "--parallel.generator.segments=2", world_size=4
+    )
     assert any("generator has 4 layers, fewer than 4 ranks x 2" in problem for problem in problems)
 
 
 def test_drawings_need_held_out_images_and_validations(recipe: Path) -> None:
     for argument in ("--validation.interval=0", "--data.validation=[{path = '.'}]"):
-        problems = problems_of(recipe, "--validation.drawings=2", argument)
+        problems = problems_of(recipe, "--validation.drawings=2", argument, world_size=4)
         assert any("validation.drawings" in problem for problem in problems), problems
 
 
 def test_drawing_needs_a_generator(recipe: Path) -> None:
     text = RECIPE.replace("[model.generator.config]", "[model.encoders.generator.config]")
     recipe.write_text(text.replace("_class_name", "model_type"))
-    problems = problems_of(recipe, "--validation.drawings=2")
+    problems = problems_of(recipe, "--validation.drawings=2", world_size=4)
     for key in ("data.sources[0].generate", "data.validation[0].generate", "validation.drawings"):
         assert any(key in problem and "no generator" in problem for problem in problems), key
     assert any("model.encoders.generator" in problem for problem in problems)

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from recipe_problems import problems_of
 
 from torchmm.config import SCHEDULES, ParallelConfig, Recipe
-from torchmm.errors import ConfigError
 from torchmm.pipelining import schedules
 from torchmm.recipe import dump_recipe, load_recipe
 from torchmm.recipe_pipeline import check_pipeline
@@ -31,12 +31,6 @@ def recipe(tmp_path: Path) -> Path:
     file = tmp_path / "recipe.toml"
     file.write_text(MODEL)
     return file
-
-
-def problems_of(recipe: Path, arguments: str, world_size: int = 4) -> list[str]:
-    with pytest.raises(ConfigError) as error:
-        load_recipe(recipe, arguments.split(), world_size)
-    return error.value.problems
 
 
 def test_settings_of_a_module(recipe: Path) -> None:
@@ -152,7 +146,7 @@ def test_valid_pipelines(recipe: Path, arguments: str) -> None:
 def test_mistakes_name_the_key_and_a_remedy(
     recipe: Path, arguments: str, key: str, text: str
 ) -> None:
-    found = problems_of(recipe, arguments)
+    found = problems_of(recipe, *arguments.split(), world_size=4)
     assert len(found) == 1, found
     assert f": {key}" in found[0]
     assert text in found[0]
@@ -160,7 +154,7 @@ def test_mistakes_name_the_key_and_a_remedy(
 
 def test_an_encoder_must_not_be_named_like_a_key(recipe: Path) -> None:
     recipe.write_text(MODEL.replace("encoders.vision", "encoders.tensor"))
-    (problem,) = problems_of(recipe, "")
+    (problem,) = problems_of(recipe, world_size=4)
     assert 'model.encoders = "tensor": is a key of [parallel]' in problem
 
 

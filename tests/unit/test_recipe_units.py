@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from recipe_problems import problems_of
 
 from torchmm.balance.profiles import load_profile
 from torchmm.config import ParallelConfig
@@ -131,11 +132,8 @@ def test_replicas_that_do_not_divide_form_one_group() -> None:
     ],
 )
 def test_mistakes_are_told_with_a_remedy(recipe, arguments, key, message) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_recipe(recipe, arguments.split(), 4)
-    assert any(f": {key}" in problem and message in problem for problem in error.value.problems), (
-        error.value.problems
-    )
+    found = problems_of(recipe, *arguments.split(), world_size=4)
+    assert any(f": {key}" in problem and message in problem for problem in found), found
 
 
 def test_the_schedules_are_classic_ones() -> None:
