@@ -9,11 +9,13 @@ the neighbours.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -152,6 +154,37 @@ def report(title: str, rows: Sequence[Row], json_file: Path | None) -> None:
     Console(width=160).print(table)
     if json_file is not None:
         write_rows(rows, json_file)
+
+
+def run_cases(
+    title: str,
+    description: str | None,
+    cases: Mapping[str, Callable[[str], Iterable[Sequence[Row]]]],
+    conditions: str,
+) -> None:
+    """Command line of a benchmark that prints a table, and writes the file, as cases end.
+
+    Args:
+        cases: by name: rows of one table after the other, for "tiny", "quick" or "full".
+        conditions: what is printed below the machine: data and seeds.
+    """
+    parser = make_parser((description or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases), metavar="NAME")
+    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
+    arguments = parser.parse_args()
+    size = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    torch.set_num_threads(1)
+    print(f"machine: {describe_machine(torch.device('cpu'))}")
+    print(conditions)
+    found: list[Row] = []
+    for case in arguments.cases:
+        for rows in cases[case](size):
+            report(f"{title}: {case}", rows, None)
+            found += rows
+            if arguments.json is not None:
+                write_rows(found, arguments.json)
 
 
 def write_rows(rows: Sequence[Row], json_file: Path) -> None:

@@ -13,16 +13,13 @@ Every rank computes with one thread. "stock" is torch's `Schedule1F1B` or
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Iterator
 
 import pipeline_bookkeeping as bookkeeping
 import pipeline_model_case as model_case
 import pipeline_sleep_case as sleep_case
-import torch
 from documents import load_documents
-from harness import Row, describe_machine, make_parser, report, write_rows
+from harness import Row, run_cases
 from pipeline_model import SEED
 from ranks import run_ranks
 
@@ -62,23 +59,8 @@ def _describe(case: str, found: dict) -> None:
 
 def main() -> None:
     """Prints a table whenever a case has ended; the file then has the rows so far."""
-    parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
-    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
-    arguments = parser.parse_args()
-    size = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
-    torch.set_num_threads(1)
-    print(f"machine: {describe_machine(torch.device('cpu'))}")
-    print(f"documents: {load_documents().source}; seed {SEED}")
-    found: list[Row] = []
-    for case in arguments.cases:
-        for rows in CASES[case](size):
-            report(f"Pipelines against torch's schedules: {case}", rows, None)
-            found += rows
-            if arguments.json is not None:
-                write_rows(found, arguments.json)
+    conditions = f"documents: {load_documents().source}; seed {SEED}"
+    run_cases("Pipelines against torch's schedules", __doc__, CASES, conditions)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ in the computing case. Searches get as many evaluations as a recipe's default.
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -36,7 +34,7 @@ import sleepers
 import torch
 from bubble_runtime import Planned, PlannedSleep, played_s
 from documents import load_documents
-from harness import Row, describe_machine, make_parser, report, write_rows
+from harness import Row, run_cases
 from pipeline_model import SEED, Size, load_steps
 from pipeline_model_case import Choice, Costs, OurProgram
 from planning_beside import SearchedChoice
@@ -315,23 +313,8 @@ CASES = {"model": run_model, "sleep": run_sleep, "planning": run_planning}
 
 def main() -> None:
     """Prints a table whenever a case has ended; the file then has the rows so far."""
-    parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
-    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
-    arguments = parser.parse_args()
-    size = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
-    torch.set_num_threads(1)
-    print(f"machine: {describe_machine(torch.device('cpu'))}")
-    print(f"documents: {load_documents().source}; seed {SEED}")
-    found: list[Row] = []
-    for case in arguments.cases:
-        for rows in CASES[case](size):
-            report(f"Searched orders: {case}", rows, None)
-            found += rows
-            if arguments.json is not None:
-                write_rows(found, arguments.json)
+    conditions = f"documents: {load_documents().source}; seed {SEED}"
+    run_cases("Searched orders", __doc__, CASES, conditions)
 
 
 if __name__ == "__main__":
