@@ -229,7 +229,7 @@ def fill_model(
     init_weights(model, recipe.training.seed, skip=load_weights(model))
     pipeline = Pipeline(model, stages, layout, descriptions, parallel, mesh, dtype)
     pipeline.tuning = run_tuning(
-        recipe, descriptions, mesh.world_size, mesh.device, layerwise=pipeline.gathers_layerwise
+        recipe, descriptions, mesh.world_size, mesh.device, layerwise=pipeline.sharding == "layer"
     )
     return pipeline
 

@@ -86,9 +86,10 @@ class Pipeline:
         self.tuning: LayerTuning | None = None
         """How plans choose what layers recompute; None: they do not."""
         self._modules = {m.name: m for m in model.modality_modules()}
-        self._sharding: Gathering = "none"
+        self.sharding: Gathering = "none"
+        """When FSDP2 gathers parameters."""
         if any(isinstance(module, FSDPModule) for module in modules.values()):
-            self._sharding = "layer" if reshards_after_forward(config) else "step"
+            self.sharding = "layer" if reshards_after_forward(config) else "step"
         stages = {i: make_stage(m, self._sharding_of(m)) for i, m in modules.items()}
         for index, module in modules.items():
             trained = any(p.requires_grad for p in module.parameters())
@@ -107,17 +108,7 @@ class Pipeline:
     def _sharding_of(self, module: LayeredModule) -> StepSharding | LayerSharding | None:
         if not isinstance(module, FSDPModule):
             return None  # whole on this rank, while encoders may be shared by pipeline ranks
-        return LayerSharding(module) if self._sharding == "layer" else StepSharding(module)
-
-    @property
-    def gathers_layerwise(self) -> bool:
-        """Whether FSDP2 gathers layer by layer, and not once per step."""
-        return self._sharding == "layer"
-
-    @property
-    def sharding(self) -> Gathering:
-        """When FSDP2 gathers parameters."""
-        return self._sharding
+        return LayerSharding(module) if self.sharding == "layer" else StepSharding(module)
 
     def plan(
         self,
@@ -141,7 +132,7 @@ class Pipeline:
             metas,
             targets,
             specs=specs,
-            sharding=self._sharding,
+            sharding=self.sharding,
             purpose=purpose,
             factors=self.factors,
             planner=self.planner,

@@ -64,7 +64,6 @@ def plan_layout(
         ConfigError: the modules cannot be cut like this.
     """
     layers = module_layers(modules, microbatches)
-    segments = {m.name: config.segments(m.name) for m in modules}
     if config.pipeline == 1 and units is None:
         return megatron_layout(layers, 1)
     try:
@@ -75,6 +74,7 @@ def plan_layout(
             return disaggregated_layout(layers, sizes, stages)
         if config.schedule in PLANNERS:
             return PLANNERS[config.schedule].layout(config, layers)
+        segments = {m.name: config.segments(m.name) for m in modules}
         return schedule_layout(
             config.schedule,
             layers,

@@ -17,7 +17,7 @@ def half_way(
     """Half-way between the least and the most that the step's plan may need on any rank."""
     names = frozenset(module.name for module in modules)
     costs = CostModel(load_profile("cpu"), "float32", {name: Execution() for name in names})
-    tuning = LayerTuning(costs, names, 0, pipeline.gathers_layerwise)
+    tuning = LayerTuning(costs, names, 0, pipeline.sharding == "layer")
     pipeline.tuning = None
     needs = memory_needs(pipeline.plan(metas), modules, metas, tuning)
     least, most = (max(each) for each in zip(*needs, strict=True))

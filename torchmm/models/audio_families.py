@@ -97,6 +97,16 @@ class WhisperFamily(EncoderFamily):
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         return (1, 2 * config.num_mel_bins), (1, 1, 1)
 
+    def smallest_folded(
+        self, config: Any, shuffle: int
+    ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        (_, values), _ = self.smallest_image(config)
+        return (shuffle**2, values), (1, 1, shuffle**2)
+
+    def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
+        """Consecutive positions, of sounds that are whole groups long."""
+        return x_PD.reshape(-1, shuffle**2 * x_PD.shape[-1])
+
     def layer_count(self, config: Any) -> int:
         return config.encoder_layers
 

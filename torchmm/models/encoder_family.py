@@ -21,6 +21,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from torchmm.batch import EncoderInputs, LayerDescription
 from torchmm.errors import ConfigError
 from torchmm.models.attention import PACKED
+from torchmm.models.connectors import fold_neighbours
 from torchmm.models.layered import LinearSizes
 
 
@@ -106,6 +107,10 @@ class EncoderFamily:
         """(P, D) outputs, image after image, in the order of their placeholders."""
         return (hidden[:, 1:] if drop_class_token else hidden).flatten(0, 1)
 
+    def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
+        """(P / shuffle**2, D shuffle**2): neighbours that become one token."""
+        return fold_neighbours(x_PD, grids_thw, shuffle)
+
     def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
         """Shape of the hidden states between layers, from the number of patches of each image."""
         return len(patches), patches[0] + self.has_class_token, self.width(config)
@@ -135,6 +140,12 @@ class EncoderFamily:
         """Shape of the pixels and (frames, rows, columns) of the smallest valid image."""
         size, patches = side(config.image_size), patches_per_row(config)
         return (1, config.num_channels, size, size), (1, patches, patches)
+
+    def smallest_folded(
+        self, config: Any, shuffle: int
+    ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        """The same of the smallest image that `fold` can fold."""
+        return self.smallest_image(config)
 
     def width(self, config: Any) -> int:
         """D in the layers."""

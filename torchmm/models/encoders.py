@@ -24,7 +24,6 @@ from torchmm.models.connectors import (
     MlpConnector,
     NormMlpConnector,
     PoolConnector,
-    fold_neighbours,
     init_connector,
     linear_sizes,
 )
@@ -211,10 +210,8 @@ class EncoderModule(LayeredModule):
         if self.spec.final_norm:
             hidden = tower.get_submodule(family.final_norm)(hidden)
         x_PD = family.finish(tower, hidden, context, self._drops_class_token)
-        if self.spec.shuffle > 1 and family.modality == "audio":
-            x_PD = x_PD.reshape(-1, self.spec.shuffle**2 * x_PD.shape[-1])
-        elif self.spec.shuffle > 1:
-            x_PD = fold_neighbours(x_PD, inputs.grids_thw, self.spec.shuffle)
+        if self.spec.shuffle > 1:
+            x_PD = family.fold(x_PD, inputs.grids_thw, self.spec.shuffle)
         return self.connector(x_PD)
 
     @property
@@ -244,11 +241,8 @@ class EncoderModule(LayeredModule):
         return ImageMeta(0, 0, patches, patches // self.merge**2 + kept)
 
     def _smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-        """Shape of the pixels and grid of the smallest valid image: of sounds, one group."""
-        shape, grid = self.family.smallest_image(self.spec.config)
-        if self.family.modality == "image":
-            return shape, grid
-        return (self.merge**2, *shape[1:]), (1, 1, self.merge**2)
+        """Shape of the pixels and grid of the smallest valid image."""
+        return self.family.smallest_folded(self.spec.config, self.spec.shuffle)
 
     def dummy_inputs(self, device: torch.device) -> EncoderInputs:
         """The smallest valid image, whose tokens go nowhere: for microbatches without images."""
