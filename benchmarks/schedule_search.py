@@ -34,8 +34,8 @@ from torchmm.balance.search import Budget, Found, search
 from torchmm.balance.search_strategies import STRATEGIES
 from torchmm.pipelining.separated import separated
 
-SHAPES = ((1, 4), (1, 5), (2, 6))
-"""Segments of the encoder and of the LLM."""
+SHAPES = (((1, 4), (1, 5), (2, 6)), ((2, 4), (2, 5), (1, 6)))
+"""Segments of the encoder and of the LLM, by seed."""
 GOAL_PERCENT = {LOOSE: 0.2, TIGHT: 1.0}
 CAPS = {
     LOOSE: "loose cap",
@@ -167,8 +167,8 @@ def measure(quick: bool) -> tuple[list[Searched], list[Row]]:
     budgets = dict.fromkeys(CAPS, 1.5 if quick else 10.0) | {LOOSE: 1.0}
     caps = (LOOSE, TIGHT) if quick else tuple(CAPS)
     searched, rows = [], []
-    for seed in range(1 if quick else 2):
-        for shape in SHAPES:
+    for seed, shapes in enumerate(SHAPES[:1] if quick else SHAPES):
+        for shape in shapes:
             for cap in caps:
                 seconds = dict.fromkeys(STRATEGIES, budgets[cap])
                 found, own = run(Instance(seed, *shape, cap), seconds)
