@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from heapq import heapreplace
 from typing import NamedTuple
 
 from torchmm.pipelining.actions import Action, ActionType
@@ -106,12 +107,16 @@ def deal_tasks(graph: StageGraph, durations: Durations | None = None) -> StageGr
     replica: dict[tuple[str, int, int], int] = {}
     for name, stage in first.items():
         count = len(stage.ranks)
-        loads = [0.0] * count
+        loads = [(0.0, number) for number in range(count)]  # a heap: the least loaded is first
         for microbatch in range(graph.microbatches) if count > 1 else ():
             for part in range(graph.parts(stage.index, microbatch)):
-                chosen = microbatch % count if name == LLM else loads.index(min(loads))
+                if name == LLM:
+                    replica[name, microbatch, part] = microbatch % count
+                    continue
+                load, chosen = loads[0]
                 replica[name, microbatch, part] = chosen
-                loads[chosen] += _work(graph, Task(stage.index, microbatch, part), durations)
+                work = _work(graph, Task(stage.index, microbatch, part), durations)
+                heapreplace(loads, (load + work, chosen))
     return replace(graph, replica=replica)
 
 

@@ -26,6 +26,9 @@ import heapq
 from collections import defaultdict
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.graph import StageGraph, Task
 from torchmm.pipelining.plan import ComputeOrder, MessageSpecs, PipelinePlan
@@ -41,6 +44,9 @@ from torchmm.pipelining.transfers import (
 
 Sharding = Literal["none", "step"]
 """Whether stages are sharded data-parallel and gathered once per step."""
+
+Clock = NDArray[np.int64]
+"""By rank: a number of its compute actions."""
 
 
 def lower_plan(
@@ -111,8 +117,12 @@ class _Network:
                     for transfer in self.sent.get(key, ()):
                         self.channels[rank, transfer.destination].append(transfer)
         self.position = {t: i for channel in self.channels.values() for i, t in enumerate(channel)}
-        self.stamps: dict[Transfer, tuple[int, ...]] = {}
-        """By transfer that was sent: the source's clock at that time (`_Program.clock`)."""
+        self.sources: list[list[int]] = [[] for _ in order]
+        """By rank: those that it receives from."""
+        for source, destination in sorted(self.channels):
+            self.sources[destination].append(source)
+        self.stamps: dict[Transfer, Clock] = {}
+        """By transfer under way: the source's clock when it was sent (`_Program.clock`)."""
 
 
 def key_of(action: Action) -> tuple[bool, Task] | None:
@@ -129,16 +139,16 @@ class _Program:
         self.rank, self.network, self.receives_ahead = rank, network, receives_ahead
         self.actions: list[Action] = []
         self.next = 0
-        # How many compute actions of every rank have certainly begun.
-        self.clock = [0] * len(network.order)
+        # How many compute actions of every rank have certainly begun. An array: with hundreds of
+        # ranks, comparing clocks one by one would take longer than all else.
+        self.clock: Clock = np.zeros(len(network.order), np.int64)
         # By receiver: (its compute action that waits for the transfer, order of sending, transfer)
         self.unreleased: dict[int, list[tuple[int, int, Transfer]]] = defaultdict(list)
         self.sends = 0
         self.posted: dict[tuple[int, int], int] = defaultdict(int)
         self.waited: dict[tuple[int, int], int] = defaultdict(int)
-        for channel in sorted(network.channels):
-            if channel[1] == rank:
-                self._post(channel, receives_ahead)
+        for source in network.sources[rank]:
+            self._post((source, rank), receives_ahead)
 
     def advance(self, force: bool = False) -> bool:
         """Writes on until something must be waited for that nobody has sent yet.
@@ -174,7 +184,7 @@ class _Program:
 
     def _send(self, transfer: Transfer) -> None:
         self.actions.append(transfer.sending(SEND[transfer.backward]))
-        self.network.stamps[transfer] = tuple(self.clock)
+        self.network.stamps[transfer] = self.clock.copy()
         never = len(self.network.order[transfer.destination])
         used_at = self.network.used_at.get((transfer.backward, transfer.consumer), never)
         entry = (used_at, self.sends, transfer)
@@ -187,7 +197,9 @@ class _Program:
         self.actions.append(transfer.receiving(WAIT[transfer.backward]))
         self.waited[channel] += 1
         self._post(channel, self.waited[channel] + self.receives_ahead)
-        self._release(self.network.stamps.get(transfer, ()))
+        stamp = self.network.stamps.pop(transfer, None)
+        if stamp is not None:
+            self._release(stamp)
 
     def _post(self, channel: tuple[int, int], count: int) -> None:
         """Posts receives until there are `count` of the channel, waited for or not."""
@@ -196,13 +208,11 @@ class _Program:
             self.actions.append(transfer.receiving(RECV[transfer.backward]))
             self.posted[channel] += 1
 
-    def _release(self, stamp: tuple[int, ...]) -> None:
+    def _release(self, stamp: Clock) -> None:
         """Learns from the clock that came with a tensor, and lets go of what was received."""
-        for rank, begun in enumerate(stamp):
-            if begun <= self.clock[rank]:
-                continue
-            self.clock[rank] = begun
-            entries = self.unreleased.get(rank)
+        np.maximum(self.clock, stamp, out=self.clock)
+        for rank in sorted(rank for rank, entries in self.unreleased.items() if entries):
+            entries, begun = self.unreleased[rank], self.clock[rank]
             # A compute action that has begun is behind the waits of its inputs.
             while entries and entries[0][0] < begun:
                 transfer = heapq.heappop(entries)[2]

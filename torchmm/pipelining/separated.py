@@ -108,6 +108,9 @@ class _Dispatcher:
         self.running: list[tuple[float, int]] = []
         """Heap of (end, action)."""
         self.idle = [True] * count
+        self.changed: set[int] = set()
+        """Ranks that ended an action, or have one more that can start, since they were looked at:
+        looking at all of them would take time that grows with the square of their number."""
 
     def _number(self, graph: StageGraph) -> None:
         """Numbers are priorities: by microbatch, forwards along and backwards against the data."""
@@ -152,15 +155,12 @@ class _Dispatcher:
     def run(self) -> ComputeOrder:
         for _ in range(min(self.bound, len(self.sources))):
             self._admit()
-        for rank in range(len(self.rows)):
-            self._start(rank, 0.0)
+        self._start_all(0.0)
         while self.running:
             now = self.running[0][0]
             while self.running and self.running[0][0] == now:
                 self._end(heappop(self.running)[1])
-            for rank, idle in enumerate(self.idle):
-                if idle:
-                    self._start(rank, now)
+            self._start_all(now)
         return tuple(map(tuple, self.rows))
 
     def _admit(self) -> None:
@@ -172,7 +172,15 @@ class _Dispatcher:
         action = self.actions[number]
         is_backward = action.type is ActionType.B
         may_wait = is_backward and not self.is_fed[action.stage]
-        heappush(self.ready[self.ranks[number]][is_backward], (may_wait, number))
+        rank = self.ranks[number]
+        heappush(self.ready[rank][is_backward], (may_wait, number))
+        self.changed.add(rank)
+
+    def _start_all(self, now: float) -> None:
+        for rank in sorted(self.changed):
+            if self.idle[rank]:
+                self._start(rank, now)
+        self.changed.clear()
 
     def _start(self, rank: int, now: float) -> None:
         forwards, backwards = self.ready[rank]
@@ -189,6 +197,7 @@ class _Dispatcher:
 
     def _end(self, number: int) -> None:
         self.idle[self.ranks[number]] = True
+        self.changed.add(self.ranks[number])
         for successor in self.successors[number]:
             self.missing[successor] -= 1
             if not self.missing[successor]:
