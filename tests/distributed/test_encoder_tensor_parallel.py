@@ -78,6 +78,31 @@ TOWERS = {
         "fullatt_block_indexes": [1],
     },
 }
+_WAVES = {
+    "model_type": "wav2vec2",
+    **{k: v for k, v in SIZES.items() if k != "patch_size"},
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 2],
+    "conv_kernel": [10, 3],
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 4,
+    **dict.fromkeys(("hidden_dropout", "activation_dropout", "attention_dropout"), 0.0),
+    "layerdrop": 0.0,
+}
+SOUNDS = {
+    "whisper": {
+        "model_type": "whisper",
+        "num_mel_bins": 8,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "max_source_positions": 16,
+    },
+    "wav2vec2": _WAVES,
+    "wav2vec2_stable": {**_WAVES, "feat_extract_norm": "layer", "do_stable_layer_norm": True},
+}
+TOWERS |= SOUNDS
 COMPOSITES = {
     "in internvl": {
         "model_type": "internvl",
@@ -97,8 +122,10 @@ GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "qwen2_vl": [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]],
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
+    **{name: [[(1, 1, 1)], [(1, 1, 5), (1, 1, 2)]] for name in SOUNDS},
 }
-PATCH_VALUES = {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
+PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
+PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 
 
 @dataclass(frozen=True)
@@ -180,7 +207,8 @@ def _build(family: str, freeze: tuple[str, ...] = ()) -> MultimodalModel:
     if family in COMPOSITES:
         config = ModelConfig(config=COMPOSITES[family])
     else:
-        encoder = EncoderConfig(config=TOWERS[family])
+        modality = "audio" if family in SOUNDS else "image"
+        encoder = EncoderConfig(config=TOWERS[family], modality=modality)
         config = ModelConfig(llm=LlmConfig(config=LLM), encoders={"eye": encoder})
     return build_model(config, FreezeConfig(modules=list(freeze)))
 

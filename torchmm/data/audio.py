@@ -1,9 +1,9 @@
 """Sound files to encoder inputs: header check, one conversion to mono, the Hugging Face extractor.
 
 Planning needs only the length, which stands in the header. A sound becomes patches, each the mel
-bins of the few frames that the encoder makes one position of, so that sounds of any length are
-packed behind each other without padding. Rejected: padding every sound to 30 s, as Whisper's own
-pipeline does, which makes a spoken word as costly as half a minute.
+bins of the few frames that the encoder makes one position of (of Wav2Vec2 their samples), so that
+sounds of any length are packed behind each other without padding. Rejected: padding every sound to
+30 s, as Whisper's own pipeline does, which makes a spoken word as costly as half a minute.
 
 Files are read by libsndfile (soundfile), resampled by a polyphase filter (SciPy). Rejected:
 torchcodec and FFmpeg, binary dependencies that do not match every torch.
@@ -52,11 +52,13 @@ class AudioPreprocessor:
             )
         self._extractor = cls(**spec.processor)
         self._rate: int = self._extractor.sampling_rate
-        self._frames = spec.patch_size_px // self._extractor.hop_length
-        if self._frames * self._extractor.hop_length != spec.patch_size_px:
+        self._hears_waves = self._extractor.model_input_names[0] == "input_values"
+        hop = 1 if self._hears_waves else self._extractor.hop_length
+        self._frames = spec.patch_size_px // hop
+        if self._frames * hop != spec.patch_size_px:
             raise ConfigError(
                 f"encoder {spec.encoder!r}: patches of {spec.patch_size_px} samples, which are no "
-                f"multiple of processor.hop_length = {self._extractor.hop_length}"
+                f"multiple of processor.hop_length = {hop}"
             )
         if importlib.util.find_spec("soundfile") is None:
             raise ConfigError(
@@ -83,7 +85,8 @@ class AudioPreprocessor:
         samples = ceil(info.frames * self._rate / info.samplerate)
         group = self.spec.merge**2
         patches = ceil(samples / (self.spec.patch_size_px * group)) * group
-        patches = min(patches, self.spec.max_patches // group * group)
+        if self.spec.max_patches:
+            patches = min(patches, self.spec.max_patches // group * group)
         duration_ms = round(1000 * min(samples, patches * self.spec.patch_size_px) / self._rate)
         return ImageMeta(0, 0, patches, patches // group, duration_ms=duration_ms)
 
@@ -103,8 +106,13 @@ class AudioPreprocessor:
         """
         wanted = meta.patches * self.spec.patch_size_px
         wave_S = self._decode(data, wanted)
+        if self._hears_waves and len(wave_S):  # normalized without the zeros behind it
+            made: Any = self._extractor(wave_S, sampling_rate=self._rate, return_tensors="np")
+            wave_S = np.asarray(made["input_values"][0], np.float32)
         padded_S = np.zeros(wanted, np.float32)
         padded_S[: len(wave_S)] = wave_S
+        if self._hears_waves:
+            return padded_S.reshape(meta.patches, -1)
         found: Any = self._extractor(
             padded_S, sampling_rate=self._rate, padding="longest", return_tensors="np"
         )

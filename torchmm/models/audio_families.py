@@ -29,17 +29,41 @@ SAMPLES_PER_POSITION = 320
 """Two mel frames, 10 ms apart, at 16 kHz."""
 
 
-class WhisperFamily(EncoderFamily):
-    """Whisper's encoder: two convolutions over mel frames, fixed positions, layers, a norm."""
+class SoundFamily(EncoderFamily):
+    """What encoders of sounds have in common: positions of all sounds behind each other."""
 
     modality: Literal["image", "audio"] = "audio"
     layout = "patches"
+    has_class_token = False
+
+    def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Segments:
+        return Segments.from_starts(image_starts(inputs.grids_thw), device)
+
+    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
+        return hidden[0]
+
+    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
+        return 1, sum(patches), self.width(config)
+
+    def smallest_folded(
+        self, config: Any, shuffle: int
+    ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        (_, values), _ = self.smallest_image(config)
+        return (shuffle**2, values), (1, 1, shuffle**2)
+
+    def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
+        """Consecutive positions, of sounds that are whole groups long."""
+        return x_PD.reshape(-1, shuffle**2 * x_PD.shape[-1])
+
+
+class WhisperFamily(SoundFamily):
+    """Whisper's encoder: two convolutions over mel frames, fixed positions, layers, a norm."""
+
     processor_class = "WhisperFeatureExtractor"
     layers = "layers"
     pre = ("conv1", "conv2", "embed_positions")
     patch_embedding = "conv1"
     final_norm = "layer_norm"
-    has_class_token = False
     renames = ((r"(model\.)?encoder\.", "tower."),)
     tensor_parallel: ClassVar[dict[str, str]] = {
         "self_attn": "local_heads",
@@ -63,9 +87,6 @@ class WhisperFamily(EncoderFamily):
         mels, hidden = tower.conv1.in_channels, tower.conv1.out_channels
         return (2 * 3 * mels, hidden), (3 * hidden, hidden)
 
-    def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Segments:
-        return Segments.from_starts(image_starts(inputs.grids_thw), device)
-
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
         """(1, P, D); one call per sound, because its edges see zeros and not its neighbours."""
         positions = [prod(grid) for grid in inputs.grids_thw]
@@ -79,12 +100,6 @@ class WhisperFamily(EncoderFamily):
             embedded.append(hidden_PD + tower.embed_positions.weight[: len(hidden_PD)])
         return torch.cat(embedded)[None]
 
-    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
-        return hidden[0]
-
-    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
-        return 1, sum(patches), config.d_model
-
     def processor(self, config: Any) -> dict[str, Any]:
         return {"feature_size": config.num_mel_bins}
 
@@ -96,16 +111,6 @@ class WhisperFamily(EncoderFamily):
 
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         return (1, 2 * config.num_mel_bins), (1, 1, 1)
-
-    def smallest_folded(
-        self, config: Any, shuffle: int
-    ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-        (_, values), _ = self.smallest_image(config)
-        return (shuffle**2, values), (1, 1, shuffle**2)
-
-    def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
-        """Consecutive positions, of sounds that are whole groups long."""
-        return x_PD.reshape(-1, shuffle**2 * x_PD.shape[-1])
 
     def layer_count(self, config: Any) -> int:
         return config.encoder_layers

@@ -17,6 +17,7 @@ from torchmm.models.audio_families import WhisperFamily
 from torchmm.models.encoder_family import EncoderFamily, image_starts, side
 from torchmm.models.qwen_vision import Qwen2_5VisionFamily, Qwen2VisionFamily
 from torchmm.models.vision_families import Dinov2Family, Idefics3Family, InternVisionFamily
+from torchmm.models.wav2vec2_family import Wav2Vec2Family
 
 
 class SiglipFamily(EncoderFamily):
@@ -80,6 +81,7 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "qwen2_vl_vision": Qwen2VisionFamily(),
     "qwen2_5_vl_vision": Qwen2_5VisionFamily(),
     "whisper": WhisperFamily(),
+    "wav2vec2": Wav2Vec2Family(),
 }
 """Supported families by Hugging Face model_type. One is supported when its parity test passes."""
 

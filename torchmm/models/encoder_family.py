@@ -76,6 +76,14 @@ class EncoderFamily:
     }
     """Style of each linear and norm of a layer."""
 
+    def variant(self, config: Any) -> EncoderFamily:
+        """The family, where models of one type are not all cut alike: the part of it for `config`.
+
+        Raises:
+            ConfigError: the family has no part for it.
+        """
+        return self
+
     def styles(self, config: Any) -> dict[str, str]:
         """Tensor-parallel style of the parts of a layer, by name."""
         return self.tensor_parallel
@@ -133,7 +141,7 @@ class EncoderFamily:
         return side(config.patch_size)
 
     def max_patches(self, config: Any) -> int:
-        """Most patches of a sound; 0 for images."""
+        """Most patches of a sound; 0: any number. 0 for images."""
         return 0
 
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchmm.batch import EncoderInputs, ImageMeta, ImageSpec, LayerDescription
@@ -258,5 +259,10 @@ class _Initializer:
         self.tower = tower
 
     def _init_weights(self, module: nn.Module) -> None:
-        if not init_connector(module):
-            self.tower._init_weights(module)
+        if init_connector(module):
+            return
+        self.tower._init_weights(module)
+        if is_parametrized(module, "weight"):  # what Hugging Face has just filled was a copy
+            assert isinstance(module, nn.Conv1d)  # Wav2Vec2's, which gives positions
+            std = 2 * (module.kernel_size[0] * module.in_channels) ** -0.5
+            module.weight = torch.empty_like(module.weight).normal_(std=std)  # type: ignore[assignment]

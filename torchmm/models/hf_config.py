@@ -30,6 +30,10 @@ _DROPOUTS = (
     "embedding_dropout",
     "resid_pdrop",
     "embd_pdrop",
+    "hidden_dropout",
+    "activation_dropout",
+    "feat_proj_dropout",
+    "layerdrop",
 )
 
 

@@ -147,6 +147,7 @@ def _build_encoder(
     family = ENCODER_FAMILIES.get(config.model_type)
     if family is None:
         raise ConfigError(_unsupported(key, config.model_type, ENCODER_FAMILIES))
+    family = family.variant(config)
     problems = size_problems(key, config)
     problems += _connector_problems(key, section, family, config)
     processor: tuple[str, dict[str, Any]] = ("", {})
@@ -163,7 +164,9 @@ def _build_encoder(
         dtype=dtype,
         feature_layer=section.feature_layer,
         shuffle=section.shuffle if section.connector == "pixel_shuffle_mlp" else 1,
-        final_norm=family.modality == "audio" and section.feature_layer == -1,
+        final_norm=family.modality == "audio"
+        and section.feature_layer == -1
+        and bool(family.final_norm),
     )
     renames = (*family.renames, *TOWER_FILES.renames)
     return EncoderModule(spec, replace(TOWER_FILES, source=section.source, renames=renames))
@@ -247,7 +250,7 @@ def _load_extractor(
     if source is not None:
         with suppress(OSError):  # weights without an extractor: the model type's defaults
             settings, _ = FeatureExtractionMixin.get_feature_extractor_dict(source)
-    known = ("feature_size", "sampling_rate", "hop_length", "n_fft", "chunk_length")
+    known = ("feature_size", "sampling_rate", "hop_length", "n_fft", "chunk_length", "do_normalize")
     kept = {name: settings[name] for name in known if name in settings}
     return family.processor_class, {**kept, **(override or {}), **family.processor(config)}
 

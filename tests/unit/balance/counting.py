@@ -72,11 +72,21 @@ def _grouped_mm(rows: Tensor, weights: Tensor, *_: Any, out_val: Any, **__: Any)
     return 2 * rows.numel() * weights.shape[-1]
 
 
+def _convolution_backward(
+    grad: Tensor, inputs: Tensor, weight: Tensor, *settings: Any, out_val: Any
+) -> int:
+    """Once the forward per gradient; torch's counts those of weights as if there were one group."""
+    needed: list[bool] = settings[-1]
+    forward = 2 * (grad.numel() // grad.shape[1]) * weight.numel()
+    return forward * sum(needed[:2])
+
+
 _aten, _own = torch.ops.aten, torch.ops.torchmm
 _ATTENTION: dict[Any, Any] = {
     _own.packed_attention: _packed_attention,
     _own.packed_attention_backward: _packed_attention_backward,
     _aten._grouped_mm: _grouped_mm,
+    _aten.convolution_backward: _convolution_backward,
     _own.capped_attention: _packed_attention,
     _own.capped_attention_backward: _capped_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _dense_attention,

@@ -10,7 +10,7 @@ import pytest
 import soundfile
 import torch
 from data_cases import CLIP, caption, data_config, png, training, write_jsonl, write_parquet
-from transformers import WhisperFeatureExtractor
+from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 from torchmm.batch import ImageSpec
 from torchmm.config import SourceConfig
@@ -65,6 +65,21 @@ def test_files_of_any_rate_give_what_they_were_planned_with(rate: int, fmt: str)
     assert meta.patches == 16 and meta.duration_ms == pytest.approx(300, abs=1)
     found, plain = ours.pixels(data, meta), ours.pixels(sound(0.3), meta)
     assert np.abs(found - plain).mean() < (0.3 if rate < 16_000 else 0.1)
+
+
+def test_waveforms_are_normalized_and_then_padded() -> None:
+    spec = ImageSpec("ear", "patches", "Wav2Vec2FeatureExtractor", {}, 320, modality="audio")
+    ours = AudioPreprocessor(spec)
+    data = sound(0.31)  # 15.5 patches
+    meta = ours.meta(data)
+    assert (meta.patches, meta.tokens, meta.duration_ms) == (16, 16, 310)
+    wave_S, _ = soundfile.read(io.BytesIO(data), dtype="float32")
+    made = Wav2Vec2FeatureExtractor()(wave_S, sampling_rate=16_000, return_tensors="np")
+    found_S = ours.pixels(data, meta).flatten()
+    assert (found_S[: len(wave_S)] == made["input_values"][0]).all()
+    assert len(found_S) == 16 * 320 and not found_S[len(wave_S) :].any()
+    assert ours.blank(meta).shape == (16, 320)
+    assert ours.meta(sound(90.0)).duration_ms == 90_000  # no encoder's end
 
 
 def test_long_sounds_are_cut_where_the_encoder_ends() -> None:

@@ -149,7 +149,22 @@ ENCODERS |= {
         "max_source_positions": 16,
     },
 }
-AUDIO = ("whisper",)
+_WAVES = {
+    "model_type": "wav2vec2",
+    **{k: _VISION[k] for k in ("hidden_size", "intermediate_size")},
+    **{k: _VISION[k] for k in ("num_hidden_layers", "num_attention_heads")},
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 2],
+    "conv_kernel": [10, 3],
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 4,
+    "apply_spec_augment": False,
+    **dict.fromkeys(("hidden_dropout", "activation_dropout", "attention_dropout"), 0.0),
+    "layerdrop": 0.0,
+}
+STABLE = {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True}
+ENCODERS |= {"wav2vec2": _WAVES, "wav2vec2_stable": {**_WAVES, **STABLE}}
+AUDIO = ("whisper", "wav2vec2", "wav2vec2_stable")
 BASIC_ENCODERS = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 """Enough of them where what is tested does not depend on the family."""
 CLASS_TOKEN = ("clip", "dinov2", "dinov2_gated", "internvl", "internvl_norms")
@@ -234,10 +249,12 @@ GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     "siglip2": [(1, 2, 5), (1, 4, 4), (1, 2, 5), (1, 3, 1)],
     "qwen2_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
-    "whisper": [(1, 1, 8), (1, 1, 4), (1, 1, 16)],
+    **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
 }
 PATCH_VALUES = {
     "whisper": 2 * 8,
+    "wav2vec2": 5 * 2,
+    "wav2vec2_stable": 5 * 2,
     "siglip2": 3 * 4 * 4,
     "qwen2_vl": 3 * 2 * 4 * 4,
     "qwen2_5_vl": 3 * 2 * 4 * 4,

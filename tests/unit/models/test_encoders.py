@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from model_cases import (
+    AUDIO,
     CLASS_TOKEN,
     ENCODERS,
     GRIDS,
@@ -51,6 +52,9 @@ def plain_tower(encoder: EncoderModule) -> nn.Module:
 def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: int) -> Tensor:
     if family == "whisper":
         return whisper_features(tower, inputs)
+    if family.startswith("wav2vec2"):
+        waves = waveforms(inputs)
+        return torch.cat([tower(wave_S[None]).last_hidden_state[0] for wave_S in waves])
     if family.startswith("qwen"):
         return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
     if family == "siglip2":
@@ -77,6 +81,12 @@ def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
     return torch.cat(found)
 
 
+def waveforms(inputs: EncoderInputs) -> list[Tensor]:
+    """Sounds with the ten zeros behind them that their last position would lack."""
+    sizes = [prod(grid) for grid in inputs.grids_thw]
+    return [nn.functional.pad(x.flatten(), (0, 10)) for x in inputs.pixels.split(sizes)]
+
+
 @pytest.mark.parametrize(
     ("family", "layer"), [("clip", -2), ("dinov2", -2), *((name, -1) for name in ENCODERS)]
 )
@@ -93,9 +103,23 @@ def test_features_and_gradients_equal_hugging_faces(family: str, layer: int) -> 
     assert worst_gradient(encoder.tower, tower, lambda name: name) < 1e-5
 
 
-def test_images_do_not_see_each_other() -> None:
-    encoder = build(pair_config("llama", "siglip2")).encoders["eye"]
-    inputs = make_inputs("siglip2")
+def test_sounds_packed_equal_a_padded_batch_with_its_mask() -> None:
+    """As Hugging Face runs several sounds through models whose features have layer norms."""
+    encoder = build(pair_config("llama", "wav2vec2_stable")).encoders["eye"]
+    inputs = make_inputs("wav2vec2_stable")
+    waves = waveforms(inputs)
+    mask = nn.utils.rnn.pad_sequence([torch.ones(len(w)) for w in waves], batch_first=True)
+    padded = nn.utils.rnn.pad_sequence(waves, batch_first=True)
+    hidden = plain_tower(encoder)(padded, attention_mask=mask.long()).last_hidden_state
+    sizes = [prod(grid) for grid in inputs.grids_thw]
+    theirs = torch.cat([row[:size] for row, size in zip(hidden, sizes, strict=True)])
+    assert relative_error(encoder(inputs), encoder.connector(theirs)) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["siglip2", *AUDIO])
+def test_images_and_sounds_do_not_see_each_other(family: str) -> None:
+    encoder = build(pair_config("llama", family)).encoders["eye"]
+    inputs = make_inputs(family)
     together = encoder(inputs)
     sizes = [prod(grid) for grid in inputs.grids_thw]
     alone = [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_cases import (
+    AUDIO,
     COMPOSITES,
     ENCODERS,
     LLMS,
@@ -32,6 +33,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Wav2Vec2ForCTC,
 )
 
 from torchmm.batch import EncoderInputs
@@ -198,6 +200,8 @@ def test_a_pair_becomes_a_llava_model(
         ("qwen2_5_vl", {}),
         ("clip", {"connector": "pixel_shuffle_mlp"}),
         ("whisper", {"connector": "pixel_shuffle_mlp"}),
+        ("wav2vec2", {"connector": "pixel_shuffle_mlp"}),
+        ("wav2vec2_stable", {}),
     ],
 )
 def test_other_pairs_are_saved_in_parts_that_load_again(
@@ -206,8 +210,10 @@ def test_other_pairs_are_saved_in_parts_that_load_again(
     model = build(pair_config("qwen2", family, **settings))
     export_hf(model, tmp_path, tokenizer)
     AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
-    if family in ("siglip2", "clip"):
-        AutoModel.from_pretrained(tmp_path / "eye")
+    if family in ("siglip2", "clip", "wav2vec2", "wav2vec2_stable"):
+        plain = AutoModel.from_pretrained(tmp_path / "eye")
+        for name, value in model.encoders["eye"].tower.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
     monkeypatch.chdir(tmp_path)
     config = ModelConfig(**json.loads((tmp_path / "torchmm.json").read_text()))
     again = load(config)
@@ -239,13 +245,36 @@ def test_an_llm_with_logits_of_its_own_becomes_no_llava(
         build_model(ModelConfig(config=composite), FreezeConfig())
 
 
-@pytest.mark.parametrize("family", ["dinov2", "internvl", "idefics3"])
+@pytest.mark.parametrize(
+    "family", ["dinov2", "internvl", "idefics3", "wav2vec2", "wav2vec2_stable"]
+)
 def test_a_tower_is_read_from_its_own_files(family: str, tmp_path: Path) -> None:
     """Which name some parts otherwise than the module does."""
     plain = save(AutoModel, ENCODERS[family], tmp_path)
-    section = EncoderConfig(source=str(tmp_path))
+    section = EncoderConfig(source=str(tmp_path), modality="audio" if family in AUDIO else "image")
     model = load(ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"eye": section}))
     theirs = plain.state_dict()
+    for name, value in model.encoders["eye"].tower.state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_old_names_of_a_model_for_recognition_are_read(tmp_path: Path) -> None:
+    """As the checkpoints of Wav2Vec2 have them: a prefix, a head, and weights in two factors."""
+    torch.manual_seed(0)
+    plain = Wav2Vec2ForCTC(AutoConfig.for_model(**ENCODERS["wav2vec2"]))
+    plain.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    old = {
+        n.replace("parametrizations.weight.original0", "weight_g").replace(
+            "parametrizations.weight.original1", "weight_v"
+        ): t
+        for n, t in weights.items()
+    }
+    assert any(n.endswith("conv.weight_g") for n in old) and "lm_head.weight" in old
+    save_file(old, tmp_path / "model.safetensors")
+    section = EncoderConfig(source=str(tmp_path), modality="audio")
+    model = load(ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"eye": section}))
+    theirs = plain.wav2vec2.state_dict()
     for name, value in model.encoders["eye"].tower.state_dict().items():
         assert torch.equal(value, theirs[name]), name
 

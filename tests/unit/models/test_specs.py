@@ -117,18 +117,20 @@ def test_window_layers_of_qwen_are_described() -> None:
     assert [layer.window for layer in encoder.describe().layers] == [16, None, 16]
 
 
-def test_an_audio_encoder_hears_what_its_extractor_makes() -> None:
-    config = pair_config("llama", "whisper", connector="pixel_shuffle_mlp")
+@pytest.mark.parametrize(("family", "positions"), [("whisper", 12), ("wav2vec2", 16)])
+def test_an_audio_encoder_hears_what_its_extractor_makes(family: str, positions: int) -> None:
+    config = pair_config("llama", family, connector="pixel_shuffle_mlp")
     encoder = build(config).encoders["eye"]
     ours = AudioPreprocessor(encoder.image_spec())
     stream = io.BytesIO()
-    wave_S = np.random.default_rng(0).normal(0, 0.1, 3000)
+    samples = 3000 if family == "whisper" else 160
+    wave_S = np.random.default_rng(0).normal(0, 0.1, samples)
     soundfile.write(stream, wave_S, 16_000, format="WAV")
     meta = ours.meta(stream.getvalue())
     pixels = torch.from_numpy(ours.pixels(stream.getvalue(), meta))
     inputs = EncoderInputs(pixels, [ours.grid_thw(meta)], torch.empty(0))
-    assert (meta.patches, meta.tokens) == (12, 3)
-    assert encoder(inputs).shape == (3, 32)
+    assert (meta.patches, meta.tokens) == (positions, positions // 4)
+    assert encoder(inputs).shape == (positions // 4, 32)
     assert encoder.dummy_image().patches == 4 and encoder.dummy_image().tokens == 1
 
 
@@ -137,6 +139,18 @@ def test_modality_and_family_have_to_agree() -> None:
         build(pair_config("llama", "whisper", modality="image"))
     with pytest.raises(ConfigError, match="clip_vision_model reads image"):
         build(pair_config("llama", "clip", modality="audio"))
+
+
+def test_adapters_of_wav2vec2_and_its_dropout_are_refused() -> None:
+    for change, message in {
+        ("adapter_attn_dim", 4): "adapter_attn_dim = 4: adapters .* not implemented",
+        ("layerdrop", 0.1): r"layerdrop = 0\.1 is not implemented; override it",
+    }.items():
+        settings = {**ENCODERS["wav2vec2_stable"], **dict([change])}
+        section = EncoderConfig(config=settings, modality="audio")
+        config = ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"ear": section})
+        with pytest.raises(ConfigError, match=message):
+            build_model(config, FreezeConfig())
 
 
 def test_whole_whisper_files_are_read(tmp_path: Path) -> None:
