@@ -1,0 +1,171 @@
+"""Searched schedules with sounds, two vision encoders, or pictures and sounds in one sample.
+
+Every sample has its own modalities: some lack one, some all. Two ranks give the loss and the
+gradients of the single process, batch after batch.
+"""
+
+import random
+from itertools import accumulate, pairwise
+from math import prod
+
+import pytest
+import torch
+from launch import run_distributed
+from pipeline_cases import (
+    CPU,
+    KINDS,
+    LAYERS,
+    LLM,
+    SIZES,
+    VOCAB,
+    Kind,
+    gradient_errors,
+    reference_losses,
+)
+from searched_cases import filled
+
+from torchmm.batch import (
+    IGNORE_TARGET,
+    EncoderInputs,
+    ImageMeta,
+    Microbatch,
+    MicrobatchMeta,
+    SampleMeta,
+)
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipelining.actions import COMPUTE
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.pipelining.separated import separated
+from torchmm.step import TrainStep
+
+BATCHES = 6
+WAV2VEC2 = {
+    "model_type": "wav2vec2",
+    **SIZES,
+    "num_hidden_layers": LAYERS,
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 2],
+    "conv_kernel": [10, 3],
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 4,
+    **dict.fromkeys(("hidden_dropout", "activation_dropout", "attention_dropout"), 0.0),
+    "layerdrop": 0.0,
+}
+WAVES = Kind({"modality": "audio", "config": WAV2VEC2}, [(1, 1, n) for n in (1, 5, 12)], (10,))
+MODELS = {
+    "sounds": {"speech": KINDS["whisper"]},
+    "two vision encoders": {"vision": KINDS["clip"], "glance": KINDS["siglip2"]},
+    "pictures and sounds": {"vision": KINDS["siglip2"], "speech": WAVES},
+}
+
+
+def batch_of(kinds: dict[str, Kind], seed: int) -> list[Microbatch]:
+    """Four microbatches; in every fifth batch nobody needs the last encoder."""
+    rng = random.Random(seed)
+    here = list(kinds)[: -1 if seed % 5 == 4 else None]
+    return [_microbatch({n: kinds[n] for n in here}, rng, 10 * seed + i) for i in range(4)]
+
+
+def _microbatch(kinds: dict[str, Kind], rng: random.Random, seed: int) -> Microbatch:
+    """Samples of any modalities, what is seen and heard before the text."""
+    generator = torch.Generator().manual_seed(seed)
+    samples, shares = [], {name: ([], []) for name in kinds}
+    begin, unseen = 0, []
+    for index in range(rng.randint(2, 5)):
+        start, shown = begin, []
+        for name, kind in kinds.items():
+            for _ in range(rng.choice((0, 0, 1, 2))):
+                grid = rng.choice(kind.grids)
+                tokens = prod(grid) // kind.merge**2
+                shown.append(ImageMeta(8, 8, prod(grid), tokens, encoder=name))
+                shares[name][0].append(grid)
+                shares[name][1].extend(range(begin, begin + tokens))
+                begin += tokens
+        unseen += range(start, begin)  # neither these nor the first word are predicted
+        begin += rng.randint(3, 8)
+        samples.append(SampleMeta("random", index, begin - start, tuple(shown)))
+    starts = [0, *accumulate(sample.tokens for sample in samples)]
+    ids = torch.randint(5, VOCAB, (begin,), generator=generator)
+    targets = torch.roll(ids, -1)
+    targets[torch.tensor([*unseen, *(stop - 1 for stop in starts[1:])])] = IGNORE_TARGET
+    inputs = {}
+    for name, (grids, places) in shares.items():
+        if grids:
+            shape = kinds[name].pixels
+            count = len(grids) if len(shape) == 3 else sum(map(prod, grids))
+            pixels = torch.randn((count, *shape), generator=generator)
+            inputs[name] = EncoderInputs(pixels, grids, torch.tensor(places))
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])
+    meta = MicrobatchMeta(tuple(samples), begin)
+    return Microbatch(ids, targets, positions, starts, inputs, meta)
+
+
+def _whole(kinds: dict[str, Kind]) -> MultimodalModel:
+    """On the meta device."""
+    config = {
+        "llm": {"config": {**LLM, "tie_word_embeddings": False}},
+        "encoders": {name: kind.section for name, kind in kinds.items()},
+    }
+    return build_model(ModelConfig.model_validate(config), FreezeConfig())
+
+
+def compare(kinds: dict[str, Kind]) -> tuple[list[str], int, int]:
+    """What is wrong; batches in another order than the separated schedule's; samples that lack a
+    modality others of their batch have."""
+    search = {"evaluations": 60}
+    config = ParallelConfig.model_validate(
+        {"shard": 1, "schedule": "searched", "pipeline": 2, "virtual_stages": 2, "search": search}
+    )
+    mesh = build_mesh(config, CPU)
+    model = _whole(kinds)
+    descriptions = [module.describe() for module in model.modality_modules()]
+    layout = plan_layout(config, descriptions, [m.meta for m in batch_of(kinds, 0)])
+    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    none = ActivationCheckpointConfig(mode="none")
+    parallelize(model, mesh, config, none, CompileConfig(), torch.float32)
+    filled(model)
+    step = TrainStep(
+        Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32), mesh
+    )
+    alone, problems, searched, lacking = filled(_whole(kinds)), [], 0, 0
+    for seed in range(BATCHES):
+        batch = batch_of(kinds, seed)
+        targets = sum(m.target_count for m in batch)
+        model.zero_grad(set_to_none=True)
+        outcome = step.run(batch, targets)
+        loss = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
+        wanted = sum(reference_losses(alone, [batch], targets)[0]) / targets
+        if abs(loss / wanted - 1) > 1e-5:
+            problems.append(f"batch {seed}: loss {loss}, expected {wanted}")
+        errors = gradient_errors(model, alone)
+        problems += [f"batch {seed}: {n} off by {e}" for n, e in errors.items() if not e <= 1e-5]
+        order = [[a for a in row if a.type in COMPUTE] for row in outcome.plan.actions]
+        searched += order != [list(row) for row in separated(outcome.plan.graph)]
+        there = [{i.encoder for i in s.images} for m in batch for s in m.meta.samples]
+        lacking += sum(found < set().union(*there) for found in there)
+    return problems, searched, lacking
+
+
+def compare_all() -> dict[str, tuple[list[str], int, int]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    return {name: compare(kinds) for name, kinds in MODELS.items()}
+
+
+@pytest.mark.slow
+def test_searched_plans_of_all_modalities_equal_the_single_process():
+    for found in run_distributed(compare_all, 2):
+        for name, (problems, searched, lacking) in found.items():
+            assert not problems, (name, problems)
+            assert searched >= BATCHES // 3, name
+            assert lacking > BATCHES, name
