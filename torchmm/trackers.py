@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 import urllib.error
 import urllib.request
@@ -50,9 +51,17 @@ class Sink(Protocol):
 
 
 def make_trackers(
-    config: MetricsConfig, run_dir: Path, name: str, recipe: Record, log: logging.Logger
+    config: MetricsConfig,
+    run_dir: Path,
+    name: str,
+    recipe: Record,
+    log: logging.Logger,
+    resumed: bool = False,
 ) -> list[Sink]:
     """The trackers a recipe asks for. `recipe` is stored with the W&B run.
+
+    Args:
+        resumed: from a checkpoint: the W&B run of this directory is continued.
 
     Raises:
         ConfigError: TensorBoard is asked for and not installed.
@@ -60,13 +69,27 @@ def make_trackers(
     trackers: list[Sink] = []
     if config.wandb != "disabled":
         mode, project = config.wandb, config.wandb_project
-        start_wandb = lambda: WandbTracker(mode, project, run_dir, name, recipe, log)  # noqa: E731
+        run_id = wandb_run_id(run_dir, resumed)
+        start_wandb = lambda: WandbTracker(  # noqa: E731
+            mode, project, run_dir, name, recipe, log, run_id
+        )
         trackers.append(BackgroundSink("Weights & Biases", start_wandb, log))
     if config.tensorboard:
         writer_class = _tensorboard_writer()
         start_tensorboard = lambda: TensorBoardTracker(writer_class, run_dir)  # noqa: E731
         trackers.append(BackgroundSink("TensorBoard", start_tensorboard, log))
     return trackers
+
+
+def wandb_run_id(run_dir: Path, resumed: bool) -> str:
+    """Identity of the W&B run: the directory's last one if resumed, else a new one, kept in a file.
+
+    Steps that a resumed run repeats are the same numbers again; W&B keeps the first.
+    """
+    file = run_dir / "wandb_run_id"
+    if not resumed or not file.is_file():
+        file.write_text(secrets.token_hex(4) + "\n")
+    return file.read_text().strip()
 
 
 class BackgroundSink:
@@ -134,6 +157,7 @@ class WandbTracker:
         name: str,
         recipe: Record,
         log: logging.Logger,
+        run_id: str,
     ) -> None:
         """Connect; may block for the service's `init_timeout`."""
         settings = wandb.Settings(
@@ -155,6 +179,8 @@ class WandbTracker:
         self._run = wandb.init(
             project=project,
             name=name,
+            id=run_id,
+            resume="allow",  # continue the run of this identity if there is one
             dir=str(run_dir),
             config=dict(recipe),
             mode="offline" if mode == "offline" else "online",

@@ -363,6 +363,19 @@ def test_wandb_offline_writes_a_run(tmp_path, caplog, unreachable_wandb):
     assert not [r for r in caplog.records if r.name == LOG.name]
 
 
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, unreachable_wandb):
+    identities = []
+    for start_step in (0, 5, 0):
+        made = recorder(tmp_path, start_step=start_step, wandb="offline")
+        made.record(record(start_step + 1))
+        made.close()
+        identities.append((tmp_path / "wandb_run_id").read_text().strip())
+    first, resumed, fresh = identities
+    assert first == resumed != fresh
+    found = [file.stem for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
+    assert {f"run-{first}", f"run-{fresh}"} <= set(found)
+
+
 def test_tensorboard_events_hold_the_loss(tmp_path):
     made = recorder(tmp_path, tensorboard=True)
     made.record(record(4))
