@@ -15,8 +15,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
@@ -185,6 +185,16 @@ def run_cases(
             found += rows
             if arguments.json is not None:
                 write_rows(found, arguments.json)
+
+
+def kept_rows(json_file: Path | None, cases: Collection[str]) -> list[Row]:
+    """Rows that a file has of other cases, so that a long benchmark can be run in parts."""
+    if json_file is None or not json_file.exists():
+        return []
+    records = json.loads(json_file.read_text())
+    names = {field.name for field in fields(Row)}
+    rows = [Row(**{k: v for k, v in record.items() if k in names}) for record in records]
+    return [row for row in rows if row.case not in cases]
 
 
 def write_rows(rows: Sequence[Row], json_file: Path) -> None:

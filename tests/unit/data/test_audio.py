@@ -155,6 +155,31 @@ def test_every_encoder_reads_its_own(make, text_spec) -> None:
     assert loader.next_metas() is not None
 
 
+def test_documents_have_words_pictures_and_sounds_in_any_order(make, tmp_path, text_spec) -> None:
+    """Interleaved: every placeholder stands where its picture or sound does in the document."""
+    (tmp_path / "a.png").write_bytes(png(16, 24))
+    (tmp_path / "b.wav").write_bytes(sound(0.2))
+    order = ["text", "audio", "text", "image", "audio", "text"]
+    kinds = {"text": caption(1), "image": "a.png", "audio": "b.wav"}
+    record = {
+        f"{kind}s": [value if here == kind else None for here in order]
+        for kind, value in kinds.items()
+    }
+    path = write_jsonl(tmp_path / "triples.jsonl", [record] * 8)
+    loader = make(CLIP, SPEECH, sources=[SourceConfig(path=str(path), name="triples")])
+    (microbatch, *_) = next(iter(loader)).microbatches
+    sample = microbatch.meta.samples[0]
+    assert [i.encoder for i in sample.images] == ["speech", "vision", "speech"]
+    positions = {n: e.positions_K.tolist() for n, e in microbatch.encoders.items()}
+    owner = {p: name for name, places in positions.items() for p in places}
+    row = [owner.get(p, "text") for p in range(sample.tokens)]
+    runs = [kind for i, kind in enumerate(row) if i == 0 or row[i - 1] != kind]
+    assert runs == ["text", "speech", "text", "vision", "speech", "text"]
+    shown = (microbatch.input_ids_T == text_spec.image_token_id)[: sample.tokens]
+    assert shown.tolist() == [kind != "text" for kind in row]
+    assert (microbatch.targets_T[: sample.tokens] != text_spec.image_token_id).all()
+
+
 def test_sounds_without_an_encoder_are_left_out(make) -> None:
     names = {name for b in islice(make(CLIP), 4) for m in b.microbatches for name in m.encoders}
     assert names == {"vision"}

@@ -1,0 +1,155 @@
+"""The recipes that train on two CPU cores, run to their end: what they learn, and in what time.
+
+Each is trained as its first lines say, and once for a single step with learning rates of zero: the
+figures of that run are those of the untrained model, on the same held-out samples. The time is that
+of the whole command, from its start to the exported model. Recipes that start from another's export
+come behind it. Rows of recipes that were not run stay in the file.
+
+    python benchmarks/small_recipes.py [--quick] [--json FILE] [--recipes NAME ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Row, describe_machine, kept_rows, make_parser, report, write_rows
+
+from torchmm.config import Recipe
+from torchmm.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 600.0
+QUICK_STEPS = 3
+NO_WARMUP = ("--optimizer.warmup_steps", "0")
+FIGURES = {
+    "validation_loss": ("held-out loss", "nats"),
+    "validation_loss_image": ("held-out error of drawings", "square"),
+    "word_error_rate": ("wrong words, unheard", "share"),
+}
+"""Of metrics.jsonl: name and unit."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe and how it is started."""
+
+    path: str
+    """Below recipes/."""
+    ranks: int = 2
+    figures: tuple[str, ...] = ("validation_loss",)
+
+
+SPEECH, DRAWN = ("validation_loss", "word_error_rate"), ("validation_loss_image",)
+CASES = {
+    "siglip2_qwen3": Case("tiny/siglip2_qwen3.toml"),
+    "internvit_qwen2_5": Case("tiny/internvit_qwen2_5.toml"),
+    "smolvlm": Case("tiny/smolvlm.toml"),
+    "llava_llm": Case("tiny/llava_llm.toml"),
+    "llava_connector": Case("tiny/llava_connector.toml"),
+    "llava": Case("tiny/llava.toml"),
+    "qwen2_5_vl": Case("tiny/qwen2_5_vl.toml"),
+    "wav2vec2_llama": Case("tiny/wav2vec2_llama.toml"),
+    "quickstart": Case("quickstart.toml"),
+    "quickstart_searched": Case("quickstart_searched.toml"),
+    "quickstart_colocated": Case("quickstart_colocated.toml"),
+    "quickstart_speech": Case("quickstart_speech.toml", figures=SPEECH),
+    "quickstart_omni": Case("quickstart_omni.toml", figures=SPEECH),
+    "quickstart_generation": Case("quickstart_generation.toml", figures=DRAWN),
+    "quickstart_video": Case("quickstart_video.toml", figures=DRAWN),
+    "quickstart_three_modules": Case(
+        "quickstart_three_modules.toml", figures=("validation_loss", *DRAWN)
+    ),
+    "quickstart_disaggregated": Case(
+        "quickstart_disaggregated.toml", 4, ("validation_loss", *DRAWN)
+    ),
+}
+
+
+class RunError(Exception):
+    """A recipe did not run to its end."""
+
+
+def main() -> int:
+    """Runs the recipes one after the other; 0 whatever they learn, 1 if one fails."""
+    parser = make_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--recipes", nargs="+", choices=CASES, metavar="NAME", help="only these")
+    arguments = parser.parse_args()
+    names = arguments.recipes or (["siglip2_qwen3"] if arguments.quick else list(CASES))
+    print(f"machine: {describe_machine(torch.device('cpu'))}")
+    for name in names:
+        try:
+            rows = run(name, CASES[name], arguments.quick)
+        except RunError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        report(f"Recipes on two cores: {name}", rows, None)
+        if arguments.json is not None:
+            write_rows(kept_rows(arguments.json, [name]) + rows, arguments.json)
+    return 0
+
+
+def run(name: str, case: Case, quick: bool = False) -> list[Row]:
+    """Rows of one recipe: its figures beside the untrained model's, and the time.
+
+    Raises:
+        RunError: a command failed.
+    """
+    path = ROOT / "recipes" / case.path
+    recipe = load_recipe(path).recipe
+    untrained, _ = train(path, case.ranks, still(recipe))
+    short = ["--training.steps", str(QUICK_STEPS), *NO_WARMUP] if quick else []
+    trained, duration_s = train(path, case.ranks, ["--name", recipe.name, *short])
+    rows = []
+    for figure in case.figures:
+        what, unit = FIGURES[figure]
+        before = untrained[figure]
+        rows.append(Row(name, what, unit, trained[figure], before, goal=before, better="lower"))
+    time_row = Row(name, "time of the command", "s", duration_s, goal=LIMIT_S, better="lower")
+    return [*rows, time_row]
+
+
+def still(recipe: Recipe) -> list[str]:
+    """Overrides of a step that changes nothing."""
+    rates = ["lr", *(f"module_lr.{module}" for module in recipe.optimizer.module_lr)]
+    zeros = [part for rate in rates for part in (f"--optimizer.{rate}", "0.0")]
+    return [
+        "--name", f"{recipe.name}_untrained", "--training.steps", "1", *NO_WARMUP, *zeros,
+        "--checkpoint.interval", "0", "--checkpoint.export_hf", "false",
+    ]  # fmt: skip
+
+
+def train(path: Path, ranks: int, overrides: list[str]) -> tuple[dict[str, Any], float]:
+    """The last record of a run, and the seconds that its command took.
+
+    Raises:
+        RunError: the command failed.
+    """
+    options = [*overrides, "--checkpoint.resume", "none"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *torchrun, "train.py", "--config", str(path), *options]
+    begin_s = time.perf_counter()
+    found = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=_environment(), check=False
+    )
+    duration_s = time.perf_counter() - begin_s
+    if found.returncode:
+        raise RunError(f"{' '.join(command)} failed:\n{found.stdout[-2000:]}{found.stderr[-4000:]}")
+    recipe = load_recipe(path, options).recipe
+    records = (ROOT / recipe.output_dir / recipe.name / "metrics.jsonl").read_text().splitlines()
+    return json.loads(records[-1]), duration_s
+
+
+def _environment() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", **os.environ}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
