@@ -21,11 +21,17 @@ import numpy as np
 from torchmm.balance.devices import Link
 from torchmm.balance.execution import Execution, stage_parameters
 from torchmm.balance.flops import PassFlops, pass_flops
-from torchmm.balance.kept import gradients_kept_bytes, kept_bytes, layer_kept_bytes
+from torchmm.balance.kept import (
+    gradients_kept_bytes,
+    kept_bytes,
+    layer_kept_bytes,
+    shared_bytes,
+)
 from torchmm.balance.operators import Operator, Profile, Times, Work, operator_ms
 from torchmm.balance.part_operators import Setting, all_reduce_bytes, part_operators
 from torchmm.balance.parts import Flag, Part, gradients, stage_parts
 from torchmm.balance.task_sizes import Array, TaskSizes
+from torchmm.balance.temporaries import layer_temporary_bytes, part_temporary_bytes
 from torchmm.batch import ModuleDescription
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -65,7 +71,8 @@ class StageCosts(NamedTuple):
     kept_bytes: Array
     kept_for_weights_bytes: Array
     workspace_bytes: Array
-    """Largest temporary: a layer that is recomputed or has no backward, gradients of logits."""
+    """Largest temporary, see `torchmm.balance.temporaries`; with it, activations of a layer that
+    is recomputed or has no backward."""
     flops: PassFlops
 
     def sharded(self, gather_ms: float, reduce_ms_N: Array, pieces: int, hides: bool) -> StageCosts:
@@ -154,6 +161,7 @@ class CostModel:
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
         kept_N, waiting_N = np.zeros(sizes.tasks), np.zeros(sizes.tasks)
         workspace_N = np.zeros(sizes.tasks)
+        first_layers = next((part for part in parts if part.layer is not None), None)
         for part, needs_inputs, needs_weights in gradients(parts, arrives):
             own = self._part_work(module, part, sizes, {} if cache is None else cache)
             back_N = np.asarray(needs_inputs, float)
@@ -166,6 +174,8 @@ class CostModel:
                 module, part, sizes, execution, self.element_bytes, needs_inputs, needs_weights
             )
             kept_N += found_N + self._received(part, sizes, has_backward, first=part is parts[0])
+            if part is first_layers:
+                kept_N += has_backward * shared_bytes(module, sizes, self.element_bytes)
             if needs_weights:
                 waiting_N += found_N + gradients_kept_bytes(
                     part, sizes, execution, self.element_bytes
@@ -228,17 +238,19 @@ class CostModel:
     def _workspace(
         self, module: ModuleDescription, part: Part, sizes: TaskSizes, has_backward: Array
     ) -> Array:
-        """Temporaries of one piece of a part, by task: those of backward, or of a lone forward."""
+        """Temporaries of one piece of a part, by task."""
         if part.layer is None:
-            width = part.linear[1] if part.linear and part.role == "output" else 0.0
-            return 2 * self.element_bytes * sizes.outputs_N * width
+            return part_temporary_bytes(module, part, sizes, self.element_bytes)
         execution = self.execution_of(module)
         whole = replace(execution, recompute="none")
         layer_N, kept_N = (
             layer_kept_bytes(part.layer, sizes, e, self.element_bytes, weights=part.trained)
             for e in (whole, execution)
         )
-        return layer_N - kept_N * has_backward
+        own_N = layer_temporary_bytes(
+            part.layer, sizes, execution, self.element_bytes, weights=part.trained
+        )
+        return (layer_N - kept_N) * has_backward + own_N
 
     def _link(self, ranks: int) -> Link:
         """What connects so many neighbouring ranks."""

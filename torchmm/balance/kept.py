@@ -8,7 +8,8 @@ the results of matrix products and attention ("selective").
 Between the two halves of a split backward (I and W) torch keeps the whole graph, and the gradients
 of all results of linears and norms beside it: more than before, not less.
 
-Left out: temporary buffers inside of one operator, and rotary tables, which layers share.
+Layers share rotary tables, which `shared_bytes` has. Left out: temporary buffers inside of one
+operator, and states of random generators (5 KB on the host for each layer that is run again).
 """
 
 from __future__ import annotations
@@ -76,18 +77,30 @@ def layer_kept_bytes(
     norms = 4 if layer.norm_place == "around" else 2
     normed_bytes = 4 if layer.norm_weight_float32 else element_bytes
     norms_N = norms * _norm(layer.norm, input_N, normed_bytes, weights)
+    scales = 2 if layer.norm == "layer" else 1  # float32: mean and deviation, or the latter
+    norms_N += 4 * norms * scales * sizes.units_N * execution.residual_share
     gathered = execution.residual_share if execution.async_tensor else 1.0
     inputs_N = gathered * sizes.units_N * layer.hidden_size
     norms_N += 2 * weights * element_bytes * inputs_N  # linears' inputs
     if layer.qk_norm:
         normed_N = sizes.units_N * (query + key)
         norms_N = norms_N + _norm(layer.norm, normed_N, normed_bytes, weights)
+        norms_N += 4 * scales * sizes.units_N * (query + key) / layer.head_dim
     # A part of packed results keeps all of them.
     values = query + 2 * key if layer.packed_qkv else key
     attention_N = attention_N + element_bytes * sizes.units_N * (query + key + values)
     ffn = _ffn_tensors(layer, weights) * layer.ffn_size / execution.tensor
     kept_N = norms_N + attention_N + element_bytes * sizes.units_N * ffn
     return kept_N + _cross(layer, sizes, execution, element_bytes, results=False)
+
+
+def shared_bytes(module: ModuleDescription, sizes: TaskSizes, element_bytes: int) -> Array:
+    """What the layers of a stage keep together: cosines and sines of positions."""
+    layer = module.layers[0]
+    if module.kind != "llm" and layer.norm != "rms":
+        return sizes.units_N * 0.0  # towers with layer norms add positions instead
+    size = element_bytes if module.kind == "llm" else 4
+    return 2 * size * sizes.units_N * layer.head_dim
 
 
 def gradients_kept_bytes(
@@ -159,10 +172,17 @@ def _linear(
     element_bytes: int,
     weights: bool,
 ) -> Array:
-    """Input of a linear, and of the activation function before it; token ids."""
+    """Input of a linear, and of the activation function before it; token ids. Of encoders also the
+    inputs of norms that may stand before the layers and behind them."""
     if part.linear is None:
         return 8 * sizes.inputs_N
+    beside_N = sizes.units_N * 0.0
+    if module.kind == "encoder":
+        norm, values_N = module.layers[0].norm, sizes.units_N * module.layers[0].hidden_size
+        before = part.leaf and norm == "layer"
+        if before or (part.role == "output" and part.first):
+            beside_N = _norm(norm, values_N, element_bytes, weights) + 8 * sizes.units_N
     rows_N = {"embedding": sizes.inputs_N, "context": sizes.contexts_N, "output": sizes.outputs_N}
     split = execution.tensor if part.role == "output" and part.last else 1
     tensors = weights + (part.role != "embedding" and not part.first)
-    return element_bytes * tensors * rows_N[part.role] * part.linear[0] / split
+    return beside_N + element_bytes * tensors * rows_N[part.role] * part.linear[0] / split

@@ -21,6 +21,9 @@ from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.graph import Message, StageGraph, StageLayout, StageSpec, Task
 from torchmm.pipelining.transfers import tied_stages, transfers
 
+TOKEN_BYTES = 40
+"""Of a token of a microbatch: id, target, position, places of targets and of images."""
+
 
 @dataclass(frozen=True)
 class PlanCosts:
@@ -42,8 +45,8 @@ class PlanCosts:
             wait there, it may be more than `kept_bytes`.
         temporary_bytes: by action: more while it runs, beyond the temporaries in `static_bytes`; 0
             where missing.
-        static_bytes: by rank of the plan: weights, gradients, optimizer state, and the largest
-            temporary of any of its tasks.
+        static_bytes: by rank of the plan: weights, gradients, optimizer state, the step's
+            microbatches, and the largest temporary of any of its tasks.
         memory_limit_bytes: of every rank; None: unlimited.
         flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
             a tensor-parallel group together.
@@ -94,10 +97,9 @@ def plan_costs(
         raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
     tasks = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
     caches: dict[str, PartCache] = {name: {} for name in tasks}
-    collected = _Collected()
+    collected, gather, reduce = _Collected(), {}, {}
     workspace = [0.0] * layout.rank_count
-    static = [0] * layout.rank_count
-    gather, reduce = {}, {}
+    static = [sum(map(_input_bytes, tasks.values()))] * layout.rank_count
     for stage in layout.stages:
         own = tasks[stage.module]
         span = own.module, stage.start, stage.stop
@@ -110,6 +112,7 @@ def plan_costs(
         for rank in stage.ranks:
             workspace[rank] = max(workspace[rank], found.workspace_bytes.max(initial=0.0))
             static[rank] += model.static_bytes(*span, layerwise=layerwise)
+    _keep_features(collected.kept, graph, tasks, model.element_bytes)
     return PlanCosts(
         compute_ms=collected.compute_ms,
         tensor_ms=collected.tensor_ms,
@@ -188,6 +191,34 @@ class _Collected:
         ):
             self.kept[task] = round(kept) if has else 0
             self.kept_for_weights[task] = round(waiting) if has else 0
+
+
+def _keep_features(
+    kept: dict[Task, int], graph: StageGraph, tasks: Mapping[str, ModuleTasks], element_bytes: int
+) -> None:
+    """Adds encoders' outputs to what the LLM's first stage keeps: they are leaves, and those of
+    several sub-microbatches are also kept behind each other."""
+    stages = graph.layout.stages
+    for source, destination in graph.layout.edges:
+        module = tasks[stages[source].module].module
+        if module.kind != "encoder" or stages[destination].module == module.name:
+            continue
+        own = tasks[module.name]
+        width = tasks[stages[destination].module].module.layers[0].hidden_size
+        for key, tokens in zip(own.keys, own.sizes.outputs_N.tolist(), strict=True):
+            if graph.carries_gradient(Message(source, destination, *key)):
+                copies = 1 + (graph.parts(source, key[0]) > 1)
+                task = Task(destination, key[0], 0)
+                kept[task] = kept.get(task, 0) + round(copies * element_bytes * tokens * width)
+
+
+def _input_bytes(tasks: ModuleTasks) -> int:
+    """What a step's microbatches take on a rank: ids, targets and positions, or pixels."""
+    module = tasks.module
+    if module.kind == "llm":
+        return round(TOKEN_BYTES * tasks.sizes.inputs_N.sum())
+    values = module.pre_linears[0][0] if module.pre_linears else 0
+    return round(4 * values * tasks.sizes.inputs_N.sum())
 
 
 def _transfers(

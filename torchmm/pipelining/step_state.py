@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torchmm.parallel.fsdp import LayerSharding, StepSharding
 from torchmm.parallel.p2p import P2PChannels, PendingTransfer
 from torchmm.parallel.torch_private import (
-    is_view,
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
@@ -38,8 +37,8 @@ V = TypeVar("V")
 class _Handed(torch.autograd.Function):
     """Identity whose result has shape and gradient but no memory.
 
-    Backward starts from it where the real output has been sent and is to be freed, or is a view
-    (torch's `stage_backward_input` detaches in place, which views forbid).
+    Backward starts from it, so that only who consumes the real output keeps it; and because the
+    output may be a view (torch's `stage_backward_input` detaches in place, which views forbid).
     """
 
     @staticmethod
@@ -188,14 +187,12 @@ class StepState:
         destination = message.destination
         if destination in self._here or self._runs_here(self._graph.consumer(message)):
             self._arrive(message, tuple(t.detach() for t in tensors))
-            sent = False
         else:
             self._forward_lane.outbox[message] = tuple(t.detach() for t in tensors)
-            sent = True
         if not keep:
             return message, ()
         roots = [
-            _Handed.apply(t) if t.requires_grad and (sent or is_view(t)) else t
+            _Handed.apply(t) if t.requires_grad else t
             for t, spec in zip(tensors, self._specs[message], strict=True)
             if spec.requires_grad
         ]
