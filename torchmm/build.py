@@ -270,7 +270,7 @@ def _random_stream(mesh: ParallelMesh) -> tuple[int, ...]:
 
     Ranks of one tensor-parallel group share both and must share dropout masks.
     """
-    place = (mesh.pipeline_rank,) if mesh.pipeline_size > 1 else ()
+    place = (mesh.pipeline_rank // mesh.mirrors,) if mesh.pipeline_size > 1 else ()
     return mesh.data_parallel_rank, *place
 
 

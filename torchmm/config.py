@@ -230,6 +230,13 @@ class ParallelConfig(Section):
         module = self.modules.get(name, ModuleParallelConfig())
         return module.model_dump(include=set(MODULE_SIZES), exclude_none=True)
 
+    @property
+    def mirrors(self) -> int:
+        """Tensor-parallel groups of colocated encoders in one of the LLM."""
+        if self.placement != "colocated":
+            return 1
+        return self.tensor // min(m.tensor or self.tensor for m in [self, *self.modules.values()])
+
     def segments(self, name: str) -> int:
         """Stages of a module per pipeline rank, under a schedule with separated modules."""
         given = self.modules.get(name, ModuleParallelConfig()).segments

@@ -172,8 +172,8 @@ class Forecaster:
         recipe = self.recipe.model_copy(update={"parallel": parallel})
         parallel = with_segments(recipe, self.modules, metas, self.profile)
         dtype = torch.bfloat16 if self.recipe.training.dtype == "bfloat16" else torch.float32
-        layerwise = self.ranks.pipeline == 1 and parallel.reshard_after_forward != "never"
-        layerwise = layerwise and not self.units
+        alone = self.ranks.pipeline * parallel.mirrors == 1 and not self.units
+        layerwise = alone and parallel.reshard_after_forward != "never"
         model = self._costs(parallel)
         sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
         planner = None

@@ -286,9 +286,10 @@ def _check_heads(recipe: Recipe) -> Found:
         nested = (model.config or {}).get(key)
         configs[f"model.config.{key}"] = (nested if isinstance(nested, dict) else None, module)
     for key, (config, module) in configs.items():
+        own = parallel.sizes_given(module) if parallel.placement == "colocated" else {}
         apart = parallel.placement == "disaggregated" and module != "llm"
-        tensor = unit_sizes(parallel, module if apart else "llm")["tensor"]
-        size = f"parallel.{module}.tensor" if apart else "parallel.tensor"
+        tensor = {**unit_sizes(parallel, module if apart else "llm"), **own}["tensor"]
+        size = f"parallel.{module}.tensor" if apart or "tensor" in own else "parallel.tensor"
         for name in ("num_attention_heads", "num_key_value_heads", "num_heads"):
             heads = (config or {}).get(name)
             if not isinstance(heads, int) or not heads % tensor:

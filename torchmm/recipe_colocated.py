@@ -1,7 +1,8 @@
 """Encoders with parallel sizes of their own on the LLM's ranks: sizes and value checks.
 
 An encoder's pipeline has as many ranks as divide the LLM's, so blocks of consecutive pipeline ranks
-hold one copy each; what its pipeline does not use is data parallelism (Optimus §4.1).
+hold one copy each. So do groups of the LLM's tensor-parallel ranks, where it is split over fewer.
+What it does not use is data parallelism (Optimus §4.1).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def encoder_layout(parallel: ParallelConfig, name: str, llm: Layout) -> Layout:
     if problems := [f"{p.key} = {p.value}: {p.text}" for p in found]:
         raise ConfigError(problems)
     given = parallel.sizes_given(name)
-    pipeline, tensor = given.get("pipeline", 1), llm.tensor
+    pipeline, tensor = given.get("pipeline", 1), given.get("tensor", llm.tensor)
     ranks = prod(llm)
     left = ranks // (pipeline * tensor)
     replicate, shard = given.get("replicate", -1), given.get("shard", -1)
@@ -77,6 +78,7 @@ def check_colocated(parallel: ParallelConfig, encoders: list[str], llm: Layout |
         for size, value in parallel.sizes_given(name).items():
             text = f"beside colocated encoders the {name}'s sizes are those of [parallel]"
             yield Problem(f"parallel.{name}.{size}", value, text, (f"parallel.{size}",))
+    yield from _unlike_tensors(parallel, encoders)
     for name in encoders:
         problems = list(_misfits(parallel, name, parallel.pipeline, parallel.tensor))
         yield from problems
@@ -118,10 +120,23 @@ def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) ->
         )
         yield Problem(f"parallel.{name}.pipeline", own, text, ("parallel.pipeline",))
     own = given.get("tensor", tensor)
-    if own != tensor:
-        divides = "" if tensor % own == 0 else " and does not divide it"
+    if own < 1 or tensor % own:
+        divisors = ", ".join(str(n) for n in range(1, tensor + 1) if tensor % n == 0)
         text = (
-            f"differs from parallel.tensor = {tensor}{divides}; colocated encoders are split over "
-            "the LLM's tensor-parallel ranks: remove it"
+            f"does not divide the {tensor} tensor-parallel ranks of the LLM, which the encoder's "
+            f"groups share out; use one of {divisors}"
         )
         yield Problem(f"parallel.{name}.tensor", own, text, ("parallel.tensor",))
+
+
+def _unlike_tensors(parallel: ParallelConfig, encoders: list[str]) -> Found:
+    """A rank of the plan is one tensor-parallel group, of all encoders."""
+    sizes = {name: parallel.sizes_given(name).get("tensor", parallel.tensor) for name in encoders}
+    name = min(sizes, key=lambda name: sizes[name], default="")
+    for other, size in sizes.items():
+        if size != sizes[name]:
+            text = (
+                f"differs from parallel.{name}.tensor = {sizes[name]}; give all encoders the same"
+            )
+            key = f"parallel.{other}.tensor"
+            yield Problem(key, size, text, (f"parallel.{name}.tensor", "parallel.tensor"))

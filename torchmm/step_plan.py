@@ -64,7 +64,7 @@ def plan_layout(
         ConfigError: the modules cannot be cut like this.
     """
     layers = module_layers(modules, microbatches)
-    if config.pipeline == 1 and units is None:
+    if config.pipeline * config.mirrors == 1 and units is None:
         return megatron_layout(layers, 1)
     try:
         if units is not None:

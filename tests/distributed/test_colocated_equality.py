@@ -50,7 +50,8 @@ FREEZES = {
 @dataclass(frozen=True)
 class Case:
     """Sizes: pipeline ranks of the LLM and of an encoder's pipelines, slices of encoder stages
-    (None: one for each layer), copies of the sharded encoder (None: as many as of the LLM)."""
+    (None: one for each layer), copies of the sharded encoder and tensor-parallel ranks of the
+    encoder (None: as many as of the LLM)."""
 
     pipeline: int
     encoder: int
@@ -64,11 +65,14 @@ class Case:
     encoders: int = 1
     copies: int | None = None
     llm_schedule: str = "interleaved_1f1b"
+    split: int | None = None
+    sequence_parallel: bool = False
 
     @property
     def parallel(self) -> ParallelConfig:
         """The recipe's section."""
         own = {"pipeline": self.encoder, "segments": self.slices, "replicate": self.copies}
+        own["tensor"] = self.split
         return ParallelConfig(
             placement="colocated",
             schedule="optimus",
@@ -76,6 +80,7 @@ class Case:
             virtual_stages=self.virtual,
             bubbles=self.bubbles,
             llm_schedule=self.llm_schedule,
+            sequence_parallel=self.sequence_parallel,
             vision=own,
             **({"second": own} if self.encoders == 2 else {}),
         )
@@ -95,6 +100,7 @@ CASES = {
         Case(2, 1, slices=2, freeze="all but connector"),
         Case(2, 1, slices=2, encoders=2),
         Case(2, 1, slices=2, copies=2, llm_schedule="zero_bubble"),
+        Case(1, 1, slices=None, tensor=2, split=1),
     ],
     4: [
         Case(4, 1, slices=None),
@@ -105,6 +111,14 @@ CASES = {
         Case(2, 2, shard=2),
         Case(2, 1, replicate=2, encoders=2),
         Case(2, 1, tensor=2),
+        # Encoders split over fewer ranks than the LLM.
+        Case(2, 1, tensor=2, split=1, slices=None),
+        Case(2, 2, tensor=2, split=1, slices=2, bubbles="coarse"),
+        Case(2, 1, tensor=2, split=1, encoders=2, virtual=2, sequence_parallel=True),
+        Case(2, 1, tensor=2, split=1, freeze="all but connector", llm_schedule="zero_bubble"),
+        Case(2, 2, tensor=2, split=1, freeze="tower", copies=2),
+        Case(1, 1, tensor=4, split=2, slices=2, freeze="llm"),
+        Case(1, 1, shard=2, tensor=2, split=1),
     ],
 }  # fmt: skip
 
@@ -176,7 +190,7 @@ def _compare_all(cases: list[Case]) -> list[tuple[Case, list[str], int]]:
     meshes: dict[tuple, ParallelMesh] = {}
     found = []
     for case in cases:
-        key = tuple(getattr(case, name) for name in SIZES)
+        key = (*(getattr(case, name) for name in SIZES), case.parallel.mirrors)
         meshes[key] = meshes.get(key) or build_mesh(case.parallel, CPU)
         found.append((case, *_compare(case, case.parallel, meshes[key])))
     return found

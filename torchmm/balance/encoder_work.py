@@ -139,15 +139,16 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
                     action = Action(ActionType.B, stage.index, *task)
                     backward[row, position, -len(stages) + index] = _cost(costs, action, problems)
         last = stages[-1].index
-        (after,) = graph.layout.destinations[last]
+        after = graph.layout.destinations[last][0]  # mirrors are handed the same
         for row, task in enumerate(tasks):
             message = Message(last, after, *task)
             hop[row, position] = costs.transfer_ms.get((message, False), 0.0)
     if problems:
         raise SimulationError(problems)
     devices = np.array([slices[0].ranks for slices in groups], np.int32).T
-    # Backward starts with the last slice.
-    return EncoderWork(module, tuple(tasks), devices, forward, backward[:, :, ::-1], hop_ms_NS=hop)
+    parts = graph.layout.mirrors
+    backward = backward[:, :, ::-1]  # starts with the last slice
+    return EncoderWork(module, tuple(tasks), devices, forward, backward, parts, hop_ms_NS=hop)
 
 
 def _cost(costs: PlanCosts, action: Action, problems: list[str]) -> float:

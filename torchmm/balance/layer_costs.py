@@ -85,7 +85,7 @@ def task_durations(
     microbatches: Sequence[MicrobatchMeta],
     targets: Sequence[int] | None = None,
 ) -> Callable[[Action], float]:
-    """FLOPs of the F, B, I and W of a step's tasks, for planners.
+    """FLOPs of the F, B, I and W of a step's tasks, for planners; mirrors share a stage's.
 
     Args:
         modules: encoders, LLM and generator, whole.
@@ -108,7 +108,7 @@ def task_durations(
         values = (found.forward_N, backward_N, found.inputs_N, found.weights_N)
         for kind, values_N in zip(_KINDS, values, strict=True):
             for key, value in zip(tasks.keys, values_N.tolist(), strict=True):
-                flops[kind, stage.index, *key] = value
+                flops[kind, stage.index, *key] = value / len(graph.layout.mirrored[stage.index])
 
     return lambda action: flops[action[:4]]
 

@@ -239,9 +239,13 @@ class _Builder:
         self._own = {action.stage for program in order for action in program}
         self._problems: list[str] = []
 
+    def _stages_of(self, rank: int) -> tuple[int, ...]:
+        """Of a pipeline rank, or of the first of its mirrors."""
+        return self.graph.layout.stages_of(rank * self.graph.layout.mirrors)
+
     def add_gathers(self) -> None:
         for rank in range(len(self.order)):
-            for stage in self.graph.layout.stages_of(rank):
+            for stage in self._stages_of(rank):
                 duration_ms = self.costs.gather_ms.get(stage, 0.0)
                 node = self.operators.add(("gather", rank), duration_ms, name="fixed")
                 self._gather_of[rank, stage] = node
@@ -317,7 +321,7 @@ class _Builder:
         sums = [
             sum(
                 to_picoseconds(self.costs.reduce_ms.get(stage, 0.0))
-                for stage in self.graph.layout.stages_of(rank)
+                for stage in self._stages_of(rank)
                 if stages[stage].trainable and (stage in self._own or not hides)
             )
             for rank in range(len(self.order))
@@ -331,7 +335,7 @@ def _dependency_points(
     """F_i and B_i, and the rank they are on."""
     stages = {action.stage for own in ranks for action in own.actions}
     first = min(stages)
-    entry = graph.layout.stages[first].ranks[0]
+    entry = graph.layout.stages[first].ranks[0] // graph.layout.mirrors
     needed = np.zeros(graph.microbatches, np.int64)
     returned = np.full(graph.microbatches, -1, np.int64)
     actions, starts, ends = ranks[entry]

@@ -49,7 +49,7 @@ class PlanCosts:
             microbatches, and the largest temporary of any of its tasks.
         memory_limit_bytes: of every rank; None: unlimited.
         flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
-            a tensor-parallel group together.
+            a tensor-parallel group together; of a mirror, its share.
     """
 
     compute_ms: Mapping[Action, float]
@@ -179,7 +179,8 @@ class _Collected:
             actions = [Action(kind, *t) for t, p in zip(keys, present, strict=False) if p]
             chosen = [i for i, p in enumerate(present) if p]
             self.compute_ms.update(zip(actions, times.total_ms[chosen].tolist(), strict=True))
-            self.flops.update(zip(actions, flops_N[chosen].tolist(), strict=True))
+            shares_N = flops_N[chosen] / len(graph.layout.mirrored[index])
+            self.flops.update(zip(actions, shares_N.tolist(), strict=True))
             if times.tensor_ms.any():
                 self.tensor_ms.update(zip(actions, times.tensor_ms[chosen].tolist(), strict=True))
         for task, kept, waiting, has in zip(

@@ -63,7 +63,12 @@ def layout_optimus(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> S
         for name, module in encoders.items()
     }
     return colocated_layout(
-        modules, config.pipeline, config.virtual_stages, pipelines=pipelines, slices=slices
+        modules,
+        config.pipeline,
+        config.virtual_stages,
+        pipelines=pipelines,
+        slices=slices,
+        mirrors=config.mirrors,
     )
 
 

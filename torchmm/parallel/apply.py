@@ -69,7 +69,8 @@ def reshards_after_forward(parallel: ParallelConfig) -> bool:
     their own: replicas run other tasks.
     """
     if parallel.reshard_after_forward == "default":
-        return parallel.pipeline == 1 and parallel.placement != "disaggregated"
+        alone = parallel.pipeline * parallel.mirrors == 1
+        return alone and parallel.placement != "disaggregated"
     return parallel.reshard_after_forward == "always"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -33,6 +33,8 @@ class ParallelMesh:
     device: torch.device
     mesh: DeviceMesh
     """Dimensions ("pipeline", "replicate", "shard", "tensor")."""
+    mirrors: int = field(default=1, kw_only=True)
+    """Ranks of a plan that are one tensor-parallel group: as many as encoders have groups in it."""
 
     @property
     def rank(self) -> int:
@@ -46,13 +48,19 @@ class ParallelMesh:
 
     @property
     def pipeline_size(self) -> int:
-        """Ranks that divide the layers of the model among them."""
-        return self.mesh["pipeline"].size()
+        """Ranks of a plan: those that divide the layers of the model, and their mirrors."""
+        return self.mesh["pipeline"].size() * self.mirrors
 
     @property
     def pipeline_rank(self) -> int:
         """Which of these ranks this is: its rank in a plan."""
-        return self.mesh.get_local_rank("pipeline")
+        mirror = self.mesh.get_local_rank("tensor") // self.group_size
+        return self.mesh.get_local_rank("pipeline") * self.mirrors + mirror
+
+    @property
+    def group_size(self) -> int:
+        """Tensor-parallel ranks that are one rank of a plan."""
+        return self.tensor_size // self.mirrors
 
     @property
     def pipeline(self) -> DeviceMesh:
@@ -62,7 +70,14 @@ class ParallelMesh:
     @property
     def pipeline_ranks(self) -> list[int]:
         """Global ranks of this rank's pipeline, by their rank in a plan."""
-        return self.mesh["pipeline"].mesh.tolist()
+        place = self.mesh.get_local_rank("tensor") % self.group_size
+        return [alike[place] for alike in self.plan_groups]
+
+    @property
+    def plan_groups(self) -> list[list[int]]:
+        """By rank of the plan: the global ranks that are tensor-parallel."""
+        replicate, shard = (self.mesh.get_local_rank(n) for n in ("replicate", "shard"))
+        return self.mesh.mesh[:, replicate, shard].reshape(-1, self.group_size).tolist()
 
     @property
     def channel_ranks(self) -> Sequence[int | Sequence[int]]:
@@ -72,7 +87,7 @@ class ParallelMesh:
     @property
     def samples_ranks(self) -> int:
         """Ranks that work on the same samples."""
-        return self.pipeline_size * self.tensor_size
+        return self.pipeline_size * self.group_size
 
     @property
     def replicate_size(self) -> int:
@@ -108,7 +123,8 @@ class ParallelMesh:
     @property
     def norm_ranks(self) -> dist.ProcessGroup | None:
         """The ranks over which squares of gradients are added up; None: this rank has them all."""
-        return self.mesh["pipeline"].get_group() if self.pipeline_size > 1 else None
+        pipeline = self.mesh["pipeline"]
+        return pipeline.get_group() if pipeline.size() > 1 else None
 
     @property
     def norm_sharing(self) -> int | None:
@@ -138,36 +154,46 @@ class ParallelMesh:
 
     def global_rank(self, pipeline: int) -> int:
         """Global rank of the first data- and tensor-parallel rank at a place in the pipeline."""
-        return int(self.mesh.mesh[pipeline].flatten()[0])
+        place, mirror = divmod(pipeline, self.mirrors)
+        return int(self.mesh.mesh[place, 0, 0, mirror * self.group_size])
 
-    def colocated(self, pipeline: int, replicate: int | None = None) -> ParallelMesh:
-        """The mesh of a module on the same ranks, with a shorter pipeline (Optimus §4.1).
+    def colocated(
+        self, pipeline: int, replicate: int | None = None, tensor: int | None = None
+    ) -> ParallelMesh:
+        """The mesh of a module on the same ranks, with a shorter pipeline or split over fewer ranks
+        (Optimus §4.1).
 
-        Blocks of consecutive pipeline ranks have the module each; ranks at the same place of their
-        block have the same stages, and share them like data-parallel ranks. Collective.
+        Blocks of consecutive pipeline ranks have the module each, and so do groups of the
+        tensor-parallel ranks; ranks at the same place of their block and group have the same
+        stages, and share them like data-parallel ranks. Collective.
 
         Args:
             replicate: copies of the sharded module; None: as many as here.
+            tensor: tensor-parallel size; None: as here.
 
         Raises:
             ConfigError: the sizes are no divisors.
         """
         copies = self.replicate_size if replicate is None else replicate
-        if pipeline < 1 or self.pipeline_size % pipeline:
+        split = self.tensor_size if tensor is None else tensor
+        stages = self.mesh["pipeline"].size()
+        if pipeline < 1 or stages % pipeline or split < 1 or self.tensor_size % split:
             raise ConfigError(
-                f"a module with pipeline = {pipeline} on the ranks of one of {self.pipeline_size}; "
-                "give a divisor"
+                f"a module with pipeline = {pipeline} and tensor = {split} on the ranks of one of "
+                f"{stages} and {self.tensor_size}; give divisors"
             )
-        data = self.data_parallel_size * (self.pipeline_size // pipeline)
+        groups = self.tensor_size // split
+        data = self.data_parallel_size * (stages // pipeline) * groups
         if copies < 1 or data % copies:
             raise ConfigError(
                 f"a module with replicate = {copies} on {data} data-parallel ranks; give a divisor"
             )
-        if (pipeline, copies) == (self.pipeline_size, self.replicate_size):
+        if (pipeline, copies, split) == (stages, self.replicate_size, self.tensor_size):
             return self
-        # Block, stage, replicate, shard, tensor: blocks share out the data like other ranks do.
-        ranks = self.mesh.mesh.unflatten(0, (-1, pipeline)).permute(1, 2, 0, 3, 4)
-        ranks = ranks.reshape(pipeline, copies, data // copies, self.tensor_size)
+        # Block, stage, replicate, shard, group, tensor: blocks and groups share out the data like
+        # other ranks do.
+        ranks = self.mesh.mesh.unflatten(0, (-1, pipeline)).unflatten(-1, (groups, split))
+        ranks = ranks.permute(1, 2, 0, 3, 4, 5).reshape(pipeline, copies, data // copies, split)
         names = ("pipeline", "replicate", "shard", "tensor")
         return ParallelMesh(
             self.device, DeviceMesh(self.device.type, ranks.contiguous(), mesh_dim_names=names)
@@ -232,11 +258,11 @@ def encoder_meshes(
     if config.placement != "colocated":
         return {}
     llm = resolve_layout(config, mesh.world_size)
-    made: dict[tuple[int, int], ParallelMesh] = {}
+    made: dict[tuple[int, int, int], ParallelMesh] = {}
     found = {}
     for name in encoders:
         own = encoder_layout(config, name, llm)
-        key = (own.pipeline, own.replicate)
+        key = (own.pipeline, own.replicate, own.tensor)
         made[key] = found[name] = made.get(key) or mesh.colocated(*key)
     return found
 
@@ -250,4 +276,5 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     sizes = resolve_layout(config, dist.get_world_size())
     names = ("pipeline", "replicate", "shard", "tensor")
     shape = (sizes.pipeline, sizes.replicate, sizes.shard, sizes.tensor)
-    return ParallelMesh(device, init_device_mesh(device.type, shape, mesh_dim_names=names))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return ParallelMesh(device, mesh, mirrors=config.mirrors)

@@ -124,7 +124,9 @@ class UnitMesh(ParallelMesh):
         """Global rank of the first tensor-parallel rank at a place in the first group's plan."""
         return self.plan_ranks[0][pipeline][0]
 
-    def colocated(self, pipeline: int, replicate: int | None = None) -> ParallelMesh:
+    def colocated(
+        self, pipeline: int, replicate: int | None = None, tensor: int | None = None
+    ) -> ParallelMesh:
         """Not for modules on ranks of their own.
 
         Raises:

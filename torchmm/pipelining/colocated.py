@@ -6,6 +6,12 @@ through one of them. In the layout these are replicas of the encoder's stages. A
 *sliced* into several on the same rank, so that its work can be placed in smaller pieces.
 
 The backbone, LLM and generators, is cut and ordered as if there were no encoders.
+
+Where encoders are split over fewer tensor-parallel ranks than the LLM, a rank of the plan is one of
+their groups, and the LLM's group is several ranks of the plan: its *mirrors*, which run the same
+tasks together (rank p, mirror c is rank p * mirrors + c of the plan, as `EncoderWork` numbers
+devices). What an encoder hands to the LLM goes to all mirrors, and one gradient comes back.
+Rejected: one plan per tensor-parallel rank, in which work of the others could not be seen.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ def colocated_layout(
     *,
     pipelines: Mapping[str, int] | None = None,
     slices: Mapping[str, int] | None = None,
+    mirrors: int = 1,
 ) -> StageLayout:
     """Backbone as in `megatron_layout` without encoders, encoders in pipelines of their own.
 
@@ -41,6 +48,7 @@ def colocated_layout(
         pipelines: by encoder: pipeline ranks of each of its pipelines, a divisor of `ranks`; 1
             where none is given: every rank has the whole encoder.
         slices: by encoder: stages per rank of its pipelines; 1 where none is given.
+        mirrors: the LLM's tensor-parallel size in those of the encoders.
 
     Raises:
         ValueError: the sizes do not divide, an encoder has fewer layers than stages; what
@@ -68,7 +76,11 @@ def colocated_layout(
         cuts[encoder.name] = [
             Cut(
                 layers,
-                tuple(range(index // pieces, ranks, size)),
+                tuple(
+                    rank * mirrors + mirror
+                    for rank in range(index // pieces, ranks, size)
+                    for mirror in range(mirrors)
+                ),
                 segment=index % pieces,
                 virtual_stage=count + index,
             )
@@ -77,9 +89,50 @@ def colocated_layout(
         count += len(sizes)
     backbone = modules[len(encoders) :]
     for stage in megatron_layout(backbone, ranks, virtual_stages).stages:
-        cut = Cut(stage.stop - stage.start, stage.ranks, stage.segment, count + stage.virtual_stage)
+        own = tuple(rank * mirrors for rank in stage.ranks)
+        cut = Cut(stage.stop - stage.start, own, stage.segment, count + stage.virtual_stage)
         cuts.setdefault(stage.module, []).append(cut)
-    return build_layout(modules, cuts)
+    return _mirrored(build_layout(modules, cuts), mirrors)
+
+
+def _mirrored(layout: StageLayout, mirrors: int) -> StageLayout:
+    """The layout with so many mirrors of the backbone, one behind the other."""
+    if mirrors == 1:
+        return layout
+    first = next(stage.index for stage in layout.stages if stage.module == LLM)
+    backbone = layout.stages[first:]
+    stages, edges = list(layout.stages), list(layout.edges)
+    for mirror in range(1, mirrors):
+        offset = mirror * len(backbone)
+        stages += (
+            replace(
+                stage,
+                index=stage.index + offset,
+                ranks=tuple(rank + mirror for rank in stage.ranks),
+                virtual_stage=stage.virtual_stage + offset,
+                tied_to=stage.tied_to + offset if stage.tied_to >= 0 else -1,
+                mirror=mirror,
+            )
+            for stage in backbone
+        )
+        edges += (
+            (s if s < first else s + offset, d + offset) for s, d in layout.edges if d >= first
+        )
+    return StageLayout(tuple(stages), tuple(sorted(edges)), layout.sub_microbatched)
+
+
+def mirrored_order(graph: StageGraph, order: ComputeOrder) -> ComputeOrder:
+    """What the backbone's first mirrors do, done by all: rows of all ranks of the plan.
+
+    Args:
+        order: from `backbone_order`, a row for every pipeline rank.
+    """
+    mirrored, mirrors = graph.layout.mirrored, graph.layout.mirrors
+    return tuple(
+        tuple(action._replace(stage=mirrored[action.stage][mirror]) for action in row)
+        for row in order
+        for mirror in range(mirrors)
+    )
 
 
 def encoder_names(layout: StageLayout) -> list[str]:
@@ -99,7 +152,8 @@ def backbone_order(
     schedule: Callable[[StageGraph], ComputeOrder],
     sequence: Sequence[int] | None = None,
 ) -> ComputeOrder:
-    """The backbone's actions as a schedule orders them where there are no encoders.
+    """The backbone's actions as a schedule orders them where there are no encoders; of mirrors,
+    those of the first, by pipeline rank.
 
     Args:
         graph: of the whole step.
@@ -125,20 +179,22 @@ def backbone_order(
 def _backbone(graph: StageGraph, taken: Sequence[int]) -> tuple[StageGraph, int]:
     """The graph without encoders, microbatches in the order taken; number of encoder stages."""
     layout, encoders = graph.layout, set(encoder_names(graph.layout))
-    kept = [stage for stage in layout.stages if stage.module not in encoders]
-    offset = len(layout.stages) - len(kept)
+    offset = next(stage.index for stage in layout.stages if stage.module not in encoders)
+    kept = [stage for stage in layout.stages[offset:] if not stage.mirror]
     first = min(stage.virtual_stage for stage in kept)
     stages = tuple(
         replace(
             stage,
             index=stage.index - offset,
+            ranks=tuple(rank // layout.mirrors for rank in stage.ranks),
             virtual_stage=stage.virtual_stage - first if stage.virtual_stage >= 0 else -1,
             tied_to=-1,
             trainable=True,  # or backwards that only encoders need would be missing
         )
         for stage in kept
     )
-    edges = tuple((s - offset, d - offset) for s, d in layout.edges if s >= offset)
+    ends = range(offset, offset + len(kept))
+    edges = tuple((s - offset, d - offset) for s, d in layout.edges if s in ends and d in ends)
     parts = layout.sub_microbatched - encoders
     counts = {name: tuple(graph.sub_microbatches[name][i] for i in taken) for name in parts}
     return StageGraph(StageLayout(stages, edges, parts), graph.microbatches, counts), offset

@@ -30,11 +30,11 @@ def cut_for_rank(
     indices: dict[str, list[int]] = {}
     for name, layers in sizes.items():
         stages = [stage for stage in layout.stages if stage.module == name]
-        ranges = stage_ranges([(stage.start, stage.stop) for stage in stages])
+        ranges = stage_ranges([(s.start, s.stop) for s in stages if not s.mirror])
         if ranges[-1].stop != layers:
             raise ValueError(f"{name}: stages end at layer {ranges[-1].stop} of {layers}")
         own = [i for i, stage in enumerate(stages) if rank in stage.ranks]
-        parts[name] = [ranges[i] for i in own]
+        parts[name] = [ranges[i % len(ranges)] for i in own]  # mirrors stand behind each other
         indices[name] = [stages[i].index for i in own]
     model.cut(parts)
     return {

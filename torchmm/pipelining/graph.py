@@ -59,6 +59,9 @@ class StageSpec:
     """Whether any parameter of the stage is trained."""
     tied_to: int = -1
     """Stage that holds a copy of one of this stage's weights (tied embeddings); -1: none."""
+    mirror: int = 0
+    """Tensor-parallel ranks that are several ranks of the plan run the same tasks together; each
+    has a stage for them: its mirrors, numbered from 0."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,21 @@ class StageLayout:
             key = stage.index if stage.virtual_stage < 0 else stage.virtual_stage
             groups.setdefault(key, []).append(stage.index)
         return tuple(tuple(groups[key]) for key in sorted(groups))
+
+    @cached_property
+    def mirrors(self) -> int:
+        """Ranks of the plan that have the same stage together; 1 where none are mirrored."""
+        return 1 + max(stage.mirror for stage in self.stages)
+
+    @cached_property
+    def mirrored(self) -> tuple[tuple[int, ...], ...]:
+        """By stage: the stages that run its tasks together with it, itself included."""
+        if self.mirrors == 1:
+            return tuple((stage.index,) for stage in self.stages)
+        groups: dict[tuple[str, int, int], list[int]] = {}
+        for stage in self.stages:
+            groups.setdefault((stage.module, stage.start, stage.stop), []).append(stage.index)
+        return tuple(tuple(groups[s.module, s.start, s.stop]) for s in self.stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages with a replica on a rank of the plan."""
@@ -249,5 +267,17 @@ class StageGraph:
         return (stage, microbatch) in self._backward
 
     def carries_gradient(self, message: Message) -> bool:
-        """Whether a gradient comes back for a message."""
+        """Whether a gradient comes back for a message.
+
+        Mirrors all have the whole gradient of what all of them were handed; the first gives it.
+        """
+        return self.differentiates(message) and not self._ends_in_another_mirror(message)
+
+    def differentiates(self, message: Message) -> bool:
+        """Whether the consumer computes a gradient for a message."""
         return (message.source, message.microbatch) in self._backward
+
+    def _ends_in_another_mirror(self, message: Message) -> bool:
+        stages = self.layout.stages
+        mirror = stages[message.destination].mirror
+        return mirror > 0 and stages[message.source].mirror != mirror

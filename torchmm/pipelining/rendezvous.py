@@ -24,13 +24,13 @@ def find_stuck(events: Sequence[Sequence[Event]], counters: int) -> dict[int, Ev
 
     Args:
         events: by rank, in order.
-        counters: how many there are. Only one rank may wait for each.
+        counters: how many there are.
 
     Returns:
         By rank that did not reach its end: the wait it is stuck in.
     """
     reached = [0] * counters
-    waiting: dict[int, int] = {}
+    waiting: dict[int, list[int]] = {}
     following = [0] * len(events)
     ready = list(range(len(events)))
     while ready:
@@ -41,9 +41,9 @@ def find_stuck(events: Sequence[Sequence[Event]], counters: int) -> dict[int, Ev
             if not needed:
                 reached[counter] += 1
                 if counter in waiting:
-                    ready.append(waiting.pop(counter))
+                    ready += waiting.pop(counter)
             elif reached[counter] < needed:
-                waiting[counter] = rank
+                waiting.setdefault(counter, []).append(rank)
                 break
             index += 1
         following[rank] = index

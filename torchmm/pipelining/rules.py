@@ -126,6 +126,11 @@ class RuleBook:
             done[facts.rank, task.stage].append(max(facts.output, facts.gradient, facts.weights))
         for rank in ranks:
             self._add_ends(rank, done)
+        self.together: dict[int, int] = {}
+        """By rank with mirrors: the counter of actions that it has begun together with others."""
+        for rank in ranks if graph.layout.mirrors > 1 else ():
+            self.together[rank] = len(self.counters)
+            self.counters += [(rank, rank)] * 2  # they come in pairs; nothing meets these
 
     def name(self, fact: int) -> str:
         """What to call the action that establishes a fact."""

@@ -46,7 +46,11 @@ class Scan:
                 program.append((position, rule))
         self._check_facts(rank, program)
         self._measure(rank, program)
-        self.events.append(self._play(program))
+        events = self._play(program)
+        if self.book.together:
+            # Stable: what an action posts and waits for itself comes first.
+            events = sorted(events + self._meetings(rank), key=lambda event: event[2])
+        self.events.append(events)
 
     def _check_facts(self, rank: int, program: Program) -> None:
         established = self.established
@@ -81,6 +85,21 @@ class Scan:
                 events.append((raises, 0, position))
             if awaits >= 0 and pair in index:
                 events.append((awaits, index[pair], position))
+        return events
+
+    def _meetings(self, rank: int) -> list[Event]:
+        """Mirrors compute together: each action waits until all of them have come to it."""
+        mirrored, stages = self.book.graph.layout.mirrored, self.book.graph.layout.stages
+        events: list[Event] = []
+        own = self.book.together[rank]
+        for position, action in enumerate(self.plan.actions[rank]):
+            alike = mirrored[action.stage] if 0 <= action.stage < len(mirrored) else ()
+            if action.type in COMPUTE and len(alike) > 1:
+                posted = self.posts[own]
+                posted.append(len(posted))
+                events.append((own, 0, position))
+                others = (self.book.together[stages[stage].ranks[0]] for stage in alike)
+                events += ((o, len(posted), position) for o in others if o != own)
         return events
 
     def position(self, rank: int, counter: int, index: int) -> int:

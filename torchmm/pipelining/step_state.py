@@ -176,7 +176,7 @@ class StepState:
             leaves = [
                 (message, tuple(t for t in tensors if t.requires_grad))
                 for message, tensors in zip(incoming, inputs, strict=True)
-                if graph.carries_gradient(message)
+                if graph.differentiates(message)
             ]
             self._kept[task] = _Kept(leaves, roots, output.loss)
 
@@ -189,7 +189,7 @@ class StepState:
             self._arrive(message, tuple(t.detach() for t in tensors))
         else:
             self._forward_lane.outbox[message] = tuple(t.detach() for t in tensors)
-        if not keep:
+        if not keep or not self._graph.carries_gradient(message):
             return message, ()
         roots = [
             _Handed.apply(t) if t.requires_grad else t
@@ -200,7 +200,7 @@ class StepState:
 
     def _arrive(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
         """Makes leaves of what a task consumes."""
-        if self._plan.training and self._graph.carries_gradient(message):
+        if self._plan.training and self._graph.differentiates(message):
             for tensor, spec in zip(tensors, self._specs[message], strict=True):
                 if spec.requires_grad:
                     tensor.requires_grad_()
@@ -266,7 +266,7 @@ class StepState:
         """What backward starts from, with the gradients that have arrived for it."""
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
-        for message, tensors in kept.roots:
+        for message, tensors in (root for root in kept.roots if root[1]):
             arrived = _take(self._backward_lane.inbox, message, action)
             for tensor, gradient in zip(tensors, arrived, strict=True):
                 if tensor.requires_grad:
@@ -282,10 +282,10 @@ class StepState:
         found = iter(gradients)
         for message, leaves in kept.leaves:
             own = tuple(_zeros_if_none(next(found), leaf) for leaf in leaves)
-            if message.source in self._here or self._runs_here(self._graph.producer(message)):
-                self._backward_lane.inbox[message] = own
-            else:
-                self._backward_lane.outbox[message] = own
+            stays = message.source in self._here or self._runs_here(self._graph.producer(message))
+            lane = self._backward_lane
+            if self._graph.carries_gradient(message):  # if not, that of another mirror goes back
+                (lane.inbox if stays else lane.outbox)[message] = own
 
     def _trained(self, index: int) -> list[nn.Parameter]:
         """A stage's trained parameters, listed once after they were gathered."""

@@ -52,6 +52,7 @@ def validate_plan(
         *_specs(plan, book),
         *_missing(plan, book, scan.established),
         *(p for rank in range(len(plan.actions)) for p in _collectives(rank, plan.actions[rank])),
+        *_mirrors(plan),
         *_channels(plan, book, scan),
         *_deadlocks(plan, book, scan),
         *_recompute(plan),
@@ -144,6 +145,29 @@ def _collectives(rank: int, program: Sequence[Action]) -> Iterator[PlanProblem]:
             text = f"comes after {before}, replicas of this rank have it before"
             remedy = "keep UNSHARD, REDUCE_GRAD, REDUCE_TIED each in the order of the stages"
             yield PlanProblem("collective", rank, position, action, text, remedy)
+
+
+def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
+    """Mirrors communicate inside of their actions, so all must have the same ones in one order."""
+    layout = plan.graph.layout
+    if layout.mirrors == 1:
+        return
+    found: list[list[tuple[int, Action]]] = []
+    for program in plan.actions:
+        computing = ((i, a) for i, a in enumerate(program) if a.type in COMPUTE)
+        known = ((i, a) for i, a in computing if 0 <= a.stage < len(layout.stages))
+        found.append([(i, a) for i, a in known if len(layout.mirrored[a.stage]) > 1])
+    for first in range(0, len(found), layout.mirrors):
+        wanted = [a._replace(stage=layout.mirrored[a.stage][0]) for _, a in found[first]]
+        for rank in range(first + 1, min(first + layout.mirrors, len(found))):
+            own = [a._replace(stage=layout.mirrored[a.stage][0]) for _, a in found[rank]]
+            if own != wanted:
+                pairs = enumerate(zip(own, wanted, strict=False))
+                at = next((i for i, (a, b) in pairs if a != b), -1)
+                position, action = found[rank][at] if at >= 0 else (-1, None)
+                text = f"rank {first}, which runs the same layers, runs other actions or orders"
+                remedy = "give all mirrors the actions of the first"
+                yield PlanProblem("collective", rank, position, action, text, remedy)
 
 
 def _turn(action: Action) -> tuple[int, int, int]:

@@ -1,0 +1,105 @@
+"""Encoders split over fewer tensor-parallel ranks than the LLM: its mirrors in layout and plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from torchmm.balance.optimus import optimus
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.pipelining.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.classic import forward_only
+from torchmm.pipelining.colocated import colocated_layout, spread_replicas
+from torchmm.pipelining.graph import Message, StageGraph
+from torchmm.pipelining.layouts import ModuleLayers
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.orders import by_rank
+from torchmm.pipelining.validation import validate_plan
+
+RANKS, MIRRORS = 2, 2
+
+
+def graph(pipeline: int = 1, mirrors: int = MIRRORS, parts: tuple[int, ...] = (2, 0, 1, 3)):
+    modules = [
+        ModuleLayers("vision", "encoder", (1.0,) * 4, sub_microbatched=True),
+        ModuleLayers("llm", "llm", (1.0,) * 4, tied=True),
+        ModuleLayers("generator", "generator", (1.0,) * 2),
+    ]
+    sizes = {"pipelines": {"vision": pipeline}, "slices": {"vision": 2}}
+    layout = colocated_layout(modules, RANKS, mirrors=mirrors, **sizes)
+    return StageGraph(layout, len(parts), {"vision": parts})
+
+
+def planned(step: StageGraph):
+    durations = {
+        Action(kind, *task): 1.0 + (kind is not ActionType.F) + 0.1 * task.microbatch
+        for task in step.tasks()
+        for kind in COMPUTE
+    }
+    found = optimus(step, PlanCosts(durations))
+    return lower_plan(found.order, found.graph, {})
+
+
+def test_every_mirror_has_the_backbone_and_pipelines_lie_on_all_of_them():
+    layout = graph(pipeline=2).layout
+    assert [s.ranks for s in layout.stages if s.module == "vision"] == [(0, 1)] * 2 + [(2, 3)] * 2
+    llm = [(s.ranks, s.mirror) for s in layout.stages if s.module == "llm"]
+    assert llm == [((0,), 0), ((2,), 0), ((1,), 1), ((3,), 1)]
+    first = next(s.index for s in layout.stages if s.module == "llm")
+    assert layout.destinations[first - 1] == layout.mirrored[first] == (first, first + 3)
+    assert [s.tied_to for s in layout.stages[first:]] == [5, 4, -1, 8, 7, -1]
+    assert layout.destinations[first + 4] == (first + 5,)
+
+
+def test_what_all_mirrors_are_handed_brings_one_gradient_back():
+    step = graph()
+    first = next(s.index for s in step.layout.stages if s.module == "llm")
+    messages = [Message(first - 1, stage, 0, 0) for stage in step.layout.mirrored[first]]
+    assert [step.differentiates(m) for m in messages] == [True, True]
+    assert [step.carries_gradient(m) for m in messages] == [True, False]
+    inside = Message(first + 3, first + 4, 0)
+    assert step.layout.stages[first + 3].mirror == 1 and step.carries_gradient(inside)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_plans_run_and_use_all_ranks(pipeline):
+    plan = planned(graph(pipeline))
+    validate_plan(plan).raise_for_problems()
+    for row in plan.actions:
+        assert any(a.type is ActionType.F and a.stage < 4 for a in row)
+    mirrors = [
+        [a._replace(stage=plan.graph.layout.mirrored[a.stage][0]) for a in row if a.type in COMPUTE]
+        for row in plan.actions
+    ]
+    backbone = [[a for a in row if a.stage >= 4] for row in mirrors]
+    assert backbone[0] == backbone[1] and backbone[2] == backbone[3]
+    forwards = spread_replicas(plan.graph)
+    order = forward_only(forwards)
+    validate_plan(lower_plan(order, forwards, {}, training=False)).raise_for_problems()
+
+
+def test_a_mirror_with_another_order_is_found():
+    plan = planned(graph())
+    row = list(plan.actions[1])
+    at = [i for i, a in enumerate(row) if a.type in COMPUTE and a.stage >= 4]
+    row[at[0]], row[at[-1]] = row[at[-1]], row[at[0]]
+    wrong = replace(plan, actions=(plan.actions[0], tuple(row), *plan.actions[2:]))
+    found = [(p.kind, p.rank) for p in validate_plan(wrong).problems]
+    assert ("collective", 1) in found
+
+
+def test_mirrors_that_wait_for_each_other_are_found():
+    """Rank 1 wants the gradient of microbatch 0 before it takes part in the backward of 1, behind
+    which rank 0 has that of 0: messages allow it, computing together does not."""
+    replica = {("vision", 0, 0): 1, ("vision", 1, 0): 0}
+    step = replace(graph(parts=(1, 1)), replica=replica)
+    forwards = [Action(ActionType.F, *task) for task in step.tasks()]
+    backwards = [a._replace(type=ActionType.B) for a in reversed(forwards)]
+    order = [list(row) for row in by_rank(step, [*forwards, *backwards])]
+    assert validate_plan(lower_plan(tuple(order), step, {})).problems == ()
+    of_encoder = [a for a in order[1] if a.type is ActionType.B and a.stage < 4]
+    others = [a for a in order[1] if a not in of_encoder]
+    at = next(i for i, a in enumerate(others) if a.type is ActionType.B)
+    order[1] = [*others[:at], *of_encoder, *others[at:]]
+    found = validate_plan(lower_plan(tuple(order), step, {})).problems
+    assert {problem.kind for problem in found} == {"deadlock"}
+    assert {problem.rank for problem in found} >= {0, 1}
