@@ -1,13 +1,15 @@
 """Plans that are tuned to a memory limit give the loss and gradients of the single process.
 
 Half-way between the least and the most memory that a plan may need, some tasks recompute all, some
-nothing, and both ranks and all replicas choose for themselves.
+nothing, and both ranks and all replicas choose for themselves. Without sharding, which has memory
+of its own, no rank ever uses more than the limit, its optimizer's state included.
 """
 
 import random
 
 import pytest
 import torch
+from allocations import CountPeak, held_in_a_step
 from launch import run_distributed
 from microbatches import MODEL, random_microbatch
 from pipeline_cases import gradient_errors, reference_losses
@@ -91,7 +93,12 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
         share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
         pipeline.tuning = half_way(pipeline, descriptions, [m.meta for m in share])
         model.zero_grad(set_to_none=True)
-        outcome = step.run(share, targets)
+        with CountPeak(held_in_a_step(model, share)) as counter:
+            outcome = step.run(share, targets)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        peak, limit = counter.peak_bytes + 8 * trained, pipeline.tuning.memory_limit_bytes
+        if pipeline.sharding == "none" and peak > limit:
+            problems.append(f"batch {seed}: {peak} bytes of {limit}")
         chosen = [mode for modes in outcome.plan.recompute.values() for mode in modes]
         recomputed.append(len(chosen) - chosen.count("none"))
         whole = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
