@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from captions import Captions, load_captions
-from family_cases import FULL, QUICK, Family, families
+from family_cases import FULL, IMAGE_PX, QUICK, Family, families
 from harness import (
     Row,
     describe_machine,
@@ -203,7 +203,10 @@ def _batches(
 
 def _images(ours: MultimodalModel, samples: list[Sample]) -> EncoderInputs:
     (spec,) = ours.image_specs().values()
-    processor = getattr(transformers, f"{spec.processor_class}Pil")(**spec.processor)
+    settings = dict(spec.processor)
+    if spec.layout == "patches":  # any size: up to as many patches as the others have
+        settings["size"] = {"shortest_edge": (IMAGE_PX // 2) ** 2, "longest_edge": IMAGE_PX**2}
+    processor = getattr(transformers, f"{spec.processor_class}Pil")(**settings)
     out = processor([decode_rgb(sample.image, 10**9) for sample in samples], return_tensors="pt")
     if "image_grid_thw" in out:
         grids = [tuple(grid) for grid in out["image_grid_thw"].tolist()]
