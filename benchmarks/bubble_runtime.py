@@ -1,25 +1,37 @@
-"""Encoders in the LLM's bubbles on the wall clock: eight ranks whose layers sleep.
+"""Encoders in the LLM's bubbles on the wall clock.
 
-    python benchmarks/bubble_runtime.py [--quick] [--json FILE]
+    python benchmarks/bubble_runtime.py [--quick] [--json FILE] [--cases NAME ...]
 
-Everything but the layers is real: runtime, processes, messages over gloo. Compared are plans of the
-same work: all layers in one chain (Megatron-LM balanced), Optimus' coarse plan and its fine one.
-Each may choose among sizes that are played through with the known times first. Numbers of images
-per microbatch are those of real documents, which are committed; the tower takes as much of the time
-as in SmolVLM-500M.
+    compute    `bubble_compute_case`: Hugging Face layers on two ranks of one thread each
+    sleep      eight ranks whose layers sleep: runtime, processes and messages are real
+
+Compared are plans of the same work:
+
+    filled             Optimus: encoder work wherever the LLM leaves a rank idle
+    not filled         the same plan, but every rank's encoder work before and behind its LLM work
+    tower in stage 0   Megatron-LM's placement
+    coarse             Optimus' plan that fills no bubble between LLM actions (sleep)
+    balanced chain     all layers in one chain of equally costly stages (sleep)
+
+Each may choose among sizes that are played through with known or measured times first; "not
+filled" has those of "filled". Numbers of images per microbatch are those of real documents, which
+are committed; the tower takes as much of the time as in SmolVLM-500M.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
 from typing import Any, NamedTuple
 
+import bubble_compute_case as compute_case
 import torch
-from harness import Row, describe_machine, make_parser, report
-from pipeline_sleep_case import QUIET, SETTINGS, TRANSFER_S, Setting, load_work
+from bubble_compute_case import outside
+from documents import load_documents
+from harness import Row, run_cases
+from pipeline_sleep_case import QUIET, SEED, SETTINGS, TRANSFER_S, Setting, load_work
 from ranks import Comparison, Stopwatch, run_ranks
 from sleepers import RANKS, WIDTH, OurSleep, Work, chain_modules, durations, message_rows
 
@@ -27,14 +39,19 @@ from torchmm.balance.planners import PLANNERS
 from torchmm.config import ParallelConfig
 from torchmm.pipelining.classic import interleaved_1f1b
 from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import megatron_balanced_layout
+from torchmm.pipelining.layouts import megatron_balanced_layout, megatron_layout
 from torchmm.pipelining.lowering import lower_plan
 from torchmm.pipelining.plan import ComputeOrder, PipelinePlan, TensorSpec
 from torchmm.pipelining.timeline import uniform_timeline
 from torchmm.pipelining.validation import validate_plan
 
 OPTIMUS, FLOAT = PLANNERS["optimus"], torch.float32
-CHAIN, COARSE, FINE = "balanced chain", "coarse", "fine"
+CHAIN, COARSE, FINE = "balanced chain", "coarse", "filled"
+UNFILLED, FRONT = "not filled", "tower in stage 0"
+PATIENCE_S = 30
+"""How long to wait for other programs to end."""
+GOALS = {"compute": 1.15, "sleep": 1.3}
+"""For the speed against the tower in stage 0."""
 
 
 class Planned(NamedTuple):
@@ -58,6 +75,24 @@ class Chain:
         """Of a step."""
         images = work.images[index]
         layout = megatron_balanced_layout(chain_modules(work), RANKS, self.virtual)
+        graph = StageGraph(layout, len(images), {"vision": tuple(min(i, 1) for i in images)})
+        return Planned(graph, interleaved_1f1b(graph))
+
+
+@dataclass(frozen=True)
+class Front:
+    """The whole tower in front of the LLM's first stage.
+
+    Attributes:
+        virtual: stages of the LLM per rank.
+    """
+
+    virtual: int
+
+    def plan(self, work: Work, index: int) -> Planned:
+        """Of a step."""
+        images = work.images[index]
+        layout = megatron_layout(chain_modules(work), RANKS, self.virtual)
         graph = StageGraph(layout, len(images), {"vision": tuple(min(i, 1) for i in images)})
         return Planned(graph, interleaved_1f1b(graph))
 
@@ -97,7 +132,19 @@ class Colocated:
         return Planned(*OPTIMUS.plan(config, graph, durations(graph, work, index)))
 
 
-Choice = Chain | Colocated
+@dataclass(frozen=True)
+class Outside:
+    """A colocated plan without filling."""
+
+    filled: Colocated
+
+    def plan(self, work: Work, index: int) -> Planned:
+        """Of a step."""
+        graph, order = self.filled.plan(work, index)
+        return Planned(graph, outside(order, graph))
+
+
+Choice = Chain | Front | Colocated | Outside
 
 
 class PlannedSleep(OurSleep):
@@ -135,6 +182,7 @@ def candidates() -> dict[str, list[Choice]]:
     fitting = [(t, s, v, i) for t, s, v, i in sizes if t * s <= 24]
     return {
         CHAIN: [Chain(virtual) for virtual in (1, 2, 3)],
+        FRONT: [Front(virtual) for virtual in (1, 2, 4)],
         COARSE: [Colocated("coarse", *size) for size in fitting if size[1] == 1],
         FINE: [Colocated("fine", *size) for size in fitting],
     }
@@ -147,46 +195,83 @@ def run_rank(setting: Setting, work: Work, chosen: dict[str, list[Choice]]) -> d
         watch.fastest([PlannedSleep(name, work, choice) for choice in tried])
         for name, tried in chosen.items()
     ]
+    (filled,) = (program for program in programs if program.name == FINE)
+    programs.append(PlannedSleep(UNFILLED, work, Outside(filled.choice)))  # type: ignore[arg-type]
     return {
         "choices": {program.name: str(program.choice) for program in programs},
         "comparison": watch.compare(programs, len(work.images), setting.runs),
     }
 
 
-def case_rows(setting: Setting) -> Iterator[Row]:
-    """Times one setting."""
-    work = load_work(setting)
-    chosen = {
-        name: sorted(every, key=lambda choice: played_s(work, choice))[: setting.tried]
-        for name, every in candidates().items()
-    }
-    found = run_ranks(run_rank, RANKS, setting, work, chosen)
-    comparison = found["comparison"]
-    assert isinstance(comparison, Comparison)
-    print(f"images per microbatch, by step: {work.images}")
+def run_sleep(size: str) -> Iterator[list[Row]]:
+    """Eight ranks that sleep."""
+    for each in SETTINGS[size]:
+        setting = replace(each, steps=1, patience_s=min(each.patience_s, PATIENCE_S))
+        work = load_work(setting)
+        chosen = {
+            name: sorted(every, key=lambda choice: played_s(work, choice))[: setting.tried]
+            for name, every in candidates().items()
+        }
+        found = run_ranks(run_rank, RANKS, setting, work, chosen)
+        found["images"] = work.images
+        _describe("sleep", found)
+        case = f"{RANKS} sleeping ranks, {setting.microbatches} microbatches"
+        yield compared(case, found["comparison"], GOALS["sleep"])
+
+
+def run_compute(size: str) -> Iterator[list[Row]]:
+    """Two ranks that compute."""
+    for setting in compute_case.SETTINGS[size]:
+        names = FINE, UNFILLED, FRONT
+        found = run_ranks(compute_case.run_rank, compute_case.RANKS, setting, names)
+        _describe("compute", found)
+        print(f"compute: the tower takes {found['tower share']:.0%} of the computing time")
+        case = (
+            f"{compute_case.RANKS} ranks, {setting.size.tower_layers} + {setting.size.llm_layers} "
+            f"layers, {setting.microbatches} microbatches"
+        )
+        difference = Row(
+            case, "gradient difference", "relative", found["difference"],
+            goal=compute_case.TOLERANCE, better="lower",
+        )  # fmt: skip
+        yield [*compared(case, found["comparison"], GOALS["compute"]), difference]
+
+
+def compared(case: str, comparison: Comparison, goal: float) -> list[Row]:
+    """The filled plan against the others.
+
+    Args:
+        goal: against the tower in stage 0.
+    """
+    rows = []
+    others = [name for name in comparison.times if name != FINE]
+    for name in sorted(others, key=[UNFILLED, FRONT, COARSE, CHAIN].index):
+        ratio = comparison.speed_ratio(FINE, name)
+        times = comparison.wall_s(FINE), comparison.wall_s(name)
+        idle = comparison.idle_share(FINE), comparison.idle_share(name)
+        least = {FRONT: goal, UNFILLED: 1.0}.get(name)
+        rows += [
+            Row(case, f"speed ratio, {name}", "x", ratio, 1.0, goal=least),
+            Row(case, f"step time, {name}", "s", *times, better="lower"),
+            Row(case, f"idle share, {name}", "share", *idle, better="lower"),
+        ]
+    return rows
+
+
+def _describe(case: str, found: dict[str, Any]) -> None:
+    print(f"{case}: images per microbatch, by step: {found['images']}")
     for name, choice in found["choices"].items():
-        print(f"{name}: {choice}")
-    print(comparison)
-    case = f"{RANKS} sleeping ranks, {setting.microbatches} microbatches"
-    for ours, baseline in ((FINE, CHAIN), (FINE, COARSE), (COARSE, CHAIN)):
-        ratio = comparison.speed_ratio(ours, baseline)
-        times = comparison.wall_s(ours), comparison.wall_s(baseline)
-        idle = comparison.idle_share(ours), comparison.idle_share(baseline)
-        yield Row(case, f"speed ratio, {ours} / {baseline}", "x", ratio, 1.0)
-        yield Row(case, f"step time, {ours} and {baseline}", "s", *times, better="lower")
-        yield Row(case, f"idle share, {ours} and {baseline}", "share", *idle, better="lower")
+        print(f"{case}: {name}: {choice}")
+    print(f"{case}: {found['comparison']}")
+
+
+CASES = {"compute": run_compute, "sleep": run_sleep}
 
 
 def main() -> None:
-    """Prints the table."""
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    size = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
-    rows = [row for setting in SETTINGS[size] for row in case_rows(setting)]
-    machine = describe_machine(torch.device("cpu"))
-    report(f"Bubbles filled on the wall clock; {machine}", rows, arguments.json)
+    """Prints a table whenever a case has ended; the file then has the rows so far."""
+    conditions = f"documents: {load_documents().source}; seed {SEED}"
+    run_cases("Bubbles filled on the wall clock", __doc__, CASES, conditions)
 
 
 if __name__ == "__main__":

@@ -198,14 +198,14 @@ class Costs:
     def _flops(self, program: OurProgram) -> dict[str, float]:
         """Of the first step, by module."""
         layout = program.pipeline.layout
-        graph, duration = self._step(layout, 0, program.choice.parts)
+        graph, duration = self.graph_of(layout, 0, program.choice.parts)
         flops = dict.fromkeys(("vision", "llm"), 0.0)
         for row in separated(graph):
             for action in row:
                 flops[layout.stages[action.stage].module] += duration(action)
         return flops
 
-    def _step(
+    def graph_of(
         self, layout: StageLayout, index: int, parts: Callable[[int], int]
     ) -> tuple[StageGraph, Callable[[Action], float]]:
         """Graph of a step and the FLOPs of its actions."""
@@ -225,15 +225,21 @@ class Costs:
         """Of all steps."""
         total = 0.0
         for index in range(len(self.steps)):
-            graph, flops = self._step(layout, index, parts)
-
-            def seconds(action: Action, flops: Callable[[Action], float] = flops) -> float:
-                module = layout.stages[action.stage].module
-                return ACTION_S + flops(action) * speed[module]
-
+            graph, flops = self.graph_of(layout, index, parts)
+            seconds = self.seconds_of(layout, flops, speed)
             records = uniform_timeline(order(graph, flops), graph, seconds)
             total += max(record.end_ms for record in records)
         return total
+
+    def seconds_of(
+        self, layout: StageLayout, flops: Callable[[Action], float], speed: Mapping[str, float]
+    ) -> Callable[[Action], float]:
+        """Durations of actions."""
+
+        def seconds(action: Action) -> float:
+            return ACTION_S + flops(action) * speed[layout.stages[action.stage].module]
+
+        return seconds
 
     def stock_s(self, split: Split) -> float:
         """Makespan of a stock schedule, whose tower takes all images of a microbatch together."""

@@ -235,7 +235,8 @@ class ParallelConfig(Section):
         """Tensor-parallel groups of colocated encoders in one of the LLM."""
         if self.placement != "colocated":
             return 1
-        return self.tensor // min(m.tensor or self.tensor for m in [self, *self.modules.values()])
+        sizes = (module.tensor or self.tensor for module in self.modules.values())
+        return self.tensor // min(sizes, default=self.tensor)
 
     def segments(self, name: str) -> int:
         """Stages of a module per pipeline rank, under a schedule with separated modules."""

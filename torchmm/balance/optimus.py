@@ -150,9 +150,9 @@ def order_of(schedule: BubbleSchedule, graph: StageGraph) -> ComputeOrder:
     rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in range(layout.rank_count)]
     for rank, own in enumerate(schedule.llm):
         for action, start in zip(own.actions, own.start_ps.tolist(), strict=True):
-            for mirror, stage in enumerate(layout.mirrored[action.stage]):
+            for mirror, same in enumerate(layout.mirrored[action.stage]):
                 # All mirrors come to it at one place, or they would wait for each other.
-                entry = _place(action, start), action._replace(stage=stage)
+                entry = _place(action, start), action._replace(stage=same)
                 rows[rank * layout.mirrors + mirror].append(entry)
     starts = zip(schedule.forward_start_ps, schedule.backward_start_ps, strict=True)
     for work, (forward, backward) in zip(schedule.works, starts, strict=True):
