@@ -32,6 +32,9 @@ class ActivationCheckpointConfig(Section):
     `simulation.device` says) or as an amount ("60 GiB", "512 MiB"). It counts weights, gradients,
     optimizer state, messages and activations; leave room for temporaries inside of layers and what
     the allocator cannot use. A step that does not fit with everything recomputed is refused."""
+    offload: bool = True
+    """With mode "tuned", on devices with memory of their own: whether inputs of recomputed layers
+    may wait in the host's memory where that costs the least time. Never for compiled modules."""
 
     def fixed_mode(self, module: str) -> FixedMode:
         """Mode of all tasks of a module; "none" where plans choose, whose costs come on top."""

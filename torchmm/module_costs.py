@@ -89,7 +89,10 @@ def layer_tuning(
         return None
     memory = model.profile.device.memory_bytes if device_bytes is None else device_bytes
     limit = limit_bytes(checkpointing.memory_limit, memory)
-    return LayerTuning(model, names, limit, layerwise)
+    offloads = names if checkpointing.offload else frozenset()
+    if recipe.compile.enabled:  # a compiled layer cannot be told where to put its input
+        offloads -= frozenset(recipe.compile.modules) or names
+    return LayerTuning(model, names, limit, layerwise, offloads=offloads)
 
 
 def run_tuning(

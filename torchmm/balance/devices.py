@@ -1,7 +1,8 @@
 """What devices can do at most, from their makers' data sheets.
 
 Numbers per device: dense matrix products by dtype (no sparsity), memory bandwidth and size, one
-direction of the fast link inside a node (NVLink) and of the network between nodes. How much of it
+direction of the fast link inside a node (NVLink), of the network between nodes and of the way to
+the host's memory (PCIe), and how much of that memory there is per device. How much of it
 an operator reaches is another matter: see `torchmm.balance.operators` and `scripts/calibrate.py`.
 """
 
@@ -30,6 +31,8 @@ class Device:
         asynchronous: whether the host queues kernels and goes on (GPUs); if not, every call's
             overhead adds to its time.
         source: where the numbers come from.
+        host_bytes_per_s: to the host's memory (PCIe), one direction; 0: it is the host's own.
+        host_memory_bytes: of that, per device.
     """
 
     name: str
@@ -41,13 +44,15 @@ class Device:
     devices_per_node: int
     asynchronous: bool
     source: str
+    host_bytes_per_s: float = 0.0
+    host_memory_bytes: float = 0.0
 
     def bytes_per_s(self, link: Link) -> float:
         """Bandwidth of a link, one direction."""
         return self.node_bytes_per_s if link == "node" else self.network_bytes_per_s
 
 
-def _gpu(
+def _gpu(  # noqa: PLR0913 - what a data sheet prints
     name: str,
     *,
     bf16_tflops: float,
@@ -56,9 +61,10 @@ def _gpu(
     memory_gb_per_s: float,
     nvlink_gb_per_s: float,
     network_gb_per_s: float,
+    pcie_gb_per_s: float,
     source: str,
 ) -> Device:
-    """A GPU in a node of eight; NVLink as printed, which is both directions together."""
+    """A GPU in a node of eight; NVLink and PCIe as printed: both directions together."""
     return Device(
         name=name,
         peak_flops={"bfloat16": bf16_tflops * 1e12, "float32": fp32_tflops * 1e12},
@@ -69,11 +75,19 @@ def _gpu(
         devices_per_node=8,
         asynchronous=True,
         source=source,
+        host_bytes_per_s=pcie_gb_per_s * 1e9 / 2,
+        host_memory_bytes=2e12 / 8,
     )
 
 
-_HOPPER_NETWORK = "DGX H100/H200: one 400 Gb/s port per GPU (NVIDIA DGX H100 data sheet)"
-_AMPERE_NETWORK = "DGX A100: one 200 Gb/s port per GPU (NVIDIA DGX A100 data sheet)"
+_HOPPER_NETWORK = (
+    "DGX H100/H200: one 400 Gb/s port per GPU, 2 TB of host memory (NVIDIA DGX H100 data sheet), "
+    "PCIe 5 x16"
+)
+_AMPERE_NETWORK = (
+    "DGX A100: one 200 Gb/s port per GPU, 2 TB of host memory (NVIDIA DGX A100 data sheet), "
+    "PCIe 4 x16"
+)
 
 DEVICES: dict[str, Device] = {
     device.name: device
@@ -86,6 +100,7 @@ DEVICES: dict[str, Device] = {
             memory_gb_per_s=3350,
             nvlink_gb_per_s=900,
             network_gb_per_s=50,
+            pcie_gb_per_s=128,
             source="NVIDIA H100 SXM5 data sheet and Hopper white paper; " + _HOPPER_NETWORK,
         ),
         _gpu(
@@ -96,6 +111,7 @@ DEVICES: dict[str, Device] = {
             memory_gb_per_s=4800,
             nvlink_gb_per_s=900,
             network_gb_per_s=50,
+            pcie_gb_per_s=128,
             source="NVIDIA H200 SXM data sheet; " + _HOPPER_NETWORK,
         ),
         _gpu(
@@ -106,6 +122,7 @@ DEVICES: dict[str, Device] = {
             memory_gb_per_s=3350,
             nvlink_gb_per_s=400,
             network_gb_per_s=50,
+            pcie_gb_per_s=128,
             source="H100 SXM5 with NVLink cut to 400 GB/s (DeepSeek-V3, arXiv 2412.19437, and "
             "2505.09343, section 4.1); network as DGX H100",
         ),
@@ -117,6 +134,7 @@ DEVICES: dict[str, Device] = {
             memory_gb_per_s=2039,
             nvlink_gb_per_s=600,
             network_gb_per_s=25,
+            pcie_gb_per_s=64,
             source="NVIDIA A100 80GB SXM data sheet; " + _AMPERE_NETWORK,
         ),
         _gpu(
@@ -127,6 +145,7 @@ DEVICES: dict[str, Device] = {
             memory_gb_per_s=2039,
             nvlink_gb_per_s=400,
             network_gb_per_s=25,
+            pcie_gb_per_s=64,
             source="NVIDIA A800 80GB data sheet: A100 with NVLink cut to 400 GB/s; "
             + _AMPERE_NETWORK,
         ),

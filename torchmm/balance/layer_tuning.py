@@ -10,7 +10,9 @@ Counted against the limit are weights, gradients, optimizer state, messages, wha
 what a layer that runs again needs. Not counted: temporaries inside of layers, and what the
 allocator and the framework take; leave room for them in the limit.
 
-Offloading to host memory is left out: no candidate is offered that the runtime cannot execute.
+Where the device has memory of its own, inputs of recomputed layers may wait in the host's. A plan
+that would need more than half of that is tuned without. Rejected: limits for two memories in one
+problem, of which the second hardly ever binds.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ from torchmm.balance.simulator import memory_changes
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.errors import PlanError
 from torchmm.pipelining.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.graph import Task
+from torchmm.pipelining.graph import StageGraph, Task
 from torchmm.pipelining.plan import PipelinePlan
 
 Solver = Callable[[TuningProblem], TuningSolution | None]
+HOST_SHARE = 0.5
+"""Of the host's memory that activations may take; the rest is for data and checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class LayerTuning:
         layerwise: whether FSDP2 gathers layer by layer.
         candidates: most of them for a task.
         solver: of one rank.
+        offloads: modules whose layers' inputs may wait in the host's memory; none on devices that
+            share it.
     """
 
     model: CostModel
@@ -57,6 +63,31 @@ class LayerTuning:
     layerwise: bool = False
     candidates: int = MOST_CANDIDATES
     solver: Solver = solve_quickly
+    offloads: frozenset[str] = frozenset()
+
+    @property
+    def host_limit_bytes(self) -> float:
+        """Of the host's memory, for a rank."""
+        return HOST_SHARE * self.model.profile.device.host_memory_bytes
+
+    def choices(
+        self,
+        graph: StageGraph,
+        modules: Sequence[ModuleDescription],
+        microbatches: Sequence[MicrobatchMeta],
+        targets: Sequence[int] | None = None,
+    ) -> dict[int, StageRecompute]:
+        """`stage_choices`."""
+        shares = self.model.profile.device.host_bytes_per_s == 0
+        return stage_choices(
+            graph,
+            modules,
+            microbatches,
+            self.model,
+            names=self.names,
+            offloads=frozenset() if shares else self.names & self.offloads,
+            targets=targets,
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +100,7 @@ class TunedPlan:
         peak_bytes: by rank: no more than this is in use at any time.
         extra_ms: what is recomputed takes so long, by rank.
         bound_ms: what would fit takes at least so long, by rank.
+        host_bytes: by rank: no more than this waits in the host's memory.
     """
 
     plan: PipelinePlan
@@ -76,6 +108,7 @@ class TunedPlan:
     peak_bytes: tuple[int, ...]
     extra_ms: tuple[float, ...]
     bound_ms: tuple[float, ...]
+    host_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -88,6 +121,7 @@ class RankProblem:
         stage_candidates: modes of layers, by stage.
         keeping: by stage: which of them recompute nothing.
         index_NC: by pair and candidate: which of its stage's candidates it is.
+        host_bytes_NC: by pair and candidate: what waits in the host's memory.
         actions: by position; one fewer than there are positions, as the last is the step's end.
     """
 
@@ -96,7 +130,16 @@ class RankProblem:
     stage_candidates: Mapping[int, list[Modes]]
     keeping: Mapping[int, set[int]]
     index_NC: Int64s
+    host_bytes_NC: Int64s
     actions: list[Action]
+
+    def host_bytes(self, choice_N: Int64s) -> int:
+        """The most that waits in the host's memory at any time."""
+        own_N = self.host_bytes_NC[np.arange(len(self.tasks)), choice_N]
+        change_T = np.zeros(self.problem.positions + 1, np.int64)
+        np.add.at(change_T, self.problem.start_N, own_N)
+        np.add.at(change_T, self.problem.middle_N + 1, -own_N)
+        return int(np.cumsum(change_T).max())
 
     def recompute(self, choice_N: Int64s) -> dict[Task, Modes]:
         """Tasks that run anything again, with modes of their layers."""
@@ -127,9 +170,9 @@ def tune_layers(
         PlanError: a rank cannot stay within the limit; all such are listed.
     """
     limit_bytes = tuning.memory_limit_bytes
-    given = plan.graph, modules, microbatches, tuning.model
-    costs = plan_costs(*given, targets=targets, layerwise=tuning.layerwise)
-    choices = stage_choices(*given, names=tuning.names, targets=targets)
+    given = plan.graph, modules, microbatches
+    costs = plan_costs(*given, tuning.model, targets=targets, layerwise=tuning.layerwise)
+    choices = tuning.choices(*given, targets)
     problems = rank_problems(plan, costs, choices, limit_bytes, tuning.candidates)
     solutions = [tuning.solver(each.problem) for each in problems]
     if short := [
@@ -139,7 +182,7 @@ def tune_layers(
     ]:
         raise PlanError(short)
     recompute: dict[Task, Modes] = {}
-    peaks, extra, bounds = [], [], []
+    peaks, extra, bounds, hosts = [], [], [], []
     for each, solution in zip(problems, solutions, strict=True):
         assert solution is not None
         recompute |= each.recompute(solution.choice_N)
@@ -148,12 +191,18 @@ def tune_layers(
         peaks.append(limit_bytes - int(room.min()))
         extra.append(solution.extra_ms)
         bounds.append(solution.bound_ms)
+        hosts.append(each.host_bytes(solution.choice_N))
+    if any(hosts) and max(hosts) > tuning.host_limit_bytes:
+        return tune_layers(
+            plan, modules, microbatches, replace(tuning, offloads=frozenset()), targets
+        )
     return TunedPlan(
         replace(plan, recompute=recompute),
         charged(replace(costs, memory_limit_bytes=limit_bytes), recompute, choices),
         tuple(peaks),
         tuple(extra),
         tuple(bounds),
+        tuple(hosts),
     )
 
 
@@ -174,9 +223,9 @@ def memory_needs(
     targets: Sequence[int] | None = None,
 ) -> list[MemoryNeeds]:
     """Between what limits there is something to choose, by rank; arguments as of `tune_layers`."""
-    given = plan.graph, modules, microbatches, tuning.model
-    costs = plan_costs(*given, targets=targets, layerwise=tuning.layerwise)
-    choices = stage_choices(*given, names=tuning.names, targets=targets)
+    given = plan.graph, modules, microbatches
+    costs = plan_costs(*given, tuning.model, targets=targets, layerwise=tuning.layerwise)
+    choices = tuning.choices(*given, targets)
     found = []
     for each in rank_problems(plan, costs, choices, 0, tuning.candidates):
         problem = each.problem
@@ -247,17 +296,22 @@ class _Rows:
     def _add(self, own: StageRecompute, modes: list[Modes]) -> None:
         kept_N = np.array([self.costs.kept_bytes[t] for t in own.tasks], float)
         columns = [
-            (own.extra_ms_N(m), kept_N - own.saved_bytes_N(m), own.passing_bytes_N(m))
+            (
+                own.extra_ms_N(m),
+                kept_N - own.saved_bytes_N(m),
+                own.passing_bytes_N(m),
+                own.host_bytes_N(m),
+            )
             for m in modes
         ]
-        extra, kept, passing = (np.stack(each, 1) for each in zip(*columns, strict=True))
+        extra, kept, passing, host = (np.stack(each, 1) for each in zip(*columns, strict=True))
         kept_NC = np.maximum(np.rint(kept), 0).astype(np.int64)
         index_NC = ordered(extra, kept_NC)
         pad = np.minimum(np.arange(self.width), len(modes) - 1)
         index_NC = index_NC[:, pad]
         tables = [
             np.take_along_axis(table, index_NC, 1)
-            for table in (extra, kept_NC, np.rint(passing).astype(np.int64))
+            for table in (extra, kept_NC, *(np.rint(t).astype(np.int64) for t in (passing, host)))
         ]
         for task, *row in zip(own.tasks, *tables, index_NC, strict=True):
             self.of_task[task] = tuple(row)
@@ -283,11 +337,11 @@ def _rank_problem(
         highest = 0
     base.append(highest)
     tasks = list(spans)
-    extra, kept, passing, index_NC = (
+    extra, *whole = (
         np.array([rows.of_task[task][i] for task in tasks]).reshape(len(tasks), rows.width)
-        for i in range(4)
+        for i in range(5)
     )
-    kept, passing, index_NC = (t.astype(np.int64) for t in (kept, passing, index_NC))
+    kept, passing, host_NC, index_NC = (table.astype(np.int64) for table in whole)
     later = np.zeros_like(kept)
     for pair, task in enumerate(tasks):
         if actions[spans[task][1]].type is not ActionType.I:
@@ -305,7 +359,9 @@ def _rank_problem(
     problem = TuningProblem(
         starts, middles, ends, extra.astype(float), kept, passing, later, free_T
     )
-    return RankProblem(problem, tasks, rows.stage_candidates, rows.keeping, index_NC, actions)
+    return RankProblem(
+        problem, tasks, rows.stage_candidates, rows.keeping, index_NC, host_NC, actions
+    )
 
 
 def _shortage(rank: int, each: RankProblem, limit_bytes: int) -> str:

@@ -11,18 +11,21 @@ its own times and bytes: tasks differ in size, hardly in what their layers' mode
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s
-from torchmm.balance.recompute_costs import LAYER_MODES, Modes, StageRecompute
+from torchmm.balance.recompute_costs import ALL_MODES, Modes, StageRecompute
 
 MOST_CANDIDATES = 16
 """K of the paper, which does not print it."""
 MOST_PARTIAL = 256
 """Points of a front of some of the layers."""
+FROM_THE_FRONT = tuple(map(ALL_MODES.index, ("full", "offload", "selective", "none")))
+"""Which of equal layers have which mode. Those in front recompute more; the first one may be given
+by the stage before, and then gains nothing from being offloaded."""
 
 
 class _Point(NamedTuple):
@@ -49,16 +52,12 @@ def stage_candidates(choices: StageRecompute, most: int = MOST_CANDIDATES) -> li
     front = [_Point(0.0, 0.0, ())]
     kinds, extra_ms_KMN = len(choices.again_ms_KMN), choices.forward_ms_KMN + choices.again_ms_KMN
     for kind in range(kinds):
-        again = extra_ms_KMN[kind].mean(1).tolist()
-        kept = choices.kept_bytes_KMN[kind].mean(1).tolist()
-        own = [
-            _Point(_dot(counts, again), _dot(counts, kept), (counts,))
-            for counts in _counts(choices.kinds.count(kind))
-        ]
+        again, kept = extra_ms_KMN[kind].mean(1), choices.kept_bytes_KMN[kind].mean(1)
+        own = _kind_front(_counts(choices.kinds.count(kind), len(again)), again, kept)
         sums = [
             _Point(a.extra_ms + b.extra_ms, a.kept_bytes + b.kept_bytes, a.counts + b.counts)
             for a in front
-            for b in _front(own)
+            for b in own
         ]
         front = _thinned(_front(sums), most if kind == kinds - 1 else MOST_PARTIAL)
     return [_modes(choices.kinds, point.counts) for point in front]
@@ -83,17 +82,24 @@ def ordered(extra_ms_NC: Float64s, kept_bytes_NC: Int64s) -> Int64s:
     return found_NC
 
 
-def _counts(layers: int) -> list[tuple[int, ...]]:
-    """All ways to give each of some equal layers a mode, as counts."""
-    modes = range(len(LAYER_MODES))
+@cache
+def _counts(layers: int, modes: int) -> Int64s:
+    """All ways to give each of some equal layers a mode, as counts by mode: a row for each."""
+    rest = np.indices((layers + 1,) * (modes - 1)).reshape(modes - 1, -1).T
+    rest = rest[rest.sum(1) <= layers]
+    return np.concatenate([layers - rest.sum(1, keepdims=True), rest], axis=1)
+
+
+def _kind_front(counts: Int64s, extra_ms_M: Float64s, kept_bytes_M: Float64s) -> list[_Point]:
+    """Of all ways to run layers of one kind, those that are faster or leaner than any other."""
+    times, nbytes = counts @ extra_ms_M, counts @ kept_bytes_M
+    order = np.lexsort((nbytes, times))
+    least = np.minimum.accumulate(nbytes[order])
+    better = np.append(True, least[1:] < least[:-1])
     return [
-        tuple(chosen.count(mode) for mode in modes)
-        for chosen in combinations_with_replacement(modes, layers)
+        _Point(float(times[i]), float(nbytes[i]), (tuple(counts[i].tolist()),))
+        for i in order[better].tolist()
     ]
-
-
-def _dot(counts: tuple[int, ...], values: list[float]) -> float:
-    return sum(n * value for n, value in zip(counts, values, strict=True))
 
 
 def _front(points: list[_Point]) -> list[_Point]:
@@ -118,11 +124,11 @@ def _thinned(front: list[_Point], most: int) -> list[_Point]:
 
 
 def _modes(kinds: tuple[int, ...], counts: tuple[tuple[int, ...], ...]) -> Modes:
-    """Modes by layer; of equal layers, those in front recompute more."""
+    """Modes by layer, see `FROM_THE_FRONT`."""
     left = [list(own) for own in counts]
     found = []
     for kind in kinds:
-        mode = max(m for m, n in enumerate(left[kind]) if n)
+        mode = next(m for m in FROM_THE_FRONT if m < len(left[kind]) and left[kind][m])
         left[kind][mode] -= 1
-        found.append(LAYER_MODES[mode])
+        found.append(ALL_MODES[mode])
     return tuple(found)

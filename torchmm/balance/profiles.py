@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,11 @@ def _device(given: Mapping[str, Any], base: Device | None, problems: list[str]) 
     peaks = given.get("peak_flops", {})
     if not isinstance(peaks, Mapping) or not all(_is_number(v) and v > 0 for v in peaks.values()):
         problems.append(f"device.peak_flops = {peaks!r}: needs FLOP/s > 0 by dtype")
-    if base is None and (missing := known - set(given)):
+    for key in ("host_bytes_per_s", "host_memory_bytes"):
+        if key in given and not (_is_number(given[key]) and given[key] >= 0):
+            problems.append(f"device.{key} = {given[key]!r}: needs a number >= 0")
+    needed = {f.name for f in fields(Device) if f.default is MISSING}
+    if base is None and (missing := needed - set(given)):
         problems.append(f"device lacks {', '.join(sorted(missing))}; give them or a base")
     if problems:
         return None

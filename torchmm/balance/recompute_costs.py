@@ -7,6 +7,10 @@ activations once more while its backward runs.
 
 Layers in front are the best to recompute: when their turn comes, those behind them have let go of
 theirs. So only a task that recomputes its last layers needs memory beyond what it kept.
+
+Where a device has memory of its own, a recomputed layer's input may wait in the host's ("offload").
+It is copied there and back between kernels, so all of the copies' time counts. What a stage
+received stays on the device all the same, as the runtime holds it: its first layer gains nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +32,18 @@ from torchmm.pipelining.graph import StageGraph, StageSpec, Task
 from torchmm.pipelining.plan import LayerMode, PipelinePlan
 
 LAYER_MODES: tuple[LayerMode, ...] = ("none", "selective", "full")
+"""Of any device."""
+ALL_MODES: tuple[LayerMode, ...] = (*LAYER_MODES, "offload")
+"""Of devices with memory of their own."""
 Modes = tuple[LayerMode, ...]
+PINNED_SHARE = 0.8
+"""Of a link's bandwidth that copies to and from pinned memory reach; assumed."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageRecompute:
-    """Choices of one stage. N tasks with a backward, K kinds of layers, in 3 modes (`LAYER_MODES`).
+    """Choices of one stage. N tasks with a backward, K kinds of layers, in M modes: `ALL_MODES`, or
+    the first of them.
 
     Attributes:
         tasks: N of them.
@@ -41,7 +51,8 @@ class StageRecompute:
         forward_ms_KMN: what a layer's mode adds to the forward.
         again_ms_KMN: what it adds to the backward.
         tensor_ms_KMN: of that, exposed tensor-parallel communication.
-        kept_bytes_KMN: what the layer keeps.
+        kept_bytes_KMN: what the layer keeps on the device.
+        received_bytes_N: of the first layer's input, stays there whatever its mode.
     """
 
     tasks: tuple[Task, ...]
@@ -50,6 +61,7 @@ class StageRecompute:
     again_ms_KMN: Float64s
     tensor_ms_KMN: Float64s
     kept_bytes_KMN: Float64s
+    received_bytes_N: Float64s | float = 0.0
 
     def extra_ms_N(self, modes: Modes) -> Float64s:
         """What modes of all layers add to forward and backward together."""
@@ -69,13 +81,24 @@ class StageRecompute:
 
     def saved_bytes_N(self, modes: Modes) -> Float64s:
         """What is not kept, compared with keeping everything."""
-        return self._sum(self.kept_bytes_KMN[:, :1] - self.kept_bytes_KMN, modes)
+        saved_N = self._sum(self.kept_bytes_KMN[:, :1] - self.kept_bytes_KMN, modes)
+        return saved_N - self.received_bytes_N * (modes[0] == "offload")
+
+    def host_bytes_N(self, modes: Modes) -> Float64s:
+        """What waits in the host's memory."""
+        if "offload" not in modes:
+            return np.zeros(len(self.tasks))
+        inputs_KMN = np.zeros_like(self.kept_bytes_KMN)
+        inputs_KMN[:, ALL_MODES.index("offload")] = self.kept_bytes_KMN[:, ALL_MODES.index("full")]
+        return self._sum(inputs_KMN, modes)
 
     def passing_bytes_N(self, modes: Modes) -> Float64s:
         """What backward needs beyond what was kept, while it runs."""
         most_N, behind_N = np.zeros(len(self.tasks)), np.zeros(len(self.tasks))
-        for kind, mode in zip(reversed(self.kinds), reversed(modes), strict=True):
-            kept_N = self.kept_bytes_KMN[kind, LAYER_MODES.index(mode)]
+        for index, kind in reversed(list(enumerate(self.kinds))):
+            kept_N = self.kept_bytes_KMN[kind, ALL_MODES.index(modes[index])]
+            if index == 0 and modes[0] == "offload":
+                kept_N = kept_N + self.received_bytes_N
             whole_N = self.kept_bytes_KMN[kind, 0]
             most_N = np.maximum(most_N, whole_N - kept_N - behind_N)
             behind_N = behind_N + kept_N
@@ -87,7 +110,7 @@ class StageRecompute:
         found_N = np.zeros(len(self.tasks))
         counted: dict[tuple[int, int], int] = {}
         for kind, mode in zip(self.kinds, modes, strict=True):
-            key = kind, LAYER_MODES.index(mode)
+            key = kind, ALL_MODES.index(mode)
             counted[key] = counted.get(key, 0) + 1
         for (kind, mode_index), count in counted.items():
             found_N += count * table_KMN[kind, mode_index]
@@ -105,6 +128,7 @@ def stage_choices(
     model: CostModel,
     *,
     names: frozenset[str],
+    offloads: frozenset[str] = frozenset(),
     targets: Sequence[int] | None = None,
 ) -> dict[int, StageRecompute]:
     """What recomputing would cost and save, by stage; none for stages without backwards.
@@ -112,6 +136,7 @@ def stage_choices(
     Args:
         modules: encoders, LLM and generator, whole.
         names: modules whose tasks may choose.
+        offloads: of them, those that may use the host's memory.
         targets: positions that count in the loss, by microbatch; None: all text.
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
@@ -121,9 +146,10 @@ def stage_choices(
         if module.name not in names:
             continue
         own = module_tasks(graph, module, microbatches, counts)
+        modes = ALL_MODES if module.name in offloads else LAYER_MODES
         for stage in graph.layout.stages:
             if stage.module == module.name:
-                choices = _stage(graph, stage, own, model, tables)
+                choices = _stage(graph, stage, own, model, modes, tables)
                 if choices is not None:
                     found[stage.index] = choices
     return found
@@ -134,6 +160,7 @@ def _stage(
     stage: StageSpec,
     own: ModuleTasks,
     model: CostModel,
+    modes: Modes,
     tables: _Tables,
 ) -> StageRecompute | None:
     module = own.module
@@ -149,15 +176,23 @@ def _stage(
     for layer in distinct:
         key = module.name, layer, arrives_N.tobytes()
         if key not in tables:
-            tables[key] = _layer(layer, own, model, arrives_N)
+            tables[key] = _layer(layer, own, model, arrives_N, modes)
         rows.append(tables[key])
     stacked = [np.stack(each)[:, :, needed_N] for each in zip(*rows, strict=True)]
     tasks = [Task(stage.index, *key) for key, n in zip(own.keys, needed_N, strict=True) if n]
-    return StageRecompute(tuple(tasks), tuple(map(distinct.index, layers)), *stacked)
+    kinds = tuple(map(distinct.index, layers))
+    received: Float64s | float = 0.0
+    if stage.start > 0 and "offload" in modes:
+        received = stacked[-1][kinds[0], modes.index("full")]
+    return StageRecompute(tuple(tasks), kinds, *stacked, received)
 
 
 def _layer(
-    layer: LayerDescription, own: ModuleTasks, model: CostModel, arrives_N: np.ndarray
+    layer: LayerDescription,
+    own: ModuleTasks,
+    model: CostModel,
+    arrives_N: np.ndarray,
+    modes: Modes,
 ) -> _LayerTables:
     """Time added to forward and backward, communication of the latter, and kept bytes of one layer,
     by mode and task."""
@@ -182,10 +217,24 @@ def _layer(
                 weights=module.trainable,
             )
         )
+    if "offload" in modes:
+        copy_ms_N = _copy_ms(kept[-1], model)
+        for times in (forward, again):
+            times.append(times[-1] + copy_ms_N)
+        tensor.append(tensor[-1])
+        kept.append(kept[-1] * (model.profile.device.host_bytes_per_s == 0))
     forward_MN, again_MN, tensor_MN = (
         np.maximum(np.stack(each) - each[0], 0.0) for each in (forward, again, tensor)
     )
     return forward_MN, again_MN, tensor_MN, np.stack(kept)
+
+
+def _copy_ms(nbytes_N: Float64s, model: CostModel) -> Float64s:
+    """To the host's memory or back; nothing where that is the device's own."""
+    rate = PINNED_SHARE * model.profile.device.host_bytes_per_s
+    if rate == 0:
+        return 0 * nbytes_N
+    return nbytes_N / rate * 1e3 + model.profile.call_us["copy"] / 1e3 * (nbytes_N > 0)
 
 
 def costs_of_plan(
@@ -211,7 +260,14 @@ def costs_of_plan(
     if not plan.recompute:
         return costs
     names = frozenset(plan.graph.layout.stages[task.stage].module for task in plan.recompute)
-    choices = stage_choices(plan.graph, modules, microbatches, model, names=names, targets=targets)
+    offloads = frozenset(
+        plan.graph.layout.stages[task.stage].module
+        for task, modes in plan.recompute.items()
+        if "offload" in modes
+    )
+    choices = stage_choices(
+        plan.graph, modules, microbatches, model, names=names, offloads=offloads, targets=targets
+    )
     return charged(costs, plan.recompute, choices)
 
 

@@ -2,6 +2,12 @@
 
 The layer's `forward` is replaced on the instance, so parameter names stay and FSDP's hooks stay
 outside of the recomputed region. Rejected: `checkpoint_wrapper`, which renames every parameter.
+
+A layer in mode "offload" is recomputed as a whole, from an input that waits in pinned memory of the
+host. Copies are queued between kernels, in order: what they take is not hidden, and the input's
+memory is free as soon as the layer has run. Rejected: moving all that a layer keeps, as
+`torch.autograd.graph.save_on_cpu` around a layer does: weights too, and tensors as often as they
+are saved, which takes longer than to compute them again (docs/layer_tuning.md).
 """
 
 from __future__ import annotations
@@ -11,6 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -76,10 +84,11 @@ def _settings(mode: str) -> dict[str, Any]:
 
 
 def _choosing(forward: Callable[..., Any], modes: list[str], index: int) -> Callable[..., Any]:
-    recomputing = {mode: _recomputing(forward, _settings(mode)) for mode in ("selective", "full")}
+    ways = {mode: _recomputing(forward, _settings(mode)) for mode in ("selective", "full")}
+    ways["offload"] = _offloading(forward)
 
     def choosing_forward(*args: Any, **kwargs: Any) -> Any:
-        return recomputing.get(modes[index], forward)(*args, **kwargs)
+        return ways.get(modes[index], forward)(*args, **kwargs)
 
     return choosing_forward
 
@@ -90,6 +99,18 @@ def _recomputing(forward: Callable[..., Any], settings: dict[str, Any]) -> Calla
         return checkpoint(forward, *args, **settings, **kwargs)
 
     return recomputing_forward
+
+
+def _offloading(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def offloading_forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Other arguments are shared by all layers, so they stay, and stay out of the hooks' sight.
+        def forward_of(hidden: Tensor) -> Any:
+            return forward(hidden, *args, **kwargs)
+
+        with save_on_cpu(pin_memory=hidden.is_cuda):
+            return checkpoint(forward_of, hidden, use_reentrant=False)
+
+    return offloading_forward
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

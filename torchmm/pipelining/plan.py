@@ -38,8 +38,9 @@ class TensorSpec(NamedTuple):
 MessageSpecs = Mapping[Message, tuple[TensorSpec, ...]]
 """Tensors of each message of a step."""
 
-LayerMode = Literal["none", "selective", "full"]
-"""What a layer's backward runs again: nothing, all but matrix products and attention, everything.
+LayerMode = Literal["none", "selective", "full", "offload"]
+"""What a layer's backward runs again: nothing, all but matrix products and attention, everything;
+"offload": everything, from an input that waits in the host's memory.
 """
 
 

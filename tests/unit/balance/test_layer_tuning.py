@@ -226,6 +226,74 @@ def test_layers_in_front_recompute_more_and_need_nothing_beyond_what_was_kept():
         assert ranks == sorted(ranks, reverse=True)
 
 
+APART = replace(
+    MODEL,
+    profile=replace(
+        MODEL.profile,
+        device=replace(MODEL.profile.device, host_bytes_per_s=16e9, host_memory_bytes=1e12),
+    ),
+)
+"""A device with memory of its own, and a way to the host's."""
+
+
+def test_inputs_are_offloaded_only_where_that_pays():
+    step = Step(CASES[0], 7)
+    plan = planned(step, 1)
+    least, most = limits(step, plan)
+    given = plan, step.modules, step.metas
+    alone = LayerTuning(APART, BOTH, 0)
+    both = replace(alone, offloads=BOTH)
+    needs = memory_needs(*given, both, step.targets)
+    leaner = max(need.least_bytes for need in needs)
+    assert leaner < least
+    for share in (0.0, 0.1, 0.5, 1.0):
+        limit = round(least + share * (most - least))
+        with_, without = (
+            tune_layers(*given, replace(t, memory_limit_bytes=limit, solver=solve_exactly),
+                        step.targets)
+            for t in (both, alone)
+        )  # fmt: skip
+        assert not any(without.host_bytes)
+        assert sum(with_.extra_ms) <= sum(without.extra_ms) * (1 + 1e-9)
+    lean = tune_layers(*given, replace(both, memory_limit_bytes=leaner), step.targets)
+    assert any(lean.host_bytes)
+    simulated = simulate(lean.plan, lean.costs)
+    assert simulated.fits
+    again = costs_of_plan(lean.plan, step.modules, step.metas, APART, targets=step.targets)
+    assert pairs_ms(again) == pytest.approx(pairs_ms(lean.costs))
+    slow = replace(APART.profile.device, host_bytes_per_s=1e6)
+    far = replace(both, model=replace(APART, profile=replace(APART.profile, device=slow)))
+    chosen = tune_layers(*given, replace(far, memory_limit_bytes=least), step.targets)
+    assert not any(chosen.host_bytes), "recomputing is faster"
+
+
+def test_nothing_is_offloaded_where_the_host_has_no_other_memory_or_too_little():
+    step = Step(CASES[0], 7)
+    plan = planned(step, 1)
+    least, _ = limits(step, plan)
+    same = tuned(step, plan, least, offloads=BOTH)
+    assert same.plan.recompute == tuned(step, plan, least).plan.recompute
+    device = replace(APART.profile.device, host_memory_bytes=100.0)
+    model = replace(APART, profile=replace(APART.profile, device=device))
+    tuning = LayerTuning(model, BOTH, least - 1, offloads=BOTH)
+    with pytest.raises(PlanError, match="memory_limit"):
+        tune_layers(plan, step.modules, step.metas, tuning, step.targets)
+
+
+def test_what_a_stage_received_stays_on_the_device():
+    tables = np.array([[[0.0], [1.0], [4.0], [6.0]]])
+    kept = np.array([[[100.0], [40.0], [10.0], [0.0]]])
+    own = StageRecompute((Task(0, 0),), (0, 0, 0), 0 * tables, tables, 0 * tables, kept)
+    later = replace(own, received_bytes_N=np.array([10.0]))
+    every = ("offload",) * 3
+    assert own.saved_bytes_N(every) == [300] and later.saved_bytes_N(every) == [290]
+    assert own.passing_bytes_N(every) == [100] and later.passing_bytes_N(every) == [100]
+    assert later.passing_bytes_N(("offload", "none", "none")) == [0]
+    assert own.host_bytes_N(("full", "offload", "none")) == [10]
+    assert own.host_bytes_N(("full", "selective", "none")) == [0]
+    assert ("full", "offload", "offload") in stage_candidates(later, 1000)
+
+
 def test_what_is_no_good_for_a_pair_is_left_out():
     extra_NC = np.array([[0.0, 1.0, 2.0], [0.0, 3.0, 2.0], [0.0, 1.0, 2.0]])
     kept_NC = np.array([[9, 5, 1], [9, 5, 1], [9, 10, 1]])
