@@ -18,6 +18,10 @@ class SearchConfig(Section):
     strategy: Literal["annealing", "mcts", "random", "dfs", "natural"] = "annealing"
     """"annealing": simulated annealing from constructed orders; "mcts": Monte Carlo tree search;
     "random" and "dfs": for comparison; "natural": the order of microbatches, without a search."""
+    stages: Literal["separated", "megatron", "balanced", "auto"] = "separated"
+    """How modules are cut. "separated": each into segments over all ranks; "megatron": whole
+    encoders in front of the LLM's first stage; "balanced": all layers in one chain of equally
+    costly stages; "auto": what the cost model predicts the fastest first step for."""
     evaluations: int = Field(default=2000, ge=1)
     """Orders tried for a step at most."""
     seed: int = Field(default=0, ge=0)

@@ -34,12 +34,14 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.cut import cut_for_rank
 from torchmm.pipelining.graph import StageGraph, StageLayout
-from torchmm.pipelining.messages import message_specs
-from torchmm.pipelining.plan import ComputeOrder, PipelinePlan
+from torchmm.pipelining.messages import message_sizes, message_specs
+from torchmm.pipelining.plan import ComputeOrder, MessageSpecs, PipelinePlan
 from torchmm.pipelining.runtime import PipelineRuntime, StepResult, channel_pairs
 from torchmm.pipelining.separated import Durations
 from torchmm.pipelining.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
 from torchmm.step_plan import Gathering, Purpose, plan_layout, plan_step
+
+Specs = Callable[[StageGraph], MessageSpecs]
 
 
 def whole_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtype) -> Pipeline:
@@ -77,15 +79,17 @@ class Pipeline:
         self.layout = layout
         self._descriptions = descriptions
         self.config = config
-        self._dtype = dtype
+        self.dtype = dtype
         self.device = mesh.device
         self.factors: Mapping[Kind, float] = {}
         """On FLOPs, by kind of action: with what steps are planned (`torchmm.replanning`)."""
         self.planner: Callable[[StageGraph, Durations], ComputeOrder] | None = None
         """Gives the orders of training steps (`torchmm.step_planning`); None: the schedule does."""
+        self.ready: Callable[[Sequence[MicrobatchMeta], Specs], PipelinePlan | None] | None = None
+        """Gives whole plans of training steps that were made elsewhere; None: there is none."""
         self.tuning: LayerTuning | None = None
         """How plans choose what layers recompute; None: they do not."""
-        self._modules = {m.name: m for m in model.modality_modules()}
+        self.message_sizes = {m.name: message_sizes(m) for m in model.modality_modules()}
         self.sharding: Gathering = "none"
         """When FSDP2 gathers parameters."""
         if any(isinstance(module, FSDPModule) for module in modules.values()):
@@ -124,7 +128,12 @@ class Pipeline:
         Raises:
             PlanError: the schedule cannot run them.
         """
-        specs = partial(message_specs, modules=self._modules, microbatches=metas, dtype=self._dtype)
+        sizes = self.message_sizes
+        specs = partial(message_specs, modules=sizes, microbatches=metas, dtype=self.dtype)
+        if purpose == "training" and self.ready is not None:
+            plan = self.ready(metas, specs)
+            if plan is not None:
+                return plan
         return plan_step(
             self.layout,
             self.config,

@@ -3,13 +3,15 @@
     process = PlanningProcess(setup)
     process.submit(PlanRequest(step=8, ...))     as soon as the metadata of step 8 are there
     ...                                          step 7 trains
-    planned = process.take(8)                    the best order so far; None if there is none
+    planned = process.take(8)                    the best plan so far; None if there is none
     process.close()
 
 The process sends what it has as soon as it is better than what it sent before: natural and static
-orders first, then what the search finds, so that whoever takes a plan never waits. A new request
-ends the search for an older one. It runs at the lowest priority: where cores are scarce, training
-goes first and plans are less good.
+orders first, then what the search finds, so that whoever takes a plan never waits. What it sends
+are whole plans: lowered, validated and, where layers are tuned, with what they recompute; taking
+one is all that is left for the training process. A new request ends the search for an older one.
+The process runs at the lowest priority: where cores are scarce, training goes first and plans are
+less good.
 
 Rejected: a thread, which would share Python's lock with the training step it must not slow down.
 """
@@ -20,29 +22,40 @@ import atexit
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import torch
 
-from torchmm.balance.compiled import Int32s
+from torchmm.balance.compiled import Float64s, Int32s
 from torchmm.balance.drift import Kind, scaled
 from torchmm.balance.layer_costs import task_durations
+from torchmm.balance.layer_tuning import LayerTuning
 from torchmm.balance.planners import search_costs
 from torchmm.balance.search import Budget, Found, search
-from torchmm.balance.searched import SearchedOrder, StepSearch, encode_order
+from torchmm.balance.searched import SearchedOrder, StepSearch
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.data.workers import fork_server, ignore_signals
-from torchmm.pipelining.graph import StageGraph, StageLayout
+from torchmm.errors import PlanError
+from torchmm.pipelining.actions import ActionType
+from torchmm.pipelining.graph import StageLayout
+from torchmm.pipelining.messages import MessageSizes, message_specs
+from torchmm.pipelining.plan import ComputeOrder, PipelinePlan
+from torchmm.pipelining.plan_numbers import encode_plan
 from torchmm.pipelining.separated import Durations
-from torchmm.step_plan import Gathering, step_graph
+from torchmm.step_plan import Gathering, plan_step, step_graph
 
 NICENESS = 19
 SEND_EVERY_S = 0.05
 """Improvements that come faster are sent together."""
+SEARCHING_SHARE = 0.8
+"""Of the time that goes to searching, not to making plans of improvements, at least."""
+MEASURED = ActionType.F, ActionType.B
 CLOSING_S = 5.0
 
 
@@ -52,12 +65,26 @@ class PlanningProcessError(Exception):
 
 @dataclass(frozen=True)
 class PlanningSetup:
-    """What stays the same during a run."""
+    """What stays the same during a run.
+
+    Attributes:
+        sizes: of messages, by module.
+        dtype: in which modules compute.
+        tuning: how plans choose what layers recompute; None: they do not.
+    """
 
     layout: StageLayout
     config: ParallelConfig
     modules: tuple[ModuleDescription, ...]
     sharding: Gathering
+    sizes: Mapping[str, MessageSizes] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    tuning: LayerTuning | None = None
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Of actions that are measured."""
+        return [(module.name, kind) for module in self.modules for kind in MEASURED]
 
 
 @dataclass(frozen=True)
@@ -79,12 +106,12 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """An order for a step, and what it is worth.
+    """A plan for a step, and what it is worth.
 
     Attributes:
         step: its number.
-        counts: microbatches and sub-microbatches that it is for.
-        numbers: `encode_order`.
+        numbers: `encode_plan`.
+        flops_RK: of each rank's actions, by kind (`PlanningSetup.kinds`).
         predicted, natural: time of the step in this and in natural order, in the unit of the
             durations planned with: milliseconds, or FLOPs before anything was measured.
         evaluations: of the search.
@@ -94,8 +121,8 @@ class PlannedStep:
     """
 
     step: int
-    counts: Mapping[str, tuple[int, ...]]
     numbers: Int32s
+    flops_RK: Float64s
     predicted: float
     natural: float
     evaluations: int
@@ -195,7 +222,7 @@ def plan_until_closed(connection: Connection, setup: PlanningSetup) -> None:
             plan_request(connection, setup, request)
         except (EOFError, OSError):
             return
-        except ValueError as error:
+        except (ValueError, PlanError) as error:
             connection.send(f"the planning process cannot plan a step: {error}")
             return
 
@@ -207,7 +234,7 @@ def plan_request(connection: Connection, setup: PlanningSetup, request: PlanRequ
     section = setup.config.search
     seconds = None
     if request.seconds is not None:
-        seconds = max(1e-3, request.seconds - sender.elapsed_s)
+        seconds = max(1e-3, request.seconds - sender.elapsed_s - sender.making_s)
     found = search(
         sender.step.dispatcher,
         Budget(section.evaluations, seconds),
@@ -221,19 +248,23 @@ def plan_request(connection: Connection, setup: PlanningSetup, request: PlanRequ
 
 
 class _Sender:
-    """Sends a step's best orders."""
+    """Sends a step's best plans."""
 
     def __init__(self, connection: Connection, setup: PlanningSetup, request: PlanRequest) -> None:
-        self._connection, self._request = connection, request
+        self._connection, self._setup, self._request = connection, setup, request
         self._begin_s = time.perf_counter()
         metas = request.microbatches
         self.graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
-        flops = task_durations(self.graph, setup.modules, metas)
-        durations = scaled(flops, self.graph, request.rates)
+        self._flops = task_durations(self.graph, setup.modules, metas)
+        durations = scaled(self._flops, self.graph, request.rates)
         costs = search_costs(self.graph, durations)
         self.unit = unit_of(costs.compute_ms, durations)
         self.step = StepSearch(self.graph, costs)
         self._sent, self._sent_s = inf, 0.0
+        self._order: ComputeOrder = ()
+        self._made: tuple[Int32s, Float64s] | None = None
+        self.making_s = 0.0
+        """How long it took to make the last plan of an order."""
 
     @property
     def elapsed_s(self) -> float:
@@ -241,18 +272,20 @@ class _Sender:
 
     def on_round(self, found: Found) -> bool:
         """Whether the search may go on."""
-        if found.makespan_ms < self._sent and self.elapsed_s - self._sent_s > SEND_EVERY_S:
+        pause_s = max(SEND_EVERY_S, self.making_s * SEARCHING_SHARE / (1 - SEARCHING_SHARE))
+        if found.makespan_ms < self._sent and self.elapsed_s - self._sent_s > pause_s:
             self.send(found, finished=False)
         return not self._connection.poll()
 
     def send(self, found: Found | None, *, finished: bool) -> None:
         best: SearchedOrder = self.step.best(found)
+        numbers, flops_RK = self._make(best.order)
         self._sent, self._sent_s = best.predicted_ms, self.elapsed_s
         self._connection.send(
             PlannedStep(
                 self._request.step,
-                step_counts(self.graph),
-                encode_order(self.graph, best.order),
+                numbers,
+                flops_RK,
                 best.predicted_ms * self.unit,
                 best.natural_ms * self.unit,
                 best.evaluations,
@@ -263,10 +296,41 @@ class _Sender:
             )
         )
 
+    def _make(self, order: ComputeOrder) -> tuple[Int32s, Float64s]:
+        """Its plan as numbers, and what there is to do."""
+        if self._made is None or order != self._order:
+            begin_s = time.perf_counter()
+            plan = self._plan(order)
+            self._order = order
+            self._made = encode_plan(plan), work_of(plan, self._setup.kinds, self._flops)
+            self.making_s = time.perf_counter() - begin_s
+        return self._made
 
-def step_counts(graph: StageGraph) -> dict[str, tuple[int, ...]]:
-    """What decides which tasks a step has."""
-    return {"": (graph.microbatches,), **graph.sub_microbatches}
+    def _plan(self, order: ComputeOrder) -> PipelinePlan:
+        setup, metas = self._setup, self._request.microbatches
+        specs = partial(message_specs, modules=setup.sizes, microbatches=metas, dtype=setup.dtype)
+        return plan_step(
+            setup.layout,
+            setup.config,
+            setup.modules,
+            metas,
+            specs=specs if setup.sizes else lambda graph: {},
+            sharding=setup.sharding,
+            factors=self._request.rates,
+            planner=lambda graph, durations: order,
+            tuning=setup.tuning,
+        )
+
+
+def work_of(plan: PipelinePlan, kinds: list[Kind], flops: Durations) -> Float64s:
+    """FLOPs of a plan's actions, by rank and kind."""
+    stages, place = plan.graph.layout.stages, {kind: i for i, kind in enumerate(kinds)}
+    found_RK = np.zeros((len(plan.actions), len(kinds)))
+    for rank, program in enumerate(plan.actions):
+        for action in program:
+            if action.type in MEASURED:
+                found_RK[rank, place[stages[action.stage].module, action.type]] += flops(action)
+    return found_RK
 
 
 def unit_of(compute_ms: Mapping[Any, float], durations: Durations) -> float:

@@ -3,22 +3,37 @@
     parallel = with_segments(recipe, descriptions, microbatches, "cpu")
 
 What the recipe gives stays: `segments` and `sub_microbatch_images` of [parallel.NAME], and
-`virtual_stages` other than 1, which are the LLM's segments. A pure function of the recipe and the
-first step's microbatches, so every rank finds the same.
+`virtual_stages` other than 1, which are the LLM's segments. With `stages = "auto"` the first step
+is also searched on the stages of static planners, which on few ranks may be faster: fewer, larger
+tasks. A pure function of the recipe and the first step's microbatches, so every rank finds the
+same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 
 from torchmm.balance.cost_model import CostModel
 from torchmm.balance.execution import Execution
 from torchmm.balance.operators import Profile
 from torchmm.balance.partitioner import Partition, partition
+from torchmm.balance.plan_costs import plan_costs
+from torchmm.balance.planners import MEMORY_SHARE
 from torchmm.balance.profiles import load_profile
+from torchmm.balance.search import Budget
+from torchmm.balance.searched import plan_searched
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig, Recipe
+from torchmm.config_search import SearchConfig
 from torchmm.errors import ConfigError
+from torchmm.step_plan import plan_layout, step_graph
+
+STAGES = ("separated", "megatron", "balanced")
+"""What "auto" chooses from; of equally fast ones the first."""
+EVALUATIONS, MOST_TRIED = 200, 64
+"""Orders and microbatches with which they are compared."""
 
 
 def leaves_segments_open(parallel: ParallelConfig) -> bool:
@@ -46,6 +61,27 @@ def with_segments(
     parallel = recipe.parallel
     if not leaves_segments_open(parallel):
         return parallel
+    try:
+        model = CostModel(
+            _profile(recipe, device), recipe.training.dtype, _executions(recipe, modules)
+        )
+        found = _filled(parallel, modules, _partition(parallel, modules, microbatches, model))
+    except ValueError as error:
+        raise ConfigError(f'[parallel] schedule = "searched": {error}') from error
+    if parallel.search.stages != "auto":
+        return found
+    return min(
+        (found.model_copy(update={"search": _with_stages(found, stages)}) for stages in STAGES),
+        key=lambda tried: _predicted_ms(tried, modules, microbatches, model),
+    )
+
+
+def _partition(
+    parallel: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+) -> Partition:
     given = parallel.modules
     segments = {name: own.segments for name, own in given.items() if own.segments}
     if parallel.virtual_stages > 1:
@@ -53,25 +89,47 @@ def with_segments(
     images = {
         name: own.sub_microbatch_images for name, own in given.items() if own.sub_microbatch_images
     }
+    return partition(
+        modules,
+        microbatches,
+        model,
+        parallel.pipeline,
+        images_given=images,
+        segments_given=segments,
+    )
+
+
+def _with_stages(parallel: ParallelConfig, stages: str) -> SearchConfig:
+    return SearchConfig.model_validate({**parallel.search.model_dump(), "stages": stages})
+
+
+def _predicted_ms(
+    parallel: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+) -> float:
+    """Of the first step in searched order; infinite where modules cannot be cut like this, or the
+    step does not fit into the device's memory."""
+    own = list(microbatches[:MOST_TRIED])
     try:
-        found = partition(
-            modules,
-            microbatches,
-            CostModel(
-                _profile(recipe, device), recipe.training.dtype, _executions(recipe, modules)
-            ),
-            parallel.pipeline,
-            images_given=images,
-            segments_given=segments,
-        )
-    except ValueError as error:
-        raise ConfigError(f'[parallel] schedule = "searched": {error}') from error
-    return _filled(parallel, modules, found)
+        layout = plan_layout(parallel, modules, own)
+        graph = step_graph(layout, parallel, own)
+        costs = plan_costs(graph, modules, own, model)
+        budget = Budget(evaluations=min(EVALUATIONS, parallel.search.evaluations))
+        limit_bytes = round(MEMORY_SHARE * model.profile.device.memory_bytes)
+        limited = replace(costs, memory_limit_bytes=limit_bytes)
+        found = plan_searched(graph, limited, budget, seed=parallel.search.seed)
+    except (ConfigError, ValueError):
+        return inf
+    return found.predicted_ms
 
 
 def describe(parallel: ParallelConfig, modules: Sequence[ModuleDescription]) -> str:
     """Segments and sub-microbatches in one line, for the log."""
     told = []
+    if parallel.search.stages in ("megatron", "balanced"):
+        told.append(f"stages as in {parallel.search.stages!r}")
     for module in modules:
         text = f"{module.name}: {parallel.segments(module.name)} segments"
         if module.kind != "llm":

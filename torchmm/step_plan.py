@@ -9,7 +9,7 @@ that are not at hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
 from typing import Literal
 
@@ -17,10 +17,11 @@ from torchmm.balance.drift import Kind, scaled
 from torchmm.balance.layer_costs import module_layers, task_durations
 from torchmm.balance.layer_tuning import LayerTuning, tune_layers
 from torchmm.balance.planners import PLANNERS
+from torchmm.balance.searched import bounded_orders
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.config_model import GENERATOR
-from torchmm.errors import ConfigError
+from torchmm.errors import ConfigError, PlanError
 from torchmm.pipelining.classic import forward_only, one_f_one_b
 from torchmm.pipelining.colocated import spread_replicas
 from torchmm.pipelining.disaggregated import (
@@ -156,11 +157,35 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
         )
     # Layer by layer, FSDP gathers and reduces by itself.
     gathers: Sharding = "step" if sharding == "step" else "none"
-    plan = lower_plan(order, graph, specs(graph), sharding=gathers, training=training)
-    validate_plan(plan).raise_for_problems()
-    if tuning is not None and training:
-        plan = tune_layers(plan, modules, microbatches, tuning, targets).plan
-    return plan
+
+    def lowered(order: ComputeOrder) -> PipelinePlan:
+        plan = lower_plan(order, graph, specs(graph), sharding=gathers, training=training)
+        validate_plan(plan).raise_for_problems()
+        if tuning is not None and training:
+            plan = tune_layers(plan, modules, microbatches, tuning, targets).plan
+        return plan
+
+    if tuning is None or not training or layout.rank_count == 1 or config.schedule != "searched":
+        return lowered(order)
+    return _first_that_fits(lowered, order, bounded_orders(graph, costs))
+
+
+def _first_that_fits(
+    lowered: Callable[[ComputeOrder], PipelinePlan],
+    order: ComputeOrder,
+    others: Iterable[tuple[str, ComputeOrder]],
+) -> PipelinePlan:
+    """The plan of an order, or of the first other one that stays within memory. Searched orders may
+    need more of it than others: the search counts in work, not in bytes."""
+    try:
+        return lowered(order)
+    except PlanError:
+        for _, other in others:
+            try:
+                return lowered(other)
+            except PlanError:
+                continue
+        raise
 
 
 def _ordered(

@@ -1,13 +1,12 @@
 """Searched schedules in a run: who plans which step when, and with what measured times.
 
 On the first rank of every pipeline a process searches the order of the next step while this one
-trains (`planning_process`); when the step begins, that rank sends the best order so far to the
-others of its pipeline, which have the same metadata, so that numbers of actions say all. Every
-data-parallel replica does so for its own data. What a process has not finished in time is used as
-far as it is; where there is nothing yet, the natural order and static ones are compared on every
-rank, which all find the same. A plan that does not fit the step (a sample turned out corrupt) is
-dropped likewise. If the process dies, ranks search before each step. All orders are lowered and
-validated like any other.
+trains, lowers and validates it and tunes its layers (`planning_process`); when the step begins,
+that rank sends the best plan so far to the others of its pipeline as numbers. Every data-parallel
+replica does so for its own data. What a process has not finished in time is used as far as it is;
+where there is nothing yet, the natural order and static ones are compared on every rank, which all
+find the same. A plan that does not fit the step (a sample turned out corrupt) is dropped likewise.
+If the process dies, ranks search before each step.
 
 Times of actions are FLOPs multiplied by rates, one for each module and kind of action, which follow
 the measured steps. Runs that have to repeat to the bit (`training.deterministic`, or `background =
@@ -23,6 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from statistics import median
 
@@ -30,16 +30,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchmm.balance.drift import SMOOTHING, Kind, Total, step_totals
+from torchmm.balance.compiled import Float64s
+from torchmm.balance.drift import SMOOTHING, Kind
+from torchmm.balance.layer_costs import task_durations
 from torchmm.balance.planners import search_order
 from torchmm.balance.search import Budget
-from torchmm.balance.searched import decode_order, numbered_actions
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.pipeline import Pipeline
+from torchmm.pipeline import Pipeline, Specs
 from torchmm.pipelining.actions import ActionType
 from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.plan import ComputeOrder
+from torchmm.pipelining.plan import ActionRecord, ComputeOrder, PipelinePlan
+from torchmm.pipelining.plan_numbers import decode_plan
 from torchmm.pipelining.separated import Durations
 from torchmm.planning_process import (
     PlannedStep,
@@ -47,16 +49,16 @@ from torchmm.planning_process import (
     PlanningProcessError,
     PlanningSetup,
     PlanRequest,
-    step_counts,
+    work_of,
 )
 from torchmm.schedule_picture import draw_schedules
 from torchmm.step import StepOutcome
+from torchmm.step_plan import step_graph
 
-KINDS = (ActionType.F, ActionType.B)
 REMEMBERED = 5
 """Steps whose median time is the next one's budget."""
-HEADER = 6
-"""Numbers that are sent in front of an order."""
+HEADER = 7
+"""Numbers that are sent in front of a plan, beside what there is to do."""
 NOTHING, PLANNED, SEARCH_HERE = 0.0, 1.0, 2.0
 """The first of them: what the leader has."""
 
@@ -108,20 +110,30 @@ class StepPlanner:
         self._died = False
         if not self.active:
             return
-        pipeline.planner = self._order
-        self._kinds: list[Kind] = [(module.name, kind) for module in modules for kind in KINDS]
+        pipeline.ready, pipeline.planner = self._ready, self._order
+        self._setup = PlanningSetup(
+            pipeline.layout,
+            self._config,
+            tuple(modules),
+            pipeline.sharding,
+            pipeline.message_sizes,
+            pipeline.dtype,
+            pipeline.tuning,
+        )
+        self._kinds: list[Kind] = self._setup.kinds
         self._rates: dict[Kind, float] = {}
-        self._durations: Durations | None = None
+        self._metas: Sequence[MicrobatchMeta] = ()
+        self._asked: tuple[MicrobatchMeta, ...] = ()
+        self._asked_next: tuple[MicrobatchMeta, ...] = ()
+        self._flops_RK: Float64s | None = None
+        self._search_in_full = False
         self._step, self._steps = 0, steps
         self._spans_s: list[float] = []
         self._background = self._config.search.background and not deterministic
         if self._background:
             self._group, self._leader = _pipeline_group(mesh)
             if mesh.rank == self._leader:
-                setup = PlanningSetup(
-                    pipeline.layout, self._config, tuple(modules), pipeline.sharding
-                )
-                self._process = start(setup)
+                self._process = start(self._setup)
 
     def begin(self, step: int, metas: Callable[[], Metas | None]) -> None:
         """Takes the plan of the step that begins now, and lets the one behind it be planned.
@@ -133,6 +145,7 @@ class StepPlanner:
         self._step, self._planned = step, None
         if self._process is None:
             return
+        self._asked, self._asked_next = self._asked_next, ()
         try:
             self._planned = self._process.take(step)
             upcoming = metas() if step < self._steps else None
@@ -140,7 +153,7 @@ class StepPlanner:
                 seconds = None
                 if self._spans_s:
                     seconds = self._config.search.time_share * median(self._spans_s)
-                own = tuple(upcoming[self._mesh.data_parallel_rank])
+                own = self._asked_next = tuple(upcoming[self._mesh.data_parallel_rank])
                 self._process.submit(PlanRequest(step + 1, own, self._all_rates(), seconds))
         except PlanningProcessError as error:
             self._give_up(error)
@@ -151,24 +164,29 @@ class StepPlanner:
         Args:
             step_ms: from its begin.
         """
-        if not self.active or not self._background or self._durations is None:
+        if not self.active or not self._background:
             return
-        graph = outcome.plan.graph
-        own = step_totals(outcome.result.records or (), graph, self._durations)
-        rows = [own.get(kind, Total(0.0, 0.0)) for kind in self._kinds]
-        totals = torch.tensor(rows, dtype=torch.float64)
+        if self._flops_RK is None:  # planned here
+            self._flops_RK = work_of(outcome.plan, self._kinds, self._durations(outcome.plan))
+        measured = _measured_ms(outcome.result.records or (), outcome.plan, self._kinds)
+        flops = self._flops_RK[self._mesh.pipeline_rank].tolist()
+        totals = torch.tensor([measured, flops], dtype=torch.float64)
         dist.all_reduce(totals, group=self._group)
-        for kind, (measured_ms, flops) in zip(self._kinds, totals.tolist(), strict=True):
-            if measured_ms > 0 and flops > 0:
-                rate = measured_ms / flops * self._pipeline.factors.get(kind, 1.0)
+        for kind, measured_ms, work in zip(self._kinds, *totals.tolist(), strict=True):
+            if measured_ms > 0 and work > 0:
+                rate = measured_ms / work
                 old = self._rates.get(kind, rate)
                 self._rates[kind] = SMOOTHING * rate + (1 - SMOOTHING) * old
         self._spans_s = [*self._spans_s, step_ms / 1e3][-REMEMBERED:]
 
     def draw(self, directory: Path, step: int, outcome: StepOutcome) -> None:
         """A picture of the step that `save_timeline` has saved, on rank 0; not collective."""
-        if self.active and self._mesh.rank == 0 and self._durations is not None:
-            draw_schedules(directory, step, outcome.plan, self._durations)
+        if self.active and self._mesh.rank == 0:
+            draw_schedules(directory, step, outcome.plan, self._durations(outcome.plan))
+
+    def _durations(self, plan: PipelinePlan) -> Durations:
+        """FLOPs of a plan's actions."""
+        return task_durations(plan.graph, self._setup.modules, self._metas)
 
     def _all_rates(self) -> dict[Kind, float]:
         """Rates of halves of backwards too, and of modules without any work so far."""
@@ -188,20 +206,25 @@ class StepPlanner:
             self._process.close()
             self._process = None
 
-    def _order(self, graph: StageGraph, durations: Durations) -> ComputeOrder:
-        """The order of the step that begins; called by `Pipeline.plan`."""
-        begin_s = time.perf_counter()
-        self._durations = durations
+    def _ready(self, metas: Sequence[MicrobatchMeta], specs: Specs) -> PipelinePlan | None:
+        """The plan of the step that begins, if the process had one; called by `Pipeline.plan`."""
+        self._metas, self._flops_RK, self._search_in_full = metas, None, True
         if not self._background:
-            budget = Budget(evaluations=self._config.search.evaluations)
-            return self._plan_here(graph, durations, budget, begin_s)
-        status, found = self._receive(graph, self._fitting(graph))
-        if found is not None:
-            return found
-        # The first step, which nobody could plan before: in full. Else there is no time.
-        in_full = status == SEARCH_HERE or not self._rates
-        budget = Budget(evaluations=self._config.search.evaluations if in_full else 1)
-        return self._plan_here(graph, durations, budget, begin_s)
+            return None
+        status, numbers = self._receive(self._fitting(metas))
+        if numbers is None:
+            # The first step, which nobody could plan before: in full. Else there is no time.
+            self._search_in_full = status == SEARCH_HERE or not self._rates
+            return None
+        setup = self._setup
+        graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
+        return decode_plan(numbers, graph, specs(graph))
+
+    def _order(self, graph: StageGraph, durations: Durations) -> ComputeOrder:
+        """The order of the step that begins, where there is no plan yet."""
+        begin_s = time.perf_counter()
+        evaluations = self._config.search.evaluations if self._search_in_full else 1
+        return self._plan_here(graph, durations, Budget(evaluations=evaluations), begin_s)
 
     def _plan_here(
         self, graph: StageGraph, durations: Durations, budget: Budget, begin_s: float
@@ -212,15 +235,15 @@ class StepPlanner:
         self.figures = PlanFigures(None, planner_ms, found.evaluations, gain)
         return found.order
 
-    def _fitting(self, graph: StageGraph) -> PlannedStep | None:
+    def _fitting(self, metas: Sequence[MicrobatchMeta]) -> PlannedStep | None:
         """What the process had for this step; None on ranks without one."""
         planned, say = self._planned, self._logger.info
         if planned is None:
             if self._rates and self._process is not None:
                 say("step %d: no plan in time; the natural order is used", self._step)
             return None
-        if dict(planned.counts) != step_counts(graph):
-            say("step %d: has other images than planned; the natural order is used", self._step)
+        if tuple(metas) != self._asked:
+            say("step %d: has other samples than planned; the natural order is used", self._step)
             return None
         if not planned.finished:
             say(
@@ -229,28 +252,32 @@ class StepPlanner:
             )  # fmt: skip
         return planned
 
-    def _receive(
-        self, graph: StageGraph, planned: PlannedStep | None
-    ) -> tuple[float, ComputeOrder | None]:
+    def _receive(self, planned: PlannedStep | None) -> tuple[float, np.ndarray | None]:
         """What the leader has, on all ranks of the pipeline."""
-        header = torch.zeros(HEADER, dtype=torch.float64)
-        numbers = torch.zeros(len(numbered_actions(graph)), dtype=torch.int32)
+        work_shape = self._setup.layout.rank_count, len(self._kinds)
+        header = torch.zeros(HEADER + prod(work_shape), dtype=torch.float64)
         if planned is not None:
             of_plan = planned.predicted, planned.natural, planned.planner_ms, planned.evaluations
-            values = [PLANNED, *of_plan, float(planned.in_ms)]
-            header[:] = torch.tensor(values, dtype=torch.float64)
-            numbers[:] = torch.from_numpy(planned.numbers)
+            values = [PLANNED, *of_plan, float(planned.in_ms), float(len(planned.numbers))]
+            header[:HEADER] = torch.tensor(values, dtype=torch.float64)
+            header[HEADER:] = torch.from_numpy(planned.flops_RK).flatten()
         elif self._died:
             header[0] = SEARCH_HERE
         dist.broadcast(header, self._leader, group=self._group)
-        status, predicted, natural, planner_ms, evaluations, in_ms = header.tolist()
+        status, predicted, natural, planner_ms, evaluations, in_ms, length = header[
+            :HEADER
+        ].tolist()
         if status != PLANNED:
             return status, None
+        numbers = torch.zeros(int(length), dtype=torch.int32)
+        if planned is not None:
+            numbers = torch.from_numpy(planned.numbers)
         dist.broadcast(numbers, self._leader, group=self._group)
         gain = natural / predicted - 1 if np.isfinite(natural) and predicted > 0 else None
         predicted_ms = predicted if in_ms else None
         self.figures = PlanFigures(predicted_ms, planner_ms, int(evaluations), gain)
-        return status, decode_order(graph, numbers.numpy())
+        self._flops_RK = header[HEADER:].reshape(work_shape).numpy()
+        return status, numbers.numpy()
 
     def _give_up(self, error: PlanningProcessError) -> None:
         self._logger.warning(
@@ -258,6 +285,18 @@ class StepPlanner:
         )
         self._died = True
         self.close()
+
+
+def _measured_ms(
+    records: Sequence[ActionRecord], plan: PipelinePlan, kinds: Sequence[Kind]
+) -> list[float]:
+    """Of this rank's actions, by kind."""
+    stages, found = plan.graph.layout.stages, dict.fromkeys(kinds, 0.0)
+    for record in records:
+        if record.action.type in (ActionType.F, ActionType.B):
+            kind = stages[record.action.stage].module, record.action.type
+            found[kind] += record.end_ms - record.start_ms
+    return list(found.values())
 
 
 def _pipeline_group(mesh: ParallelMesh) -> tuple[dist.ProcessGroup, int]:

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from launch import run_distributed
@@ -10,18 +11,18 @@ from searched_cases import CPU, Searched, batch_of, build_searched
 
 from torchmm.balance.planners import search_order
 from torchmm.balance.search import Budget
-from torchmm.balance.searched import encode_order
 from torchmm.config import ParallelConfig
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.actions import COMPUTE
 from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.lowering import lower_plan
 from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.plan_numbers import encode_plan
 from torchmm.planning_process import (
     PlannedStep,
     PlanningProcessError,
     PlanningSetup,
     PlanRequest,
-    step_counts,
 )
 from torchmm.step_plan import step_graph
 from torchmm.step_planning import PlanFigures, StepPlanner
@@ -47,9 +48,10 @@ class FakeProcess:
             return None
         graph = self.graph(request)
         order = tuple(tuple(row) for row in reversed_microbatches(graph, self.setup.config))
-        numbers = encode_order(graph, order)
+        plan = lower_plan(order, graph, {}, sharding="step")
+        work = np.ones((2, len(self.setup.kinds)))
         return PlannedStep(
-            step, step_counts(graph), numbers, 50.0, 60.0, 33, "search", 7.0,
+            step, encode_plan(plan), work, 50.0, 60.0, 33, "search", 7.0,
             self.mood == "finished", bool(request.rates),
         )  # fmt: skip
 
@@ -124,7 +126,7 @@ STEPS = (
     ("still dead", "dead", 0, 40, None),
 )
 TOLD = (
-    "step 4: has other images",
+    "step 4: has other samples",
     "step 5: no plan in time",
     "step 6: planning had not finished; the best of 33 orders",
     "ended with code -9; from here on each step is planned before it begins",

@@ -5,18 +5,28 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 from pipeline_cases import Case, step_of
 
-from torchmm.balance.layer_costs import module_layers
-from torchmm.balance.searched import decode_order
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.layer_costs import module_layers, task_durations
+from torchmm.balance.layer_tuning import LayerTuning, memory_needs
+from torchmm.balance.profiles import load_profile
+from torchmm.balance.recompute_costs import costs_of_plan
+from torchmm.balance.simulator import simulate
 from torchmm.config import ParallelConfig
 from torchmm.pipelining.actions import ActionType
 from torchmm.pipelining.layouts import separated_layout
 from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.messages import message_sizes, message_specs
+from torchmm.pipelining.plan_numbers import decode_plan
+from torchmm.pipelining.separated import separated
 from torchmm.pipelining.validation import validate_plan
 from torchmm.planning_process import (
+    MEASURED,
     PlanningProcess,
     PlanningProcessError,
     PlanningSetup,
@@ -64,9 +74,34 @@ def test_it_plans_the_step_it_was_asked_for(process):
     assert planned.evaluations == 60
     assert 0 < planned.predicted <= planned.natural
     graph = step_graph(setup(60).layout, config(60), metas(1))
-    order = decode_order(graph, planned.numbers)
-    assert validate_plan(lower_plan(order, graph, {})).problems == ()
-    assert planned.counts["vision"] == graph.sub_microbatches["vision"]
+    plan = decode_plan(planned.numbers, graph, {})
+    assert validate_plan(plan).problems == ()
+    flops = task_durations(graph, setup(60).modules, metas(1))
+    total = sum(flops(a) for row in plan.actions for a in row if a.type in MEASURED)
+    assert planned.flops_RK.shape == (2, 4)
+    assert planned.flops_RK.sum() == pytest.approx(total)
+
+
+def test_it_tunes_the_layers():
+    """Half-way between the least and the most memory that the plan may need."""
+    made = setup(60)
+    sizes = {m.name: message_sizes(m) for m in CASE.build().modality_modules()}
+    model = CostModel(load_profile("cpu"), "float32")
+    tuning = LayerTuning(model, frozenset(m.name for m in made.modules), 0)
+    graph = step_graph(made.layout, made.config, metas(1))
+    specs = message_specs(graph, sizes, metas(1), torch.float32)
+    plain = lower_plan(separated(graph), graph, specs)
+    needs = memory_needs(plain, made.modules, metas(1), tuning)
+    least, most = (max(each) for each in zip(*needs, strict=True))
+    limited = replace(tuning, memory_limit_bytes=(least + most) // 2)
+    process = PlanningProcess(replace(made, sizes=sizes, tuning=limited))
+    process.submit(request(1, 1))
+    plan = decode_plan(process.take(1, WAIT_S).numbers, graph, specs)
+    process.close()
+    assert validate_plan(plan).problems == ()
+    assert {mode for modes in plan.recompute.values() for mode in modes} > {"none"}
+    costs = costs_of_plan(plan, made.modules, metas(1), model)
+    assert max(simulate(plan, costs).peak_bytes) <= limited.memory_limit_bytes
 
 
 def test_rates_give_milliseconds(process):

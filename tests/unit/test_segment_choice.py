@@ -1,12 +1,19 @@
 """What the partitioner decides in a recipe, and what it leaves alone."""
 
-import pytest
-from pipeline_cases import Case, step_of
+from dataclasses import replace
 
+import pytest
+from pipeline_cases import LAYERS, Case, step_of
+
+from torchmm.balance.cost_model import CostModel
+from torchmm.balance.plan_costs import plan_costs
 from torchmm.balance.profiles import load_profile
+from torchmm.balance.search import Budget
+from torchmm.balance.searched import plan_searched
 from torchmm.config import ParallelConfig, Recipe
 from torchmm.errors import ConfigError
-from torchmm.segment_choice import describe, with_segments
+from torchmm.segment_choice import STAGES, describe, with_segments
+from torchmm.step_plan import plan_layout, step_graph
 
 CASE = Case("segments in a recipe")
 
@@ -50,3 +57,20 @@ def test_other_recipes_stay_as_they_are(parallel):
 def test_too_many_ranks_name_the_schedule():
     with pytest.raises(ConfigError, match=r'schedule = "searched": .* 4 layers for 8 pipeline'):
         chosen(pipeline=8, schedule="searched")
+
+
+def test_stages_are_those_of_the_fastest_predicted_step():
+    modules, metas = described()
+    found = chosen(pipeline=2, schedule="searched", search={"stages": "auto"})
+    assert found.search.stages in STAGES
+    model = CostModel(load_profile("cpu"), "float32")
+    predicted = {}
+    for stages in STAGES:
+        own = chosen(pipeline=2, schedule="searched", search={"stages": stages})
+        layout = plan_layout(own, modules, metas)
+        longest = max(s.stop - s.start for s in layout.stages if s.module == "vision")
+        assert stages == "balanced" or (longest == LAYERS) == (stages == "megatron"), stages
+        graph = step_graph(layout, own, metas)
+        costs = replace(plan_costs(graph, modules, metas, model), memory_limit_bytes=None)
+        predicted[stages] = plan_searched(graph, costs, Budget(evaluations=200)).predicted_ms
+    assert predicted[found.search.stages] == min(predicted.values())

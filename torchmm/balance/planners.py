@@ -19,7 +19,12 @@ from torchmm.config import ParallelConfig
 from torchmm.pipelining.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.colocated import colocated_layout
 from torchmm.pipelining.graph import StageGraph, StageLayout
-from torchmm.pipelining.layouts import ModuleLayers, separated_layout
+from torchmm.pipelining.layouts import (
+    ModuleLayers,
+    megatron_balanced_layout,
+    megatron_layout,
+    separated_layout,
+)
 from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.separated import Durations
 
@@ -86,11 +91,15 @@ def plan_optimus(
 
 
 def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> StageLayout:
-    """Modality-separated segments.
+    """Modality-separated segments, or what [parallel.search] stages says.
 
     Raises:
         ValueError: a module has fewer layers than stages.
     """
+    if config.search.stages == "megatron":
+        return megatron_layout(modules, config.pipeline, config.virtual_stages)
+    if config.search.stages == "balanced":
+        return megatron_balanced_layout(modules, config.pipeline, config.virtual_stages)
     segments = {module.name: config.segments(module.name) for module in modules}
     return separated_layout(modules, config.pipeline, segments)
 

@@ -1,9 +1,9 @@
 """The searched schedule of a step: the best of what search, natural order and static planners give.
 
 PipeWeaver's pipeline schedule for one batch (§6.1, §6.2), on modality-separated stages. Static
-planners that work on the same stages are GPipe and the separated schedule with a bound on the
-microbatches in flight; whatever the search comes to, the result is not slower than any of them that
-fits into memory.
+planners that work on the same stages are GPipe, the separated schedule with a bound on the
+microbatches in flight and, where stages form a chain (Megatron-LM's placement), interleaved 1F1B;
+whatever the search comes to, the result is not slower than any of them that fits into memory.
 
 Bounding the microbatches in flight is also what never runs out of memory half-way: a microbatch
 that has begun can always be finished. So there is a plan whenever one microbatch at a time fits,
@@ -18,17 +18,14 @@ from math import inf
 
 import numpy as np
 
-from torchmm.balance.compiled import Int32s
 from torchmm.balance.dispatch import Dispatcher
 from torchmm.balance.order_times import OrderTime, time_order
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.search import Budget, Found, search
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.classic import gpipe
+from torchmm.pipelining.classic import gpipe, interleaved_1f1b
 from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.orders import by_rank
 from torchmm.pipelining.plan import ComputeOrder
-from torchmm.pipelining.separated import separated
+from torchmm.pipelining.separated import Durations, separated
 
 SEPARATED = "separated"
 """How names of the natural order with a bound on microbatches in flight begin."""
@@ -138,34 +135,6 @@ def plan_searched(
     return step.best(found)
 
 
-def numbered_actions(graph: StageGraph) -> list[Action]:
-    """F and B of a training step, as orders that are sent around number them."""
-    found = []
-    for task in graph.tasks():
-        found.append(Action(ActionType.F, *task))
-        if graph.needs_backward(task.stage, task.microbatch):
-            found.append(Action(ActionType.B, *task))
-    return found
-
-
-def encode_order(graph: StageGraph, order: ComputeOrder) -> Int32s:
-    """An order as numbers of actions, rank after rank."""
-    number = {action: index for index, action in enumerate(numbered_actions(graph))}
-    return np.array([number[action] for row in order for action in row], np.int32)
-
-
-def decode_order(graph: StageGraph, numbers: Int32s) -> ComputeOrder:
-    """The order of `encode_order`.
-
-    Raises:
-        ValueError: the numbers are not those of the graph's actions, each once.
-    """
-    actions = numbered_actions(graph)
-    if len(numbers) != len(actions) or set(numbers.tolist()) != set(range(len(actions))):
-        raise ValueError(f"an order of {len(numbers)} actions for a step of {len(actions)} others")
-    return by_rank(graph, [actions[index] for index in numbers.tolist()])
-
-
 def _fitting_static(dispatcher: Dispatcher) -> list[tuple[str, ComputeOrder, OrderTime]]:
     """Static orders that fit; if needed, with fewer and fewer microbatches in flight."""
     fitting: list[tuple[str, ComputeOrder, OrderTime]] = []
@@ -180,22 +149,40 @@ def _fitting_static(dispatcher: Dispatcher) -> list[tuple[str, ComputeOrder, Ord
 
 def _static_orders(dispatcher: Dispatcher) -> Iterator[tuple[str, ComputeOrder]]:
     graph = dispatcher.graph
-    durations = dispatcher.costs.compute_ms
+    durations = dispatcher.costs.compute_ms.__getitem__
     yield "gpipe", gpipe(graph)
-    yield SEPARATED, separated(graph, durations.__getitem__)
+    if _is_chain(graph):
+        yield "interleaved_1f1b", interleaved_1f1b(graph)
+    yield SEPARATED, separated(graph, durations)
+    yield from bounded_orders(graph, durations)
+
+
+def _is_chain(graph: StageGraph) -> bool:
+    """Whether stages were made for schedules that go along a chain of them."""
+    return all(s.virtual_stage >= 0 and len(s.ranks) == 1 for s in graph.layout.stages)
+
+
+def bounded_orders(graph: StageGraph, durations: Durations) -> Iterator[tuple[str, ComputeOrder]]:
+    """Separated schedules with ever fewer microbatches in flight, and what to call them.
+
+    The last has one: no order of whole microbatches needs less memory.
+    """
     for bound in range(min(2 * graph.layout.rank_count, graph.microbatches + 1) - 1, 0, -1):
-        order = separated(graph, durations.__getitem__, bound)
+        order = separated(graph, durations, bound)
         yield f"{SEPARATED}, at most {bound} microbatches in flight", order
 
 
 def limited_like_separated(graph: StageGraph, costs: PlanCosts) -> PlanCosts:
-    """The same costs where every rank has the memory that the separated schedule uses.
+    """The same costs where every rank has the memory that the separated schedule uses, or
+    interleaved 1F1B where stages form a chain.
 
     For runs that state no limit: a searched schedule then needs no more memory than a static one.
     """
     unlimited = Dispatcher(graph, replace(costs, memory_limit_bytes=None))
-    order = separated(graph, costs.compute_ms.__getitem__)
-    peaks = np.array(time_order(unlimited, order).peak_bytes)
+    orders = [separated(graph, costs.compute_ms.__getitem__)]
+    if _is_chain(graph):
+        orders.append(interleaved_1f1b(graph))
+    peaks = np.max([time_order(unlimited, order).peak_bytes for order in orders], axis=0)
     static = np.array(costs.static_bytes or (0,) * len(peaks))
     # One limit holds for all ranks: those that need less have more static bytes.
     raised = static + (peaks.max() - peaks)

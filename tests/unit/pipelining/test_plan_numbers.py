@@ -1,0 +1,44 @@
+"""Plans that were made elsewhere: numbers there, the same plan here."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pipeline_cases import Case, step_of
+from random_orders import random_order
+
+from torchmm.pipelining.graph import StageGraph
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.plan_numbers import decode_plan, encode_plan
+
+
+def plan_of(case: Case, seed: int) -> PipelinePlan:
+    _, parts = step_of(case, seed)
+    graph = StageGraph(case.layout(), len(parts["vision"]), parts)
+    plan = lower_plan(random_order(graph, seed, 0.3), graph, {}, sharding="step")
+    modes = ("none", "selective", "full", "offload")
+    recompute = {
+        task: tuple(modes[(task.microbatch + i) % 4] for i in range(layer.stop - layer.start))
+        for task in list(graph.tasks())[::2]
+        for layer in [graph.layout.stages[task.stage]]
+    }
+    return replace(plan, recompute=recompute)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+def test_a_plan_comes_back_as_it_was(pipeline):
+    case = Case(f"numbers {pipeline}", pipeline=pipeline, tied=False)
+    for seed in range(4):
+        plan = plan_of(case, seed)
+        assert decode_plan(encode_plan(plan), plan.graph, {}) == plan
+
+
+def test_a_plan_of_another_layout_is_refused():
+    one, two = (plan_of(Case(f"of {n}", pipeline=n, tied=False), 0) for n in (1, 2))
+    with pytest.raises(ValueError, match="a plan of 2 ranks for stages on 1"):
+        decode_plan(encode_plan(two), one.graph, {})
+    with pytest.raises(ValueError, match=r"a plan of \d+ actions in 20 numbers"):
+        decode_plan(encode_plan(two)[:20], two.graph, {})
+    with pytest.raises(ValueError, match="a plan of 0 ranks"):
+        decode_plan(np.array([], np.int32), two.graph, {})
