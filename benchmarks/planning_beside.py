@@ -1,11 +1,11 @@
 """Whether planning the next step slows the one that trains: two ranks and a planning process.
 
-Two programs run the same step of the image-text model in the same order of forwards and backwards.
-One has the trainer's planner: its process searches the next step's order meanwhile, plans are taken
-and sent to the pipeline, measured times are added up. The other replays the order. Both run it in
-turns, and a run begins when the planning process has nothing to do. It may try so many orders that
-the time budget ends the search (the default of 2,000 would end it much earlier): planning takes
-four fifths of every step.
+Two programs run the same plan of a step of the image-text model. One has the trainer's planner: its
+process searches, lowers and validates the next step's plan meanwhile; the step takes the plan that
+is there, sends it to the pipeline, makes actions of it and adds up measured times. The other
+replays the plan, which is in memory. Both run it in turns, and a run begins when the planning
+process has nothing to do. It may try so many orders that the time budget ends the search (the
+default of 2,000 would end it much earlier): planning takes four fifths of every step.
 
 A core is spare where ranks have all cores but the last, and the planning process has that one. On a
 machine with two cores the ranks then share one: steps are longer, the question is the same. Where
@@ -30,19 +30,20 @@ from pipeline_model import Size, load_steps
 from pipeline_model_case import QUIET, RANKS, Choice, OurProgram
 from ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
 
-from torchmm.batch import Microbatch
+from torchmm.batch import Microbatch, MicrobatchMeta
 from torchmm.config import ParallelConfig
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.plan import ComputeOrder
-from torchmm.pipelining.separated import Durations
+from torchmm.pipeline import Specs
+from torchmm.pipelining.plan import PipelinePlan
 from torchmm.planning_process import PlanningProcess, PlanningSetup
 from torchmm.step import StepOutcome, TrainStep
 from torchmm.step_planning import StepPlanner
 
 ON, REPLAY = "planning", "replay"
 GOAL = 1.02
+ALL = 1 << 20
+"""Images of a sub-microbatch that is the whole microbatch."""
 ENDLESS = 1 << 30
 """Steps of a run that does not end."""
 PATIENCE_S = 60.0
@@ -109,25 +110,33 @@ def divisions() -> list[Cores]:
 
 @dataclass(frozen=True)
 class SearchedChoice(Choice):
-    """Segments whose order is searched.
+    """Stages whose order is searched.
 
     Attributes:
         evaluations: orders tried for a step at most.
+        stages: as in [parallel.search].
     """
 
     evaluations: int = 2000
+    stages: str = "separated"
 
     def config(self) -> ParallelConfig:
         values = super().config().model_dump(exclude_none=True)
-        search = {"evaluations": self.evaluations}
+        search = {"evaluations": self.evaluations, "stages": self.stages}
         return ParallelConfig.model_validate({**values, "schedule": "searched", "search": search})
+
+    def __str__(self) -> str:
+        if self.stages == "separated":
+            return super().__str__()
+        most = "all" if self.images == ALL else f"at most {self.images}"
+        return f"stages as in {self.stages!r}, {self.llm_segments} per rank, {most} images at once"
 
 
 class Replayed(OurProgram):
-    """The trainer's step up to the gradients, in an order that is there.
+    """The trainer's step up to the gradients, of a plan that is there.
 
     Args:
-        shared: the order of all programs.
+        shared: the plan of all programs.
     """
 
     def __init__(
@@ -137,14 +146,14 @@ class Replayed(OurProgram):
         batch: Sequence[Microbatch],
         choice: SearchedChoice,
         mesh: ParallelMesh,
-        shared: list[ComputeOrder],
+        shared: list[PipelinePlan],
     ) -> None:
         super().__init__(name, model, [batch], choice, mesh)
         self.shared, self.train = shared, TrainStep(self.pipeline, mesh)
         self.targets = sum(m.target_count for m in batch)
-        self.pipeline.planner = self.order
+        self.pipeline.ready = self.ready
 
-    def order(self, graph: StageGraph, durations: Durations) -> ComputeOrder:
+    def ready(self, metas: Sequence[MicrobatchMeta], specs: Specs) -> PipelinePlan | None:
         """Of the step that begins."""
         return self.shared[0]
 
@@ -158,7 +167,7 @@ class Replayed(OurProgram):
 
 
 class Planned(Replayed):
-    """The same beside planning. The first order that it finds is what all programs run.
+    """The same beside planning. The first plan that the process has is what all programs run.
 
     Args:
         cores: for the planning process.
@@ -170,7 +179,7 @@ class Planned(Replayed):
         batch: Sequence[Microbatch],
         choice: SearchedChoice,
         mesh: ParallelMesh,
-        shared: list[ComputeOrder],
+        shared: list[PipelinePlan],
         cores: Cores | None,
     ) -> None:
         super().__init__(ON, model, batch, choice, mesh, shared)
@@ -183,10 +192,10 @@ class Planned(Replayed):
             self.pipeline, descriptions, mesh, logger,
             deterministic=False, steps=ENDLESS, start=self._start,
         )  # fmt: skip
-        planned = self.pipeline.planner
-        assert planned is not None
-        self._planned = planned
-        self.pipeline.planner = self.order
+        taken = self.pipeline.ready
+        assert taken is not None
+        self._taken = taken
+        self.pipeline.ready = self.ready
 
     def _start(self, setup: PlanningSetup) -> PlanningProcess:
         """On the pipeline's first rank."""
@@ -195,12 +204,12 @@ class Planned(Replayed):
             os.sched_setaffinity(self.process.pid, self.cores.planning)
         return self.process
 
-    def order(self, graph: StageGraph, durations: Durations) -> ComputeOrder:
-        """Plans are taken and sent as ever; which one is run stays the same."""
-        found = self._planned(graph, durations)
-        if not self.shared:
+    def ready(self, metas: Sequence[MicrobatchMeta], specs: Specs) -> PipelinePlan | None:
+        """Plans are taken, sent and read as ever; which one is run stays the same."""
+        found = self._taken(metas, specs)
+        if found is not None and not self.shared:
             self.shared.append(found)
-        return self.shared[0]
+        return self.shared[0] if self.shared else None
 
     def step(self, index: int) -> float:
         begin_s = time.perf_counter()
@@ -240,7 +249,7 @@ def run_rank(setting: Setting, cores: Cores | None) -> dict[str, Any]:
     source, (batch,) = load_steps(1, setting.microbatches)
     model, mesh = setting.size.build(), build_mesh(ParallelConfig(pipeline=RANKS), CPU)
     choice = SearchedChoice(*astuple(setting.choice), setting.evaluations)
-    shared: list[ComputeOrder] = []
+    shared: list[PipelinePlan] = []
     planned = Planned(model, batch, choice, mesh, shared, cores)
     programs: list[Program] = [planned, Replayed(REPLAY, model, batch, choice, mesh, shared)]
     watch = SettledStopwatch(planned, setting.patience_s)

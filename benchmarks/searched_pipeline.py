@@ -2,9 +2,10 @@
 
     python benchmarks/searched_pipeline.py [--quick] [--json FILE] [--cases NAME ...]
 
-    model      an image-text model on two ranks of one thread each, each with the best choice
-    sleep      eight ranks whose layers sleep: the schedule alone decides
-    planning   `planning_beside`: whether planning the next step slows the one that trains
+    model         an image-text model on two ranks of one thread each, each with the best choice
+    small_model   the same with a smaller LLM; not with --quick
+    sleep         eight ranks whose layers sleep: the schedule alone decides
+    planning      `planning_beside`: whether planning the next step slows the one that trains
 
 Numbers of images per microbatch are those of real documents (`documents`). All sides run the same
 weights on the same microbatches in the same processes, and the same step in each run. Compared are
@@ -14,9 +15,10 @@ weights on the same microbatches in the same processes, and the same step in eac
     stock, interleaved    torch's `ScheduleInterleaved1F1B`, of two or three stages per rank
 
 Segments, sub-microbatches and torch's cuts are chosen likewise for all: candidates are played
-through with measured (or known) times, the best few run for real, the fastest stays. Orders of our
-plans are made before, as they are beside training; lowering and validation are part of each step,
-in the computing case. Searches get as many evaluations as a recipe's default.
+through with measured (or known) times, the best few run for real, the fastest stays. What is
+searched may also have the stages of 1F1B or of one balanced chain, and their orders are among those
+that it compares. Our plans are made before, as they are beside training. Searches get as many
+evaluations as a recipe's default.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from documents import load_documents
 from harness import Row, run_cases
 from pipeline_model import SEED, Size, load_steps
 from pipeline_model_case import Choice, Costs, OurProgram
-from planning_beside import SearchedChoice
+from planning_beside import ALL, SearchedChoice
 from ranks import Comparison, Program, Stopwatch, run_ranks
 from stock_pipeline import StockProgram
 
@@ -52,7 +54,7 @@ from torchmm.pipelining.actions import COMPUTE, Action
 from torchmm.pipelining.classic import interleaved_1f1b
 from torchmm.pipelining.graph import StageGraph
 from torchmm.pipelining.layouts import megatron_layout
-from torchmm.pipelining.plan import ComputeOrder
+from torchmm.pipelining.plan import ComputeOrder, PipelinePlan
 from torchmm.pipelining.separated import separated
 from torchmm.step_plan import plan_layout
 
@@ -63,8 +65,8 @@ EVALUATIONS, PLAYED_EVALUATIONS = 2000, 100
 """Of orders that run; of those that candidates are compared with."""
 RUNS = 5
 """Of each step, at least."""
-ALL = 1 << 20
-"""Images of a sub-microbatch that is the whole microbatch."""
+CHAINS = ("megatron", "balanced")
+"""Stages of static planners, on which orders are searched too."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class MegatronChoice(Choice):
 
 
 class PlannedProgram(OurProgram):
-    """Steps whose orders were made before.
+    """Steps whose plans were made before.
 
     Args:
         rates: seconds per FLOP.
@@ -96,13 +98,12 @@ class PlannedProgram(OurProgram):
     ) -> None:
         super().__init__(name, model, steps, choice, mesh)
         self.pipeline.factors = rates
-        self.orders = [self._compute_order(step) for step in steps]
+        self.plans = [self._plan(step) for step in steps]
         self.index = 0
-        self.pipeline.planner = lambda graph, durations: self.orders[self.index]
+        self.pipeline.ready = lambda metas, specs: self.plans[self.index]
 
-    def _compute_order(self, step: Sequence[Microbatch]) -> ComputeOrder:
-        plan = self.pipeline.plan([m.meta for m in step], [m.target_count for m in step])
-        return tuple(tuple(a for a in row if a.type in COMPUTE) for row in plan.actions)
+    def _plan(self, step: Sequence[Microbatch]) -> PipelinePlan:
+        return self.pipeline.plan([m.meta for m in step], [m.target_count for m in step])
 
     def step(self, index: int) -> float:
         self.index = index
@@ -123,7 +124,29 @@ def searched_s(costs: Costs, choice: SearchedChoice) -> float:
         return PLANNERS["searched"].plan(config, graph, scaled(flops, graph, rates))[1]
 
     layout = plan_layout(config, costs.descriptions, costs.metas)
-    return costs.makespan_s(layout, choice.parts, order, costs.seconds[choice.images])
+    speed = costs.seconds.get(choice.images, costs.seconds[max(costs.seconds)])
+    return costs.makespan_s(layout, choice.parts, order, speed)
+
+
+def searched_choices(setting: model_case.Setting, costs: Costs) -> list[SearchedChoice]:
+    """The best when played through: of separated segments, and of stages that form a chain."""
+    separate = [
+        SearchedChoice(*astuple(choice), PLAYED_EVALUATIONS)
+        for choice in model_case.choices(setting)
+    ]
+    chains = [
+        SearchedChoice(1, virtual, images, PLAYED_EVALUATIONS, stages)
+        for stages in CHAINS
+        for virtual in (1, 2)
+        for images in (*setting.images, ALL)
+        if virtual * model_case.RANKS <= setting.size.llm_layers
+    ]
+    kept = [
+        choice
+        for kind in (separate, chains)
+        for choice in sorted(kind, key=partial(searched_s, costs))[: setting.tried]
+    ]
+    return [replace(choice, evaluations=EVALUATIONS) for choice in kept]
 
 
 def run_model_rank(setting: model_case.Setting) -> dict[str, Any]:
@@ -140,12 +163,7 @@ def run_model_rank(setting: model_case.Setting) -> dict[str, Any]:
         return PlannedProgram(name, model, steps, choice, mesh, rates_of(costs, choice))
 
     static = model_case.choose_ours(setting, costs, watch, partial(make, SEPARATED))
-    rough = [
-        SearchedChoice(*astuple(choice), PLAYED_EVALUATIONS)
-        for choice in model_case.choices(setting)
-    ]
-    kept = sorted(rough, key=partial(searched_s, costs))[: setting.tried]
-    exact = [replace(choice, evaluations=EVALUATIONS) for choice in kept]
+    exact = searched_choices(setting, costs)
     ours = watch.fastest([make(SEARCHED, choice) for choice in exact], setting.turns)
     every = islice(model_case.splits(costs.modules, 2 * model_case.RANKS), model_case.PLAYED)
     splits = sorted(every, key=costs.stock_s)[: setting.tried]
@@ -160,8 +178,18 @@ def run_model_rank(setting: model_case.Setting) -> dict[str, Any]:
 
 
 def run_model(size: str) -> Iterator[list[Row]]:
-    """Two ranks that compute."""
-    for setting in model_case.SETTINGS[size]:
+    """Two ranks that compute, in the proportions of SmolVLM-500M."""
+    yield from run_models(size, model_case.SETTINGS[size][:1])
+
+
+def run_small_model(size: str) -> Iterator[list[Row]]:
+    """The same in those of SmolVLM-256M, whose tower takes more of the time; not in quick runs."""
+    yield from run_models(size, model_case.SETTINGS[size][1:])
+
+
+def run_models(size: str, settings: Sequence[model_case.Setting]) -> Iterator[list[Row]]:
+    """Each of some settings."""
+    for setting in settings:
         if size == "quick":
             setting = replace(setting, size=Size(3, 7, 96, 96), microbatches=4)  # noqa: PLW2901
         found = run_ranks(run_model_rank, model_case.RANKS, setting)
@@ -308,7 +336,12 @@ def _describe(case: str, found: dict[str, Any]) -> None:
     print(f"{case}: {found['comparison']}")
 
 
-CASES = {"model": run_model, "sleep": run_sleep, "planning": run_planning}
+CASES = {
+    "model": run_model,
+    "small_model": run_small_model,
+    "sleep": run_sleep,
+    "planning": run_planning,
+}
 
 
 def main() -> None:
