@@ -262,14 +262,14 @@ def run_rank(setting: Setting, cores: Cores | None) -> dict[str, Any]:
     return {"source": source, "comparison": comparison, "figures": figures}
 
 
-def measure(setting: Setting) -> Iterator[Row]:
-    """Rows with and, as far as the machine has one, without a spare core."""
+def measure(setting: Setting) -> Iterator[list[Row]]:
+    """Tables with and, as far as the machine has one, without a spare core."""
     everywhere: list[Cores | None] = [None]
     for cores in divisions() or everywhere:
         found = run_ranks(run_rank, RANKS, setting, cores)
         comparison = found["comparison"]
         print(f"planning: {cores or 'cores as they come'}: {comparison}; last: {found['figures']}")
-        yield from rows(cores, found)
+        yield rows(cores, found)
 
 
 def rows(cores: Cores | None, found: dict[str, Any]) -> list[Row]:

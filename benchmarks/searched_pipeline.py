@@ -307,7 +307,7 @@ def run_sleep(size: str) -> Iterator[list[Row]]:
 
 def run_planning(size: str) -> Iterator[list[Row]]:
     """Two ranks beside a planning process."""
-    yield list(planning_beside.measure(planning_beside.SETTINGS[size]))
+    yield from planning_beside.measure(planning_beside.SETTINGS[size])
 
 
 def compared(case: str, comparison: Comparison, goal: float) -> list[Row]:
