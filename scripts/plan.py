@@ -43,6 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--config", required=True, metavar="FILE", help="recipe (TOML)")
     add("--gpus", type=int, help="devices of the cluster (the recipe's [simulation] gpus)")
     add("--device", help="name or profile file (the recipe's [simulation] device)")
+    add(
+        "--trials",
+        metavar="FILE",
+        help="measured times of modules, from scripts/profile_modules.py (simulation.trials)",
+    )
     add("--global-batch-size", type=int, metavar="N", help="sequences per step (the recipe's)")
     add("--placement", choices=("disaggregated", "auto"), default="disaggregated",
         help="auto: simulate all placements and take the fastest")  # fmt: skip
@@ -59,6 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.global_batch_size is not None:
         overrides += ["--training.global_batch_size", str(options.global_batch_size)]
+    if options.trials is not None:
+        overrides += ["--simulation.trials", options.trials]
     recipe = load_recipe(options.config, overrides).recipe
     devices = recipe.simulation.gpus if options.gpus is None else options.gpus
     for name, value in (("--gpus", devices), ("--alternatives", options.alternatives)):

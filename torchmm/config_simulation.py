@@ -67,6 +67,9 @@ class SimulationConfig(Section):
 
     device: str = "h100"
     """Device of the table in `torchmm/balance/devices.py`."""
+    trials: str = ""
+    """File of trial runs of the modules (`scripts/profile_modules.py`), whose times orchestration
+    takes instead of the cost model's; "": none."""
     gpus: int = Field(default=1, ge=1)
     """Number of devices; pipeline x replicate x shard x tensor."""
     seed: int = Field(default=0, ge=0)

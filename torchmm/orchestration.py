@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
+from torchmm.balance.module_trials import load_trials, trial_conditions, trials_run
 from torchmm.balance.operators import Profile
 from torchmm.balance.orchestrate import Orchestration, OrchestrationPlan, orchestrate
 from torchmm.balance.orchestrate_baselines import ratio_plan, rigid_plan
@@ -22,9 +24,11 @@ from torchmm.balance.orchestrate_problem import OrchestrationProblem
 from torchmm.balance.profiles import load_profile
 from torchmm.balance.simulator import SimulatedStep
 from torchmm.balance.unit_profiles import TENSOR_SIZES, Profiler, cost_model_run
+from torchmm.batch import MicrobatchMeta
 from torchmm.config import COLOCATED_SCHEDULES, MODULE_SIZES, Recipe
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster, first_microbatches
+from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.recipe_units import DISAGGREGATED_SCHEDULES, LLM
 
@@ -69,17 +73,15 @@ def orchestration_problem(recipe: Recipe, devices: int, profile: Profile) -> Orc
 
     Raises:
         ConfigError: the model cannot be built, the data are empty or have nothing for a module, the
-            device has no peak for the dtype, or sizes make no sense.
+            device has no peak for the dtype, trials are of something else, or sizes make no sense.
     """
     training, parallel = recipe.training, recipe.parallel
     model = build_model(recipe.model, recipe.freeze)
     modules = [module.describe() for module in model.modality_modules()]
     if len(modules) == 1:
         raise ConfigError("model: has no module beside the LLM, so there is nothing to place")
-    sampled = max(1, min(SAMPLED, 4 * training.global_batch_size))
-    one_by_one = training.model_copy(update={"global_batch_size": sampled, "microbatch_size": 1})
-    packs = first_microbatches(recipe.model_copy(update={"training": one_by_one}), model, 1)[0]
-    recompute = recipe.activation_checkpoint
+    packs = sampled_packs(recipe, model)
+    recompute = {m.name: recipe.activation_checkpoint.fixed_mode(m.name) for m in modules}
     try:
         run = cost_model_run(
             profile,
@@ -87,8 +89,13 @@ def orchestration_problem(recipe: Recipe, devices: int, profile: Profile) -> Orc
             modules,
             sequence_parallel=parallel.sequence_parallel,
             async_tensor=parallel.async_tensor_parallel,
-            recompute={m.name: recompute.fixed_mode(m.name) for m in modules},
+            recompute=recompute,
         )
+        if recipe.simulation.trials:
+            conditions = trial_conditions(
+                modules, training.dtype, recompute, parallel.sequence_parallel
+            )
+            run = trials_run(load_trials(Path(recipe.simulation.trials)), conditions, run)
         most = min(devices, profile.device.devices_per_node)
         sizes = [size for size in TENSOR_SIZES if size <= most]
         units = Profiler(modules, packs, profile, training.dtype, run, sizes).units()
@@ -101,6 +108,18 @@ def orchestration_problem(recipe: Recipe, devices: int, profile: Profile) -> Orc
         )
     except ValueError as error:
         raise ConfigError(f"orchestration: {error}") from error
+
+
+def sampled_packs(recipe: Recipe, model: MultimodalModel) -> list[MicrobatchMeta]:
+    """A sample of the recipe's data, each sequence as a microbatch of its own.
+
+    Raises:
+        ConfigError: a streamed source cannot tell sizes.
+    """
+    training = recipe.training
+    sampled = max(1, min(SAMPLED, 4 * training.global_batch_size))
+    one_by_one = training.model_copy(update={"global_batch_size": sampled, "microbatch_size": 1})
+    return first_microbatches(recipe.model_copy(update={"training": one_by_one}), model, 1)[0]
 
 
 def plan_recipe(
