@@ -182,6 +182,9 @@ class ParallelConfig(Section):
     bubbles: Literal["fine", "coarse"] = "fine"
     """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": before
     its first action and behind its last only."""
+    tensor_bubbles: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the LLM's actions in which tensor-parallel communication leaves ranks idle, for
+    "optimus" to put encoder layers into; on CUDA they run beside, on the CPU before the LLM's."""
     search: SearchConfig = SearchConfig()
     replan_drift: float = Field(default=0.0, ge=0)
     """With a pipeline: how far measured times may drift away from those that steps are planned with

@@ -66,6 +66,7 @@ def check_colocated(parallel: ParallelConfig, encoders: list[str], llm: Layout |
     if schedule in COLOCATED_SCHEDULES and placement != "colocated":
         text = 'is for colocated encoders; set parallel.placement = "colocated"'
         yield Problem("parallel.schedule", schedule, text, ("parallel.placement",))
+    yield from _check_tensor_bubbles(parallel, encoders)
     if placement != "colocated":
         return
     if schedule not in COLOCATED_SCHEDULES:
@@ -127,6 +128,21 @@ def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) ->
             f"groups share out; use one of {divisors}"
         )
         yield Problem(f"parallel.{name}.tensor", own, text, ("parallel.tensor",))
+
+
+def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Found:
+    """Bubbles inside of the LLM's tensor-parallel layers are for encoders that have none."""
+    key, share = "parallel.tensor_bubbles", parallel.tensor_bubbles
+    if not share:
+        return
+    if parallel.placement != "colocated" or parallel.tensor == 1:
+        text = 'has no use without placement = "colocated" and tensor > 1; remove it'
+        yield Problem(key, share, text, ("parallel.placement", "parallel.tensor"))
+        return
+    for name in encoders:
+        if parallel.sizes_given(name).get("tensor", parallel.tensor) != 1:
+            text = f"puts {name} beside the LLM's communication; set parallel.{name}.tensor = 1"
+            yield Problem(key, share, text, (f"parallel.{name}.tensor",))
 
 
 def _unlike_tensors(parallel: ParallelConfig, encoders: list[str]) -> Found:

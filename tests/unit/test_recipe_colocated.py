@@ -85,6 +85,8 @@ def test_own_sizes_that_do_not_fit(own, text):
         "--parallel.vision.pipeline 4 --parallel.bubbles coarse --parallel.llm_schedule gpipe",
         "--parallel.vision.replicate 8 --parallel.vision.shard 1",
         "--parallel.pipeline 1",
+        "--parallel.pipeline 2 --parallel.tensor 2 --parallel.vision.tensor 1 "
+        "--parallel.tensor_bubbles 0.2",
     ],
 )
 def test_valid_recipes(recipe, arguments):
@@ -99,6 +101,12 @@ def test_valid_recipes(recipe, arguments):
         ("--parallel.vision.pipeline 3", "parallel.vision.pipeline", "use one of 1, 2, 4"),
         ("--parallel.vision.tensor 2", "parallel.vision.tensor", "use one of 1"),
         ("--parallel.vision.replicate 3", "parallel.vision", "what is left"),
+        ("--parallel.tensor_bubbles 0.2", "parallel.tensor_bubbles", "tensor > 1"),
+        (
+            "--parallel.tensor 2 --parallel.tensor_bubbles 0.2",
+            "parallel.tensor_bubbles",
+            "vision.tensor = 1",
+        ),
         ("--parallel.llm.pipeline 2", "parallel.llm.pipeline", "those of [parallel]"),
         ("--parallel.vision.segments 6", "parallel.vision.segments", "has 5 layers"),
         (

@@ -4,7 +4,9 @@ The bubble scheduler (`bubble_filling`) says when each action runs; here its tim
 of every rank and the replica of every encoder task, which is all that a plan knows. The runtime
 then runs everything as early as that order allows, so the simulated step is never longer than what
 the scheduler promises. A plan places whole actions: slicing encoder stages makes them small enough
-for bubbles between LLM actions; bubbles inside them (tensor parallelism) stay.
+for bubbles between LLM actions. Those inside an LLM action (tensor parallelism) count as one, at
+its begin: what is put there stands directly in front of the action, for it to be filled
+(`torchmm.pipelining.fillers`).
 
 Which microbatch the LLM takes when is free: a step's loss is the sum over all. Where microbatches
 have different numbers of images, small encoder tasks are wanted first, before a wide lead of the
@@ -18,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from torchmm.balance.bubble_filling import BubbleSchedule, Granularity, fill_bubbles
 from torchmm.balance.encoder_plans import ColocatedPlan
@@ -50,6 +54,7 @@ def optimus(
     sharding: Sharding = "none",
     evaluations: int = 256,
     reorder: bool = True,
+    inside: bool = False,
 ) -> PlannedStep:
     """The shortest step found.
 
@@ -61,6 +66,7 @@ def optimus(
         sharding: as the plan will be lowered.
         evaluations: as for `fill_bubbles`.
         reorder: whether the LLM may take microbatches in another order.
+        inside: whether encoders may run while an LLM action communicates, for its `tensor_ms`.
 
     Raises:
         SimulationError: a cost is missing or no duration.
@@ -68,12 +74,15 @@ def optimus(
     """
     encoders = encoder_names(graph.layout)
     works = [encoder_work(graph, costs, name) for name in encoders]
+
+    def pieces(action: Action) -> tuple[float, float]:
+        tensor_ms = costs.tensor_ms.get(action, 0.0) if inside else 0.0
+        return tensor_ms, costs.compute_ms[action] - tensor_ms
+
     best: BubbleSchedule | None = None
     for sequence in sequences(graph, costs) if reorder else [range(graph.microbatches)]:
         order = backbone_order(graph, schedule_named(llm_schedule).order, sequence)
-        timeline = llm_timeline(
-            graph, order, costs, sharding=sharding, pieces=lambda a: (0.0, costs.compute_ms[a])
-        )
+        timeline = llm_timeline(graph, order, costs, sharding=sharding, pieces=pieces)
         found = fill_bubbles(timeline, works, granularity, evaluations=evaluations)
         if best is None or found.total_ms < best.total_ms:
             best = found
@@ -152,7 +161,7 @@ def order_of(schedule: BubbleSchedule, graph: StageGraph) -> ComputeOrder:
         for action, start in zip(own.actions, own.start_ps.tolist(), strict=True):
             for mirror, same in enumerate(layout.mirrored[action.stage]):
                 # All mirrors come to it at one place, or they would wait for each other.
-                entry = _place(action, start), action._replace(stage=same)
+                entry = (*_place(action, start), 1), action._replace(stage=same)
                 rows[rank * layout.mirrors + mirror].append(entry)
     starts = zip(schedule.forward_start_ps, schedule.backward_start_ps, strict=True)
     for work, (forward, backward) in zip(schedule.works, starts, strict=True):
@@ -162,14 +171,24 @@ def order_of(schedule: BubbleSchedule, graph: StageGraph) -> ComputeOrder:
                     key = (work.name, *task)
                     rank = stage.ranks[graph.replica[key]]
                     action = Action(ActionType.F, stage.index, *task)
-                    start = int(forward[row, position, index])
-                    rows[rank].append((_place(action, start), action))
+                    place = _around(schedule, rank, action, int(forward[row, position, index]))
+                    rows[rank].append((place, action))
                     if not graph.needs_backward(stage.index, task[0]):
                         continue
                     action = Action(ActionType.B, stage.index, *task)
                     start = int(backward[row, position, len(slices) - 1 - index])
-                    rows[rank].append((_place(action, start), action))
+                    rows[rank].append((_around(schedule, rank, action, start), action))
     return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)
+
+
+def _around(schedule: BubbleSchedule, rank: int, action: Action, start_ps: int) -> tuple[int, ...]:
+    """Sorts an encoder's action: before the LLM action of its rank that it starts inside of."""
+    own = schedule.llm[rank // schedule.works[0].parts]
+    index = int(np.searchsorted(own.start_ps, start_ps, side="right")) - 1
+    if index < 0 or start_ps >= own.end_ps[index]:
+        return _place(action, start_ps)
+    inside = _place(own.actions[index], int(own.start_ps[index]))
+    return *inside, 0, *_place(action, start_ps)
 
 
 def _place(action: Action, start_ps: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from torchmm.balance.searched import SearchedOrder, limited_like_separated, plan
 from torchmm.config import ParallelConfig
 from torchmm.pipelining.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.colocated import colocated_layout
+from torchmm.pipelining.fillers import encoder_stages
 from torchmm.pipelining.graph import StageGraph, StageLayout
 from torchmm.pipelining.layouts import (
     ModuleLayers,
@@ -86,7 +87,21 @@ def plan_optimus(
         ValueError: the layout is not colocated.
     """
     costs = costs_of(graph, durations)
-    planned = optimus(graph, costs, llm_schedule=config.llm_schedule, granularity=config.bubbles)
+    if config.tensor_bubbles:
+        encoders = encoder_stages(graph)
+        tensor_ms = {
+            action: config.tensor_bubbles * ms
+            for action, ms in costs.compute_ms.items()
+            if action.stage not in encoders
+        }
+        costs = replace(costs, tensor_ms=tensor_ms)
+    planned = optimus(
+        graph,
+        costs,
+        llm_schedule=config.llm_schedule,
+        granularity=config.bubbles,
+        inside=config.tensor_bubbles > 0,
+    )
     return planned.graph, planned.order
 
 

@@ -72,21 +72,12 @@ def colocated_layout(
                 f"{encoder.name}: {len(encoder.costs)} layers for {size} ranks x {pieces} slices; "
                 "use fewer of either"
             )
-        sizes = balanced_cuts(encoder.costs_with_ends, size * pieces)
-        cuts[encoder.name] = [
-            Cut(
-                layers,
-                tuple(
-                    rank * mirrors + mirror
-                    for rank in range(index // pieces, ranks, size)
-                    for mirror in range(mirrors)
-                ),
-                segment=index % pieces,
-                virtual_stage=count + index,
-            )
-            for index, layers in enumerate(sizes)
-        ]
-        count += len(sizes)
+        for index, layers in enumerate(balanced_cuts(encoder.costs_with_ends, size * pieces)):
+            blocks = range(index // pieces, ranks, size)
+            own = tuple(rank * mirrors + mirror for rank in blocks for mirror in range(mirrors))
+            cut = Cut(layers, own, segment=index % pieces, virtual_stage=count + index)
+            cuts.setdefault(encoder.name, []).append(cut)
+        count += size * pieces
     backbone = modules[len(encoders) :]
     for stage in megatron_layout(backbone, ranks, virtual_stages).stages:
         own = tuple(rank * mirrors for rank in stage.ranks)

@@ -57,6 +57,8 @@ class PipelinePlan:
         recompute: by task: the mode of each of its stage's layers, in order; tasks that are not in
             it run as their module always does. For modules that are built so that tasks may choose
             (`apply_activation_checkpoint`, "tuned").
+        fillers: by LLM action: encoder actions, directly in front of it in the order of its rank,
+            that may run beside it, below its tensor-parallel communication (`fillers`).
     """
 
     graph: StageGraph
@@ -64,6 +66,7 @@ class PipelinePlan:
     specs: MessageSpecs = field(default_factory=dict)
     training: bool = True
     recompute: Mapping[Task, tuple[LayerMode, ...]] = field(default_factory=dict)
+    fillers: Mapping[Action, tuple[Action, ...]] = field(default_factory=dict)
 
     def recomputes(self, task: Task) -> bool:
         """Whether the plan lets a task run layers again, so that its backward cannot be split."""

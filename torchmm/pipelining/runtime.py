@@ -30,6 +30,7 @@ from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.actions import Action
 from torchmm.pipelining.graph import StageLayout
 from torchmm.pipelining.plan import ActionRecord, PipelinePlan
+from torchmm.pipelining.side_stream import CudaStreams, SideStream
 from torchmm.pipelining.stage import PipelineStage
 from torchmm.pipelining.step_state import StepState
 
@@ -84,6 +85,7 @@ class PipelineRuntime:
         self.stages = dict(stages)
         self.channels = channels
         self.device = device or (channels.device if channels else torch.device("cpu"))
+        self._streams: CudaStreams | None = None
 
     def step(
         self,
@@ -96,7 +98,8 @@ class PipelineRuntime:
     ) -> StepResult:
         """Runs one step and, if the plan is a training plan, adds gradients to parameters.
 
-        Afterwards every trained parameter has a gradient, zero where no microbatch used it.
+        Afterwards every trained parameter has a gradient, zero where no microbatch used it. On
+        CUDA, fillers run beside their actions, elsewhere before them.
 
         Args:
             plan: valid (see `validate_plan`), of the same step on all its ranks.
@@ -120,22 +123,32 @@ class PipelineRuntime:
         handlers = state.handlers()
         actions = plan.actions[self.plan_rank]
         clock = _Clock(self.device, self.plan_rank) if record else None
+        side = self._side_stream(plan)
         begin_s = time.perf_counter()
         with torch.set_grad_enabled(plan.training):
             action: Action | None = None
             try:
-                if clock is None and not annotate:
+                if clock is None and not annotate and side is None:
                     for action in actions:
                         handlers[action.type](action)
                 else:
                     for action in actions:
-                        with record_function(str(action)) if annotate else nullcontext():
+                        named = record_function(str(action)) if annotate else nullcontext()
+                        with named, side.around(action) if side else nullcontext():
                             _timed(clock, handlers[action.type], action)
             except (RuntimeError, ValueError) as error:
                 error.add_note(f"in action {action} of the plan's rank {self.plan_rank}")
                 raise
+            if side is not None:
+                side.join()
             state.finish()
         return StepResult(state.losses, clock.records() if clock else None, begin_s)
+
+    def _side_stream(self, plan: PipelinePlan) -> SideStream | None:
+        if self.device.type != "cuda" or not plan.fillers:
+            return None
+        self._streams = self._streams or CudaStreams(self.device)
+        return SideStream(plan, self._streams)
 
     def _check(self, plan: PipelinePlan, microbatches: int) -> None:
         layout = plan.graph.layout

@@ -272,6 +272,8 @@ class StepState:
                 if tensor.requires_grad:
                     roots.append(tensor)
                     gradients.append(gradient)
+                    if self._plan.fillers and gradient.is_cuda:  # may be of another stream
+                        gradient.record_stream(torch.cuda.current_stream())
         if kept.loss is not None and kept.loss.requires_grad:
             roots.append(kept.loss)
             gradients.append(torch.full_like(kept.loss, self._loss_scales[action.stage]))

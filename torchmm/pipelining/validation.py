@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import get_args
 
 from torchmm.pipelining.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.fillers import filler_problems
 from torchmm.pipelining.plan import LayerMode, PipelinePlan, TensorSpec
 from torchmm.pipelining.problems import PlanProblem, PlanReport, ProblemKind
 from torchmm.pipelining.rendezvous import find_stuck
@@ -53,6 +54,7 @@ def validate_plan(
         *_missing(plan, book, scan.established),
         *(p for rank in range(len(plan.actions)) for p in _collectives(rank, plan.actions[rank])),
         *_mirrors(plan),
+        *filler_problems(plan),
         *_channels(plan, book, scan),
         *_deadlocks(plan, book, scan),
         *_recompute(plan),

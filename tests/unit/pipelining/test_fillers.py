@@ -1,0 +1,136 @@
+"""Encoder actions beside LLM actions: what may fill, and what waits for what on two streams."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from test_mirrors import graph
+
+from torchmm.balance.optimus import optimus
+from torchmm.balance.plan_costs import PlanCosts
+from torchmm.pipelining.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.classic import forward_only
+from torchmm.pipelining.fillers import encoder_stages, feeds, fill_tensor_bubbles
+from torchmm.pipelining.lowering import lower_plan
+from torchmm.pipelining.runtime import PipelineRuntime
+from torchmm.pipelining.side_stream import SideStream
+from torchmm.pipelining.validation import validate_plan
+
+SHARE = 0.5
+
+
+def duration(action: Action) -> float:
+    """LLM layers take eight times as long as encoder layers."""
+    forward = 1.0 if action.stage < 4 else 8.0
+    return forward if action.type is ActionType.F else 2 * forward
+
+
+def planned(inside: bool = True):
+    step = graph(parts=(2, 0, 1, 3, 2, 2))
+    costs = {Action(kind, *task): duration(Action(kind, *task))
+             for task in step.tasks() for kind in COMPUTE}  # fmt: skip
+    tensor = {a: SHARE * ms for a, ms in costs.items() if a.stage >= 4}
+    found = optimus(step, PlanCosts(costs, tensor), inside=inside)
+    return lower_plan(found.order, found.graph, {})
+
+
+def filled(inside: bool = True):
+    plan = fill_tensor_bubbles(planned(inside), duration, SHARE)
+    validate_plan(plan).raise_for_problems()
+    return plan
+
+
+def test_encoder_work_is_planned_into_llm_actions_and_fits():
+    plan = filled()
+    assert plan.fillers
+    encoders = encoder_stages(plan.graph)
+    for action, fillers in plan.fillers.items():
+        assert action.stage not in encoders and all(f.stage in encoders for f in fillers)
+        assert sum(map(duration, fillers)) <= SHARE * duration(action)
+        assert not any(feeds(plan.graph, f, action) for f in fillers)
+    assert plan.actions == planned().actions  # fillers change no order
+    inside, outside = (
+        sum(len(fillers) for fillers in filled(kind).fillers.values()) for kind in (True, False)
+    )
+    assert inside > outside
+
+
+def test_no_share_no_fillers():
+    assert fill_tensor_bubbles(planned(), duration, 0.0).fillers == {}
+
+
+@pytest.mark.parametrize("mistake", ["apart", "swapped", "not there"])
+def test_wrong_fillers_are_found(mistake):
+    plan = filled()
+    action, fillers = next(iter(plan.fillers.items()))
+    row = next(row for row in plan.actions if action in row)
+    other = next(a for a in row if a.type in COMPUTE and a.stage >= 4 and a != action)
+    wrong = {
+        "apart": {other: fillers},
+        "swapped": {fillers[0]: (action,)},
+        "not there": {action._replace(microbatch=99): fillers},
+    }[mistake]
+    problems = validate_plan(replace(plan, fillers=wrong)).problems
+    assert {p.kind for p in problems} == {"dependency"}
+
+
+def test_what_feeds_an_action_does_not_fill_it():
+    step = graph(parts=(1,))
+    plan = lower_plan(forward_only(step), step, {}, training=False)
+    row = [a for a in plan.actions[0] if a.type in COMPUTE]
+    encoder, llm = row[row.index(Action(ActionType.F, 4, 0)) - 1 :][:2]
+    assert (encoder.stage, llm.stage) == (3, 4) and feeds(step, encoder, llm)
+    assert llm not in fill_tensor_bubbles(plan, duration, 0.9).fillers
+    problems = validate_plan(replace(plan, fillers={llm: (encoder,)})).problems
+    assert [p.text for p in problems] == ["a filler feeds it"]
+
+
+class FakeStreams:
+    """Two streams as vector clocks: what each has certainly seen finished of the other."""
+
+    def __init__(self) -> None:
+        self.done = {"main": 0, "side": 0}
+        self.seen = {"main": 0, "side": 0}
+        self.current = "main"
+
+    def main_waits(self) -> None:
+        self.seen["main"] = self.done["side"]
+
+    def side_waits(self) -> None:
+        self.seen["side"] = self.done["main"]
+
+    @contextmanager
+    def on_side(self):
+        self.current = "side"
+        yield
+        self.current = "main"
+
+
+def test_streams_wait_for_each_other_but_for_fillers():
+    plan = filled()
+    encoders = encoder_stages(plan.graph)
+    overlapping = 0
+    for program in plan.actions:
+        streams = FakeStreams()
+        side = SideStream(plan, streams)
+        stamps: dict[Action, int] = {}
+        for action in program:
+            with side.around(action):
+                own = streams.current
+                assert own == ("side" if action.stage in encoders else "main")
+                if own == "side":
+                    assert streams.seen["side"] == streams.done["main"]
+                elif action.type in COMPUTE:
+                    fillers = plan.fillers.get(action, ())
+                    first = stamps[fillers[0]] if fillers else streams.done["side"]
+                    assert streams.seen["main"] >= first
+                    overlapping += streams.seen["main"] < streams.done["side"]
+                stamps[action] = streams.done[own]
+                streams.done[own] += 1
+        side.join()
+        assert streams.seen["main"] == streams.done["side"]
+    assert overlapping == len(plan.fillers)
+
+
+def test_on_the_cpu_there_is_one_stream():
+    assert PipelineRuntime(0, {}, None)._side_stream(filled()) is None
