@@ -33,7 +33,8 @@ IGNORE_TARGET = -100
 class ImageMeta:
     """What planning needs to know of one image, known from its header without decoding it.
 
-    A sound is an "image" too, of one row: its patches are the positions that the encoder sees.
+    A sound is an "image" too, of one row: its patches are the positions that the encoder sees. So
+    is a clip, or each of its frames, for encoders that read single ones.
     """
 
     width_px: int
@@ -44,11 +45,13 @@ class ImageMeta:
     tokens: int
     """Tokens the image takes in the LLM's sequence (placeholders only, no marker tokens)."""
     frames: int = 1
-    """Frames of a video, which share its patches evenly."""
+    """Frames of a clip, or groups of as many as make one patch, which share its patches evenly."""
     encoder: str | None = None
     """Name of the encoder that reads it, where a model has several; None: the sample's."""
     duration_ms: int = 0
-    """Of a sound or video."""
+    """Of a sound or clip; of a clip's single frame, of what it stands for."""
+    frame_pixels: int = 0
+    """Most pixels of a clip's frame after resizing; 0: as many as any image may have."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +302,10 @@ class TextSpec:
     eos_token_id: int | None = None
     pad_token_id: int = 0
     positions: Literal["1d", "mrope"] = "1d"
+    video_token_id: int | None = None
+    """Placeholder id at positions of clips that are read as such; None: that of images."""
+    tokens_per_second: float | None = None
+    """M-RoPE: time positions per second of a clip; None: one per group of frames."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torchmm.config_model import (
 from torchmm.config_producers import ProducersConfig
 from torchmm.config_search import SearchConfig
 from torchmm.config_simulation import SimulationConfig
+from torchmm.config_video import VideoConfig
 
 __all__ = [
     "COLOCATED_SCHEDULES",
@@ -50,6 +51,7 @@ __all__ = [
     "SourceConfig",
     "TrainingConfig",
     "ValidationConfig",
+    "VideoConfig",
 ]
 
 
@@ -58,7 +60,9 @@ class SourceConfig(Section):
 
     path: str
     """Local file, directory or glob, or a Hugging Face data set id."""
-    format: Literal["auto", "parquet", "arrow", "json", "webdataset", "imagefolder", "hub"] = "auto"
+    format: Literal[
+        "auto", "parquet", "arrow", "json", "webdataset", "imagefolder", "videofolder", "hub"
+    ] = "auto"
     """How to read it; "auto" decides by file names (".parquet", ".arrow", ".jsonl", ".tar", ...);
     "hub" is a Hugging Face data set id."""
     name: str | None = None
@@ -101,6 +105,8 @@ class DataConfig(Section):
     """Further images of a sample are dropped together with their placeholders."""
     max_image_pixels: int = Field(default=64_000_000, ge=1)
     """Images with more pixels in their header count as corrupt and are never decoded."""
+    video: VideoConfig = Field(default=VideoConfig())
+    """Which frames of clips are read."""
     max_corrupt_samples: int = Field(default=100, ge=0)
     """Corrupt samples skipped (and logged) over all ranks before the run stops with exit code 3."""
     max_corrupt_fraction: float = Field(default=0.1, ge=0, le=1)

@@ -99,6 +99,9 @@ class ModelConfig(Section):
     `llm` and `encoders`. Its vision tower is the encoder named "vision"."""
     config: dict[str, Any] | None = None
     """Inline Hugging Face config of a composite model with `model_type`; weights are random."""
+    processor: dict[str, Any] | None = None
+    """Of a composite model: settings of its image processor, laid over the source's, for example
+    its sizes."""
     llm: LlmConfig | None = None
     """The LLM backbone."""
     encoders: dict[str, EncoderConfig] = {}

@@ -32,6 +32,8 @@ class GeneratedText:
     prompt: str
     truth: str
     generated: str
+    duration_ms: int = 0
+    """Of the sounds and clips before it."""
 
 
 # Held-out batches are few and prompts of all lengths: compiling for them would cost more than it
@@ -86,7 +88,8 @@ def generate_samples(
         shown[image_positions] = -1
         ids = (shown[shown >= 0].tolist(), truth_ids.tolist(), new_ids)
         decoded = [str(tokenizer.decode(i, skip_special_tokens=True)) for i in ids]
-        texts.append(GeneratedText(sample.source, sample.index, *decoded))
+        duration_ms = sum(image.duration_ms for image in sample.images)
+        texts.append(GeneratedText(sample.source, sample.index, *decoded, duration_ms))
     return texts
 
 

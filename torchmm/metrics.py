@@ -134,7 +134,7 @@ class StepRecord:
     gain_over_natural: float | None = None
     """How much longer the natural order was to take, as a share."""
     word_error_rate: float | None = None
-    """Of models that hear: of what was generated for held-out samples, see
+    """Of what was generated for held-out sounds or clips, see
     `torchmm.evaluate.word_error_rate`."""
 
 

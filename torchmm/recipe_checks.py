@@ -187,6 +187,10 @@ def _check_data(recipe: Recipe) -> Found:
         text = f"needs held-out data; add a [[data.validation]] table or set {on} to 0"
         value = validation.interval or validation.samples
         yield Problem(f"validation.{on}", value, text, ("data.validation",))
+    if data.video.min_frames > (most := data.video.max_frames):
+        text = f"is above data.video.max_frames = {most}; lower it or raise that"
+        key = "data.video.max_frames"
+        yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
 
 
 def _check_simulation(recipe: Recipe) -> Found:

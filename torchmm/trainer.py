@@ -308,7 +308,7 @@ class Trainer:
         losses = held_out_losses(run.pipeline, self._held_out, run.mesh)
         if config.samples:
             texts = self._generate()
-            if texts and any(s.modality == "audio" for s in run.model.image_specs().values()):
+            if any(text.duration_ms for text in texts):
                 record = replace(record, word_error_rate=word_error_rate(texts))
         if config.drawings:
             self._draw()

@@ -19,7 +19,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.samples import AudioSegment, ImageSegment, Sample, TextSegment
+from torchmm.data.samples import AudioSegment, ImageSegment, Sample, TextSegment, VideoSegment
 
 ROLES = ("system", "user", "assistant", "tool")
 FALLBACK_TEMPLATE = (
@@ -31,7 +31,7 @@ FALLBACK_TEMPLATE = (
 MARKER = re.compile("\ue000(\\d+)\ue001")
 """Private-use characters around a number: survives trimming, occurs in no template."""
 
-Part = TextSegment | ImageSegment | AudioSegment
+Part = TextSegment | ImageSegment | AudioSegment | VideoSegment
 
 
 class ChatTemplate:
@@ -56,18 +56,24 @@ class ChatTemplate:
         messages: list[Any],
         images: Sequence[ImageSegment],
         audios: Sequence[AudioSegment] = (),
+        videos: Sequence[VideoSegment] = (),
     ) -> Sample:
         """Segments of a conversation.
 
         Args:
             messages: {"role", "content"}; content is a string or a list of parts
-                {"type": "text", "text": ...}, {"type": "image"} and {"type": "audio"}.
-            images, audios: one per image or audio part, in order.
+                {"type": "text", "text": ...}, {"type": "image"}, {"type": "audio"} and
+                {"type": "video"}.
+            images, audios, videos: one per part of their kind, in order.
 
         Raises:
             CorruptSampleError: malformed messages, or other numbers of images and image parts.
         """
-        remaining: dict[str, list[Any]] = {"image": list(images), "audio": list(audios)}
+        remaining: dict[str, list[Any]] = {
+            "image": list(images),
+            "audio": list(audios),
+            "video": list(videos),
+        }
         parts: list[Part] = []
         marked: list[tuple[str, list[str]]] = []
         for message in messages:
@@ -145,6 +151,6 @@ def _parts(content: Any, role: str, remaining: dict[str, list[Any]]) -> list[Par
             parts.append(remaining[kind].pop(0))
         else:
             raise CorruptSampleError(
-                f"content part {str(item)[:80]} is neither text nor image nor audio"
+                f"content part {str(item)[:80]} is none of text, {', '.join(remaining)}"
             )
     return parts

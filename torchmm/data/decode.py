@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch, SampleMeta
+from torchmm.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, SampleMeta
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.generated_images import DecodedTarget, TargetRow
 from torchmm.data.images import decode_rgb
@@ -26,7 +26,8 @@ from torchmm.data.order import Item
 from torchmm.data.plan import PackItems, microbatch_meta
 from torchmm.data.reader import SampleReader
 from torchmm.data.sources import MapSource
-from torchmm.data.text import mrope_positions
+from torchmm.data.text import VisionBlock, mrope_positions
+from torchmm.data.video import ClipFrames
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class StepDecoder(Dataset[DecodedStep]):
         return DecodedStep([self._microbatch(packs, corrupt) for packs in microbatches], corrupt)
 
     def images(self, feed: int, index: int) -> list[Image.Image]:
-        """Images of a sample, upright RGB; none if its source is a stream."""
+        """Images and frames of a sample, upright RGB; none if its source is a stream."""
         source = self._sources[feed]
         if source is None:
             return []
@@ -124,9 +125,10 @@ class StepDecoder(Dataset[DecodedStep]):
         sample = reader.read(source.read(index), self._prompts[feed])
         shown = [n for n, medium in reader.media.items() if medium.spec.modality == "image"][:1]
         return [
-            decode_rgb(data, reader.max_pixels)
-            for data, image in zip(sample.files, sample.images, strict=True)
+            picture
+            for file, image in zip(sample.files, sample.images, strict=True)
             if reader.medium(image).spec.encoder in shown
+            for picture in _pictures(file, reader.max_pixels)
         ]
 
     def _microbatch(self, packs: list[PackItems], corrupt: dict[str, str]) -> Microbatch:
@@ -168,8 +170,8 @@ class StepDecoder(Dataset[DecodedStep]):
         if meta != item.meta:
             raise CorruptSampleError(f"changed since it was measured: {item.meta} -> {meta}")
         pixels = [
-            self._reader.medium(image).pixels(data, image)
-            for data, image in zip(sample.files, meta.images, strict=True)
+            self._reader.pixels(file, image)
+            for file, image in zip(sample.files, meta.images, strict=True)
         ]
         targets = []
         drawn = zip(sample.generated_files, meta.generated, sample.text.generated_at, strict=False)
@@ -201,13 +203,12 @@ class StepDecoder(Dataset[DecodedStep]):
 
     def _append(self, row: _Row, sample: DecodedSample, meta: SampleMeta) -> None:
         first = row.cu_seqlens[-1]
-        blocks: list[tuple[int, int, int]] = []
+        blocks: list[VisionBlock] = []
         for start, pixels, image in zip(
             sample.image_starts, sample.pixels, meta.images, strict=True
         ):
             medium = self._reader.medium(image)
-            _, rows, columns = medium.block(image)
-            blocks.append((start, rows, columns))
+            blocks.append(self._block(start, image))
             read = row.read.setdefault(medium.spec.encoder, _Read())
             read.pixels.append(pixels)
             read.grids_thw.append(medium.grid_thw(image))
@@ -222,10 +223,21 @@ class StepDecoder(Dataset[DecodedStep]):
             ids_L = np.full(tokens, self._reader.text_spec.pad_token_id, np.int64)
             row.append(ids_L, np.full_like(ids_L, IGNORE_TARGET), self._positions(tokens, []))
 
-    def _positions(self, length: int, blocks: list[tuple[int, int, int]]) -> np.ndarray:
+    def _block(self, start: int, image: ImageMeta) -> VisionBlock:
+        block = self._reader.medium(image).block(image)
+        per_second = self._reader.text_spec.tokens_per_second
+        if per_second is None:
+            return VisionBlock(start, *block)
+        return VisionBlock(start, *block, per_second * image.duration_ms / (1000 * image.frames))
+
+    def _positions(self, length: int, blocks: list[VisionBlock]) -> np.ndarray:
         if self._reader.text_spec.positions == "mrope":
             return mrope_positions(length, blocks)
         return np.arange(length, dtype=np.int64)
+
+
+def _pictures(file: bytes | ClipFrames, max_pixels: int) -> list[Image.Image]:
+    return file.images() if isinstance(file, ClipFrames) else [decode_rgb(file, max_pixels)]
 
 
 def _target_key(item: Item, number: int) -> tuple[object, ...]:

@@ -191,19 +191,26 @@ class ImagePreprocessor:
                 "variable sizes are Qwen2VLImageProcessor and Siglip2ImageProcessor"
             )
         self._naflex = "spatial_shapes" in outputs
+        self.frames_per_patch: int = getattr(self.processor, "temporal_patch_size", 1)
+        """Frames of a clip that a patch spans; those of an image are the same."""
         self._check(probe)
 
-    def grid(self, width_px: int, height_px: int) -> ImageGrid:
-        """Rows and columns of patches for an upright image of this size."""
+    def grid(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageGrid:
+        """Rows and columns of patches for an upright image of this size.
+
+        Args:
+            limit_px: most pixels after resizing, as far as sizes vary; 0: the processor's own.
+        """
         patch = self.spec.patch_size_px
+        limits = self._limits(limit_px)
         if self.spec.layout == "fixed":
             height, width = self._fixed_shape
         elif self._naflex:
             height, width = get_image_size_for_max_num_patches(
-                height_px, width_px, patch, self.processor.max_num_patches
+                height_px, width_px, patch, limits["max_num_patches"]
             )
         else:
-            size = self.processor.size
+            size = limits["size"]
             height, width = smart_resize(
                 height_px,
                 width_px,
@@ -213,16 +220,29 @@ class ImagePreprocessor:
             )
         return ImageGrid(height // patch, width // patch)
 
-    def meta(self, width_px: int, height_px: int) -> ImageMeta:
+    def _limits(self, limit_px: int) -> dict[str, Any]:
+        """The processor's settings that limit sizes."""
+        patch = self.spec.patch_size_px
+        if self.spec.layout == "fixed":
+            return {}
+        if self._naflex:
+            most = self.processor.max_num_patches
+            limit = max(1, limit_px // patch**2) if limit_px else most
+            return {"max_num_patches": min(most, limit)}
+        least, most = (self.processor.size[edge] for edge in ("shortest_edge", "longest_edge"))
+        limit = max(limit_px, least) if limit_px else most
+        return {"size": {"shortest_edge": least, "longest_edge": min(most, limit)}}
+
+    def meta(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageMeta:
         """What planning needs to know of an upright image of this size."""
-        grid = self.grid(width_px, height_px)
+        grid = self.grid(width_px, height_px, limit_px)
         patches = grid.rows * grid.columns
         tokens = patches // self.spec.merge**2 + self.spec.extra_tokens
-        return ImageMeta(width_px, height_px, patches, tokens)
+        return ImageMeta(width_px, height_px, patches, tokens, frame_pixels=limit_px)
 
-    def pixels(self, image: Image.Image) -> np.ndarray:
+    def pixels(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
         """Encoder input of one RGB image: float32, (C, H, W) or (P, D), padding removed."""
-        outputs = self._run(image)
+        outputs = self._run(image, **(self._limits(limit_px) if limit_px else {}))
         values = np.asarray(outputs["pixel_values"])
         if self.spec.layout == "fixed":
             values = values[0]
@@ -231,15 +251,15 @@ class ImagePreprocessor:
             values = values[0, : rows * columns]
         return np.ascontiguousarray(values, dtype=np.float32)
 
-    def blank(self, width_px: int, height_px: int) -> np.ndarray:
+    def blank(self, width_px: int, height_px: int, limit_px: int = 0) -> np.ndarray:
         """Zeros in the place of an image that turned out to be undecodable, same shape."""
-        grid = self.grid(width_px, height_px)
+        grid = self.grid(width_px, height_px, limit_px)
         if self.spec.layout == "fixed":
             return np.zeros((3, *self._fixed_shape), np.float32)
         return np.zeros((grid.rows * grid.columns, self._patch_values), np.float32)
 
-    def _run(self, image: Image.Image) -> Any:
-        return self.processor(images=[image], return_tensors="np")
+    def _run(self, image: Image.Image, **changes: Any) -> Any:
+        return self.processor(images=[image], return_tensors="np", **changes)
 
     def _probe_fixed_shape(self, outputs: Any) -> tuple[int, int]:
         shape = outputs["pixel_values"].shape

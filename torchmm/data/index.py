@@ -30,7 +30,7 @@ from torchmm.errors import DataError
 from torchmm.files import replace_atomically
 from torchmm.generated import GeneratedMeta
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Raised when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
@@ -41,26 +41,26 @@ logger = logging.getLogger(__name__)
 class LengthIndex:
     """Sizes of N samples with M images and sounds, and G more images to be drawn.
 
-    `tokens_N` is 0 for corrupt samples, whose reasons stand in `corrupt`. The rows of `images_M7`
-    are (width_px, height_px, patches, tokens, frames, encoder, duration_ms), the encoder as its
-    position in the model; sample n has rows `offsets[n]:offsets[n + 1]`. Those
+    `tokens_N` is 0 for corrupt samples, whose reasons stand in `corrupt`. The rows of `images_M8`
+    are (width_px, height_px, patches, tokens, frames, encoder, duration_ms, frame_pixels), the
+    encoder as its position in the model; sample n has rows `offsets[n]:offsets[n + 1]`. Those
     of `generated_G4` are (frames, rows, columns, context), from `generated_offsets`.
     """
 
     tokens_N: np.ndarray
     offsets: np.ndarray
-    images_M7: np.ndarray
+    images_M8: np.ndarray
     generated_offsets: np.ndarray
     generated_G4: np.ndarray
     corrupt: dict[int, str]
 
     def meta(self, source: str, index: int, encoders: Sequence[str]) -> SampleMeta:
         """Metadata of sample `index` for a model with these encoders."""
-        rows = self.images_M7[self.offsets[index] : self.offsets[index + 1]].tolist()
+        rows = self.images_M8[self.offsets[index] : self.offsets[index + 1]].tolist()
         several = len(encoders) > 1
         images = tuple(
-            ImageMeta(w, h, patches, tokens, frames, encoders[e] if several else None, duration_ms)
-            for w, h, patches, tokens, frames, e, duration_ms in rows
+            ImageMeta(w, h, patches, tokens, frames, encoders[e] if several else None, *of_clip)
+            for w, h, patches, tokens, frames, e, *of_clip in rows
         )
         first, end = self.generated_offsets[index : index + 2]
         drawn = self.generated_G4[first:end].tolist()
@@ -87,6 +87,7 @@ def cache_key(
         "generate": config.generate,
         "generated": dataclasses.asdict(reader.targets.spec) if reader.targets else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
+        "video": data.video.model_dump(),
         "text": dataclasses.asdict(reader.text_spec),
         "encoders": [dataclasses.asdict(medium.spec) for medium in reader.media.values()],
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
@@ -149,7 +150,7 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
     return LengthIndex(
         np.asarray(tokens, np.int32),
         np.asarray(offsets, np.int64),
-        np.asarray(images, np.int32).reshape(-1, 7),
+        np.asarray(images, np.int32).reshape(-1, 8),
         np.asarray(generated_offsets, np.int64),
         np.asarray(generated, np.int32).reshape(-1, 4),
         corrupt,
@@ -159,7 +160,7 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
 def _row(image: ImageMeta, encoders: Sequence[str]) -> tuple[int, ...]:
     encoder = 0 if image.encoder is None else encoders.index(image.encoder)
     sizes = (image.width_px, image.height_px, image.patches, image.tokens, image.frames)
-    return (*sizes, encoder, image.duration_ms)
+    return (*sizes, encoder, image.duration_ms, image.frame_pixels)
 
 
 def _save(index: LengthIndex, path: Path) -> None:
@@ -168,7 +169,7 @@ def _save(index: LengthIndex, path: Path) -> None:
         buffer,
         tokens_N=index.tokens_N,
         offsets=index.offsets,
-        images_M7=index.images_M7,
+        images_M8=index.images_M8,
         generated_offsets=index.generated_offsets,
         generated_G4=index.generated_G4,
         corrupt=np.asarray(json.dumps(index.corrupt)),
@@ -185,7 +186,7 @@ def _load(path: Path) -> LengthIndex | None:
             corrupt = {int(k): v for k, v in json.loads(str(arrays["corrupt"])).items()}
             tokens, offsets = arrays["tokens_N"], arrays["offsets"]
             generated = arrays["generated_offsets"], arrays["generated_G4"]
-            return LengthIndex(tokens, offsets, arrays["images_M7"], *generated, corrupt)
+            return LengthIndex(tokens, offsets, arrays["images_M8"], *generated, corrupt)
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         logger.warning("index cache %s is unreadable (%s) and is built again", path, error)
         return None

@@ -1,4 +1,7 @@
-"""What encoders read, whatever it is: one interface to the preprocessing of images and sounds."""
+"""What encoders read, whatever it is: one interface to the preprocessing of images and sounds.
+
+Clips (`torchmm.data.clips`) go through an image encoder's preprocessing.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +56,16 @@ class ImageMedia:
     def __init__(self, spec: ImageSpec, max_pixels: int) -> None:
         self.spec = spec
         self.grouped = spec.layout == "fixed"
-        self._images = ImagePreprocessor(spec)
+        self.preprocessor = ImagePreprocessor(spec)
         self._max_pixels = max_pixels
 
     def meta(self, data: bytes) -> ImageMeta:
         """From the header; raises CorruptSampleError."""
-        return self._images.meta(*read_size(data, self._max_pixels))
+        return self.preprocessor.meta(*read_size(data, self._max_pixels))
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Patches as (frames, rows, columns)."""
-        grid = self._images.grid(meta.width_px, meta.height_px)
+        grid = self.preprocessor.grid(meta.width_px, meta.height_px)
         return 1, grid.rows, grid.columns
 
     def block(self, meta: ImageMeta) -> tuple[int, int, int]:
@@ -72,11 +75,11 @@ class ImageMedia:
 
     def pixels(self, data: bytes, meta: ImageMeta) -> np.ndarray:
         """(C, H, W) or (P, D); raises CorruptSampleError."""
-        return self._images.pixels(decode_rgb(data, self._max_pixels))
+        return self.preprocessor.pixels(decode_rgb(data, self._max_pixels))
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Zeros of the same shape."""
-        return self._images.blank(meta.width_px, meta.height_px)
+        return self.preprocessor.blank(meta.width_px, meta.height_px)
 
 
 def open_media(spec: ImageSpec, max_pixels: int) -> MediaPreprocessor:

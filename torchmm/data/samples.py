@@ -2,16 +2,16 @@
 
 The format is recognised by the columns of each record (see `docs/data.md`):
 
-    caption       image, audio or both, and text (or: a webdataset's jpg/png/webp/wav/.., txt/json)
-    interleaved   images, texts, audios: lists of equal length, None where another has the element
-    chat          messages [{role, content}], images, audios: in the order of their parts
+    caption       image, video, audio, text (or: a webdataset's jpg/png/webp/mp4/wav/.., txt/json)
+    interleaved   images, videos, audios, texts: equally long, None where another has the element
+    chat          messages [{role, content}], images, videos, audios: in the order of their parts
     text          text
 
 An image or clip that the generator has to draw (see `Record.generate`) is taken out of any of them
 and stands behind everything else, so that all of the sample is its context.
 
-Data is not trusted: images are bytes or files beside the data. A path may not leave the source's
-directory and an address is never fetched.
+Data is not trusted: images, clips and sounds are bytes or files beside the data. A path may not
+leave the source's directory and an address is never fetched.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from typing import Any
 from torchmm.data.corrupt import CorruptSampleError
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp")
+VIDEO_COLUMNS = ("video", "mp4", "webm", "mkv", "mov", "avi")
 AUDIO_COLUMNS = ("audio", "wav", "flac", "ogg", "mp3")
 TEXT_COLUMNS = ("text", "txt", "caption")
 FORMATS_HELP = (
-    "known are caption (image or audio, text), interleaved (images, texts, audios), chat "
-    "(messages, images, audios) and text; see docs/data.md"
+    "known are caption (image, video or audio, text), interleaved (texts and images, videos or "
+    "audios), chat (messages and the same) and text; see docs/data.md"
 )
 
 
@@ -80,7 +81,7 @@ class FileSegment:
     @property
     def kind(self) -> str:
         """Of what it is, in messages."""
-        return "audio" if isinstance(self, AudioSegment) else "image"
+        return "image"
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,21 @@ class ImageSegment(FileSegment):
 
 
 @dataclass(frozen=True)
+class VideoSegment(FileSegment):
+    """A clip."""
+
+    @property
+    def kind(self) -> str:
+        return "video"
+
+
+@dataclass(frozen=True)
 class AudioSegment(FileSegment):
     """A sound."""
+
+    @property
+    def kind(self) -> str:
+        return "audio"
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ class GeneratedSegment:
     file: ImageSegment
 
 
-Segment = TextSegment | ImageSegment | AudioSegment | GeneratedSegment
+Segment = TextSegment | ImageSegment | VideoSegment | AudioSegment | GeneratedSegment
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,15 @@ class Sample:
     add_eos: bool = True
 
 
-ChatRenderer = Callable[[list[dict[str, Any]], list[ImageSegment], list[AudioSegment]], Sample]
+ChatRenderer = Callable[
+    [list[dict[str, Any]], list[ImageSegment], list[AudioSegment], list[VideoSegment]], Sample
+]
+FILE_KINDS: dict[str, tuple[tuple[str, ...], type[FileSegment]]] = {
+    "image": (IMAGE_COLUMNS, ImageSegment),
+    "video": (VIDEO_COLUMNS, VideoSegment),
+    "audio": (AUDIO_COLUMNS, AudioSegment),
+}
+"""Columns with a file of each kind in captions, in the order in which they are read."""
 
 
 def parse_record(record: Record, prompt: str, render_chat: ChatRenderer) -> Sample:
@@ -144,39 +166,42 @@ def _take_generated(
         )
     others = {key: value for key, value in columns.items() if key != name}
     value = columns[name]
-    return others, () if value is None else (GeneratedSegment(_image(value, root)),)
+    return others, () if value is None else (
+        GeneratedSegment(ImageSegment(*_file(value, root, "image"))),
+    )
 
 
 def _parse_columns(record: Record, prompt: str, render_chat: ChatRenderer) -> Sample:
     """`parse_record` without an image to be drawn."""
     columns = record.columns
     if columns.get("messages") is not None:
-        images = [_image(value, record.root) for value in _list(columns, "images")]
-        audios = [_audio(value, record.root) for value in _list(columns, "audios")]
-        return render_chat(_list(columns, "messages"), images, audios)
-    if "texts" in columns and ("images" in columns or "audios" in columns):
+        files = [
+            [_segment(kind, value, record.root) for value in _list(columns, f"{kind}s")]
+            for kind in ("image", "audio", "video")
+        ]
+        return render_chat(_list(columns, "messages"), *files)
+    if "texts" in columns and any(f"{kind}s" in columns for kind in FILE_KINDS):
         return _parse_interleaved(columns, record.root)
     text = next((columns[c] for c in TEXT_COLUMNS if columns.get(c) is not None), None)
     if text is None:
         raise CorruptSampleError(f"no format for columns {sorted(columns)}: {FORMATS_HELP}")
-    image = next((columns[c] for c in IMAGE_COLUMNS if columns.get(c) is not None), None)
-    audio = next((columns[c] for c in AUDIO_COLUMNS if columns.get(c) is not None), None)
     segments: list[Segment] = []
-    if image is not None:
-        segments.append(_image(image, record.root))
-    if audio is not None:
-        segments.append(_audio(audio, record.root))
+    for kind, (names, _) in FILE_KINDS.items():
+        value = next((columns[c] for c in names if columns.get(c) is not None), None)
+        if value is not None:
+            segments.append(_segment(kind, value, record.root))
     if prompt and segments:
         segments.append(TextSegment(prompt, loss=False))
     return Sample((*segments, TextSegment(_text(text), loss=True)))
 
 
 def limit_images(sample: Sample, max_images: int) -> Sample:
-    """The sample without the images behind the first `max_images`; 0 leaves text and sounds."""
+    """The sample without the images and clips behind the first `max_images`; 0 leaves text and
+    sounds."""
     kept: list[Segment] = []
     images = 0
     for segment in sample.segments:
-        if isinstance(segment, ImageSegment):
+        if isinstance(segment, ImageSegment | VideoSegment):
             images += 1
             if images > max_images:
                 continue
@@ -188,7 +213,8 @@ def assign_encoders(sample: Sample, readers: Mapping[str, Sequence[str]]) -> Sam
     """The sample with a file for every encoder that reads it, one behind the other.
 
     Args:
-        readers: names of encoders by kind, "image" and "audio"; files without any are left out.
+        readers: names of encoders by kind, "image", "video" and "audio"; files without any are
+            left out.
     """
     segments: list[Segment] = []
     for segment in sample.segments:
@@ -208,19 +234,19 @@ def without_generated(sample: Sample) -> Sample:
 
 def _parse_interleaved(columns: dict[str, Any], root: str | None) -> Sample:
     texts = _list(columns, "texts")
-    images, audios = (_list(columns, n) or [None] * len(texts) for n in ("images", "audios"))
-    if not len(images) == len(audios) == len(texts):
-        found = f"{len(images)} images, {len(audios)} audios" if audios else f"{len(images)} images"
+    given = {kind: _list(columns, f"{kind}s") for kind in FILE_KINDS}
+    files = {kind: values for kind, values in given.items() if values}
+    if any(len(values) != len(texts) for values in files.values()):
+        found = ", ".join(f"{len(values)} {kind}s" for kind, values in files.items())
         raise CorruptSampleError(
             f"{found} but {len(texts)} texts; all lists need one entry per element, None where "
             "another list has it"
         )
     segments: list[Segment] = []
-    for image, audio, text in zip(images, audios, texts, strict=True):
-        if image is not None:
-            segments.append(_image(image, root))
-        if audio is not None:
-            segments.append(_audio(audio, root))
+    for number, text in enumerate(texts):
+        for kind, values in files.items():
+            if values[number] is not None:
+                segments.append(_segment(kind, values[number], root))
         if text is not None:
             segments.append(TextSegment(_text(text), loss=True))
     return Sample(tuple(segments))
@@ -254,14 +280,9 @@ def _text(value: Any) -> str:
     return value
 
 
-def _image(value: Any, root: str | None) -> ImageSegment:
-    data, path = _file(value, root, "image")
-    return ImageSegment(data, path)
-
-
-def _audio(value: Any, root: str | None) -> AudioSegment:
-    data, path = _file(value, root, "audio")
-    return AudioSegment(data, path)
+def _segment(kind: str, value: Any, root: str | None) -> Any:
+    """A file of one of FILE_KINDS."""
+    return FILE_KINDS[kind][1](*_file(value, root, kind))
 
 
 def _file(value: Any, root: str | None, kind: str) -> tuple[bytes | None, str | None]:

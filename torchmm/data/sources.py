@@ -34,7 +34,10 @@ SUFFIXES = {
     "json": (".jsonl", ".ndjson", ".json"),
     "webdataset": (".tar",),
     "imagefolder": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+    "videofolder": (".mp4", ".webm", ".mkv", ".mov", ".avi"),
 }
+FOLDERS = ("imagefolder", "videofolder")
+"""Formats of files that a metadata.jsonl describes."""
 
 
 class MapSource(Protocol):
@@ -149,7 +152,7 @@ def load(config: SourceConfig, kind: str, files: Sequence[Path], streaming: bool
         # Names are patterns to `datasets`. The split is named, or it would guess one from them.
         names = [glob.escape(str(f)) for f in files]
         options: dict[str, Any] = {}
-        if kind == "imagefolder":
+        if kind in FOLDERS:
             names = [glob.escape(str(source_root(config, files))) + "/**"]
             options["drop_labels"] = True
         return datasets.load_dataset(
@@ -180,7 +183,7 @@ def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
     kinds = [config.format] if config.format != "auto" else _kinds_by_suffix(candidates)
     for kind in kinds:
         files = [f for f in candidates if f.suffix.lower() in SUFFIXES[kind]]
-        if files and kind == "imagefolder":
+        if files and kind in FOLDERS:
             files += [f for f in candidates if _is_metadata(f)]
         if files:
             return kind, files
@@ -192,8 +195,8 @@ def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
 
 
 def _kinds_by_suffix(files: Sequence[Path]) -> list[str]:
-    """Formats to try, best first. A metadata.jsonl beside images describes an image folder."""
-    return ["imagefolder", *SUFFIXES] if any(map(_is_metadata, files)) else list(SUFFIXES)
+    """Formats to try, best first. A metadata.jsonl beside images or clips describes a folder."""
+    return [*FOLDERS, *SUFFIXES] if any(map(_is_metadata, files)) else list(SUFFIXES)
 
 
 def _is_metadata(path: Path) -> bool:

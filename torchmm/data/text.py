@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.batch import IGNORE_TARGET, TextSpec
-from torchmm.data.samples import GeneratedSegment, Sample, TextSegment
+from torchmm.data.samples import GeneratedSegment, Sample, TextSegment, VideoSegment
 from torchmm.errors import ConfigError
 
 
@@ -70,7 +71,7 @@ class TextEncoder:
 
         Args:
             sample: segments in order.
-            image_tokens: placeholders of each image segment.
+            image_tokens: placeholders of each image, clip or sound.
         """
         spec, limit = self.spec, self.sequence_length
         out = EncodedSample([], [], [])
@@ -86,7 +87,7 @@ class TextEncoder:
             elif isinstance(segment, GeneratedSegment):
                 out.generated_at.append(len(out.ids))
             else:
-                block = self._image_block(next(counts))
+                block = self._image_block(next(counts), isinstance(segment, VideoSegment))
                 if len(out.ids) + len(block) > limit:
                     return out
                 out.image_starts.append(len(out.ids) + len(spec.image_prefix_ids))
@@ -101,10 +102,13 @@ class TextEncoder:
         backend = self._scaffold if segment.scaffold else self._plain
         return backend.encode(text, add_special_tokens=False).ids
 
-    def _image_block(self, tokens: int) -> list[int]:
+    def _image_block(self, tokens: int, is_clip: bool) -> list[int]:
         spec = self.spec
-        assert spec.image_token_id is not None
-        return [*spec.image_prefix_ids, *([spec.image_token_id] * tokens), *spec.image_suffix_ids]
+        placeholder = spec.image_token_id
+        if is_clip and spec.video_token_id is not None:
+            placeholder = spec.video_token_id
+        assert placeholder is not None
+        return [*spec.image_prefix_ids, *([placeholder] * tokens), *spec.image_suffix_ids]
 
 
 def _extend(out: EncodedSample, ids: list[int], loss: bool) -> None:
@@ -120,24 +124,39 @@ def _copy_backend(tokenizer: PreTrainedTokenizerBase, encode_special_tokens: boo
     return backend
 
 
-def mrope_positions(length: int, images: Sequence[tuple[int, int, int]]) -> np.ndarray:
+class VisionBlock(NamedTuple):
+    """The placeholders of an image or clip, in output tokens."""
+
+    start: int
+    frames: int
+    rows: int
+    columns: int
+    time_step: float = 1.0
+    """Time positions from a frame to the next."""
+
+
+def mrope_positions(length: int, blocks: Sequence[VisionBlock]) -> np.ndarray:
     """Multimodal rotary positions of one sample (Qwen2-VL section 2.1): int64 (3, L).
 
-    Text counts on in all three rows (time, height, width). An image's placeholders share one
-    time; rows and columns count up from it, and the text behind continues after the larger side.
+    Text counts on in all three rows (time, height, width). Rows and columns of a frame count up
+    from where the text before it ended, and so does the time of a clip's frames; an image's share
+    one. The text behind continues after the larger side: as Hugging Face counts, also where a clip
+    lasts longer than that (Qwen's first code then went on behind its last time).
 
     Args:
         length: tokens of the sample.
-        images: (first placeholder, rows, columns) of every image, in output tokens.
+        blocks: images and clips, in order.
     """
     positions_3L = np.empty((3, length), np.int64)
     token, position = 0, 0
-    for start, rows, columns in images:
+    for start, frames, rows, columns, time_step in blocks:
         positions_3L[:, token:start] = np.arange(position, position + start - token)
         position += start - token
-        token = start + rows * columns
-        row, column = np.divmod(np.arange(rows * columns), columns)
-        positions_3L[:, start:token] = position + np.stack([np.zeros_like(row), row, column])
+        token = start + frames * rows * columns
+        # float32, as Hugging Face multiplies: products just below a whole number count as it does.
+        times = (np.arange(frames, dtype=np.float32) * np.float32(time_step)).astype(np.int64)
+        grid = np.meshgrid(times, np.arange(rows), np.arange(columns), indexing="ij")
+        positions_3L[:, start:token] = position + np.stack(grid).reshape(3, -1)
         position += max(rows, columns)
     positions_3L[:, token:] = np.arange(position, position + length - token)
     return positions_3L

@@ -328,6 +328,8 @@ def _take_qwen_vl(config: Any) -> CompositeParts:
             prefix_ids=(config.vision_start_token_id,),
             suffix_ids=(config.vision_end_token_id,),
             mrope=True,
+            video_token_id=config.video_token_id,
+            tokens_per_second=getattr(vision, "tokens_per_second", None),
         ),
     )
 

@@ -40,6 +40,10 @@ class TextConventions:
     """Tokens behind `suffix_ids`."""
     mrope: bool = False
     """Three position ids per token (time, row, column)."""
+    video_token_id: int | None = None
+    """Placeholder of clips, where it is another one."""
+    tokens_per_second: float | None = None
+    """Time positions per second of a clip; None: one per group of frames."""
 
 
 class MultimodalModel(nn.Module):
@@ -221,6 +225,8 @@ class MultimodalModel(nn.Module):
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=0 if pad is None else pad,
             positions="mrope" if self.text.mrope else "1d",
+            video_token_id=self.text.video_token_id,
+            tokens_per_second=self.text.tokens_per_second,
         )
 
     def image_token_id(self, tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -71,7 +71,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         generator = _build_generator(config.generator, llm_config.hidden_size, dtype)
     with _collected(problems):
         family, tower = parts.encoder_family, parts.encoder_config
-        processor = _load_processor("model", family, tower, config.source, None)
+        processor = _load_processor("model", family, tower, config.source, config.processor)
     if problems:
         raise ConfigError(problems)
     spec = EncoderSpec(

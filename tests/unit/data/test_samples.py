@@ -11,6 +11,7 @@ from torchmm.data.samples import (
     Record,
     Sample,
     TextSegment,
+    VideoSegment,
     limit_images,
     parse_record,
 )
@@ -59,14 +60,23 @@ def test_interleaved_keeps_the_order():
 
 
 def test_chat_gets_its_images_in_order():
-    def render(messages, images, audios):
-        return Sample((*images, *audios, TextSegment(messages[0], True)))
+    def render(messages, images, audios, videos):
+        return Sample((*images, *audios, *videos, TextSegment(messages[0], True)))
 
     columns = {"messages": ["hello"], "images": [b"1", {"bytes": b"2"}], "audios": [b"3"]}
-    record = Record(columns)
+    record = Record({**columns, "videos": [b"4"]})
     made = parse_record(record, "", render)
     files = (ImageSegment(data=b"1"), ImageSegment(data=b"2"), AudioSegment(data=b"3"))
-    assert made.segments == (*files, text("hello"))
+    assert made.segments == (*files, VideoSegment(data=b"4"), text("hello"))
+
+
+def test_clips_are_columns_and_elements():
+    clip = VideoSegment(data=b"1")
+    assert parse({"mp4": b"1", "txt": "dog"}) == (clip, text("dog"))
+    everything = parse({"audio": b"3", "video": b"1", "image": b"2", "text": "dog"})
+    assert [type(s).__name__[:5] for s in everything] == ["Image", "Video", "Audio", "TextS"]
+    columns = {"videos": [None, b"1"], "images": [b"2", None], "texts": [None, None]}
+    assert parse(columns) == (ImageSegment(data=b"2"), clip)
 
 
 @pytest.mark.parametrize(

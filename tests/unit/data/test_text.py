@@ -12,7 +12,7 @@ from torchmm.data.chat import ChatTemplate
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.images import ImagePreprocessor, decode_rgb
 from torchmm.data.samples import ImageSegment, Sample, TextSegment
-from torchmm.data.text import TextEncoder, mrope_positions
+from torchmm.data.text import TextEncoder, VisionBlock, mrope_positions
 
 IMAGE = ImageSegment(data=b"")
 
@@ -174,7 +174,7 @@ def test_tokenizer_without_template_gets_a_plain_one(tokenizer):
         ([turn("robot", "x")], 0, "no role"),
         (["x"], 0, "no role"),
         ([turn("user", 3)], 0, "not text or a list"),
-        ([turn("user", [{"type": "video"}])], 0, "neither text nor image"),
+        ([turn("user", [{"type": "model"}])], 0, "none of text, image, audio, video"),
         ([turn("user", [{"type": "image"}])], 0, "more image parts"),
         ([turn("user", "x")], 1, "images more than image parts"),
     ],
@@ -196,7 +196,7 @@ def test_mrope_positions_equal_hugging_face():
     grids = [(4, 6), (2, 2), (8, 4)]
     images, kinds = [], [0, 0, 0]
     for rows, columns in grids:
-        images.append((len(kinds), rows // 2, columns // 2))
+        images.append(VisionBlock(len(kinds), 1, rows // 2, columns // 2))
         kinds += [1] * (rows * columns // 4) + [0, 0]
     kinds += [0]
     expected, _ = model.get_rope_index(

@@ -1,0 +1,188 @@
+"""Clips in a pipeline with a searched schedule: the loss and gradients of the single process.
+
+Samples have clips of different lengths, an image, both or neither; whole microbatches, and a whole
+batch, have neither.
+"""
+
+import random
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from launch import run_distributed
+from pipeline_cases import gradient_errors, reference_losses
+from searched_cases import CPU, Searched, filled
+
+from torchmm.batch import (
+    IGNORE_TARGET,
+    EncoderInputs,
+    ImageMeta,
+    Microbatch,
+    MicrobatchMeta,
+    SampleMeta,
+)
+from torchmm.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from torchmm.data.text import VisionBlock, mrope_positions
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.pipeline import Pipeline, plan_layout
+from torchmm.pipelining.actions import ActionType
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.step import TrainStep
+
+MODEL = ModelConfig(
+    config={
+        "model_type": "qwen2_5_vl",
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        "text_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 64,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+            },
+        },
+        "image_token_id": 60,
+        "video_token_id": 61,
+        "vision_start_token_id": 62,
+        "vision_end_token_id": 63,
+    }
+)
+CLIPS = ((2, 4, 4), (4, 4, 2), (3, 2, 6))
+IMAGES = ((1, 4, 4), (1, 2, 6))
+BATCHES = 12
+
+
+def microbatch(rng: random.Random, shown: bool) -> Microbatch:
+    """A few samples and padding; with `shown`, all but the last have a clip, an image or both."""
+    generator = torch.Generator().manual_seed(rng.randrange(10**6))
+    kinds = [rng.choice(("clip", "image", "both")) for _ in range(rng.choice((1, 2, 3)))]
+    ids, targets, starts, samples, positions = [], [], [0], [], []
+    places, grids = [], []
+    for number, kind in enumerate([*kinds, "text"] if shown else ["text", "text"]):
+        own = [rng.choice(CLIPS)] * (kind in ("clip", "both"))
+        own += [rng.choice(IMAGES)] * (kind in ("image", "both"))
+        at, blocks, images = 1, [], []
+        for grid in own:
+            tokens, clip = prod(grid) // 4, grid[0] > 1
+            step = 4 * 0.75 if clip else 1.0
+            blocks.append(VisionBlock(at, grid[0], grid[1] // 2, grid[2] // 2, step))
+            places += range(starts[-1] + at, starts[-1] + at + tokens)
+            duration_ms = 750 * grid[0] * clip
+            images.append(ImageMeta(16, 16, prod(grid), tokens, grid[0], duration_ms=duration_ms))
+            at += tokens + 1
+        length = at + rng.randrange(4, 9)
+        tokens_L = torch.randint(1, 60, (length,), generator=generator)
+        wanted_L = torch.roll(tokens_L, -1)
+        wanted_L[: at - 1] = wanted_L[-1] = IGNORE_TARGET
+        ids.append(tokens_L)
+        targets.append(wanted_L)
+        positions.append(mrope_positions(length, blocks))
+        starts.append(starts[-1] + length)
+        encoder = "vision" if images else None
+        samples.append(SampleMeta("made", number, length, tuple(images), encoder))
+        grids += own
+    padding = 128 - starts[-1]
+    assert padding > 0
+    ids.append(torch.zeros(padding, dtype=torch.int64))
+    targets.append(torch.full((padding,), IGNORE_TARGET))
+    positions.append(mrope_positions(padding, []))
+    encoders = {}
+    if grids:
+        pixels = torch.randn(sum(map(prod, grids)), 3 * 2 * 16, generator=generator)
+        encoders["vision"] = EncoderInputs(pixels, grids, torch.tensor(places))
+    return Microbatch(
+        torch.cat(ids),
+        torch.cat(targets),
+        torch.from_numpy(np.concatenate(positions, axis=1)),
+        [*starts, 128],
+        encoders,
+        MicrobatchMeta(tuple(samples), 128),
+    )
+
+
+def batch_of(seed: int) -> list[Microbatch]:
+    """Six microbatches, about two of them without pictures; in every sixth batch all."""
+    rng = random.Random(seed)
+    return [microbatch(rng, seed % 6 != 5 and rng.random() < 0.7) for _ in range(6)]
+
+
+def build(schedule: str) -> Searched:
+    """Everything for two ranks. Creating it is collective."""
+    settings = {"shard": 1, "pipeline": 2, "schedule": schedule, "search": {"evaluations": 60}}
+    config = ParallelConfig.model_validate({**settings, "vision": {"sub_microbatch_images": 2}})
+    mesh = build_mesh(config, CPU)
+    model = build_model(MODEL, FreezeConfig())
+    descriptions = [module.describe() for module in model.modality_modules()]
+    layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
+    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    recompute = ActivationCheckpointConfig()
+    parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
+    filled(model)
+    pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
+    alone = filled(build_model(MODEL, FreezeConfig()))
+    return Searched(mesh, model, alone, descriptions, pipeline, TrainStep(pipeline, mesh))
+
+
+def compare() -> list[str]:
+    """What is wrong."""
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    problems = []
+    for schedule in ("searched", "separated"):
+        of = build(schedule)
+        for seed in range(BATCHES if schedule == "searched" else 3):
+            batch, speed = batch_of(seed), random.Random(seed)
+            targets = sum(m.target_count for m in batch)
+            of.pipeline.factors = {
+                (name, kind): speed.choice((0.3, 1.0, 3.0))
+                for name in ("llm", "vision")
+                for kind in (ActionType.F, ActionType.B)
+            }
+            of.model.zero_grad(set_to_none=True)
+            outcome = of.step.run(batch, targets)
+            loss = of.mesh.sum_over_data([outcome.loss.item() * of.mesh.pipeline_size])[0]
+            wanted = sum(reference_losses(of.alone, [batch], targets)[0]) / targets
+            if abs(loss / wanted - 1) > 1e-5:
+                problems.append(f"{schedule} {seed}: loss {loss}, expected {wanted}")
+            errors = gradient_errors(of.model, of.alone)
+            problems += [
+                f"{schedule} {seed}: {n} off by {e}" for n, e in errors.items() if e > 1e-5
+            ]
+    return problems
+
+
+def test_batches_have_clips_images_and_neither() -> None:
+    found = [m for seed in range(BATCHES) for m in batch_of(seed)]
+    without = [m for m in found if not m.encoders]
+    images = [i for m in found for i in m.meta.images_read_by("vision")]
+    assert 12 <= len(without) < len(found)
+    assert {image.frames for image in images} == {1, 2, 3, 4}
+    assert not any(m.encoders for m in batch_of(5))
+
+
+@pytest.mark.slow
+def test_searched_plans_of_clips_equal_the_single_process() -> None:
+    for rank, problems in enumerate(run_distributed(compare, 2)):
+        assert not problems, (rank, problems)

@@ -1,0 +1,353 @@
+"""Clips: which frames are read, from which files, and what becomes of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import struct
+import tarfile
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
+from data_cases import write_parquet as write_rows
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.video_utils import VideoMetadata
+
+from torchmm.batch import ImageSpec, TextSpec
+from torchmm.config import SourceConfig
+from torchmm.config_video import VideoConfig
+from torchmm.data.clips import ClipMedia
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.images import ImagePreprocessor
+from torchmm.data.loader import build_loader
+from torchmm.data.prepare.clip_files import CONTAINERS, write_clip
+from torchmm.data.text import VisionBlock, mrope_positions
+from torchmm.data.video import Clip, sampled_frames
+from torchmm.errors import ConfigError
+
+PIXELS = 10_000
+
+
+def pictures(count: int, width: int = 48, height: int = 32) -> list[Image.Image]:
+    """Gray, each a little lighter, with a white half on the left."""
+    grays = np.linspace(10, 200, count).round().astype(np.uint8)
+    frames = np.broadcast_to(grays[:, None, None, None], (count, height, width, 3)).copy()
+    frames[:, :, : width // 2] = 250
+    return [Image.fromarray(frame) for frame in frames]
+
+
+def gray(image: Image.Image) -> int:
+    return int(np.asarray(image)[-4, -4].mean())
+
+
+def clip_of(count: int, fps: int = 10, suffix: str = "mp4", **size: int) -> bytes:
+    return write_clip(pictures(count, **size), fps, suffix)
+
+
+@pytest.mark.parametrize("suffix", CONTAINERS)
+def test_frames_are_those_that_were_written(suffix: str) -> None:
+    clip = Clip(clip_of(20, suffix=suffix), PIXELS)
+    assert (clip.frames, clip.width_px, clip.height_px) == (20, 48, 32)
+    assert clip.duration_s == pytest.approx(2.0, abs=0.02)
+    assert clip.at_s(5) == pytest.approx(0.5, abs=0.01)
+    found = [gray(image) for image in clip.select([3, 4, 19]).images()]
+    expected = [gray(image) for image in pictures(20)]
+    tolerance = 40 if suffix == "gif" else 5  # 256 colors
+    assert np.abs(np.subtract(found, [expected[i] for i in (3, 4, 19)])).max() < tolerance
+
+
+def test_seeking_gives_the_frames_of_reading_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = CONTAINERS["mp4"]._replace(options={"g": "30", "preset": "veryfast"})
+    monkeypatch.setitem(CONTAINERS, "mp4", options)
+    data = clip_of(400)
+    clip, wanted = Clip(data, PIXELS), [0, 7, 150, 151, 290, 399]
+    assert len(clip._keys) > 10
+    assert clip._key_ahead(clip._times[0], clip._times[150]) > clip._times[100]
+    seeking = [np.asarray(image) for image in clip.decode(wanted)]
+    monkeypatch.setattr(Clip, "_key_ahead", lambda *_: -1)
+    assert all(
+        (a == np.asarray(b)).all() for a, b in zip(seeking, clip.decode(wanted), strict=True)
+    )
+
+
+def test_clips_are_turned_upright() -> None:
+    data = clip_of(4)
+    matrix = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
+    clockwise = struct.pack(">9i", 0, 0x10000, 0, -0x10000, 0, 0, 32 << 16, 0, 0x40000000)
+    assert data.count(matrix) == 2  # of the movie and of its track
+    at = data.rindex(matrix)
+    clip = Clip(data[:at] + clockwise + data[at + len(matrix) :], PIXELS)
+    assert (clip.width_px, clip.height_px) == (32, 48)
+    top, bottom = (np.asarray(clip.decode([0])[0])[row, 16].mean() for row in (4, 44))
+    assert top > 200 > 100 > bottom  # left became top
+
+
+PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile://%s\n#EXT-X-ENDLIST\n"
+
+
+def test_what_is_no_clip_is_corrupt(tmp_path: Path) -> None:
+    other = tmp_path / "other.ts"
+    other.write_bytes(clip_of(4))
+    whole = clip_of(20, width=64, height=64)
+    for data, message in [
+        (b"", "not a clip"),
+        (png(8, 8)[:20], "not a clip"),
+        (PLAYLIST % str(other).encode(), "not a clip"),  # names another file
+        (whole[: len(whole) // 3], "clip"),
+    ]:
+        with pytest.raises(CorruptSampleError, match=message):
+            Clip(data, PIXELS)
+    with pytest.raises(CorruptSampleError, match=r"64x64 pixels; data\.max_image_pixels is 4000"):
+        Clip(whole, 4000)
+
+
+def test_a_clip_that_ends_early_is_corrupt() -> None:
+    clip = Clip(clip_of(20), PIXELS)
+    clip._times[-1] += 10_000
+    with pytest.raises(CorruptSampleError, match="ends before one of the 20 frames"):
+        clip.decode([3, 19])
+
+
+def test_frames_are_evenly_spaced_within_the_limits() -> None:
+    config = VideoConfig(fps=2.0, min_frames=4, max_frames=8)
+    assert sampled_frames(40, 4.0, config) == list(range(0, 40, 5))
+    assert sampled_frames(10, 1.0, config) == [0, 2, 5, 7]
+    assert sampled_frames(3, 0.3, config) == [0, 1, 2]
+    assert sampled_frames(3, 0.3, config, group=2) == [0, 1]
+    assert sampled_frames(1, 0.1, config, group=2) == [0]
+    assert len(sampled_frames(9000, 300.0, config)) == 8
+    assert len(sampled_frames(9000, 300.0, config, most=5)) == 5
+
+
+def test_frames_and_patches_are_those_of_hugging_faces_processor() -> None:
+    pytest.importorskip("torchvision")
+    theirs = transformers.Qwen2VLVideoProcessor(patch_size=4, min_frames=4, max_frames=24)
+    config = VideoConfig(fps=2.0, min_frames=4, max_frames=24)
+    for frames in range(4, 300, 7):
+        for rate in (10.0, 24.0, 29.97):
+            metadata = VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)
+            expected = theirs.sample_frames(metadata, fps=2.0).tolist()
+            assert sampled_frames(frames, frames / rate, config, group=2) == expected
+    # Sides that need no resizing, in which Pillow and torchvision differ.
+    rng = np.random.default_rng(0)
+    frames = [Image.fromarray(rng.integers(0, 255, (16, 24, 3), dtype=np.uint8)) for _ in range(6)]
+    x_FCHW = torch.from_numpy(np.stack([np.asarray(f) for f in frames])).permute(0, 3, 1, 2)
+    size = {"shortest_edge": 64, "longest_edge": 512}
+    expected = theirs(x_FCHW, size=size, merge_size=2, do_sample_frames=False, return_tensors="np")
+    medium = media(QWEN, fps=3.0)
+    meta = medium.parts(Clip(write_clip(frames, 3), PIXELS))[0].meta
+    assert medium.grid_thw(meta) == tuple(expected["video_grid_thw"][0])
+    found = medium.pixels(FakeFrames(frames), meta)  # type: ignore[arg-type]
+    assert np.abs(found - expected["pixel_values_videos"]).max() < 1e-5
+
+
+class FakeFrames:
+    """Frames that no codec has changed."""
+
+    def __init__(self, images: list[Image.Image]) -> None:
+        self.images = lambda: images
+
+
+def media(spec: ImageSpec, **settings: object) -> ClipMedia:
+    return ClipMedia(ImagePreprocessor(spec), VideoConfig(**settings))  # type: ignore[arg-type]
+
+
+def test_patches_span_two_frames() -> None:
+    medium, images = media(QWEN), pictures(5, 24, 16)
+    meta = medium.parts(Clip(clip_of(5, fps=2, width=24, height=16), PIXELS))[0].meta
+    assert (meta.frames, meta.patches, meta.tokens, meta.duration_ms) == (2, 48, 12, 2500)
+    assert medium.grid_thw(meta) == (2, 4, 6) and medium.block(meta) == (2, 2, 3)
+    found = medium.pixels(FakeFrames(images[:3]), meta)  # type: ignore[arg-type]
+    assert found.shape == medium.blank(meta).shape == (48, 3 * 2 * 16)
+    single = [ImagePreprocessor(QWEN).pixels(image) for image in images]
+    halves = found.reshape(2, 24, 3, 2, 16)
+    for frame, shown in enumerate([0, 1, 2, 2]):  # the last one fills the pair
+        expected = single[shown].reshape(24, 3, 2, 16)[:, :, 0]
+        assert (halves[frame // 2, :, :, frame % 2] == expected).all()
+
+
+def test_frames_are_images_with_their_times_where_patches_do_not_span_them() -> None:
+    clip = Clip(clip_of(20), PIXELS)
+    parts = media(CLIP).parts(clip)
+    assert [part.before for part in parts] == [
+        f"<{t} seconds>" for t in ("0.0", "0.5", "1.0", "1.5")
+    ]
+    assert {(p.meta.frames, p.meta.tokens, p.meta.duration_ms) for p in parts} == {(1, 4, 500)}
+    assert media(CLIP).pixels(parts[1].file, parts[1].meta).shape == (3, 16, 16)
+    assert {part.before for part in media(CLIP, timestamps=False).parts(clip)} == {""}
+    single = ImagePreprocessor(CLIP).pixels(clip.decode([10])[0])
+    assert (media(CLIP).pixels(parts[2].file, parts[2].meta) == single).all()
+
+
+@pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
+def test_a_budget_of_pixels_makes_frames_fewer_or_smaller(spec: ImageSpec) -> None:
+    clip = Clip(clip_of(20), PIXELS)
+    sizes = []
+    for most in (100_000, 1024):
+        medium = media(spec, max_pixels=most, fps=4.0)
+        parts = medium.parts(clip)
+        for part in parts:
+            assert medium.pixels(part.file, part.meta).shape == medium.blank(part.meta).shape
+        group = 2 if spec is QWEN else 1
+        sizes.append(sum(part.meta.patches for part in parts) * group * spec.patch_size_px**2)
+    assert sizes[1] <= 1024 < sizes[0]
+    if spec is CLIP:
+        assert len(parts) == 4
+
+
+@pytest.mark.parametrize("seconds", [2.0, 1.0, 0.5, 1.3, 2 / 3])
+def test_positions_equal_hugging_faces(seconds: float) -> None:
+    """From transformers 5.23 on; before, seconds were cut to whole ones."""
+    config = AutoConfig.for_model("qwen2_5_vl")
+    config.text_config.update({"num_hidden_layers": 1})
+    config.vision_config.depth = 1
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config).model
+    if "int(next" in Path(importlib.import_module(model.__module__).__file__).read_text():
+        pytest.skip("this version of transformers cuts seconds")
+    clip, image = (7, 4, 6), (1, 4, 2)
+    kinds = [0] * 3 + [2] * 42 + [0] * 4 + [1] * 2 + [0] * 2 + [2] * 42 + [0]
+    per_second = config.vision_config.tokens_per_second
+    steps = per_second * seconds, per_second * 3 * seconds
+    blocks = [
+        VisionBlock(3, 7, 2, 3, steps[0]),
+        VisionBlock(49, 1, 2, 1),
+        VisionBlock(53, 7, 2, 3, steps[1]),
+    ]
+    expected, _ = model.get_rope_index(
+        input_ids=torch.zeros(1, len(kinds), dtype=torch.int64),
+        mm_token_type_ids=torch.tensor([kinds]),
+        image_grid_thw=torch.tensor([image]),
+        video_grid_thw=torch.tensor([clip, clip]),
+        second_per_grid_ts=torch.tensor([seconds, 3 * seconds]),
+    )
+    assert mrope_positions(len(kinds), blocks).tolist() == expected[:, 0].tolist()
+
+
+def test_the_library_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = clip_of(4)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'torchmm\[video\]'"):
+        Clip(data, PIXELS)
+
+
+# Whole samples
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer, text_spec):
+    """Builds a loader."""
+
+    def build(*specs, sources, workers=0, text=text_spec, **video):
+        return build_loader(
+            data_config(tmp_path, *sources, workers=workers, video=VideoConfig(**video)),
+            training(sequence_length=256),
+            text_spec=text,
+            image_specs={spec.encoder: spec for spec in specs},
+            tokenizer=tokenizer,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=None,
+        )
+
+    return build
+
+
+def rows(count: int) -> list[dict]:
+    made = []
+    for i in range(count):
+        clip = clip_of(6 + 3 * i, fps=6, suffix=("mp4", "webm", "gif")[i % 3])
+        made.append(
+            {
+                "video": clip if i % 4 else None,
+                "image": png(16, 24, i) if i % 4 == 3 else None,
+                "text": caption(i),
+            }
+        )
+    return made
+
+
+@pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
+def test_batches_have_clips_images_and_text(load, tmp_path, text_spec, spec) -> None:
+    write_rows(tmp_path / "all", rows(8))
+    text = TextSpec(**{**vars(text_spec), "video_token_id": 4})
+    loader = load(spec, sources=[SourceConfig(path=str(tmp_path / "all"), name="all")], text=text)
+    seen = 0
+    for batch in islice(loader, 4):
+        assert not batch.skipped
+        for microbatch in batch.microbatches:
+            inputs = microbatch.encoders.get("vision")
+            if inputs is None:
+                continue
+            images = microbatch.meta.images_read_by("vision")
+            clips = [image for image in images if image.duration_ms]
+            seen += len(clips)
+            assert len(inputs.grids_thw) == len(images)
+            assert [g[0] for g in inputs.grids_thw] == [image.frames for image in images]
+            assert len(inputs.positions_K) == sum(image.tokens for image in images)
+            ids = microbatch.input_ids_T[inputs.positions_K]
+            assert set(ids.tolist()) <= {text.image_token_id, 4}
+            of_clips = sum(image.tokens for image in clips) if spec is QWEN else 0
+            assert (ids == 4).sum() == of_clips
+    assert seen > 8
+    assert len(loader.images("all", 1)) >= 4
+
+
+def test_several_workers_and_encoders_give_the_same_batches(load, tmp_path) -> None:
+    write_rows(tmp_path / "all", rows(6))
+    second = ImageSpec(**{**vars(QWEN), "encoder": "second"})
+    sources = [SourceConfig(path=str(tmp_path / "all"), name="all")]
+    build = partial(load, CLIP, second, sources=sources)
+    for one, other in zip(islice(build(), 3), islice(build(workers=2), 3), strict=True):
+        for a, b in zip(one.microbatches, other.microbatches, strict=True):
+            assert torch.equal(a.input_ids_T, b.input_ids_T) and a.meta == b.meta
+            assert a.encoders.keys() == b.encoders.keys()
+            for name, inputs in a.encoders.items():
+                assert torch.equal(inputs.pixels, b.encoders[name].pixels)
+
+
+def test_torn_clips_are_skipped_and_those_that_change_keep_their_place(load, tmp_path) -> None:
+    for i in range(4):
+        (tmp_path / f"{i}.mp4").write_bytes(clip_of(12))
+    (tmp_path / "1.mp4").write_bytes(b"nothing")
+    samples = [{"video": f"{i}.mp4", "text": caption(i)} for i in range(4)]
+    path = write_jsonl(tmp_path / "torn.jsonl", samples)
+    loader = load(CLIP, sources=[SourceConfig(path=str(path), name="torn")])
+    (tmp_path / "2.mp4").write_bytes(b"torn later")
+    skipped = [message for batch in islice(loader, 2) for message in batch.skipped]
+    assert any(message.startswith("torn[1]: not a clip") for message in skipped)
+    assert any(message.startswith("torn[2]: not a clip") for message in skipped)
+
+
+def test_folders_of_clips_and_webdatasets_are_read(load, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    lines = []
+    with tarfile.open(tmp_path / "clips.tar", "w") as tar:
+        for i in range(3):
+            data = clip_of(8 + i)
+            (folder / f"{i}.mp4").write_bytes(data)
+            lines.append({"file_name": f"{i}.mp4", "text": caption(i)})
+            for name, content in ((f"{i}.mp4", data), (f"{i}.txt", caption(i).encode())):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    write_jsonl(folder / "metadata.jsonl", lines)
+    typed = datasets.Features({"video": datasets.Video(), "text": datasets.Value("string")})
+    table = {"video": [{"bytes": clip_of(8), "path": None}], "text": [caption(3)]}
+    datasets.Dataset.from_dict(table, typed).to_parquet(tmp_path / "typed.parquet")
+    for source in (folder, tmp_path / "clips.tar", tmp_path / "typed.parquet"):
+        for streaming in (False, True):
+            config = SourceConfig(path=str(source), streaming=streaming)
+            batch = next(iter(load(QWEN, sources=[config])))
+            assert not batch.skipped
+            metas = [m.meta.images_read_by("vision") for m in batch.microbatches]
+            assert {image.frames for images in metas for image in images} == {2}

@@ -1,0 +1,172 @@
+"""Clips from files to the loss: Hugging Face's Qwen models on the same clips give the same.
+
+Loss, logits, gradients and positions, with samples packed and alone, beside images and text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+from data_cases import caption, data_config, png, training, write_parquet
+from model_cases import COMPOSITES, build, relative_error, worst_gradient
+from test_multimodal import our_hf_name, plain_composite
+from test_video import pictures
+from torch.nn import functional
+
+from torchmm.batch import Microbatch, MicrobatchMeta
+from torchmm.config import ModelConfig, SourceConfig
+from torchmm.config_video import VideoConfig
+from torchmm.data.loader import build_loader
+from torchmm.data.prepare.clip_files import write_clip
+
+IMAGE, VIDEO, START, END = 440, 441, 442, 443
+
+
+def qwen(name: str) -> ModelConfig:
+    """A tiny model with room for the tokenizer's words."""
+    config = {**COMPOSITES[name], "image_token_id": IMAGE, "video_token_id": VIDEO}
+    config |= {"vision_start_token_id": START, "vision_end_token_id": END}
+    config["text_config"] = {**config["text_config"], "vocab_size": 448}
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    return ModelConfig(config=config, processor={"size": size})
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    """Microbatches of clips of 2, 4 and 8 seconds, images and text."""
+    rows = []
+    for i in range(8):
+        row: dict = {"video": None, "image": None, "text": caption(i)}
+        if i % 4 < 3:
+            row["video"] = write_clip(pictures(4 << i % 3, 24 + 8 * (i % 3), 16), fps=2)
+        if i % 4 in (1, 3):
+            row["image"] = {"bytes": png(16, 24, i), "path": None}
+        rows.append(row)
+    rows.append({"video": None, "image": None, "text": caption(9)})
+    path = write_parquet(tmp_path / "clips", rows)
+
+    def build_batches(model, **sizes: int) -> list[Microbatch]:
+        loader = build_loader(
+            data_config(
+                tmp_path,
+                SourceConfig(path=str(path), name="clips"),
+                video=VideoConfig(fps=2.0, max_pixels=16 * 1024),
+            ),
+            training(**sizes),
+            text_spec=model.text_spec(tokenizer),
+            image_specs=model.image_specs(),
+            tokenizer=tokenizer,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=None,
+        )
+        batches = list(islice(loader, 2))
+        assert not [message for batch in batches for message in batch.skipped]
+        return [microbatch for batch in batches for microbatch in batch.microbatches]
+
+    return build_batches
+
+
+def theirs(model, microbatch: Microbatch) -> list[dict]:
+    """What Hugging Face's model takes of each sample."""
+    inputs, samples, at = microbatch.encoders.get("vision"), [], 0
+    segments = zip(pairwise(microbatch.cu_seqlens), microbatch.meta.samples, strict=False)
+    for (start, stop), meta in segments:
+        ids = microbatch.input_ids_T[None, start:stop]
+        kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        sample: dict = {"input_ids": ids, "mm_token_type_ids": kinds}
+        for image in meta.images:
+            own = inputs.select(range(at, at + 1))
+            grid = torch.tensor(own.grids_thw)
+            at += 1
+            if image.duration_ms:
+                seconds = torch.tensor([image.duration_ms / 1000 / image.frames])
+                sample |= {"pixel_values_videos": own.pixels, "video_grid_thw": grid}
+                sample |= {"second_per_grid_ts": seconds}
+            else:
+                sample |= {"pixel_values": own.pixels, "image_grid_thw": grid}
+        samples.append(sample)
+    return samples
+
+
+def single(microbatch: Microbatch, number: int) -> Microbatch:
+    """One sample of it, alone."""
+    start, stop = microbatch.cu_seqlens[number : number + 2]
+    before = sum(len(sample.images) for sample in microbatch.meta.samples[:number])
+    meta = microbatch.meta.samples[number]
+    encoders = {}
+    if meta.images:
+        inputs = microbatch.encoders["vision"].select(range(before, before + len(meta.images)))
+        encoders["vision"] = replace(inputs, positions_K=inputs.positions_K - start)
+    return Microbatch(
+        input_ids_T=microbatch.input_ids_T[start:stop],
+        targets_T=microbatch.targets_T[start:stop],
+        position_ids=microbatch.position_ids[:, start:stop],
+        cu_seqlens=[0, stop - start],
+        encoders=encoders,
+        meta=MicrobatchMeta((meta,), stop - start),
+    )
+
+
+def expected_positions(plain, sample: dict) -> torch.Tensor:
+    left_out = ("pixel_values", "pixel_values_videos")
+    sizes = {key: value for key, value in sample.items() if key not in left_out}
+    return plain.model.get_rope_index(**sizes)[0][:, 0]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl"])
+def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
+    model = build(qwen(name))
+    plain = plain_composite(model)
+    clips = 0
+    for microbatch in load(model, sequence_length=256)[:4]:
+        samples = theirs(model, microbatch)
+        clips += sum(i.duration_ms > 0 for i in microbatch.meta.images_read_by("vision"))
+        logits = []
+        for number, sample in enumerate(samples):
+            alone = single(microbatch, number)
+            if alone.encoders:
+                assert torch.equal(expected_positions(plain, sample), alone.position_ids)
+            if name == "qwen2_vl":
+                sample.pop("second_per_grid_ts", None)
+            logits.append(plain(**sample, use_cache=False).logits[0])
+            own = functional.cross_entropy(logits[-1], alone.targets_T, reduction="sum")
+            assert relative_error(model(alone), own) < 1e-5
+        targets = microbatch.targets_T[: microbatch.meta.used_tokens]
+        expected = functional.cross_entropy(torch.cat(logits), targets, reduction="sum")
+        loss = model(microbatch)
+        assert relative_error(loss, expected) < 1e-5
+        loss.backward()
+        expected.backward()
+        assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+        model.zero_grad()
+        plain.zero_grad()
+        assert len(samples) > 1
+    assert clips > 8
+
+
+def test_clips_stand_between_the_markers_of_images(load) -> None:
+    model = build(qwen("qwen2_5_vl"))
+    for microbatch in load(model, sequence_length=160):
+        ids = microbatch.input_ids_T.numpy()
+        runs = np.flatnonzero(np.diff(np.concatenate([[0], ids == VIDEO, [0]])))
+        for start, stop in runs.reshape(-1, 2):
+            assert ids[start - 1] == START and ids[stop] == END
+        lengths = sorted(np.diff(runs.reshape(-1, 2))[:, 0].tolist())
+        clips = [i for i in microbatch.meta.images_read_by("vision") if i.duration_ms]
+        assert lengths == sorted(i.patches // 4 for i in clips)
+
+
+def test_the_time_of_frames_changes_the_loss(load) -> None:
+    model = build(qwen("qwen2_5_vl"))
+    batches = [m for m in load(model, sequence_length=160) if m.position_ids.max() > 20]
+    microbatch = batches[0]
+    loss = model(microbatch)
+    model.text = type(model.text)(**{**vars(model.text), "tokens_per_second": 1.0})
+    slower = next(m for m in load(model, sequence_length=160) if m.meta == microbatch.meta)
+    assert torch.equal(slower.input_ids_T, microbatch.input_ids_T)
+    assert relative_error(model(slower), loss) > 1e-5
