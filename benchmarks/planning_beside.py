@@ -71,8 +71,8 @@ class Setting:
 
 
 SETTINGS = {
-    "full": Setting(Size(12, 32, 96, 96), 8, 15, 1_000_000, 1800, Choice(1, 2, 4)),
-    "quick": Setting(Size(2, 4, 96, 96), 4, 2, 30_000, 0, Choice(1, 1, 4)),
+    "full": Setting(Size(6, 16, 96, 96), 4, 15, 200_000, 60, Choice(1, 2, 4)),
+    "quick": Setting(Size(2, 4, 96, 96), 4, 2, 10_000, 0, Choice(1, 1, 4)),
     "tiny": Setting(Size(2, 2, 32, 32), 4, 1, 100, 0, Choice(1, 1, 4)),
 }
 

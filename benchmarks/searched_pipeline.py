@@ -192,6 +192,8 @@ def run_models(size: str, settings: Sequence[model_case.Setting]) -> Iterator[li
     for setting in settings:
         if size == "quick":
             setting = replace(setting, size=Size(3, 7, 96, 96), microbatches=4)  # noqa: PLW2901
+        elif size == "full":
+            setting = replace(setting, runs=3, turns=1, patience_s=60)  # noqa: PLW2901
         found = run_ranks(run_model_rank, model_case.RANKS, setting)
         _describe("model", found)
         case = (
