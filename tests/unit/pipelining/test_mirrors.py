@@ -24,7 +24,8 @@ def graph(pipeline: int = 1, mirrors: int = MIRRORS, parts: tuple[int, ...] = (2
         ModuleLayers("llm", "llm", (1.0,) * 4, tied=True),
         ModuleLayers("generator", "generator", (1.0,) * 2),
     ]
-    sizes = {"pipelines": {"vision": pipeline}, "slices": {"vision": 2}}
+    # The encoder has stages 0 to 3, one for each layer.
+    sizes = {"pipelines": {"vision": pipeline}, "slices": {"vision": 4 // pipeline}}
     layout = colocated_layout(modules, RANKS, mirrors=mirrors, **sizes)
     return StageGraph(layout, len(parts), {"vision": parts})
 
