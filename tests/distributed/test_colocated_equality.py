@@ -67,6 +67,7 @@ class Case:
     llm_schedule: str = "interleaved_1f1b"
     split: int | None = None
     sequence_parallel: bool = False
+    tensor_bubbles: float = 0.0
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -81,6 +82,7 @@ class Case:
             bubbles=self.bubbles,
             llm_schedule=self.llm_schedule,
             sequence_parallel=self.sequence_parallel,
+            tensor_bubbles=self.tensor_bubbles,
             vision=own,
             **({"second": own} if self.encoders == 2 else {}),
         )
@@ -104,6 +106,8 @@ CASES = {
     ],
     4: [
         Case(4, 1, slices=None),
+        Case(4, 1, bubbles="coarse", freeze="all but connector"),
+        Case(2, 2, shard=2, slices=2, bubbles="coarse", encoders=2, freeze="all but connector"),
         Case(4, 2, slices=None, encoders=2),
         Case(4, 2, bubbles="coarse", freeze="tower"),
         Case(4, 4),
@@ -119,6 +123,7 @@ CASES = {
         Case(2, 2, tensor=2, split=1, freeze="tower", copies=2),
         Case(1, 1, tensor=4, split=2, slices=2, freeze="llm"),
         Case(1, 1, shard=2, tensor=2, split=1),
+        Case(2, 1, tensor=2, split=1, slices=None, tensor_bubbles=0.5),
     ],
 }  # fmt: skip
 
@@ -218,6 +223,8 @@ def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[li
     problems += _gradient_problems(model, gradients, mesh)
     problems += _losses_problems(pipeline, share, loss * targets, mesh)
     build_optimizer(model, module_of, OptimizerConfig()).step()
+    if case.tensor_bubbles and not plan.fillers:
+        problems.append("no fillers")
     forwards = [
         a for a in plan.actions[mesh.pipeline_rank]
         if a.type is ActionType.F and layout.stages[a.stage].module in encoders
