@@ -118,8 +118,9 @@ def _shapes(
     source, destination = (sizes[name] for name in names)
     leaves = names[0] != names[1]
     if source.kind == "encoder":
+        assert source.dummy is not None
         every = meta.images_read_by(names[0]) or [source.dummy]
-        own = [i for i in _part(every, graph, message, message.source) if i is not None]
+        own = _part(every, graph, message, message.source)
         return [_encoder_shape(source, own, leaves)]
     if source.kind == "llm" and not leaves:
         return [(meta.tokens, source.hidden_size)]
@@ -132,7 +133,7 @@ def _shapes(
     return [(len(drawn), max(i.patches for i in drawn), hidden), (context, hidden), times]
 
 
-def _part(every: Sequence[T], graph: StageGraph, message: Message, stage: int) -> list[T]:
+def _part(every: list[T], graph: StageGraph, message: Message, stage: int) -> list[T]:
     """The images of a message's sub-microbatch, which a stage at one of its ends has."""
     parts = even_ranges(len(every), graph.parts(stage, message.microbatch))
     return [every[i] for i in parts[message.sub_microbatch]]
