@@ -265,4 +265,4 @@ class _Initializer:
         if is_parametrized(module, "weight"):  # what Hugging Face has just filled was a copy
             assert isinstance(module, nn.Conv1d)  # Wav2Vec2's, which gives positions
             std = 2 * (module.kernel_size[0] * module.in_channels) ** -0.5
-            module.weight = torch.empty_like(module.weight).normal_(std=std)  # type: ignore[assignment]
+            module.weight = torch.empty_like(module.weight).normal_(std=std)
