@@ -208,6 +208,12 @@ PIPEWEAVER_ABLATION = {
         ("+ layer tuning", 16.05, 0.628),
     )
 }
+PIPEWEAVER_LARGE_MFU = {
+    "pipeweaver_vlm_xl": Figure("PipeWeaver section 8.4, VLM-XL, MFU", 0.36, ""),
+    "pipeweaver_t2v_xl": Figure("PipeWeaver section 8.4, T2V-XL, MFU", 0.39, ""),
+}
+"""One for each model; of which of its two sizes is not said. Figure 14 is a picture only."""
+PIPEWEAVER_LARGE_GAIN = Figure("PipeWeaver section 8.4, most over baselines", 0.828, "")
 PIPEWEAVER_MAX_IMAGES = Figure("PipeWeaver section 8, images per sequence", 48, "images")
 """Of 169 tokens each, in 8192."""
 

@@ -46,3 +46,16 @@ def test_iterations_rise_and_fall_and_ours_is_the_fastest(benchmark):
     }  # fmt: skip
     assert len(rows) == 10 and all(row.ours > 0.99 for row in rows)
     assert any(row.paper for row in rows)
+
+
+def test_large_models_have_the_printed_mfu_beside_ours_only(benchmark):
+    assert {model.devices for model in benchmark.LARGE.values()} == {3072, 6144, 8192, 16384}
+    rows = benchmark.large_rows(["T2V-XL-3k"], microbatches=6, evaluations=10)
+    shares = [row for row in rows if row.metric == "MFU"]
+    assert len(shares) == 6 and all(0 < row.ours < 1 for row in shares)
+    assert [row.paper for row in shares if row.case.endswith(": tuned")] == [0.39]
+    assert sum(row.paper is not None for row in shares) == 1
+    gains = {row.case.split(": ")[-1]: row.ours for row in rows if row.metric == "ours faster"}
+    best = rows[-1]
+    assert best.paper == 1.828
+    assert best.ours == max(gains[n] for n in ("Megatron-LM", "static plan", benchmark.COARSE))
