@@ -94,10 +94,16 @@ def test_export_is_that_of_one_rank(runs):
 @pytest.fixture(scope="module")
 def colocated(tmp_path_factory, real_data, train_server) -> Path:
     """The same with the encoder in bubbles: two steps on four ranks, each with all of the encoder,
-    and two more on two, among which it is divided."""
+    though the LLM is split tensor-parallel, and two more on two, among which it is divided."""
     run_dir = tmp_path_factory.mktemp("colocated") / "run"
     layouts = {
-        4: {"parallel__vision__replicate": 2, "parallel__bubbles": "coarse", "training__steps": 2},
+        4: {
+            "parallel__vision__replicate": 2,
+            "parallel__bubbles": "coarse",
+            "parallel__tensor": 2,
+            "parallel__vision__tensor": 1,
+            "training__steps": 2,
+        },
         2: {"parallel__vision__pipeline": 2, "parallel__replan_drift": 0.001},
     }
     for ranks, changes in layouts.items():
