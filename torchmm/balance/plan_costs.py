@@ -207,7 +207,7 @@ def _keep_features(
         own = tasks[module.name]
         width = tasks[stages[destination].module].module.layers[0].hidden_size
         for key, tokens in zip(own.keys, own.sizes.outputs_N.tolist(), strict=True):
-            if graph.carries_gradient(Message(source, destination, *key)):
+            if graph.differentiates(Message(source, destination, *key)):
                 copies = 1 + (graph.parts(source, key[0]) > 1)
                 task = Task(destination, key[0], 0)
                 kept[task] = kept.get(task, 0) + round(copies * element_bytes * tokens * width)
