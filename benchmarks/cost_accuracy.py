@@ -2,10 +2,11 @@
 
     python benchmarks/cost_accuracy.py [--quick] [--json FILE]
 
-Operators are measured once for each number of ranks (`torchmm.measure`, as `scripts/calibrate.py`
-does). Then models that calibration has never seen (`cost_cases`) are trained as the trainer does
-it. A step's prediction is `simulate` of the very plan that the runtime executes, with `plan_costs`
-of that profile, and `update_ms` for the optimizer; nothing is learned from the steps.
+Operators are measured for each number of ranks (`torchmm.measure`, as `scripts/calibrate.py` does),
+half before and half behind the steps, because the machine's own speed changes within minutes.
+Models that calibration has never seen (`cost_cases`) are trained as the trainer does it. A step's
+prediction is `simulate` of the very plan that the runtime executes, with `plan_costs` of that
+profile, and `update_ms` for the optimizer; nothing is learned from the steps.
 
 Accuracy is 1 - |predicted - measured| / measured, of the median over runs. All cases take turns,
 so a slow minute hits all of them. The baseline is the noise floor: the first half of the runs
@@ -30,11 +31,16 @@ from documents import load_documents
 from harness import Row, describe_machine, make_parser, report
 from ranks import StepTime, Stopwatch, run_ranks
 
-from torchmm.balance.calibration import fit_profile
+from torchmm.balance.calibration import fit_profile, mean_measurements
 from torchmm.balance.cost_model import CostModel
 from torchmm.balance.execution import Execution
 from torchmm.balance.operators import Profile
-from torchmm.balance.plan_costs import plan_costs
+from torchmm.balance.plan_costs import (
+    PlanCosts,
+    of_meeting_replicas,
+    plan_costs,
+    slowest_update_ms,
+)
 from torchmm.balance.profiles import load_profile
 from torchmm.balance.simulator import simulate
 from torchmm.config import CompileConfig, OptimizerConfig
@@ -76,7 +82,7 @@ class Setting:
 
 
 SETTINGS = {
-    "full": Setting((ONE_RANK, TWO_RANKS), 30.0, 9, 900.0),
+    "full": Setting((ONE_RANK, TWO_RANKS), 30.0, 7, 900.0),
     "quick": Setting(
         tuple(
             [replace(case, microbatches=ranks) for case in cases[:2]]
@@ -149,12 +155,11 @@ class CaseProgram:
         costs = plan_costs(
             plan.graph, self.modules, metas, model, targets=targets, layerwise=layerwise
         )
-        by_name = {module.name: module for module in self.modules}
-        update_ms = sum(
-            model.update_ms(by_name[stage.module], stage.start, stage.stop)
-            for stage in plan.graph.layout.stages
-            if mesh.pipeline_rank in stage.ranks
-        )
+        if layerwise and mesh.data_parallel_size > 1:
+            replicas: list[PlanCosts] = [costs] * mesh.data_parallel_size
+            dist.all_gather_object(replicas, costs)
+            costs = of_meeting_replicas(replicas)
+        update_ms = slowest_update_ms(plan.graph.layout, self.modules, model)
         slowest = torch.tensor(simulate(plan, costs).makespan_ms + update_ms)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
@@ -206,16 +211,24 @@ def run_rank(cases: Sequence[CostCase], setting: Setting) -> tuple[list[Found], 
     """Everything one rank does; what rank 0 reports."""
     _quiet_libraries()
     keep_freed_memory()
+    name, base = machine(CPU), load_profile("cpu")
     begin_s = time.perf_counter()
-    found = measure(CPU, torch.float32, setting.seconds, quick=setting.small)
+    before = measure(CPU, torch.float32, setting.seconds / 2, quick=setting.small)
     taken_s = time.perf_counter() - begin_s
-    name = machine(CPU)
-    mine = [fit_profile(found, load_profile("cpu"), "float32", name, own_peaks=True)]
-    dist.broadcast_object_list(mine)
     programs = [CaseProgram(case) for case in cases]
-    predicted = [program.predict_ms(mine[0]) for program in programs]
     watch = Stopwatch(setting.patience_s, QUIET)
     compared = watch.compare(programs, 1, setting.runs)
+    begin_s = time.perf_counter()
+    behind = measure(CPU, torch.float32, setting.seconds / 2, quick=setting.small)
+    taken_s += time.perf_counter() - begin_s
+    both = mean_measurements(before, behind)
+    mine = [
+        fit_profile(found, base, "float32", name, own_peaks=True)
+        for found in (both, before, behind)
+    ]
+    dist.broadcast_object_list(mine)
+    predicted, *halves = [[p.predict_ms(profile) for p in programs] for profile in mine]
+    drift = median(b / a for a, b in zip(*halves, strict=True))
     times: dict[str, list[StepTime]] = compared.times
     alone = dist.get_world_size() == 1
     results = [
@@ -227,7 +240,9 @@ def run_rank(cases: Sequence[CostCase], setting: Setting) -> tuple[list[Found], 
         )
         for p, predicted_ms in zip(programs, predicted, strict=True)
     ]
-    return results, f"calibrated in {taken_s:.0f} s: {name}; {compared}"
+    how = f"calibrated in {taken_s:.0f} s, half of it before and half behind the steps, by which "
+    how += f"predictions differ by {drift - 1:+.1%}: {name}; {compared}"
+    return results, how
 
 
 def _quiet_libraries() -> None:

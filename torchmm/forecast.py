@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ import transformers
 from torchmm.balance.cost_model import CostModel
 from torchmm.balance.flops import microbatch_flops
 from torchmm.balance.operators import Profile
-from torchmm.balance.plan_costs import plan_costs
+from torchmm.balance.plan_costs import plan_costs, slowest_update_ms
 from torchmm.balance.planners import search_by_costs
 from torchmm.balance.recompute_costs import costs_of_plan
 from torchmm.balance.simulator import SimulatedStep, simulate
@@ -62,6 +63,8 @@ class Forecast:
         problem: why not.
         mfu: share of all devices' peak that the model's FLOPs need; those of images included.
         tokens_per_s: of all devices together, padding included.
+        update_ms: behind the plan's last action: the optimizer, on the rank that takes longest,
+            as all wait for the gradients' norm. MFU and tokens include it.
     """
 
     schedule: str
@@ -69,6 +72,12 @@ class Forecast:
     problem: str = ""
     mfu: float = 0.0
     tokens_per_s: float = 0.0
+    update_ms: float = 0.0
+
+    @property
+    def iteration_ms(self) -> float:
+        """Of the plan and the update; infinite without a plan."""
+        return inf if self.step is None else self.step.makespan_ms + self.update_ms
 
     def as_dict(self) -> dict[str, Any]:
         """Figures, for a JSON file."""
@@ -78,6 +87,8 @@ class Forecast:
         return {
             "schedule": self.schedule,
             "step_ms": self.step.makespan_ms,
+            "update_ms": self.update_ms,
+            "iteration_ms": self.iteration_ms,
             "mfu": self.mfu,
             "tokens_per_s": self.tokens_per_s,
             "bubble_fraction": timeline.bubble_fraction,
@@ -199,21 +210,25 @@ class Forecaster:
         except (ConfigError, PlanError) as error:
             return Forecast(name, problem=" ".join(str(error).split()))
         costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise)
-        return self.rate(name, simulate(plan, costs))
+        return self.rate(name, simulate(plan, costs), model)
 
-    def rate(self, name: str, step: SimulatedStep) -> Forecast:
-        """MFU and throughput of a step of the workload.
+    def rate(self, name: str, step: SimulatedStep, model: CostModel | None = None) -> Forecast:
+        """MFU and throughput of a step of the workload, and what the optimizer adds to it.
 
         Args:
             name: of the schedule.
+            model: of the plan; None: of the recipe's [parallel].
         """
-        seconds = step.makespan_ms / 1e3
+        model = model or self._costs(self.recipe.parallel)
+        update_ms = slowest_update_ms(step.plan.graph.layout, self.modules, model)
+        seconds = (step.makespan_ms + update_ms) / 1e3
         peak = self.profile.device.peak_flops[self.recipe.training.dtype]
         flops_per_s = step.model_flops * self.workload.mean_share / seconds
         training = self.recipe.training
         tokens = training.global_batch_size * training.sequence_length
         devices = self.devices / self.shares
-        return Forecast(name, step, "", flops_per_s / (devices * peak), tokens / seconds)
+        mfu = flops_per_s / (devices * peak)
+        return Forecast(name, step, "", mfu, tokens / seconds, update_ms)
 
     def forecast_all(self) -> list[Forecast]:
         """The first step under every schedule."""

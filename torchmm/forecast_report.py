@@ -26,7 +26,8 @@ GIB = 2**30
 
 
 def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Table:
-    """One line per schedule; the fastest that fits is marked."""
+    """One line per schedule; the fastest that fits is marked. An iteration is the plan's step and
+    the optimizer's update; shares of bubbles are of the plan."""
     ranks, profile = forecaster.ranks, forecaster.profile
     sizes = (
         f"pipeline {ranks.pipeline} x replicate {ranks.replicate} x shard {ranks.shard} x tensor "
@@ -42,7 +43,15 @@ def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Tab
     )
     table = Table(title=title, title_justify="left")
     table.add_column("schedule", no_wrap=True)
-    for column in ("step ms", "MFU %", "bubble %", *BUBBLE_CLASSES, "peak GiB", "fits"):
+    for column in (
+        "iteration ms",
+        "update ms",
+        "MFU %",
+        "bubble %",
+        *BUBBLE_CLASSES,
+        "peak GiB",
+        "fits",
+    ):
         table.add_column(column.replace("dp_", "dp "), justify="right")
     best = fastest(forecasts)
     for forecast in forecasts:
@@ -53,7 +62,8 @@ def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Tab
         timeline = step.timeline
         table.add_row(
             f"{forecast.schedule} *" if forecast is best else forecast.schedule,
-            f"{step.makespan_ms:,.1f}",
+            f"{forecast.iteration_ms:,.1f}",
+            f"{forecast.update_ms:,.1f}",
             f"{100 * forecast.mfu:.1f}",
             f"{100 * timeline.bubble_fraction:.1f}",
             *(f"{100 * timeline.bubble_share[kind]:.1f}" for kind in BUBBLE_CLASSES),
@@ -69,7 +79,7 @@ def _count(parameters: int) -> str:
 
 def fastest(forecasts: Sequence[Forecast]) -> Forecast | None:
     """The one with the shortest step among those that fit into memory."""
-    fitting = [(f.step.makespan_ms, i) for i, f in enumerate(forecasts) if f.step and f.step.fits]
+    fitting = [(f.iteration_ms, i) for i, f in enumerate(forecasts) if f.step and f.step.fits]
     return forecasts[min(fitting)[1]] if fitting else None
 
 

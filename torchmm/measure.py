@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import cycle, pairwise, product
 from math import prod
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,21 +26,26 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from torchmm.balance.calibration import Measured, Measurements
 from torchmm.balance.execution import Execution
-from torchmm.balance.operators import NETWORK_KINDS, Kind, Operator
-from torchmm.balance.part_operators import Setting, all_reduce_bytes, norm_operators
+from torchmm.balance.operators import Kind, Operator
+from torchmm.balance.part_operators import Setting, norm_operators
 from torchmm.host_memory import keep_freed_memory
-from torchmm.measure_layers import LayerCase, layer_cases
+from torchmm.measure_layers import (
+    LayerCase,
+    layer_cases,
+    split_layer_seconds,
+    working_layers,
+)
+from torchmm.measure_network import measure_network
 from torchmm.models.attention import Segments, attention
 
 ROUNDS = 5
 LONGEST_S = 80.0
 """After which no further round is begun: calibration is to take less than two minutes."""
-COLLECTIVE_RUNS = 4
 MOST_TURNS = 64
 HEADS, HEAD_SIZE = 8, 64
 TINY_ELEMENTS = 64
-TINY_LAYER, SMALL_LAYER = (16, 8), (128, 128)
-"""Width and tokens; in tiny ones, calls cost more than what they do."""
+TINY_LAYER = (16, 8)
+"""Width and tokens: calls cost more than what they do."""
 
 
 class _Sizes(NamedTuple):
@@ -91,8 +96,6 @@ def measure(
     if device.type == "cpu":
         keep_freed_memory()  # as training does
     cases = list(_compute_cases(device, dtype, quick))
-    if ranks > 1:
-        cases += _network_cases(device, ranks, quick)
     times = _time_all(cases, device, seconds, 1 if quick else ROUNDS)
     tiny: dict[Kind, float] = {}
     operators = []
@@ -102,6 +105,11 @@ def measure(
         else:
             operators.append(Measured(case.operator, took))
     tiny["norm"] = tiny["elementwise"]  # of which an RMSNorm consists
+    for sent, took in measure_network(device, quick=quick) if ranks > 1 else ():
+        if sent.tiny:
+            tiny[sent.operator.kind] = took / float(sent.operator.calls)
+        else:
+            operators.append(Measured(sent.operator, took))
 
     def best_s(case: LayerCase) -> float:
         return min(seconds_per_run(case.run, device, 0.1) for _ in range(ROUNDS))
@@ -109,8 +117,9 @@ def measure(
     layers = [(case.calls, best_s(case)) for case in layer_cases(device, *TINY_LAYER)]
     working = []
     if device.type == "cpu" and dtype == torch.float32:
-        working = [(case.operators, best_s(case)) for case in layer_cases(device, *SMALL_LAYER)]
-    return Measurements(operators, tiny, layers, working)
+        working = working_layers(device, quick=quick)
+    split: dict[str, float] = split_layer_seconds(device, quick=quick) if ranks > 1 else {}
+    return Measurements(operators, tiny, layers, working, split)
 
 
 def machine(device: torch.device) -> str:
@@ -169,17 +178,9 @@ def _time_all(
         for case in cases:
             if dist.is_initialized():
                 dist.barrier()
-            fixed = case.operator.kind in NETWORK_KINDS  # as many runs on every rank
-            times.append(
-                _timed(case.run, device, time.perf_counter, COLLECTIVE_RUNS)
-                if fixed
-                else seconds_per_run(case.run, device, budget_s)
-            )
+            times.append(seconds_per_run(case.run, device, budget_s))
         rounds.append(times)
-    # A collective waits for whoever has lost its core to another program: the best round counts.
-    typical = [min if case.operator.kind in NETWORK_KINDS else median for case in cases]
-    found = [pick(times) for pick, times in zip(typical, zip(*rounds, strict=True), strict=True)]
-    return _mean_over_ranks(found, device)
+    return _mean_over_ranks([median(times) for times in zip(*rounds, strict=True)], device)
 
 
 def _mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
@@ -331,42 +332,3 @@ def _streams(pool: _Pool, elements: int, tiny: bool) -> Iterator[Case]:
                 return function(x, y)
 
         yield Case(operator, run, tiny)
-
-
-def _network_cases(device: torch.device, ranks: int, quick: bool) -> Iterator[Case]:
-    """Collectives over all ranks, and a message there and back between the first two."""
-    hosts: list[Any] = [None] * ranks
-    dist.all_gather_object(hosts, socket.gethostname())
-    link = "node" if len(set(hosts)) == 1 else "network"
-    rank = dist.get_rank()
-    for elements in (1, 1 << 12, 1 << 16, 1 << 20, 1 << 22)[: 3 if quick else None]:
-        whole, share = (
-            torch.ones(elements * ranks, device=device),
-            torch.ones(elements, device=device),
-        )
-        nbytes = float(whole.nbytes)
-        sent = nbytes * (ranks - 1) / ranks
-
-        def gather(whole: Tensor = whole, share: Tensor = share) -> None:
-            dist.all_gather_into_tensor(whole, share)
-
-        def scatter(whole: Tensor = whole, share: Tensor = share) -> None:
-            dist.reduce_scatter_tensor(share, whole)
-
-        def reduce(whole: Tensor = whole) -> None:
-            dist.all_reduce(whole)
-
-        def message(whole: Tensor = whole) -> None:
-            if rank < 2:
-                (dist.send if rank == 0 else dist.recv)(whole, 1 - rank)
-                (dist.recv if rank == 0 else dist.send)(whole, 1 - rank)
-
-        tiny = elements == 1
-        for kind, bytes_, calls, run in (
-            ("all_gather", sent, 1.0, gather),
-            ("reduce_scatter", sent, 1.0, scatter),
-            ("all_reduce", all_reduce_bytes(nbytes, ranks), 1.0, reduce),
-            ("p2p", 2 * nbytes, 2.0, message),
-        ):
-            operator = Operator(kind, network_bytes=bytes_, calls=calls, link=link)  # type: ignore[arg-type]
-            yield Case(operator, run, tiny)

@@ -51,6 +51,15 @@ class Measured(NamedTuple):
     seconds: float
 
 
+class WorkingLayers(NamedTuple):
+    """Layers that compute, and how long they take."""
+
+    forward_operators: Sequence[Operator]
+    backward_operators: Sequence[Operator]
+    forward_s: float
+    backward_s: float
+
+
 @dataclass(frozen=True)
 class Measurements:
     """What was measured on one device.
@@ -59,14 +68,17 @@ class Measurements:
         operators: of all sizes that matter.
         tiny: by class: seconds of a call that does next to nothing.
         layers: (calls, seconds) of forward and backward of whole layers that are all overhead.
-        working: (operators, seconds) of layers that do something: what is left of their time is
-            the overhead of calls whose code other calls have driven out of caches.
+        working: of layers that do something: what is left of their time is the overhead of calls
+            whose code other calls have driven out of caches.
+        split: seconds of forward and backward of a layer that is all overhead, by how it is on
+            several ranks: "whole", "tensor", "sequence" or "shard"; empty: one rank.
     """
 
     operators: Sequence[Measured]
     tiny: Mapping[Kind, float] = field(default_factory=dict)
     layers: Sequence[tuple[float, float]] = ()
-    working: Sequence[tuple[Sequence[Operator], float]] = ()
+    working: Sequence[WorkingLayers] = ()
+    split: Mapping[str, float] = field(default_factory=dict)
 
 
 def fit_profile(
@@ -102,16 +114,75 @@ def fit_profile(
         else:
             # Inside layers, calls come with views, modules and autograd's bookkeeping.
             alone = Profile(device, curves)
-            rests_us = [_rest_us(own, seconds, alone, dtype) for own, seconds in found.working]
-            per_call_us = max(per_call_us, median(rests_us or [0.0]))
+            if found.working:
+                forward_us = median(
+                    _rest_us(w.forward_operators, w.forward_s, alone, dtype) for w in found.working
+                )
+                backward_us = median(
+                    _rest_us(w.backward_operators, w.backward_s, alone, dtype)
+                    for w in found.working
+                )
+                per_call_us = max(per_call_us / 2, backward_us)
+                call_us["forward_call"] = max(0.0, forward_us - per_call_us)
             call_us |= {k: per_call_us for k in KINDS if k not in NETWORK_KINDS}
+    if found.split:
+        call_us |= _host_us(found.split, call_us)
     return Profile(device, curves, call_us, launch_us, {}, measured_on)
+
+
+LINEARS, EXCHANGES, GATHERS = 14, 8, 2
+"""Of the measured layer, a Llama's, in forward and backward: linears of DTensors, collectives of
+slices (without them, half as many sums), gathers of FSDP2."""
+
+
+def _host_us(split: Mapping[str, float], call_us: Mapping[Kind, float]) -> dict[Kind, float]:
+    """What Python takes beyond collectives, which are measured by themselves, and copies."""
+    whole_us, tensor_us, sequence_us, shard_us = (
+        split[name] * 1e6 for name in ("whole", "tensor", "sequence", "shard")
+    )
+    exchanges_us = EXCHANGES / 2 * (call_us["all_gather"] + call_us["reduce_scatter"])
+    sums_us = EXCHANGES / 2 * call_us["all_reduce"]
+    exchanges_us += EXCHANGES * call_us["copy"]
+    gathers_us = GATHERS * (call_us["all_gather"] + 2 * call_us["copy"])
+    return {
+        "tensor_linear": max(0.0, tensor_us - whole_us - sums_us) / LINEARS,
+        "sequence_exchange": max(0.0, sequence_us - tensor_us - exchanges_us + sums_us) / EXCHANGES,
+        "shard_unit": max(0.0, shard_us - whole_us - gathers_us) / GATHERS,
+    }
 
 
 def _rest_us(operators: Sequence[Operator], seconds: float, profile: Profile, dtype: str) -> float:
     """Per call: what operators took beyond their work."""
     work_s = sum(float(np.sum(operator_ms(o, profile, dtype))) for o in operators) / 1e3
     return (seconds - work_s) / sum(float(np.sum(o.calls)) for o in operators) * 1e6
+
+
+def mean_measurements(first: Measurements, second: Measurements) -> Measurements:
+    """Of the same things, measured at two times: for devices whose speed changes."""
+
+    def mean(a: float, b: float) -> float:
+        return (a + b) / 2
+
+    pairs = zip(first.working, second.working, strict=True)
+    return Measurements(
+        [
+            Measured(a.operator, mean(a.seconds, b.seconds))
+            for a, b in zip(first.operators, second.operators, strict=True)
+        ],
+        {kind: mean(seconds, second.tiny[kind]) for kind, seconds in first.tiny.items()},
+        [
+            (calls, mean(a, b))
+            for (calls, a), (_, b) in zip(first.layers, second.layers, strict=True)
+        ],
+        [
+            a._replace(
+                forward_s=mean(a.forward_s, b.forward_s),
+                backward_s=mean(a.backward_s, b.backward_s),
+            )
+            for a, b in pairs
+        ],
+        {name: mean(seconds, second.split[name]) for name, seconds in first.split.items()},
+    )
 
 
 class _Rate(NamedTuple):

@@ -27,7 +27,7 @@ from torchmm.balance.kept import (
     layer_kept_bytes,
     shared_bytes,
 )
-from torchmm.balance.operators import Operator, Profile, Times, Work, operator_ms
+from torchmm.balance.operators import HOST_KINDS, Operator, Profile, Times, Work, operator_ms
 from torchmm.balance.part_operators import Setting, all_reduce_bytes, part_operators
 from torchmm.balance.parts import Flag, Part, gradients, stage_parts
 from torchmm.balance.task_sizes import Array, TaskSizes
@@ -206,6 +206,9 @@ class CostModel:
                 calls = CHECKPOINT_CALLS[self.execution_of(module).recompute]
                 for own, count in zip((found.forward, found.again), calls, strict=True):
                     own.append(Operator("elementwise", calls=count))
+            for own in (found.forward, found.again):
+                made = sum(o.calls for o in own if o.kind not in HOST_KINDS)
+                own.append(Operator("forward_call", calls=made))
             cache[key] = PartWork(
                 *(Work.of(own, self.profile, self.dtype, sizes.tasks) for own in found)
             )
@@ -269,6 +272,7 @@ class CostModel:
         return self._sum_ms(
             Operator("copy", memory_bytes=copied, calls=2 * calls),
             Operator("all_gather", network_bytes=sent, calls=calls, link=link),
+            host_units=calls,
         )
 
     def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
@@ -287,6 +291,7 @@ class CostModel:
             Operator("copy", memory_bytes=3 * whole, calls=calls),
             Operator("reduce_scatter", network_bytes=scattered, calls=calls, link=inner),
             Operator("all_reduce", network_bytes=summed, calls=calls, link=outer),
+            host_units=calls,
         )
 
     def update_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
@@ -329,9 +334,14 @@ class CostModel:
             Operator("elementwise", memory_bytes=3 * whole),
         )
 
-    def _sum_ms(self, *operators: Operator) -> float:
-        """Time of operators; collectives without anything to send are not made."""
+    def _sum_ms(self, *operators: Operator, host_units: int = 0) -> float:
+        """Time of operators; collectives without anything to send are not made.
+
+        Args:
+            host_units: units of FSDP2 that they belong to.
+        """
         made = [o for o in operators if np.any(o.network_bytes) or np.any(o.memory_bytes)]
+        made += [Operator("shard_unit", calls=host_units)] if host_units else []
         return sum(float(operator_ms(o, self.profile, self.dtype)) for o in made)
 
     def static_bytes(

@@ -38,12 +38,26 @@ Kind = Literal[
     "reduce_scatter",
     "all_reduce",
     "p2p",
+    "tensor_linear",
+    "sequence_exchange",
+    "shard_unit",
+    "forward_call",
 ]
 """Classes of operators. attention: fused kernels; activation: element-wise with an exponential;
-gelu_tanh: GELU in its tanh form, on CPUs five times as much work per element as others."""
+gelu_tanh: GELU in its tanh form, on CPUs five times as much work per element as others. The last
+four are what the host does beside operators: for a linear of DTensors, for gathering or scattering
+slices of the sequence, for gathering or reducing a unit of FSDP2; for any call of a forward, which
+comes from Python, while those of backwards come from autograd's C++."""
 STAND_INS: dict[Kind, Kind] = {"gelu_tanh": "activation", "gelu_tanh_backward": "activation"}
 """What a class is taken for where a profile has no efficiency of it."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
+HOST_KINDS: tuple[Kind, ...] = (
+    "tensor_linear",
+    "sequence_exchange",
+    "shard_unit",
+    "forward_call",
+)
+"""Python's time for calls, nothing else: no bytes, no efficiency."""
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in HOST_KINDS)
 COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "attention_backward")
 NETWORK_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "p2p")
 
@@ -123,6 +137,8 @@ def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
     """
     device, kind = profile.device, operator.kind
     calls = np.asarray(operator.calls, float)
+    if kind in HOST_KINDS:
+        return calls * (0.0 if device.asynchronous else profile.call_us.get(kind, 0.0) * 1e-3)
     per_call = 1 / np.maximum(calls, 1e-9)
     main = main_quantity(operator)
     reached = profile.efficiency[kind].at(main * per_call)
@@ -180,7 +196,8 @@ class Work(NamedTuple):
     matmul_ms: Array
     """Of `compute_ms`: matrix products, beside which communication may run."""
     network_ms: Array
-    calls: Array
+    host_ms: Array
+    """What the host takes to queue it, on asynchronous devices."""
 
     @classmethod
     def none(cls, tasks: int) -> Work:
@@ -193,7 +210,10 @@ class Work(NamedTuple):
         work = cls.none(tasks)
         for operator in operators:
             time_N = operator_ms(operator, profile, dtype)
-            work.calls[:] += operator.calls
+            if profile.device.asynchronous:
+                own = operator.kind in HOST_KINDS
+                call_us = profile.call_us.get(operator.kind, 0.0) if own else profile.launch_us
+                work.host_ms[:] += np.asarray(operator.calls) * call_us * 1e-3
             if operator.kind in NETWORK_KINDS:
                 work.network_ms[:] += time_N
                 continue
@@ -216,5 +236,5 @@ class Work(NamedTuple):
         exposed_ms = self.network_ms - hidden_ms
         total_ms = self.compute_ms + exposed_ms
         if profile.device.asynchronous:
-            total_ms = np.maximum(total_ms, self.calls * profile.launch_us * 1e-3)
+            total_ms = np.maximum(total_ms, self.host_ms)
         return Times(total_ms, exposed_ms)

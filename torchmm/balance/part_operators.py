@@ -27,6 +27,12 @@ Amount = TypeVar("Amount", float, Array)
 LOSS_CHUNK = 1024
 """Targets whose logits are float32 at a time, see `torchmm.models.loss`."""
 
+SCORE_FLOPS = 48
+"""What a score's softmax takes on CPUs, in FLOPs of attention's products: measured on lengths of
+100 to 512 and heads of 32 to 128. Efficiencies are measured with heads of 64."""
+
+KEPT_KINDS: tuple[Kind, ...] = ("matmul", "attention", "tensor_linear")
+"""What selective recomputation does not run again."""
 TANH_GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu-approximate")
 
 
@@ -106,7 +112,7 @@ def _again(forward: list[Operator], last: Operator | None, mode: Recompute) -> I
     """What is run again. torch stops where the last tensor is there that backward needs: in front
     of the layer's last product, whose result is summed over ranks behind it; None: at the end."""
     for operator in forward:
-        if operator is last or (mode == "selective" and operator.kind in ("matmul", "attention")):
+        if operator is last or (mode == "selective" and operator.kind in KEPT_KINDS):
             continue
         share = 1.0
         if last is not None and operator.kind in ("all_reduce", "reduce_scatter"):
@@ -179,6 +185,9 @@ def _attention(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> O
     units_N, pairs_N = sizes.units_N, sizes.pairs_N(layer.window)
     if layer.causal:
         pairs_N = sizes.causal_pairs_N(layer.window, setting.causal_block)
+    if setting.segment_calls:  # work beside the products, as products of heads of 64
+        each = (1 + SCORE_FLOPS / (4 * layer.head_dim)) / (1 + SCORE_FLOPS / (4 * 64))
+        pairs_N = pairs_N * each
     calls_N = sizes.calls_N(layer.window) if setting.segment_calls else units_N * 0.0 + 1
     forward = [_fused("attention", 4 * query * pairs_N, units_N * 2 * (query + key), calls_N, size)]
     # Five products instead of two: scores are worked out again, and both inputs have gradients.
@@ -264,7 +273,8 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
         return Operators([], [], [], [])
     regions = 3 if layer.cross_attention else 2
     whole = regions * setting.element_bytes * sizes.units_N * layer.hidden_size
-    forward = list(_reduction(whole, regions, execution, link))
+    forward = list(_reduction(whole, regions, setting))
+    forward.append(Operator("tensor_linear", calls=len(layer_linears(layer))))
     weights = []
     if execution.async_tensor:  # gathered inputs are not kept
         again = whole * (tensor - 1) / tensor
@@ -282,8 +292,9 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
     return Operators(forward, list(forward), weights, [])
 
 
-def _reduction(whole: Array, calls: int, execution: Execution, link: Link) -> Iterator[Operator]:
+def _reduction(whole: Array, calls: int, setting: Setting) -> Iterator[Operator]:
     """Sums over the ranks, in one piece or as scatter and gather."""
+    execution, link = setting.execution, setting.tensor_link
     size = execution.tensor
     if not execution.sequence_parallel:
         sent = all_reduce_bytes(whole, size)
@@ -292,6 +303,13 @@ def _reduction(whole: Array, calls: int, execution: Execution, link: Link) -> It
     sent = whole * (size - 1) / size
     yield Operator("reduce_scatter", network_bytes=sent, calls=calls, link=link)
     yield Operator("all_gather", network_bytes=sent, calls=calls, link=link)
+    if execution.async_tensor:
+        return
+    yield Operator("sequence_exchange", calls=2 * calls)
+    if setting.segment_calls:
+        # DTensors put the ranks' slices behind each other before they are scattered and behind
+        # their being gathered. Counted on CPUs only, where it was measured.
+        yield Operator("copy", memory_bytes=4 * whole, calls=2 * calls)
 
 
 def all_reduce_bytes(whole: Amount, ranks: int) -> Amount:

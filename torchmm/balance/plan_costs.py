@@ -8,7 +8,7 @@ costs by hand. PipeWeaver §4 (SEMU): operator costs first, then the simulation 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -126,6 +126,36 @@ def plan_costs(
         memory_limit_bytes=round(model.profile.device.memory_bytes),
         flops=collected.flops,
     )
+
+
+def of_meeting_replicas(costs: Sequence[PlanCosts]) -> PlanCosts:
+    """Costs of data-parallel replicas that FSDP2 gathers layer by layer: they meet in every layer,
+    so in each action all take as long as the slowest.
+
+    Args:
+        costs: one for each replica, of the same actions.
+    """
+    slowest = {
+        action: max(own.compute_ms[action] for own in costs) for action in costs[0].compute_ms
+    }
+    return replace(costs[0], compute_ms=slowest)
+
+
+def slowest_update_ms(
+    layout: StageLayout, modules: Sequence[ModuleDescription], model: CostModel
+) -> float:
+    """The optimizer's time behind a plan, on the rank where it takes longest.
+
+    Args:
+        modules: of the layout, whole.
+    """
+    by_name = {module.name: module for module in modules}
+    times_ms = [0.0] * layout.rank_count
+    for stage in layout.stages:
+        own_ms = model.update_ms(by_name[stage.module], stage.start, stage.stop)
+        for rank in stage.ranks:
+            times_ms[rank] += own_ms
+    return max(times_ms)
 
 
 def _sharded(

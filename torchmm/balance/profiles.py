@@ -30,12 +30,27 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.balance.devices import DEVICES, Device
-from torchmm.balance.operators import KINDS, NETWORK_KINDS, STAND_INS, Curve, Kind, Profile
+from torchmm.balance.operators import (
+    HOST_KINDS,
+    KINDS,
+    NETWORK_KINDS,
+    STAND_INS,
+    Curve,
+    Kind,
+    Profile,
+)
 from torchmm.files import replace_atomically
 
 FORMAT = "torchmm device profile 1"
 _KEYS = ("format", "base", "device", "efficiency", "call_us", "launch_us", "factors", "measured_on")
 _ACTION_TYPES = ("F", "B", "I", "W")
+HOST_US: dict[Kind, float] = {
+    "tensor_linear": 300.0,
+    "sequence_exchange": 300.0,
+    "shard_unit": 800.0,
+}
+"""What Python takes beside CPUs that compute, as measured (torch 2.13). Assumed GPUs have none: the
+papers' systems know no DTensors, and how fast a host is, only calibration tells."""
 
 
 def load_profile(name: str | Path) -> Profile:
@@ -110,6 +125,7 @@ def assumed_profile(device: Device) -> Profile:
     overhead = 2.0 if device.asynchronous else 3.0
     network = 15.0 if device.asynchronous else 100.0
     calls: dict[Kind, float] = {k: network if k in NETWORK_KINDS else overhead for k in KINDS}
+    calls |= {} if device.asynchronous else HOST_US
     return Profile(device, curves, calls, launch_us=5.0 if device.asynchronous else 0.0)
 
 
@@ -138,7 +154,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
         problems.append(f"no efficiency of {', '.join(lacking)}; give them or a base")
     calls: dict[Kind, float] = dict(base.call_us) if base else {}
     for key, value in content.get("call_us", {}).items():
-        if key not in KINDS or not _is_number(value) or value < 0:
+        if key not in (*KINDS, *HOST_KINDS) or not _is_number(value) or value < 0:
             problems.append(f"call_us.{key} = {value!r}: needs an operator class and >= 0")
         else:
             calls[key] = float(value)
@@ -191,7 +207,8 @@ def _device(given: Mapping[str, Any], base: Device | None, problems: list[str]) 
 def _read_curves(given: Mapping[str, Any], curves: dict[Kind, Curve], problems: list[str]) -> None:
     for key, value in given.items():
         if key not in KINDS:
-            problems.append(f"efficiency.{key}: no operator class; known: {', '.join(KINDS)}")
+            known = ", ".join(KINDS)
+            problems.append(f"efficiency.{key}: no operator class; known: {known}")
             continue
         points = [[1.0, value]] if _is_number(value) else value
         try:

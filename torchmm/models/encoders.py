@@ -202,7 +202,9 @@ class EncoderModule(LayeredModule):
         family, tower = self.family, self.tower
         context = family.context(tower, inputs, inputs.pixels.device)
         if self.is_first:
-            hidden = family.embed(tower, inputs, context)
+            # Behind a convolution channels come first in memory; sums would keep that layout
+            # through all layers, and every norm copy it.
+            hidden = family.embed(tower, inputs, context).contiguous()
         assert hidden is not None
         for index, layer in self.indexed_layers():
             hidden = family.run_layer(tower, index, layer, hidden, context)

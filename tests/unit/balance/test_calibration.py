@@ -13,8 +13,10 @@ from torchmm.balance.calibration import (
     Measurements,
     Observed,
     RecordedStep,
+    WorkingLayers,
     fit_profile,
     learn,
+    mean_measurements,
     observe,
 )
 from torchmm.balance.cost_model import CostModel
@@ -97,10 +99,58 @@ def test_layers_that_work_tell_what_calls_cost_among_others() -> None:
         sum(float(operator_ms(o, replace(plain, call_us={}), "float32")) for o in operators) / 1e3
     )
     tiny = replace(measurements(), layers=[(100.0, 2e-3)])
-    for rest_us, expected_us in ((50.0, 50.0), (3.0, 20.0)):  # not less than in tiny layers
-        found = replace(tiny, working=[(operators, work_s + 4 * rest_us * 1e-6)])
-        profile = fit_profile(found, CPU, "float32", "", own_peaks=True)
-        assert profile.call_us["copy"] == pytest.approx(expected_us)
+
+    def found(forward_us: float, backward_us: float) -> Profile:
+        times_s = (work_s + 4 * rest_us * 1e-6 for rest_us in (forward_us, backward_us))
+        working = [WorkingLayers(operators, operators, *times_s)]
+        return fit_profile(replace(tiny, working=working), CPU, "float32", "", own_peaks=True)
+
+    profile = found(70.0, 50.0)
+    assert profile.call_us["copy"] == pytest.approx(50)
+    assert profile.call_us["forward_call"] == pytest.approx(20)
+    profile = found(3.0, 3.0)  # not less than half of what tiny layers say
+    assert profile.call_us["copy"] == pytest.approx(10)
+    assert profile.call_us["forward_call"] == 0
+
+
+def test_measurements_of_two_times_count_by_their_mean() -> None:
+    first = replace(
+        measurements(),
+        layers=[(100.0, 2e-3)],
+        working=[WorkingLayers([], [], 1.0, 3.0)],
+        split={"whole": 1.0},
+    )
+    second = replace(
+        measurements(),
+        operators=[m._replace(seconds=3 * m.seconds) for m in measurements().operators],
+        tiny=dict.fromkeys(KINDS, 15e-6),
+        layers=[(100.0, 4e-3)],
+        working=[WorkingLayers([], [], 3.0, 5.0)],
+        split={"whole": 2.0},
+    )
+    both = mean_measurements(first, second)
+    for own, mean in zip(first.operators, both.operators, strict=True):
+        assert mean == (own.operator, pytest.approx(2 * own.seconds))
+    assert both.tiny["copy"] == pytest.approx(10e-6) and both.split == {"whole": 1.5}
+    assert both.layers == [(100.0, pytest.approx(3e-3))]
+    assert both.working == [WorkingLayers([], [], 2.0, 4.0)]
+
+
+def test_what_python_takes_is_what_collectives_and_whole_layers_do_not() -> None:
+    calls_us = {"all_reduce": 100.0, "all_gather": 200.0, "reduce_scatter": 300.0, "copy": 10.0}
+    whole_s = 1e-3
+    split = {
+        "whole": whole_s,
+        "tensor": whole_s + (14 * 50 + 4 * 100) * 1e-6,
+        "sequence": whole_s + (14 * 50 + 8 * 30 + 4 * (200 + 300) + 8 * 10) * 1e-6,
+        "shard": whole_s + (2 * 400 + 2 * (200 + 2 * 10)) * 1e-6,
+    }
+    tiny = {**dict.fromkeys(KINDS, 5e-6), **{kind: us * 1e-6 for kind, us in calls_us.items()}}
+    found = replace(measurements(), tiny=tiny, split=split)
+    profile = fit_profile(found, CPU, "float32", "", own_peaks=True)
+    assert profile.call_us["tensor_linear"] == pytest.approx(50)
+    assert profile.call_us["sequence_exchange"] == pytest.approx(30)
+    assert profile.call_us["shard_unit"] == pytest.approx(400)
 
 
 def test_sizes_near_each_other_count_by_their_median() -> None:
