@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from bubble_model import LLM_TOKENS, TENSOR, WHOLE, Model, Shape, Speed, chain_layers
+from bubble_model import LLM_TOKENS, TENSOR, WHOLE, Model, Shape, Speed, chain_layers, image_parts
 
 from torchmm.balance.bubble_filling import BubbleSchedule
 from torchmm.balance.encoder_plans import ColocatedPlan, colocated_plans, state_bytes
@@ -43,7 +43,8 @@ def activation_bytes(
             for stage, device in enumerate(devices):
                 spans = [(begins[t, stage, 0], ends[t, stage, -1]) for t in tasks]
                 most = max((sum(a <= begin < b for a, b in spans) for begin, _ in spans), default=0)
-                ranks[device] += most * kept_bytes(shape, speed) * own.layers[stage]
+                kept = kept_bytes(shape, speed) / image_parts(speed)
+                ranks[device] += most * kept * own.layers[stage]
     return max(ranks)
 
 

@@ -6,7 +6,9 @@ computation: the baseline with layers in one chain (appendix B) takes the paper'
 GPUs. Taken from the paper are the gather and reduction of table 1 (0.167 and 0.458 s, for other
 models in proportion to the LLM's parameters on a device) and the length of a collective of the
 largest LLM (0.3 ms). How many patches an encoder has for each token of the LLM the paper does not
-say. Nothing is recomputed: the paper's layers take twice as long backward.
+say. Encoders take a microbatch's images in parts of at most a sequence's tokens' patches, as plans
+with `sub_microbatch_images` do: a pipeline of whole microbatches is too slow to begin. Nothing is
+recomputed: the paper's layers take twice as long backward.
 
 `torchmm.balance.cost_model` knows operators, links and memory better, but plans made with it place
 whole actions; this is the model in which kernels go into bubbles inside of layers, as in the paper.
@@ -299,22 +301,26 @@ def encoder_works(model: Model, speed: Speed, plans: Sequence[EncoderPlan]) -> l
     return [_work(shape, plan, speed, model.microbatches) for shape, plan in shapes]
 
 
+def image_parts(speed: Speed) -> int:
+    """Tasks that an encoder makes of a microbatch: images are independent of each other, so the
+    LLM's sequences, and parts of their images, go through its pipeline one after the other. A task
+    is of no more patches than a sequence has tokens."""
+    return MICROBATCH * ceil(speed.patches)
+
+
 def _work(shape: Shape, plan: EncoderPlan, speed: Speed, microbatches: int) -> EncoderWork:
-    # Kernels of about LLM_TOKENS patches, as the paper's own layer of 1.4 ms, one after the other.
-    pieces = ceil(speed.patches)
-    whole, whole_links = speed.kernels_ms(shape, LLM_TOKENS * speed.patches / pieces)
-    durations = [duration for duration in whole for _ in range(pieces)]
-    links = [link for link in whole_links for _ in range(pieces)]
+    parts = image_parts(speed)
+    durations, links = speed.kernels_ms(shape, LLM_TOKENS * speed.patches / parts)
     layers = shape.layers // plan.sizes.pipeline
     backward, backward_links = [], []
     for duration, link in zip(reversed(durations), reversed(links), strict=True):
         times = 1 if link else 2  # gradients of inputs and of weights
         backward += [duration] * times
         backward_links += [link] * times
-    tiles = (microbatches, plan.sizes.pipeline, 1)
+    tiles = (microbatches * parts, plan.sizes.pipeline, 1)
     return EncoderWork(
         plan.name,
-        tuple((index, 0) for index in range(microbatches)),
+        tuple((index, part) for index in range(microbatches) for part in range(parts)),
         plan.devices_MS,
         np.tile(durations * layers, tiles),
         np.tile(backward * layers, tiles),
