@@ -67,10 +67,10 @@ class ClipMedia:
                 patches=groups * meta.patches,
                 tokens=groups * meta.tokens,
                 frames=groups,
-                duration_ms=round(1000 * clip.duration_s),
+                duration_ms=_ms(clip.duration_s),
             )
             return [ClipPart("", clip.select(numbers), meta)]
-        meta = replace(meta, duration_ms=round(1000 * clip.duration_s / len(numbers)))
+        meta = replace(meta, duration_ms=_ms(clip.duration_s / len(numbers)))
         return [
             ClipPart(
                 f"<{clip.at_s(number):.1f} seconds>" if config.timestamps else "",
@@ -108,3 +108,8 @@ class ClipMedia:
         """Zeros of the same shape."""
         frame = self._images.blank(meta.width_px, meta.height_px, meta.frame_pixels)
         return np.concatenate([frame] * meta.frames) if self.whole else frame
+
+
+def _ms(duration_s: float) -> int:
+    """Never 0, which is the duration of images."""
+    return max(1, round(1000 * duration_s))
