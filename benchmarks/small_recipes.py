@@ -64,6 +64,8 @@ CASES = {
     "quickstart_omni": Case("quickstart_omni.toml", figures=SPEECH),
     "quickstart_generation": Case("quickstart_generation.toml", figures=DRAWN),
     "quickstart_video": Case("quickstart_video.toml", figures=DRAWN),
+    "quickstart_video_captions": Case("quickstart_video_captions.toml"),
+    "quickstart_video_captions_blind": Case("quickstart_video_captions_blind.toml"),
     "quickstart_three_modules": Case(
         "quickstart_three_modules.toml", figures=("validation_loss", *DRAWN)
     ),
