@@ -13,7 +13,8 @@ microbatch, on a dummy image if there is none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -98,6 +99,7 @@ class Pipeline:
         if any(isinstance(module, FSDPModule) for module in modules.values()):
             self.sharding = "layer" if reshards_after_forward(config) else "step"
         stages = {i: make_stage(m, self._sharding_of(m)) for i, m in modules.items()}
+        self._here = {layout.stages[index].module for index in modules}
         for index, module in modules.items():
             trained = any(p.requires_grad for p in module.parameters())
             assert trained == layout.stages[index].trainable, layout.stages[index]
@@ -175,7 +177,10 @@ class Pipeline:
         """
         plan = self.plan([m.meta for m in microbatches], [m.target_count for m in microbatches])
         own = {a.microbatch for a in plan.actions[self._runtime.plan_rank] if a.microbatch >= 0}
-        moved = [m.to(self.device) if i in own else m for i, m in enumerate(microbatches)]
+        moved = [
+            read_by(self._here, m).to(self.device) if i in own else m
+            for i, m in enumerate(microbatches)
+        ]
         result = self._runtime.step(
             plan, moved, loss_scale=loss_scale, record=True, annotate=annotate
         )
@@ -205,6 +210,20 @@ class Pipeline:
     def last_rank(self, module: str) -> int:
         """Rank of the plan with a module's last stage, where its losses are."""
         return next(s.ranks[0] for s in reversed(self.layout.stages) if s.module == module)
+
+
+def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
+    """The microbatch without the pixels that only other modules read: these need not be moved."""
+    encoders = {
+        name: inputs if name in modules else replace(inputs, pixels=inputs.pixels[:0])
+        for name, inputs in microbatch.encoders.items()
+    }
+    drawn = microbatch.generator
+    if drawn is not None and GENERATOR not in modules:
+        drawn = replace(drawn, patches_PV=drawn.patches_PV[:0], noise_PV=drawn.noise_PV[:0])
+    found = replace(microbatch, encoders=encoders, generator=drawn)
+    found.target_positions_L = microbatch.target_positions_L  # found already, on the CPU
+    return found
 
 
 def _with_next_token(stages: dict[int, PipelineStage]) -> dict[int, PipelineStage]:
