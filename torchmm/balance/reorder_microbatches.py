@@ -78,7 +78,7 @@ class SearchEffort:
         slots = program.microbatches
         if slots < 12:  # fewer than 100 microseconds per group
             return cls(1024, 384)
-        exact = 7 * slots // (2 if program.lag else 1)
+        exact = (4 if program.lag else 7) * slots
         return cls(slots * (3 * slots // 2 - 8), exact)
 
 
