@@ -337,11 +337,11 @@ def _rank_problem(
         highest = 0
     base.append(highest)
     tasks = list(spans)
-    extra, *whole = (
+    extra, *numbers = (
         np.array([rows.of_task[task][i] for task in tasks]).reshape(len(tasks), rows.width)
         for i in range(5)
     )
-    kept, passing, host_NC, index_NC = (table.astype(np.int64) for table in whole)
+    kept, passing, host_NC, index_NC = (table.astype(np.int64) for table in numbers)
     later = np.zeros_like(kept)
     for pair, task in enumerate(tasks):
         if actions[spans[task][1]].type is not ActionType.I:

@@ -22,6 +22,7 @@ import numpy as np
 
 from torchmm.balance.compiled import Float64s
 from torchmm.balance.cost_model import CostModel
+from torchmm.balance.execution import Recompute
 from torchmm.balance.kept import layer_kept_bytes
 from torchmm.balance.plan_costs import PlanCosts, plan_costs
 from torchmm.balance.step_tasks import ModuleTasks, module_tasks
@@ -31,7 +32,7 @@ from torchmm.pipelining.actions import Action, ActionType
 from torchmm.pipelining.graph import StageGraph, StageSpec, Task
 from torchmm.pipelining.plan import LayerMode, PipelinePlan
 
-LAYER_MODES: tuple[LayerMode, ...] = ("none", "selective", "full")
+LAYER_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 """Of any device."""
 ALL_MODES: tuple[LayerMode, ...] = (*LAYER_MODES, "offload")
 """Of devices with memory of their own."""
@@ -146,7 +147,7 @@ def stage_choices(
         if module.name not in names:
             continue
         own = module_tasks(graph, module, microbatches, counts)
-        modes = ALL_MODES if module.name in offloads else LAYER_MODES
+        modes: Modes = ALL_MODES if module.name in offloads else LAYER_MODES
         for stage in graph.layout.stages:
             if stage.module == module.name:
                 choices = _stage(graph, stage, own, model, modes, tables)
@@ -178,13 +179,15 @@ def _stage(
         if key not in tables:
             tables[key] = _layer(layer, own, model, arrives_N, modes)
         rows.append(tables[key])
-    stacked = [np.stack(each)[:, :, needed_N] for each in zip(*rows, strict=True)]
+    forward, again, tensor, kept = (
+        np.stack(each)[:, :, needed_N] for each in zip(*rows, strict=True)
+    )
     tasks = [Task(stage.index, *key) for key, n in zip(own.keys, needed_N, strict=True) if n]
     kinds = tuple(map(distinct.index, layers))
     received: Float64s | float = 0.0
     if stage.start > 0 and "offload" in modes:
-        received = stacked[-1][kinds[0], modes.index("full")]
-    return StageRecompute(tuple(tasks), kinds, *stacked, received)
+        received = kept[kinds[0], modes.index("full")]
+    return StageRecompute(tuple(tasks), kinds, forward, again, tensor, kept, received)
 
 
 def _layer(
