@@ -48,7 +48,7 @@ __all__ = ["SETTINGS", "TOLERANCE", "run_rank"]
 ALL = 1 << 20
 """Images of a sub-microbatch that is the whole microbatch."""
 SETTINGS = {
-    "full": [Setting(Size(12, 32, 96, 96), runs=4, patience_s=30, images=(2, 4, 8))],
+    "full": [Setting(Size(12, 32, 96, 96), runs=3, patience_s=20, images=(2, 4, 8))],
     "quick": [
         Setting(
             Size(3, 8, 96, 96), microbatches=6, steps=1, runs=2, patience_s=0, tried=1, turns=1,

@@ -48,7 +48,7 @@ from torchmm.pipelining.validation import validate_plan
 OPTIMUS, FLOAT = PLANNERS["optimus"], torch.float32
 CHAIN, COARSE, FINE = "balanced chain", "coarse", "filled"
 UNFILLED, FRONT = "not filled", "tower in stage 0"
-PATIENCE_S = 30
+PATIENCE_S = 20
 """How long to wait for other programs to end."""
 GOALS = {"compute": 1.15, "sleep": 1.3}
 """For the speed against the tower in stage 0."""
