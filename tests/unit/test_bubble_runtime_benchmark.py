@@ -24,15 +24,32 @@ def test_filled_bubbles_shorten_the_step_when_played_through(benchmark):
         "coarse": benchmark.Colocated("coarse", 1, 1, 2, 4),
         "fine": benchmark.Colocated("fine", 1, 3, 2, 4),
         "pipelines of two": benchmark.Colocated("fine", 2, 3, 2, 64),
+        "front": benchmark.Front(1),
+        "outside": benchmark.Outside(benchmark.Colocated("fine", 1, 3, 2, 4)),
     }
     for choice in choices.values():
         graph, order = choice.plan(work, 0)
         validate_plan(lower_plan(order, graph, {})).raise_for_problems()
     times_s = {name: benchmark.played_s(work, choice) for name, choice in choices.items()}
     assert times_s["fine"] < times_s["chain"] and times_s["coarse"] < times_s["chain"]
+    assert max(times_s["fine"], times_s["chain"]) < times_s["front"]
+
+
+def test_without_filling_ranks_encode_before_and_behind_the_llm_only(benchmark):
+    work = benchmark.load_work(benchmark.SETTINGS["tiny"][0])
+    filled = benchmark.Colocated("fine", 1, 3, 2, 4)
+    graph, order = benchmark.Outside(filled).plan(work, 0)
+    assert [sorted(row, key=str) for row in order] == [
+        sorted(row, key=str) for row in filled.plan(work, 0).order
+    ]
+    for row in order:
+        llm = [i for i, a in enumerate(row) if graph.layout.stages[a.stage].module == "llm"]
+        assert llm == list(range(llm[0], llm[-1] + 1))
+        assert {a.type.value for a in row[: llm[0]]} <= {"F"}
+        assert {a.type.value for a in row[llm[-1] + 1 :]} <= {"B"}
 
 
 def test_every_kind_has_candidates(benchmark):
     found = benchmark.candidates()
-    assert set(found) == {benchmark.CHAIN, benchmark.COARSE, benchmark.FINE}
+    assert set(found) == {benchmark.CHAIN, benchmark.FRONT, benchmark.COARSE, benchmark.FINE}
     assert all(found.values())
