@@ -89,7 +89,9 @@ def test_a_killed_producer_and_a_killed_rank_cost_no_sample(
     wait_for_step(hurt, 4)
     os.kill(process_of(hurt, 1), signal.SIGKILL)  # an encoder replica
     codes = run.wait()
-    assert codes[1] == -signal.SIGKILL and codes[0] == codes[2] == PeerError.exit_code, run.output(2)
+    assert codes[1] == -signal.SIGKILL and codes[0] == codes[2] == PeerError.exit_code, run.output(
+        2
+    )
     assert len(records(hurt)) < STEPS
 
     codes, output = train_server.run(given, tmp_path / "log-again", RANKS, **token)
@@ -126,7 +128,10 @@ def test_what_producers_refuse_ends_the_run_and_is_named(
         given = arguments(run_dir, real_data, **asking(producers.addresses[:1], **changes))
         run = train_server.start(given, tmp_path / f"log-{name}", RANKS, **environment)
         codes = run.wait()
-        assert set(codes) <= {DataError.exit_code, PeerError.exit_code} and DataError.exit_code in codes, run.output()
+        assert (
+            set(codes) <= {DataError.exit_code, PeerError.exit_code}
+            and DataError.exit_code in codes
+        ), run.output()
         status = read_status(run_dir)
         assert status.state == "failed" and status.step == 0
         assert message in "".join(run.output(rank) for rank in range(RANKS))
