@@ -36,7 +36,7 @@ from torchmm.balance.plan_costs import plan_costs
 from torchmm.balance.profiles import load_profile
 from torchmm.balance.simulator import SimulatedStep, simulate
 from torchmm.config import Recipe
-from torchmm.encoder_choice import encoder_combinations, with_pipelines
+from torchmm.encoder_pipelines import encoder_combinations, with_pipelines
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster
 from torchmm.module_costs import module_executions

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 from torchmm.balance.encoder_plans import (
@@ -25,6 +24,7 @@ from torchmm.balance.encoder_plans import (
 )
 from torchmm.balance.profiles import load_profile
 from torchmm.config import Recipe
+from torchmm.encoder_pipelines import encoder_combinations, with_pipelines
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster
 from torchmm.orchestration import leaves_units_open, orchestrated_units
@@ -123,22 +123,6 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
     return choice
 
 
-def encoder_combinations(forecaster: Forecaster) -> Iterator[dict[str, int]]:
-    """Pipeline ranks by encoder; of one whose size the recipe gives, that one."""
-    parallel, ranks = forecaster.recipe.parallel, forecaster.ranks.pipeline
-    choices = {}
-    for module in forecaster.modules:
-        if module.kind != "encoder":
-            continue
-        given = parallel.sizes_given(module.name).get("pipeline")
-        slices = parallel.slices(module.name) or 1
-        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        fine = [n for n in divisors if n * slices <= len(module.layers)]
-        choices[module.name] = [given] if given else fine
-    for sizes in product(*choices.values()):
-        yield dict(zip(choices, sizes, strict=True))
-
-
 def _fitting(forecaster: Forecaster, combinations: list[dict[str, int]]) -> list[dict[str, int]]:
     """Those whose states fit on the rank that needs most.
 
@@ -173,20 +157,3 @@ def _pipelines(plan: ColocatedPlan) -> tuple[int, ...]:
 def _keeps_tensor(plan: ColocatedPlan, tensor: int) -> bool:
     """Whether encoders are split over the LLM's tensor-parallel ranks, as they are run."""
     return all(own.sizes.tensor == tensor for own in plan.encoders)
-
-
-def with_pipelines(
-    recipe: Recipe, pipelines: dict[str, int], sub_microbatch_images: int | None = None
-) -> Recipe:
-    """The recipe with pipeline ranks of encoders.
-
-    Args:
-        sub_microbatch_images: of all of them; None: as in the recipe.
-    """
-    content = recipe.model_dump(exclude_unset=True)
-    parallel = content.setdefault("parallel", {})
-    for name, size in pipelines.items():
-        parallel[name] = {**parallel.get(name, {}), "pipeline": size}
-        if sub_microbatch_images is not None:
-            parallel[name]["sub_microbatch_images"] = sub_microbatch_images
-    return Recipe.model_validate(content)

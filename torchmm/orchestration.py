@@ -11,7 +11,7 @@ takes the fastest of all. DistTrain §3, §5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -26,6 +26,7 @@ from torchmm.balance.simulator import SimulatedStep
 from torchmm.balance.unit_profiles import TENSOR_SIZES, Profiler, cost_model_run
 from torchmm.batch import MicrobatchMeta
 from torchmm.config import COLOCATED_SCHEDULES, MODULE_SIZES, Recipe
+from torchmm.encoder_pipelines import encoder_combinations, with_pipelines
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster, first_microbatches
 from torchmm.models.multimodal import MultimodalModel
@@ -289,7 +290,8 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
 
 
 def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> list[Candidate]:
-    """All placements, the fastest first: the plans that were found, and every schedule of others.
+    """All placements, the fastest first: the plans that were found, and every schedule of others,
+    colocated encoders in all of their pipelines.
 
     Those share all ranks among all modules: with the recipe's sizes, or with better ones, which
     1F1B tells. Candidates that cannot be planned or do not fit come last.
@@ -309,10 +311,12 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
         ranks = forecaster.ranks
         sizes = f"{ranks.tensor}x{ranks.data_parallel}x{ranks.pipeline}"
         for forecast in [forecaster.forecast()] if alone else forecaster.forecast_all():
-            placement = "colocated" if forecast.schedule in COLOCATED_SCHEDULES else "interleaved"
-            changes = {"schedule": forecast.schedule, "placement": placement}
+            if forecast.schedule in COLOCATED_SCHEDULES:
+                candidates += _colocated(together, forecaster, usable, sizes, forecast.schedule)
+                continue
+            changes = {"schedule": forecast.schedule, "placement": "interleaved"}
             changed = _with_parallel(together, **changes)
-            candidates.append(Candidate(placement, changed, usable, sizes, forecast))
+            candidates.append(Candidate("interleaved", changed, usable, sizes, forecast))
     candidates.sort(key=lambda candidate: candidate.step_ms)
     if candidates[0].step_ms == float("inf"):
         raise ConfigError(
@@ -349,6 +353,18 @@ def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Rec
         if step is not None:
             found.append((step.makespan_ms if fits(step) else float("inf"), number, sized))
     return min(found)[2] if found else None
+
+
+def _colocated(
+    recipe: Recipe, forecaster: Forecaster, devices: int, sizes: str, schedule: str
+) -> Iterator[Candidate]:
+    """Encoders on the LLM's ranks, in all pipelines that they may have there."""
+    own = _with_parallel(recipe, schedule=schedule, placement="colocated")
+    for pipelines in encoder_combinations(forecaster):
+        changed = with_pipelines(own, pipelines)
+        words = [f"{name} pipeline {size}" for name, size in pipelines.items()]
+        forecast = forecaster.forecast_parallel(changed.parallel)
+        yield Candidate("colocated", changed, devices, ", ".join([sizes, *words]), forecast)
 
 
 def _interleaved(recipe: Recipe, stages: int) -> Recipe:

@@ -9,7 +9,8 @@ import tomli
 from torchmm.balance.profiles import load_profile
 from torchmm.config import Recipe
 from torchmm.dry_run import describe_run
-from torchmm.encoder_choice import choose_encoders, encoder_combinations, orchestrated
+from torchmm.encoder_choice import choose_encoders, orchestrated
+from torchmm.encoder_pipelines import encoder_combinations
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecaster
 

@@ -12,7 +12,9 @@ from torchmm.config import ParallelConfig, Recipe
 from torchmm.dry_run import describe_run
 from torchmm.encoder_choice import orchestrated
 from torchmm.errors import ConfigError
+from torchmm.forecast import Forecaster
 from torchmm.orchestration import (
+    _colocated,
     choose_placement,
     orchestration_problem,
     plan_recipe,
@@ -143,6 +145,16 @@ def test_placements_are_simulated_and_sorted(recipe, planned):
     for candidate in found:
         assert candidate.recipe.parallel.placement == candidate.placement
         assert candidate.recipe.parallel.schedule == candidate.forecast.schedule
+
+
+def test_colocated_encoders_are_tried_in_all_pipelines(recipe):
+    forecaster = Forecaster(recipe, 4, PROFILE)
+    ranks = forecaster.ranks.pipeline
+    found = list(_colocated(recipe, forecaster, 4, "sizes", "optimus"))
+    pipelines = [c.recipe.parallel.sizes_given("vision")["pipeline"] for c in found]
+    assert pipelines == [n for n in range(1, ranks + 1) if ranks % n == 0] and len(pipelines) > 1
+    assert all(c.forecast.step and c.recipe.parallel.placement == "colocated" for c in found)
+    assert found[0].sizes == "sizes, vision pipeline 1"
 
 
 @pytest.mark.parametrize(
