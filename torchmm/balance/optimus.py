@@ -2,11 +2,14 @@
 
 The bubble scheduler (`bubble_filling`) says when each action runs; here its times become the order
 of every rank and the replica of every encoder task, which is all that a plan knows. The runtime
-then runs everything as early as that order allows, so the simulated step is never longer than what
-the scheduler promises. A plan places whole actions: slicing encoder stages makes them small enough
-for bubbles between LLM actions. Those inside an LLM action (tensor parallelism) count as one, at
-its begin: what is put there stands directly in front of the action, for it to be filled
-(`torchmm.pipelining.fillers`).
+then runs everything as early as that order allows: where transfers take no time, the simulated step
+is not longer than what the scheduler promises. Where they do, it can be: messages between two ranks
+wait for each other and for receives, which the scheduler leaves out.
+
+A plan places whole actions: slicing encoder stages makes them small enough for bubbles between LLM
+actions. Those inside an LLM action (tensor parallelism) count as one, at its begin: what is put
+there stands directly in front of the action, for it to be filled (`torchmm.pipelining.fillers`).
+The simulator knows no filling, so there too it may take longer than the promise.
 
 Which microbatch the LLM takes when is free: a step's loss is the sum over all. Where microbatches
 have different numbers of images, small encoder tasks are wanted first, before a wide lead of the
