@@ -3,52 +3,45 @@
     python benchmarks/head_to_head.py [--quick] [--json FILE] [--pictures DIRECTORY]
 
 Megatron-LM (whole encoder before the LLM's first stage), Megatron-LM balanced (all layers in one
-chain), Optimus (encoders in the LLM's bubbles), PipeWeaver (segments of each module in a searched
-order; without its layer tuning) and DistTrain (modules on devices of their own, microbatches
-reordered). All of them are plans of this repository, which its runtime executes, timed by one
-simulator with one cost model: nothing is fitted, and no device was measured. Models and data are
-those of the papers' recipes (recipes/papers), each paper's with its own; the first two differ in
-how much microbatches differ.
+chain), Optimus (encoders in the LLM's bubbles: whole actions, as plans have them, and kernels in
+bubbles inside of the LLM's layers too, as in the paper), PipeWeaver (segments of each module in a
+searched order) and DistTrain (modules on devices of their own, microbatches reordered), and the
+best combination of these three. They are timed by one simulator with one cost model: nothing is
+fitted, and no device was measured. Models and data are those of the papers' recipes
+(recipes/papers), each paper's with its own; the first two differ in how much microbatches differ.
 
 Sizes: "printed" are the recipe's pipeline and tensor-parallel sizes, the same for all but
 DistTrain, which chooses sizes itself. "chosen" lets the others choose too: the fastest that fits of
-all pipeline and tensor-parallel sizes in powers of two, on as many devices. Optimus chooses encoder
-plans in both, and DistTrain among its planner's six best, by simulation.
+several pipeline and tensor-parallel sizes, on as many devices. Encoder plans, and DistTrain's among
+its planner's six best, are chosen by simulation in both. All may recompute, see
+`head_to_head_methods`.
 
 A step that does not fit into memory is shown, but not counted as the fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from harness import Row, describe_machine, make_parser, report
+from head_to_head_methods import IMAGES, Result, combined, disttrain, forecast, key, optimus_results
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.operators import Profile
-from torchmm.balance.optimus import optimus
-from torchmm.balance.plan_costs import plan_costs
-from torchmm.balance.profiles import load_profile
-from torchmm.balance.simulator import SimulatedStep, simulate
+from torchmm.balance.profiles import Profile, load_profile
 from torchmm.config import Recipe
-from torchmm.encoder_pipelines import encoder_combinations, with_pipelines
 from torchmm.errors import ConfigError
-from torchmm.forecast import Forecast, Forecaster
-from torchmm.module_costs import module_executions
-from torchmm.orchestration import plan_recipe, planned_recipe
 from torchmm.pipelining.draw import Panel, draw_timelines
-from torchmm.pipelining.lowering import lower_plan
 from torchmm.recipe import load_recipe
-from torchmm.step_plan import plan_layout, step_graph
 
 RECIPES = Path(__file__).parent.parent / "recipes" / "papers"
-BASELINE = "Megatron-LM balanced"
-EVALUATIONS, ALTERNATIVES = 64, 5
+BASELINE, WHOLE = "Megatron-LM balanced", "Optimus, whole actions"
+WHICH = ("printed", "chosen")
+METHODS = ("Megatron-LM", BASELINE, WHOLE, "Optimus", "PipeWeaver", "DistTrain")
+SIZES = tuple(product((1, 2, 4), (4, 8, 16)))
+"""Tensor-parallel and pipeline sizes that are tried where sizes are chosen."""
 
 
 class Case(NamedTuple):
@@ -76,139 +69,47 @@ CASES = (
 QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=12",)),)
 
 
-@dataclass(frozen=True)
-class Result:
-    """A method's step."""
-
-    method: str
-    step: SimulatedStep
-    mfu: float
-    note: str = ""
-
-    @property
-    def step_s(self) -> float:
-        """Duration."""
-        return self.step.makespan_ms / 1e3
-
-    @property
-    def peak_gib(self) -> float:
-        """Memory of the rank that needs most."""
-        return max(self.step.peak_bytes) / 2**30
-
-
 def loaded(case: Case, gpus: int | None = None, **parallel: Any) -> Recipe:
     """The case's recipe with other parallel sizes."""
     more = [f"--parallel.{key}={value}" for key, value in parallel.items()]
     return load_recipe(RECIPES / f"{case.recipe}.toml", [*case.changes, *more], gpus).recipe
 
 
-def results(case: Case, profile: Profile, **parallel: Any) -> Iterator[Result]:
-    """All methods with the recipe's sizes, or some others."""
-    forecaster = Forecaster(loaded(case, case.gpus, **parallel), case.gpus, profile)
-    methods: tuple[tuple[str, Callable[[], Result | None]], ...] = (
-        ("Megatron-LM", lambda: _megatron(case, profile, parallel)),
-        (BASELINE, lambda: _result(BASELINE, forecaster.forecast("megatron_balanced"))),
-        ("Optimus", lambda: _optimus(forecaster)),
-        ("PipeWeaver", lambda: _result("PipeWeaver", forecaster.forecast("searched"))),
+def results(
+    case: Case, profile: Profile, images: Sequence[int | None] = IMAGES, **parallel: Any
+) -> Iterator[Result]:
+    """All methods that share devices, with the recipe's sizes, or some others."""
+    recipe = loaded(case, case.gpus, **parallel)
+    one = loaded(case, case.gpus, **{**parallel, "virtual_stages": 1})  # papers print no other
+    whole = optimus_results(recipe, case.gpus, profile, None, images)
+    every = (
+        forecast("Megatron-LM", one, case.gpus, profile, "megatron"),
+        forecast(BASELINE, recipe, case.gpus, profile, "megatron_balanced"),
+        None if whole is None else whole._replace(method=WHOLE),
+        optimus_results(recipe, case.gpus, profile, images=images),
+        forecast("PipeWeaver", recipe, case.gpus, profile, "searched"),
     )
-    for _, run in methods:
-        found = run()
-        if found is not None:
-            yield found
+    yield from (found for found in every if found is not None)
 
 
-def _result(method: str, forecast: Forecast, note: str = "") -> Result | None:
-    """None where the method cannot run the model with these sizes."""
-    if forecast.step is None:
-        return None
-    return Result(method, forecast.step, forecast.mfu, note)
-
-
-def _megatron(case: Case, profile: Profile, parallel: dict[str, Any]) -> Result | None:
-    """One stage per rank: the papers print no virtual stages for it."""
-    recipe = loaded(case, case.gpus, **{**parallel, "virtual_stages": 1})
-    forecast = Forecaster(recipe, case.gpus, profile).forecast("megatron")
-    return _result("Megatron-LM", forecast)
-
-
-def _optimus(forecaster: Forecaster) -> Result | None:
-    """The fastest of all encoder plans that fit, planned with the costs that time it."""
-    found: list[Result] = []
-    for pipelines in encoder_combinations(forecaster):
-        for images in (None, 4):
-            recipe = with_pipelines(forecaster.recipe, pipelines, sub_microbatch_images=images)
-            step = optimus_step(forecaster, recipe)
-            forecast = forecaster.rate("optimus", step)
-            sizes = ", ".join(f"{name} {size}" for name, size in pipelines.items())
-            parts = f"; {images} images at once" if images else ""
-            found.append(Result("Optimus", step, forecast.mfu, f"pipeline ranks: {sizes}{parts}"))
-    return min(found, key=_key, default=None)
-
-
-def optimus_step(forecaster: Forecaster, recipe: Recipe) -> SimulatedStep:
-    """The step of colocated encoders in one plan."""
-    changes = {"placement": "colocated", "schedule": "optimus"}
-    parallel = recipe.parallel.model_copy(update={**changes, "pipeline": forecaster.ranks.pipeline})
-    modules, metas = forecaster.modules, forecaster.workload.microbatches
-    executions = module_executions(
-        parallel, recipe.activation_checkpoint, modules, forecaster.ranks, {}
-    )
-    sharded = any(execution.shard > 1 for execution in executions.values())
-    graph = step_graph(plan_layout(parallel, modules, metas), parallel, metas)
-    model = CostModel(forecaster.profile, recipe.training.dtype, executions)
-    costs = plan_costs(graph, modules, metas, model)
-    sharding = "step" if sharded else "none"
-    planned = optimus(graph, costs, sharding=sharding, evaluations=EVALUATIONS)
-    plan = lower_plan(planned.order, planned.graph, {}, sharding=sharding)
-    return simulate(plan, costs)
-
-
-def _disttrain(case: Case, profile: Profile) -> Result | None:
-    """The fastest of its planner's best plans, as simulated."""
-    recipe, found = loaded(case), []
-    try:
-        planned = plan_recipe(recipe, case.gpus, profile, alternatives=ALTERNATIVES).found
-    except ConfigError:
-        return None
-    for plan in (planned.best, *(other.plan for other in planned.alternatives)):
-        try:
-            forecast = Forecaster(planned_recipe(recipe, plan), plan.devices, profile).forecast()
-        except ConfigError:  # a model cannot be cut for every plan
-            continue
-        sizes = (
-            f"{unit.name} {s.pipeline} x {s.data} x {s.tensor}"
-            for unit in plan.units
-            for s in [unit.sizes]
-        )
-        note = f"pipeline x data x tensor: {', '.join(sizes)}; {plan.devices} devices"
-        result = _result("DistTrain", forecast, note)
-        found += [result] if result else []
-    return min(found, key=_key, default=None)
-
-
-def _key(found: Result) -> tuple[bool, float]:
-    """Sorts: what fits first, then by time."""
-    return not found.step.fits, found.step_s
-
-
-def chosen(case: Case, profile: Profile) -> list[Result]:
-    """Each method with its fastest sizes that fit."""
-    best: dict[str, Result] = {}
-    for tensor, pipeline in product((1, 2, 4, 8), (2, 4, 8, 16)):
+def chosen(case: Case, profile: Profile) -> tuple[list[Result], dict[str, Any]]:
+    """Each method with its fastest sizes that fit; those of the fastest of all."""
+    best: dict[str, tuple[Result, dict[str, Any]]] = {}
+    for tensor, pipeline in SIZES:
         if case.gpus % (tensor * pipeline):
             continue
         sizes = {"pipeline": pipeline, "tensor": tensor, "sequence_parallel": _toml(tensor > 1)}
         try:
-            every = list(results(case, profile, **sizes))
+            every = list(results(case, profile, (None,), **sizes))
         except ConfigError:  # sizes the model cannot be cut for
             continue
         for found in every:
             own = f"pipeline {pipeline}, tensor {tensor}"
-            note = f"{own}; {found.note}" if found.note else own
-            mine = Result(found.method, found.step, found.mfu, note)
-            if found.method not in best or _key(mine) < _key(best[found.method]):
-                best[found.method] = mine
-    return list(best.values())
+            mine = found._replace(note=f"{own}; {found.note}" if found.note else own)
+            if found.method not in best or key(mine) < key(best[found.method][0]):
+                best[found.method] = mine, sizes
+    ordered = [best[name] for name in METHODS if name in best]
+    return [found for found, _ in ordered], min(ordered, key=lambda both: key(both[0]))[1]
 
 
 def _toml(value: bool) -> str:
@@ -218,7 +119,7 @@ def _toml(value: bool) -> str:
 def case_rows(case: Case, title: str, every: list[Result]) -> list[Row]:
     """Rows of methods: step, MFU, memory."""
     base = next((found for found in every if found.method == BASELINE), None)
-    fastest = min(every, key=_key)
+    fastest = min(every, key=key)
     rows = []
     for found in every:
         name = found.method + (" (fastest)" if found is fastest else "")
@@ -234,7 +135,7 @@ def case_rows(case: Case, title: str, every: list[Result]) -> list[Row]:
         rows += [
             row("step", "s", found.step_s, base_s, better="lower"),
             row("MFU", "", found.mfu),
-            row("idle", "", found.step.timeline.bubble_fraction, better="lower"),
+            row("idle", "", found.idle, better="lower"),
             row("memory", "GiB", found.peak_gib, better="lower"),
         ]
     return rows
@@ -252,36 +153,51 @@ def draw(case: Case, every: list[Result], directory: Path) -> Path:
     return file
 
 
-def run_case(case: Case, pictures: Path | None = None) -> list[Row]:
-    """All rows of a case."""
+def run_case(case: Case, which: Sequence[str], pictures: Path | None = None) -> list[Row]:
+    """All rows of a case.
+
+    Args:
+        which: "printed" sizes, "chosen" ones, or both.
+    """
     profile = load_profile(loaded(case).simulation.device)
-    apart = _disttrain(case, profile)
-    every = [*results(case, profile), *([apart] if apart else [])]
-    rows = case_rows(case, f"{case.title}, printed sizes", every)
-    for found in every:
-        if found.note:
-            print(f"{case.title}, {found.method}: {found.note}")
-    if pictures is not None:
-        print(draw(case, every, pictures))
-    if case.choose:
-        free = [*chosen(case, profile), *([apart] if apart else [])]
-        rows += case_rows(case, f"{case.title}, chosen sizes", free)
-        for found in free:
-            print(f"{case.title}, chosen, {found.method}: {found.note}")
+    plain, apart = disttrain(loaded(case), case.gpus, profile)
+    rows = []
+    for sizes in which:
+        if sizes == "chosen" and not case.choose:
+            continue
+        if sizes == "chosen":
+            found, fastest = chosen(case, profile)
+            recipe = loaded(case, case.gpus, **fastest)
+        else:
+            found, recipe = list(results(case, profile)), loaded(case, case.gpus)
+        found += [plain] if plain else []
+        own = [each for each in found if not each.method.startswith("Megatron")]
+        found.append(combined(recipe, case.gpus, profile, [*own, apart]))
+        rows += _shown(case, sizes, found)
+        if pictures is not None and sizes == "printed":
+            print(draw(case, found, pictures))
     return rows
+
+
+def _shown(case: Case, sizes: str, every: list[Result]) -> list[Row]:
+    """Rows, while notes are printed."""
+    for found in every:
+        print(f"{case.title}, {sizes}, {found.method}: {found.step_s:.2f} s; {found.note}")
+    return case_rows(case, f"{case.title}, {sizes} sizes", every)
 
 
 def main() -> None:
     """Prints the table."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--cases", nargs="*", metavar="RECIPE", help="only those of these recipes")
+    parser.add_argument("--sizes", nargs="*", choices=WHICH, default=WHICH, help="default: both")
     parser.add_argument("--pictures", type=Path, metavar="DIRECTORY", help="draw the steps there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = QUICK if arguments.quick else CASES
     if arguments.cases:
         cases = tuple(case for case in cases if case.recipe in arguments.cases)
-    rows = [row for case in cases for row in run_case(case, arguments.pictures)]
+    rows = [row for case in cases for row in run_case(case, arguments.sizes, arguments.pictures)]
     machine = describe_machine(torch.device("cpu"))
     report(f"Head to head, simulated; {machine}", rows, arguments.json)
 
