@@ -267,5 +267,5 @@ def test_print_config_and_dry_run(tmp_path, train_server):
         "64 = pipeline 2 x replicate 1 x shard 16 x tensor 2" in output
         and "memory per rank" in output
     )
-    assert "simulated: MFU" in output
+    assert "simulated (of it the optimizer" in output and "MFU" in output
     assert [f.name for f in (tmp_path / "never").rglob("*") if f.is_file()] == ["plan.svg"]

@@ -109,14 +109,8 @@ def test_what_producers_refuse_ends_the_run_and_is_named(
 ):
     nobody = f"127.0.0.1:{free_port()}"
     cases = {
-        "no-token": ({}, {}, "refuses this run's token: no token"),
         "token": ({}, {TOKEN_VARIABLE: "a guess"}, "refuses this run's token: wrong token"),
         "recipe": ({"training__seed": 7}, {TOKEN_VARIABLE: SECRET}, "prepares other data"),
-        "size": (
-            {"data__producers__max_message_mb": 0.001},
-            {TOKEN_VARIABLE: SECRET},
-            "max_message_mb = 0.001",
-        ),
         "nobody": (
             {"data__producers__addresses": f'["{nobody}"]', "data__producers__give_up_s": 1},
             {},

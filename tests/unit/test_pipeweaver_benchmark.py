@@ -57,5 +57,5 @@ def test_large_models_have_the_printed_mfu_beside_ours_only(benchmark):
     assert sum(row.paper is not None for row in shares) == 1
     gains = {row.case.split(": ")[-1]: row.ours for row in rows if row.metric == "ours faster"}
     best = rows[-1]
-    assert best.paper == 1.828
+    assert best.paper == pytest.approx(1.828)
     assert best.ours == max(gains[n] for n in ("Megatron-LM", "static plan", benchmark.COARSE))
