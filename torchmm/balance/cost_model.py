@@ -202,13 +202,13 @@ class CostModel:
         key = replace(part, count=1)
         if key not in cache:
             found = part_operators(module, part, sizes, self.setting(module, sizes.tasks))
-            if part.layer is not None:
-                calls = CHECKPOINT_CALLS[self.execution_of(module).recompute]
-                for own, count in zip((found.forward, found.again), calls, strict=True):
-                    own.append(Operator("elementwise", calls=count))
             for own in (found.forward, found.again):
                 made = sum(o.calls for o in own if o.kind not in HOST_KINDS)
                 own.append(Operator("forward_call", calls=made))
+            if part.layer is not None:  # behind the above: these calls are all that they take
+                calls = CHECKPOINT_CALLS[self.execution_of(module).recompute]
+                for own, count in zip((found.forward, found.again), calls, strict=True):
+                    own.append(Operator("elementwise", calls=count))
             cache[key] = PartWork(
                 *(Work.of(own, self.profile, self.dtype, sizes.tasks) for own in found)
             )
