@@ -32,7 +32,7 @@ from bubble_compute_case import outside
 from documents import load_documents
 from harness import Row, run_cases
 from pipeline_sleep_case import QUIET, SEED, SETTINGS, TRANSFER_S, Setting, load_work
-from ranks import Comparison, Stopwatch, run_ranks
+from ranks import Comparison, Stopwatch, print_choices, run_ranks
 from sleepers import RANKS, WIDTH, OurSleep, Work, chain_modules, durations, message_rows
 
 from torchmm.balance.planners import PLANNERS
@@ -214,7 +214,7 @@ def run_sleep(size: str) -> Iterator[list[Row]]:
         }
         found = run_ranks(run_rank, RANKS, setting, work, chosen)
         found["images"] = work.images
-        _describe("sleep", found)
+        print_choices("sleep", found)
         case = f"{RANKS} sleeping ranks, {setting.microbatches} microbatches"
         yield compared(case, found["comparison"], GOALS["sleep"])
 
@@ -224,7 +224,7 @@ def run_compute(size: str) -> Iterator[list[Row]]:
     for setting in compute_case.SETTINGS[size]:
         names = FINE, UNFILLED, FRONT
         found = run_ranks(compute_case.run_rank, compute_case.RANKS, setting, names)
-        _describe("compute", found)
+        print_choices("compute", found)
         print(f"compute: the tower takes {found['tower share']:.0%} of the computing time")
         case = (
             f"{compute_case.RANKS} ranks, {setting.size.tower_layers} + {setting.size.llm_layers} "
@@ -243,26 +243,9 @@ def compared(case: str, comparison: Comparison, goal: float) -> list[Row]:
     Args:
         goal: against the tower in stage 0.
     """
-    rows = []
-    others = [name for name in comparison.times if name != FINE]
-    for name in sorted(others, key=[UNFILLED, FRONT, COARSE, CHAIN].index):
-        ratio = comparison.speed_ratio(FINE, name)
-        times = comparison.wall_s(FINE), comparison.wall_s(name)
-        idle = comparison.idle_share(FINE), comparison.idle_share(name)
-        least = {FRONT: goal, UNFILLED: 1.0}.get(name)
-        rows += [
-            Row(case, f"speed ratio, {name}", "x", ratio, 1.0, goal=least),
-            Row(case, f"step time, {name}", "s", *times, better="lower"),
-            Row(case, f"idle share, {name}", "share", *idle, better="lower"),
-        ]
-    return rows
-
-
-def _describe(case: str, found: dict[str, Any]) -> None:
-    print(f"{case}: images per microbatch, by step: {found['images']}")
-    for name, choice in found["choices"].items():
-        print(f"{case}: {name}: {choice}")
-    print(f"{case}: {found['comparison']}")
+    goals = {UNFILLED: 1.0, FRONT: goal, COARSE: None, CHAIN: None}
+    present = {name: least for name, least in goals.items() if name in comparison.times}
+    return comparison.rows(case, FINE, present)
 
 
 CASES = {"compute": run_compute, "sleep": run_sleep}

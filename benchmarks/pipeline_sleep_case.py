@@ -195,14 +195,4 @@ def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
         f"{RANKS} sleeping ranks, {TOWER_LAYERS} + {LLM_LAYERS} layers, "
         f"{setting.microbatches} microbatches"
     )
-    made = []
-    for name, goal in ((FRONT, GOAL), (SPREAD, None)):
-        idle = comparison.idle_share(OURS), comparison.idle_share(name)
-        times = (comparison.wall_s(n) for n in (OURS, name))
-        ratio = comparison.speed_ratio(OURS, name)
-        made += [
-            Row(case, f"speed ratio, {name}", "x", ratio, 1.0, goal=goal),
-            Row(case, f"step time, {name}", "s", *times, better="lower"),
-            Row(case, f"idle share, {name}", "share", *idle, better="lower"),
-        ]
-    return made
+    return comparison.rows(case, OURS, {FRONT: GOAL, SPREAD: None})

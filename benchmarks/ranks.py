@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import Row
 
 
 class RankFailedError(Exception):
@@ -124,12 +125,38 @@ class Comparison:
         pairs = zip(self.times[ours], self.times[baseline], strict=True)
         return median(b.wall_s / a.wall_s for a, b in pairs)
 
+    def rows(self, case: str, ours: str, goals: Mapping[str, float | None]) -> list[Row]:
+        """Ratio, step times and idle shares of one program against others.
+
+        Args:
+            goals: by name of the other: for the ratio; None: no goal.
+        """
+        made = []
+        for name, goal in goals.items():
+            times = self.wall_s(ours), self.wall_s(name)
+            idle = self.idle_share(ours), self.idle_share(name)
+            ratio = self.speed_ratio(ours, name)
+            made += [
+                Row(case, f"speed ratio, {name}", "x", ratio, 1.0, goal=goal),
+                Row(case, f"step time, {name}", "s", *times, better="lower"),
+                Row(case, f"idle share, {name}", "share", *idle, better="lower"),
+            ]
+        return made
+
     def __str__(self) -> str:
         others = max(t.others for times in self.times.values() for t in times)
         return (
             f"{len(self.steps)} runs of a step, in which other programs took at most {others:.0%} "
             f"of the CPU; {self.disturbed} more were left out"
         )
+
+
+def print_choices(case: str, found: Mapping[str, Any]) -> None:
+    """Says what was compared, of the `images`, `choices` and `comparison` that were found."""
+    print(f"{case}: images per microbatch, by step: {found['images']}")
+    for name, choice in found["choices"].items():
+        print(f"{case}: {name}: {choice}")
+    print(f"{case}: {found['comparison']}")
 
 
 class Stopwatch:

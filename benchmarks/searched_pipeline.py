@@ -40,7 +40,7 @@ from harness import Row, run_cases
 from pipeline_model import SEED, Size, load_steps
 from pipeline_model_case import Choice, Costs, OurProgram
 from planning_beside import ALL, SearchedChoice
-from ranks import Comparison, Program, Stopwatch, run_ranks
+from ranks import Comparison, Program, Stopwatch, print_choices, run_ranks
 from stock_pipeline import StockProgram
 
 from torchmm.balance.drift import Kind, scaled
@@ -195,7 +195,7 @@ def run_models(size: str, settings: Sequence[model_case.Setting]) -> Iterator[li
         elif size == "full":
             setting = replace(setting, runs=3, turns=1, patience_s=60)  # noqa: PLW2901
         found = run_ranks(run_model_rank, model_case.RANKS, setting)
-        _describe("model", found)
+        print_choices("model", found)
         case = (
             f"{model_case.RANKS} ranks, {setting.size.tower_layers} + {setting.size.llm_layers} "
             f"layers, {setting.microbatches} microbatches"
@@ -299,7 +299,7 @@ def run_sleep(size: str) -> Iterator[list[Row]]:
         work = sleep_case.load_work(setting)
         candidates = sleep_candidates(work, setting.tried)
         found = run_ranks(run_sleep_rank, sleepers.RANKS, setting, work, *candidates)
-        _describe("sleep", found)
+        print_choices("sleep", found)
         case = (
             f"{sleepers.RANKS} sleeping ranks, {sleepers.TOWER_LAYERS} + {sleepers.LLM_LAYERS} "
             f"layers, {setting.microbatches} microbatches"
@@ -318,24 +318,7 @@ def compared(case: str, comparison: Comparison, goal: float) -> list[Row]:
     Args:
         goal: against 1F1B; the others are not to be faster.
     """
-    rows = []
-    for name, least in ((MEGATRON, goal), (SEPARATED, 1.0), (STOCK, 1.0)):
-        ratio = comparison.speed_ratio(SEARCHED, name)
-        times = comparison.wall_s(SEARCHED), comparison.wall_s(name)
-        idle = comparison.idle_share(SEARCHED), comparison.idle_share(name)
-        rows += [
-            Row(case, f"speed ratio, {name}", "x", ratio, 1.0, goal=least),
-            Row(case, f"step time, {name}", "s", *times, better="lower"),
-            Row(case, f"idle share, {name}", "share", *idle, better="lower"),
-        ]
-    return rows
-
-
-def _describe(case: str, found: dict[str, Any]) -> None:
-    print(f"{case}: images per microbatch, by step: {found['images']}")
-    for name, choice in found["choices"].items():
-        print(f"{case}: {name}: {choice}")
-    print(f"{case}: {found['comparison']}")
+    return comparison.rows(case, SEARCHED, {MEGATRON: goal, SEPARATED: 1.0, STOCK: 1.0})
 
 
 CASES = {

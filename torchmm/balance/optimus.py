@@ -90,13 +90,18 @@ def optimus(
         if best is None or found.total_ms < best.total_ms:
             best = found
     assert best is not None
+    placed = place_encoders(graph, best)
+    return PlannedStep(placed, order_of(best, placed), best)
+
+
+def place_encoders(graph: StageGraph, schedule: BubbleSchedule) -> StageGraph:
+    """The graph with the replica that a schedule gives each encoder task."""
     replicas = {
         (work.name, *task): int(pipeline)
-        for work, pipelines in zip(best.works, best.pipeline_N, strict=True)
+        for work, pipelines in zip(schedule.works, schedule.pipeline_N, strict=True)
         for task, pipeline in zip(work.tasks, pipelines, strict=True)
     }
-    placed = replace(graph, replica=replicas)
-    return PlannedStep(placed, order_of(best, placed), best)
+    return replace(graph, replica=replicas)
 
 
 def choose_plan(

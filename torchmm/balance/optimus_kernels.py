@@ -18,7 +18,7 @@ from torchmm.balance.bubble_filling import BubbleSchedule, fill_bubbles
 from torchmm.balance.encoder_kernels import hidden_ms, kernel_work, whole_actions
 from torchmm.balance.encoder_work import encoder_work
 from torchmm.balance.llm_timeline import llm_timeline
-from torchmm.balance.optimus import order_of, sequences
+from torchmm.balance.optimus import order_of, place_encoders, sequences
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.search import Budget
 from torchmm.balance.searched import plan_searched
@@ -90,12 +90,7 @@ def optimus_kernels(
         if best is None or found.total_ms < best.total_ms:
             best = found
     assert best is not None
-    replicas = {
-        (work.name, *task): int(pipeline)
-        for work, pipelines in zip(best.works, best.pipeline_N, strict=True)
-        for task, pipeline in zip(work.tasks, pipelines, strict=True)
-    }
-    placed = replace(graph, replica=replicas)
+    placed = place_encoders(graph, best)
     actions = whole_actions(best, [encoder_work(graph, costs, name) for name in names])
     return KernelStep(placed, order_of(actions, placed), best, hidden_ms(best, placed))
 
