@@ -20,7 +20,7 @@ from torchmm.pipelining.plan import TensorSpec
 from torchmm.pipelining.runtime import PipelineRuntime
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 SIZES = [(5, 3), (0, 3), (1,), (), (1000, 700)]
 
 
@@ -39,6 +39,7 @@ def _meet() -> dict[str, Any]:
     else:
         P2PChannels(CPU, [0, 1], 20.0)
     for trouble in ("sleeps", "sleeps before receiving", "ends"):
+        dist.barrier()  # creating a group waits no longer than the group itself would
         channels = P2PChannels(CPU, [0, 1], TIMEOUT_S)
         channels.warm_up()
         if rank == 0:
@@ -122,8 +123,8 @@ def test_what_the_plan_does_not_say_is_not_sent(outcomes):
 @pytest.mark.parametrize(
     ("trouble", "action"),
     [
-        ("sleeps", "0WAIT_B0>1@1: Timed out waiting 2000ms"),
-        ("sleeps before receiving", "0WAIT_SEND_F0>1@1: Timed out waiting 2000ms"),
+        ("sleeps", "0WAIT_B0>1@1: Timed out waiting 3000ms"),
+        ("sleeps before receiving", "0WAIT_SEND_F0>1@1: Timed out waiting 3000ms"),
         ("ends", "0WAIT_B0>1@1: Connection closed by peer"),
     ],
 )
