@@ -6,12 +6,24 @@ import os
 import signal
 import socket
 import subprocess
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import grpc
 import pytest
-from data_cases import CLIP, QWEN, caption_rows, data_config, png, training, write_parquet
+from data_cases import (
+    CLIP,
+    QWEN,
+    caption,
+    caption_rows,
+    data_config,
+    png,
+    training,
+    write_jsonl,
+    write_parquet,
+)
+from test_video import clip_of
 
 from torchmm.config import SourceConfig
 from torchmm.config_producers import ProducersConfig
@@ -57,6 +69,7 @@ class Site:
             SourceConfig(path=path, name="drawn", generate="image"),
         ]
         self.directory = directory
+        self.sizes: dict[str, int] = {}
         self.common = {"tokenizer": tokenizer, "text_spec": text_spec, "generator_spec": DRAWN}
         self.opened: list[tuple[grpc.Server, Producer]] = []
 
@@ -67,7 +80,7 @@ class Site:
     def loader(self, *addresses, spec=CLIP, rank=0, ranks=1, state=None, workers=0, **producers):
         return build_loader(
             self.data(workers, addresses=list(addresses), **producers),
-            training(),
+            training(**self.sizes),
             image_specs={"vision": spec},
             data_parallel_rank=rank,
             data_parallel_size=ranks,
@@ -77,9 +90,8 @@ class Site:
 
     def producer(self, spec=CLIP, workers=0, token=None, credentials=None, **sizes):
         """Starts one; returns its address."""
-        opened = open_samples(
-            self.data(), training(**sizes), image_specs={"vision": spec}, **self.common
-        )
+        sizes = training(**self.sizes, **sizes)
+        opened = open_samples(self.data(), sizes, image_specs={"vision": spec}, **self.common)
         producer = Producer(opened.decoder, opened.fingerprint(), workers, token)
         server, port = start_server(producer, "127.0.0.1:0", credentials=credentials)
         self.opened.append((server, producer))
@@ -110,6 +122,30 @@ def test_batches_are_those_of_the_own_workers(site, spec):
         expected = take(site.loader(spec=spec, rank=rank, ranks=2), 7)
         assert take(site.loader(*addresses, spec=spec, rank=rank, ranks=2), 7) == expected
     assert any(skipped for _, skipped, _ in expected)
+
+
+@pytest.mark.parametrize("spec", [CLIP, QWEN], ids=lambda s: s.processor_class)
+def test_clips_come_as_from_the_own_workers(site, spec):
+    """Whole or frame by frame, beside images and text, and one that is torn behind planning."""
+    rows = [{"video": f"{i}.mp4", "text": caption(i)} for i in range(4)]
+    rows += [{"image": "image.png", "text": caption(4)}, {"text": caption(5)}]
+    (site.directory / "image.png").write_bytes(png(16, 24))
+    for i in range(4):
+        (site.directory / f"{i}.mp4").write_bytes(
+            clip_of(5 + 4 * i, fps=10 - 2 * i, width=24, height=16)
+        )
+    path = write_jsonl(site.directory / "clips.jsonl", rows)
+    site.sources = [SourceConfig(path=str(path), name="clips")]
+    site.common["text_spec"] = replace(site.common["text_spec"], video_token_id=4)
+    site.sizes = {"sequence_length": 256}
+    own, served = site.loader(spec=spec), site.loader(site.producer(spec), spec=spec)
+    (site.directory / "2.mp4").write_bytes(b"torn later")
+    expected = take(own, 3)
+    assert take(served, 3) == expected
+    metas = [meta for batch, _, _ in expected for *_, meta in batch]
+    frames = {i.frames for meta in metas for i in meta.images_read_by("vision") if i.duration_ms}
+    assert frames == ({2, 4} if spec is QWEN else {1})
+    assert any("clips[2]" in message for _, skipped, _ in expected for message in skipped)
 
 
 def test_a_killed_worker_and_a_killed_producer_cost_nothing(site):

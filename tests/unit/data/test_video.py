@@ -14,12 +14,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import transformers
 from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
 from data_cases import write_parquet as write_rows
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.video_utils import VideoMetadata
 
 from torchmm.batch import ImageSpec, TextSpec
 from torchmm.config import SourceConfig
@@ -125,28 +123,6 @@ def test_frames_are_evenly_spaced_within_the_limits() -> None:
     assert sampled_frames(1, 0.1, config, group=2) == [0]
     assert len(sampled_frames(9000, 300.0, config)) == 8
     assert len(sampled_frames(9000, 300.0, config, most=5)) == 5
-
-
-def test_frames_and_patches_are_those_of_hugging_faces_processor() -> None:
-    pytest.importorskip("torchvision")
-    theirs = transformers.Qwen2VLVideoProcessor(patch_size=4, min_frames=4, max_frames=24)
-    config = VideoConfig(fps=2.0, min_frames=4, max_frames=24)
-    for frames in range(4, 300, 7):
-        for rate in (10.0, 24.0, 29.97):
-            metadata = VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)
-            expected = theirs.sample_frames(metadata, fps=2.0).tolist()
-            assert sampled_frames(frames, frames / rate, config, group=2) == expected
-    # Sides that need no resizing, in which Pillow and torchvision differ.
-    rng = np.random.default_rng(0)
-    frames = [Image.fromarray(rng.integers(0, 255, (16, 24, 3), dtype=np.uint8)) for _ in range(6)]
-    x_FCHW = torch.from_numpy(np.stack([np.asarray(f) for f in frames])).permute(0, 3, 1, 2)
-    size = {"shortest_edge": 64, "longest_edge": 512}
-    expected = theirs(x_FCHW, size=size, merge_size=2, do_sample_frames=False, return_tensors="np")
-    medium = media(QWEN, fps=3.0)
-    meta = medium.parts(Clip(write_clip(frames, 3), PIXELS))[0].meta
-    assert medium.grid_thw(meta) == tuple(expected["video_grid_thw"][0])
-    found = medium.pixels(FakeFrames(frames), meta)  # type: ignore[arg-type]
-    assert np.abs(found - expected["pixel_values_videos"]).max() < 1e-5
 
 
 class FakeFrames:
