@@ -149,7 +149,7 @@ def draw(case: Case, every: list[Result], directory: Path) -> Path:
     ]
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"head_to_head_{case.recipe}.svg"
-    file.write_text(draw_timelines(f"{case.title}, simulated", panels))
+    file.write_text(draw_timelines(f"{case.title}, simulated", panels, join=True))
     return file
 
 

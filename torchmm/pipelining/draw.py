@@ -54,7 +54,9 @@ class Panel(NamedTuple):
     layout: StageLayout
 
 
-def draw_timelines(title: str, panels: Sequence[Panel], width_px: int | None = None) -> str:
+def draw_timelines(
+    title: str, panels: Sequence[Panel], width_px: int | None = None, *, join: bool = False
+) -> str:
     """Draw steps below each other on one time axis.
 
     Boxes carry the microbatch ("3", or "3.1" for its second sub-microbatch) where it fits, and
@@ -64,6 +66,8 @@ def draw_timelines(title: str, panels: Sequence[Panel], width_px: int | None = N
         title: above everything.
         panels: steps, the first one at the top.
         width_px: of the whole picture; by default 1200, and up to 4000 for steps of many actions.
+        join: whether actions of one module for one microbatch that follow each other on a rank
+            without a gap, such as a layer's each, are one box: far smaller pictures.
 
     Returns:
         An SVG document.
@@ -73,6 +77,8 @@ def draw_timelines(title: str, panels: Sequence[Panel], width_px: int | None = N
     """
     if not panels:
         raise ValueError("no step to draw: give at least one panel")
+    if join:
+        panels = [panel._replace(records=list(_joined(panel))) for panel in panels]
     timelines = [analyze_timeline(panel.records, panel.layout) for panel in panels]
     span_ms = max(timeline.makespan_ms for timeline in timelines) or 1.0
     width_px = width_px or _default_width(panels)
@@ -98,6 +104,31 @@ def draw_timelines(title: str, panels: Sequence[Panel], width_px: int | None = N
             "</svg>\n",
         ]
     )
+
+
+def _joined(panel: Panel) -> Iterator[ActionRecord]:
+    """The records, neighbours that do the same for the same microbatch as one."""
+    last: ActionRecord | None = None
+    for record in sorted(panel.records, key=lambda r: (r.rank, r.start_ms, r.end_ms)):
+        if record.action.type not in COMPUTE:
+            yield record
+        elif last is not None and _follows(record, last, panel.layout):
+            last = last._replace(end_ms=record.end_ms)
+        else:
+            if last is not None:
+                yield last
+            last = record
+    if last is not None:
+        yield last
+
+
+def _follows(record: ActionRecord, last: ActionRecord, layout: StageLayout) -> bool:
+    """Whether a record goes on with what another one did."""
+    modules = {layout.stages[each.action.stage].module for each in (record, last)}
+    same = len(modules) == 1 and record.rank == last.rank
+    same = same and record.action.type is last.action.type
+    same = same and record.action[2:4] == last.action[2:4]
+    return same and abs(record.start_ms - last.end_ms) <= 1e-6 * record.end_ms
 
 
 def _default_width(panels: Sequence[Panel]) -> int:

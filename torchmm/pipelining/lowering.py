@@ -7,8 +7,10 @@
 - A SEND stands directly behind the action that makes the tensor, a WAIT directly before the one
   that uses it. Then no wait is added that the schedule's own dependencies do not have, and any
   legal order runs without deadlock, also where sends block until they are received.
-- A RECV is posted as early as a bound on the outstanding ones of its channel allows. A posted
-  receive holds its buffer, and a CUDA kernel that waits.
+- A RECV is posted as early as a bound on the outstanding ones of its channel allows: those that
+  the next waits need are there, and those that were sent before them. Encoders' outputs for later
+  microbatches may be sent long before; posting them when the LLM's next tensor is waited for would
+  begin its transfer only then. A posted receive holds its buffer, and a CUDA kernel that waits.
 - A WAIT_SEND frees what was sent, and may not cost time: it stands where something this rank has
   waited for proves that the receiver is past its WAIT. The proof may go by other ranks: forward
   outputs that come round from the last to the first rank show that all have taken theirs.
@@ -69,8 +71,8 @@ def lower_plan(
         specs: tensors of every message; only carried along.
         sharding: "step" gathers the parameters of each stage before, and reduces its gradients
             after all computation.
-        receives_ahead: how many receives of a channel may be outstanding, unless the order of
-            consumption needs more.
+        receives_ahead: for how many waits of a channel receives are posted ahead; there are more
+            of them where the peer sends in another order.
         training: False for an order of forwards only: no gradients are sent or reduced.
 
     Raises:
@@ -117,12 +119,25 @@ class _Network:
                     for transfer in self.sent.get(key, ()):
                         self.channels[rank, transfer.destination].append(transfer)
         self.position = {t: i for channel in self.channels.values() for i, t in enumerate(channel)}
+        self.needed = self._needed()
         self.sources: list[list[int]] = [[] for _ in order]
         """By rank: those that it receives from."""
         for source, destination in sorted(self.channels):
             self.sources[destination].append(source)
         self.stamps: dict[Transfer, Clock] = {}
         """By transfer under way: the source's clock when it was sent (`_Program.clock`)."""
+
+    def _needed(self) -> dict[tuple[int, int], list[int]]:
+        """By channel: receives that each wait and all before it take, in the order of waits."""
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for rank, program in enumerate(self.order):
+            for action in program:
+                key = key_of(action)
+                for transfer in self.received.get(key, ()) if key else ():
+                    needed = found[transfer.source, rank]
+                    sent = self.position.get(transfer, -1) + 1
+                    needed.append(max(sent, needed[-1] if needed else 0))
+        return found
 
 
 def key_of(action: Action) -> tuple[bool, Task] | None:
@@ -148,7 +163,7 @@ class _Program:
         self.posted: dict[tuple[int, int], int] = defaultdict(int)
         self.waited: dict[tuple[int, int], int] = defaultdict(int)
         for source in network.sources[rank]:
-            self._post((source, rank), receives_ahead)
+            self._post_ahead((source, rank))
 
     def advance(self, force: bool = False) -> bool:
         """Writes on until something must be waited for that nobody has sent yet.
@@ -196,10 +211,17 @@ class _Program:
         self._post(channel, self.network.position.get(transfer, -1) + 1)
         self.actions.append(transfer.receiving(WAIT[transfer.backward]))
         self.waited[channel] += 1
-        self._post(channel, self.waited[channel] + self.receives_ahead)
+        self._post_ahead(channel)
         stamp = self.network.stamps.pop(transfer, None)
         if stamp is not None:
             self._release(stamp)
+
+    def _post_ahead(self, channel: tuple[int, int]) -> None:
+        """Posts what the next waits take."""
+        waits = self.waited[channel] + self.receives_ahead
+        needed = self.network.needed.get(channel)
+        most = needed[min(waits, len(needed)) - 1] if waits and needed else 0
+        self._post(channel, max(waits, most))
 
     def _post(self, channel: tuple[int, int], count: int) -> None:
         """Posts receives until there are `count` of the channel, waited for or not."""

@@ -163,11 +163,14 @@ def check_receives(sent, program, source, ahead) -> int:
     for action in program:
         if action.type in COMPUTE + WAITS:
             assert posted >= min(len(sent), waited + ahead), "could have been posted before"
+            later = [wanted.index(wait) for wait in waits[waited : waited + ahead]]
+            assert posted > max(later, default=-1), "the next waits need it"
         if action.type in RECEIVES and action.peer == source:
             assert action._replace(type=WAIT_OF[action.type]) == wanted[posted]
             if posted - waited >= ahead:
                 forced += 1
-                assert wanted.index(waits[waited]) >= posted, "not needed for the next wait"
+                later = [wanted.index(wait) for wait in waits[waited : waited + max(1, ahead)]]
+                assert max(later) >= posted, "not needed for the next waits"
             posted += 1
         waited += action in wanted
     assert posted == waited == len(sent)
