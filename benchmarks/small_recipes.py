@@ -31,8 +31,9 @@ QUICK_STEPS = 3
 NO_WARMUP = ("--optimizer.warmup_steps", "0")
 FIGURES = {
     "validation_loss": ("held-out loss", "nats"),
+    "validation_loss_text": ("held-out loss of text", "nats"),
     "validation_loss_image": ("held-out error of drawings", "square"),
-    "word_error_rate": ("wrong words, unheard", "share"),
+    "word_error_rate": ("wrong words, of what was not trained on", "share"),
 }
 """Of metrics.jsonl: name and unit."""
 
@@ -47,7 +48,7 @@ class Case:
     figures: tuple[str, ...] = ("validation_loss",)
 
 
-SPEECH, DRAWN = ("validation_loss", "word_error_rate"), ("validation_loss_image",)
+WRITTEN, DRAWN = ("validation_loss", "word_error_rate"), ("validation_loss_image",)
 CASES = {
     "siglip2_qwen3": Case("tiny/siglip2_qwen3.toml"),
     "internvit_qwen2_5": Case("tiny/internvit_qwen2_5.toml"),
@@ -60,17 +61,19 @@ CASES = {
     "quickstart": Case("quickstart.toml"),
     "quickstart_searched": Case("quickstart_searched.toml"),
     "quickstart_colocated": Case("quickstart_colocated.toml"),
-    "quickstart_speech": Case("quickstart_speech.toml", figures=SPEECH),
-    "quickstart_omni": Case("quickstart_omni.toml", figures=SPEECH),
+    "quickstart_speech": Case("quickstart_speech.toml", figures=WRITTEN),
+    "quickstart_omni": Case("quickstart_omni.toml", figures=WRITTEN),
     "quickstart_generation": Case("quickstart_generation.toml", figures=DRAWN),
     "quickstart_video": Case("quickstart_video.toml", figures=DRAWN),
-    "quickstart_video_captions": Case("quickstart_video_captions.toml"),
-    "quickstart_video_captions_blind": Case("quickstart_video_captions_blind.toml"),
+    "quickstart_video_captions": Case("quickstart_video_captions.toml", figures=WRITTEN),
+    "quickstart_video_captions_blind": Case(
+        "quickstart_video_captions_blind.toml", figures=WRITTEN
+    ),
     "quickstart_three_modules": Case(
-        "quickstart_three_modules.toml", figures=("validation_loss", *DRAWN)
+        "quickstart_three_modules.toml", figures=("validation_loss_text", *DRAWN)
     ),
     "quickstart_disaggregated": Case(
-        "quickstart_disaggregated.toml", 4, ("validation_loss", *DRAWN)
+        "quickstart_disaggregated.toml", 4, ("validation_loss_text", *DRAWN)
     ),
 }
 

@@ -1,6 +1,7 @@
 """Encoders of every family split over ranks: outputs and gradients of the whole encoder.
 
-The image counts include lengths the ranks do not divide, and fewer positions than ranks.
+The image counts include lengths the ranks do not divide, and fewer positions than ranks. Without
+tensor parallelism, parameters are sharded by FSDP2 and each rank has images of its own.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.async_linear import Overlap
+from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.parallel.tensor import apply_tensor_parallel
 
@@ -137,6 +139,8 @@ class Case:
     frozen: bool = False
     chunks: int = 0
     """Blocks per slice of async tensor parallelism; 0: it is off."""
+    sharded: bool = False
+    """By FSDP2, instead of tensor parallelism."""
 
 
 CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
@@ -152,6 +156,7 @@ CASES += [Case("clip", True, frozen=True, chunks=2)]
 def test_split_encoders_equal_the_whole(ranks):
     # More ranks are another matter for lengths and heads, not for families.
     cases = [c for c in CASES if ranks == 2 or c.family in (*ASYNC, "internvl")]
+    cases += [Case(family, False, sharded=True) for family in TOWERS] if ranks == 2 else []
     for outcomes in zip(*run_distributed(_compare_all, ranks, cases), strict=True):
         for case, errors in outcomes:
             assert errors == {}, (case, errors)
@@ -166,7 +171,7 @@ def test_every_layer_of_an_encoder_is_split():
 
 def _compare_all(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
-    return [(case, _compare(case)) for case in cases]
+    return [(c, _compare_sharded(c.family) if c.sharded else _compare(c)) for c in cases]
 
 
 def _compare(case: Case) -> dict[str, float]:
@@ -190,9 +195,37 @@ def _compare(case: Case) -> dict[str, float]:
         for output in (expected, found):
             (output * weights).sum().backward()
         errors[f"output {grids}"] = _error(found, expected, expected.norm().item())
-    gradients = {n: p.grad for n, p in _encoder(whole).named_parameters() if p.requires_grad}
+    errors |= _gradient_errors(_encoder(whole), _encoder(split))
+    return {name: error for name, error in errors.items() if not error <= 1e-5}
+
+
+def _compare_sharded(family: str) -> dict[str, float]:
+    """The same of gradients with FSDP2, where ranks have other images and numbers of them."""
+    whole, split = _build(family), _build(family)
+    mesh = build_mesh(ParallelConfig(shard=2), torch.device("cpu"))
+    apply_fsdp(_encoder(split), mesh.fsdp, torch.float32)
+    for model in (whole, split):
+        materialize(model, "cpu")
+        init_weights(model, seed=1)
+    for rank, grids in enumerate((GRIDS[family][0], GRIDS[family][-1])):
+        inputs = _inputs(family, grids, seed=rank)
+        expected = _encoder(whole)(inputs)
+        weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7))
+        (expected * weights).sum().backward()
+        if rank == mesh.data_parallel_rank:
+            found = _encoder(split)(inputs)
+            (2 * found * weights).sum().backward()  # gradients are averaged over both ranks
+            errors = {"output": _error(found, expected, expected.norm().item())}
+    errors |= _gradient_errors(_encoder(whole), _encoder(split))
+    return {name: error for name, error in errors.items() if not error <= 1e-5}
+
+
+def _gradient_errors(whole: EncoderModule, split: EncoderModule) -> dict[str, float]:
+    """By parameter."""
+    gradients = {n: p.grad for n, p in whole.named_parameters() if p.requires_grad}
     scale = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-    for name, parameter in _encoder(split).named_parameters():
+    errors = {}
+    for name, parameter in split.named_parameters():
         if not parameter.requires_grad:
             assert parameter.grad is None, name
             continue
@@ -200,7 +233,7 @@ def _compare(case: Case) -> dict[str, float]:
         grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
         errors[name] = _error(grad, gradients.pop(name), scale)
     assert not gradients
-    return {name: error for name, error in errors.items() if error > 1e-5}
+    return errors
 
 
 def _build(family: str, freeze: tuple[str, ...] = ()) -> MultimodalModel:
@@ -219,8 +252,8 @@ def _encoder(model: MultimodalModel) -> EncoderModule:
     return encoder
 
 
-def _inputs(family: str, grids: list[tuple[int, int, int]]) -> EncoderInputs:
-    generator = torch.Generator().manual_seed(3)
+def _inputs(family: str, grids: list[tuple[int, int, int]], seed: int = 3) -> EncoderInputs:
+    generator = torch.Generator().manual_seed(seed)
     shape: tuple[int, ...] = (len(grids), 3, 8, 8)
     if family in PATCH_VALUES:
         shape = (sum(map(prod, grids)), PATCH_VALUES[family])

@@ -1,13 +1,15 @@
-"""LLMs of every family split over two ranks: loss and gradients of the whole model."""
+"""LLMs and composites of every family split over two ranks: loss and gradients of the whole."""
 
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from launch import run_distributed
-from model_cases import LLMS, build, microbatch
+from model_cases import COMPOSITES, LLMS, build, composite_config, microbatch
+from test_multimodal import two_samples_with_images
 from torch.distributed.tensor import DTensor
 
+from torchmm.batch import Microbatch
 from torchmm.config import FreezeConfig, LlmConfig, ModelConfig, ParallelConfig
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
@@ -27,9 +29,21 @@ class Case:
     chunks: int = 0
     """Blocks per slice of async tensor parallelism; 0: it is off."""
     changes: dict = field(default_factory=dict)
+    composite: bool = False
 
     def model_config(self) -> ModelConfig:
+        if self.composite:
+            return composite_config(self.family)
         return ModelConfig(llm=LlmConfig(config={**LLMS[self.family], **self.changes}))
+
+    def microbatch(self) -> Microbatch:
+        """With images where the model sees."""
+        if not self.composite:
+            return microbatch([5, 9, 9])
+        batch, _ = two_samples_with_images(self.family)
+        if self.family.startswith("qwen"):
+            batch.position_ids = batch.position_ids.expand(3, -1) * torch.tensor([[1], [2], [3]])
+        return batch
 
 
 CASES = [Case(family, split) for family in LLMS for split in (False, True)]
@@ -38,10 +52,11 @@ CASES += [Case("phi3", changes={"num_key_value_heads": 1})]
 CASES += [
     Case("qwen3_moe", split, changes={"output_router_logits": True}) for split in (False, True)
 ]
+CASES += [Case(name, name != "gemma3", composite=True) for name in COMPOSITES]
 
 
 @pytest.mark.slow
-def test_split_llms_equal_the_whole():
+def test_split_models_equal_the_whole():
     for outcomes in zip(*run_distributed(_compare_all, 2, CASES), strict=True):
         for case, errors in outcomes:
             assert errors == {}, (case, errors)
@@ -60,13 +75,14 @@ def _compare(case: Case) -> dict[str, float]:
     overlap = None
     if case.chunks:
         overlap = Overlap("ring", mesh.tensor.get_group().group_name, case.chunks)
-    apply_tensor_parallel(split.llm, mesh.tensor, case.sequence_parallel, overlap)
+    for module in split.modality_modules():
+        apply_tensor_parallel(module, mesh.tensor, case.sequence_parallel, overlap)
     materialize(split, "cpu")
     init_weights(split, seed=0)
     weights = dict(whole.named_parameters())
     for name, parameter in split.named_parameters():
         copy_slice(parameter, weights[name].detach())
-    batch = microbatch([5, 9, 9])
+    batch = case.microbatch()
     losses = []
     for model in (whole, split):
         if model.llm.balance is not None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from model_cases import (
-    AUDIO,
     CLASS_TOKEN,
     ENCODERS,
     GRIDS,
@@ -116,16 +115,12 @@ def test_sounds_packed_equal_a_padded_batch_with_its_mask() -> None:
     assert relative_error(encoder(inputs), encoder.connector(theirs)) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["siglip2", *AUDIO])
+@pytest.mark.parametrize("family", list(GRIDS))
 def test_images_and_sounds_do_not_see_each_other(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
     together = encoder(inputs)
-    sizes = [prod(grid) for grid in inputs.grids_thw]
-    alone = [
-        encoder(EncoderInputs(pixels, [grid], torch.empty(0)))
-        for pixels, grid in zip(inputs.pixels.split(sizes), inputs.grids_thw, strict=True)
-    ]
+    alone = [encoder(inputs.select(range(i, i + 1))) for i in range(len(inputs.grids_thw))]
     assert relative_error(together, torch.cat(alone)) < 1e-5
 
 
@@ -182,6 +177,7 @@ def test_packed_layers_compile_whole(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
     expected = encoder(inputs)
-    for layer in encoder.layers:
+    kinds = 2 if family == "qwen2_5_vl" else 1  # with windows, and without
+    for layer in encoder.layers[-kinds:]:
         layer.compile(fullgraph=True, backend="aot_eager")
     assert relative_error(encoder(inputs), expected) < 1e-6

@@ -100,6 +100,19 @@ def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
     return batch, samples
 
 
+def first_sample(batch: Microbatch) -> Microbatch:
+    """Alone, as a microbatch."""
+    length = batch.cu_seqlens[1]
+    return replace(
+        batch,
+        input_ids_T=batch.input_ids_T[:length],
+        targets_T=batch.targets_T[:length],
+        position_ids=batch.position_ids[..., :length],
+        cu_seqlens=[0, length],
+        encoders={"vision": batch.encoders["vision"].select(range(1))},
+    )
+
+
 def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
     positions = [
         plain.model.get_rope_index(
@@ -142,13 +155,17 @@ def test_composites_give_hugging_faces_loss_and_gradients(name: str, changes: di
     batch, samples = two_samples_with_images(name)
     if name.startswith("qwen"):
         batch.position_ids = mrope_positions(plain, samples)
-    loss = model(batch)
-    logits = torch.cat([plain(**sample).logits[0] for sample in samples])
-    expected = functional.cross_entropy(logits, batch.targets_T, reduction="sum")
-    assert relative_error(loss, expected) < 1e-5
-    loss.backward()
-    expected.backward()
-    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+    theirs = [plain(**sample).logits[0] for sample in samples]
+    for own, logits in ((batch, torch.cat(theirs)), (first_sample(batch), theirs[0])):
+        expected = functional.cross_entropy(logits, own.targets_T, reduction="sum")
+        loss, everywhere = model(own), torch.arange(len(logits))
+        assert relative_error(loss, expected) < 1e-5
+        assert relative_error(model.llm.logits(own, model.encode(own), everywhere), logits) < 1e-5
+        model.zero_grad()
+        plain.zero_grad()
+        loss.backward()
+        expected.backward(retain_graph=True)
+        assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
 
 
 def test_blocks_end_with_images_prompts_and_samples() -> None:
@@ -174,12 +191,11 @@ def test_what_was_written_is_not_part_of_the_prompt() -> None:
     start = batch.cu_seqlens[1]
     length = int((batch.targets_T[:start] != IGNORE_TARGET).nonzero()[0]) + 1
     prompt = replace(
-        batch,
+        first_sample(batch),
         input_ids_T=batch.input_ids_T[:length],
         targets_T=torch.full((length,), IGNORE_TARGET),
         position_ids=batch.position_ids[:length],
         cu_seqlens=[0, length],
-        encoders={"vision": batch.encoders["vision"].select(range(1))},
     )
     state = prompt
     for token in batch.input_ids_T[length:start]:
@@ -257,6 +273,15 @@ def test_a_version_of_transformers_that_renames_parts_is_named(monkeypatch) -> N
     first, second = caught.value.problems
     assert "layers of 'llama' have no input_norm in transformers 5." in first
     assert "'clip_vision_model' have no attention.query in transformers 5." in second
+
+
+def test_every_family_is_among_the_cases() -> None:
+    """Of what is compared with Hugging Face's, cut, and written to files."""
+    assert {config["model_type"] for config in LLMS.values()} == set(LLM_FAMILIES)
+    kinds = {config["model_type"] for config in COMPOSITES.values()}
+    assert kinds == set(composites.COMPOSITES)
+    towers = [*ENCODERS.values(), COMPOSITES["smolvlm"]["vision_config"]]
+    assert {config["model_type"] for config in towers} == set(ENCODER_FAMILIES)
 
 
 @pytest.mark.parametrize("page", ["models.md", "add_a_model.md"])

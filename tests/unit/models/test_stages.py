@@ -7,6 +7,7 @@ import torch
 from model_cases import (
     BASIC_ENCODERS,
     BASIC_LLMS,
+    COMPOSITES,
     composite_config,
     make_inputs,
     microbatch,
@@ -100,7 +101,7 @@ def run(ranks: list[MultimodalModel], stages: dict[str, Cut], batch: Microbatch)
     return inputs
 
 
-FURTHER = ("internvl", "idefics3", "paligemma", "gemma3", "qwen2_vl")
+FURTHER = tuple(name for name in COMPOSITES if name not in CONFIGS)
 CASES = [
     *((name, cut) for name in CONFIGS for cut in CUTS),
     *((name, "a stage per layer and end") for name in FURTHER),
