@@ -1,0 +1,108 @@
+"""Every recipe of a model that is too large for this machine, planned: `train.py --dry-run`.
+
+Each recipe of recipes/zoo and recipes/papers is built without weights at the size that it states,
+its first step is planned for the GPUs that it names and simulated; the exit code, the step's time,
+its MFU and its memory are the rows. All but the exit code is predicted, nothing of it was measured.
+`--table` writes the figures into the tables of a Markdown file that have a line for each recipe.
+
+    python benchmarks/recipe_forecasts.py [--quick] [--json FILE] [--recipes NAME ...]
+        [--table FILE]
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import torch
+from harness import Row, describe_machine, kept_rows, make_parser, report, write_rows
+
+from torchmm.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = {
+    path.stem: path
+    for directory in ("zoo", "papers")
+    for path in sorted((ROOT / "recipes" / directory).glob("*.toml"))
+    if path.stem != "base"
+}
+EXIT_CODE, STEP, MFU, MEMORY = "exit code", "iteration", "MFU", "peak memory per GPU"
+COLUMNS = {"step": (STEP, "{:.2f} s"), "MFU": (MFU, "{:.1f} %"), "memory": (MEMORY, "{:.0f} GiB")}
+"""Of tables: metric and form."""
+FIRST_STEP = re.compile(r"^first step +([\d,.]+) ms on .*MFU ([\d.]+) %", re.MULTILINE)
+PEAK = re.compile(r"^peak memory +([\d.]+) GiB", re.MULTILINE)
+
+
+def main() -> int:
+    """Plans the recipes one after the other; 0 whatever comes out."""
+    parser = make_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, metavar="NAME", help="only these")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="Markdown to bring up to date")
+    arguments = parser.parse_args()
+    names = arguments.recipes or (["smolvlm"] if arguments.quick else list(RECIPES))
+    print(f"machine: {describe_machine(torch.device('cpu'))}")
+    found: list[Row] = []
+    for name in names:
+        rows = forecast(RECIPES[name])
+        report(f"{name}, simulated", rows, None)
+        found += rows
+        if arguments.json is not None:
+            write_rows(kept_rows(arguments.json, [name]) + rows, arguments.json)
+    if arguments.table is not None:
+        arguments.table.write_text(with_figures(arguments.table.read_text(), found))
+    return 0
+
+
+def forecast(path: Path) -> list[Row]:
+    """Rows of one recipe, on the GPUs that it names; if it cannot be planned, the exit code."""
+    gpus = load_recipe(path).recipe.simulation.gpus
+    name, shown = path.stem, io.StringIO()
+    with tempfile.TemporaryDirectory() as directory:
+        options = ["--dry-run", "--world-size", str(gpus), "--output_dir", directory]
+        with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), redirect_stdout(shown):
+            code = dry_run(["train.py", "--config", str(path), *options])
+    rows = [Row(name, EXIT_CODE, "", code, goal=0, better="lower")]
+    step, peak = FIRST_STEP.search(shown.getvalue()), PEAK.search(shown.getvalue())
+    if code == 0 and step and peak:
+        seconds = float(step[1].replace(",", "")) / 1e3
+        rows += [
+            Row(name, STEP, "s", seconds, better="lower", kind="simulated"),
+            Row(name, MFU, "%", float(step[2]), kind="simulated"),
+            Row(name, MEMORY, "GiB", float(peak[1]), better="lower", kind="simulated"),
+        ]
+    return rows
+
+
+def dry_run(command: list[str]) -> int:
+    """The exit code of `train.py`, in this process: importing takes seconds."""
+    import train  # noqa: PLC0415 - beside this directory
+
+    with mock.patch.object(sys, "argv", command):
+        return train.main()
+
+
+def with_figures(text: str, rows: Sequence[Row]) -> str:
+    """`text` with the figures of these rows in its tables."""
+    figures = {(row.case, row.metric): row.ours for row in rows}
+    lines, columns = text.split("\n"), []
+    for number, line in enumerate(lines):
+        cells = line.split("|")
+        if line.startswith("| recipe |"):
+            columns = [cell.strip().split(" ")[0] for cell in cells]
+        name = cells[1].strip(" `") if line.startswith("| `") else ""
+        for at, column in enumerate(columns if len(cells) == len(columns) else []):
+            metric, form = COLUMNS.get(column, ("", ""))
+            if (name, metric) in figures:
+                cells[at] = f" {form.format(figures[name, metric])} "
+        lines[number] = "|".join(cells)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
