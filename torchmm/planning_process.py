@@ -6,11 +6,12 @@
     planned = process.take(8)                    the best plan so far; None if there is none
     process.close()
 
-The process sends what it has as soon as it is better than what it sent before: natural and static
-orders first, then what the search finds, so that whoever takes a plan never waits. What it sends
-are whole plans: lowered, validated and, where layers are tuned, with what they recompute; taking
-one is all that is left for the training process. A new request ends the search for an older one.
-The process runs at the lowest priority: where cores are scarce, training goes first and plans are
+The process leaves what it has where training finds it (`handover`) as soon as it is better than
+what it left before: natural and static orders first, then what the search finds. Neither waits for
+the other, however large plans are. They are whole: lowered, validated and, where layers are tuned,
+with what they recompute; taking one is all that is left for the training process. A new request
+ends the search for an older one; so does an order that none can be faster than. The process runs
+only when nothing else wants its core: where cores are scarce, training goes first and plans are
 less good.
 
 Rejected: a thread, which would share Python's lock with the training step it must not slow down.
@@ -20,28 +21,34 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchmm.balance.compiled import Float64s, Int32s
+from torchmm.balance.dispatch_bounds import lower_bound_ms
 from torchmm.balance.drift import Kind, scaled
 from torchmm.balance.layer_costs import task_durations
 from torchmm.balance.layer_tuning import LayerTuning
 from torchmm.balance.planners import search_costs
 from torchmm.balance.search import Budget, Found, search
-from torchmm.balance.searched import SearchedOrder, StepSearch
+from torchmm.balance.searched import LEAST_GAIN, SearchedOrder, StepSearch
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.data.workers import fork_server, ignore_signals
 from torchmm.errors import PlanError
+from torchmm.handover import Handover
 from torchmm.pipelining.actions import ActionType
 from torchmm.pipelining.graph import StageLayout
 from torchmm.pipelining.messages import MessageSizes, message_specs
@@ -51,8 +58,8 @@ from torchmm.pipelining.separated import Durations
 from torchmm.step_plan import Gathering, plan_step, step_graph
 
 NICENESS = 19
-SEND_EVERY_S = 0.05
-"""Improvements that come faster are sent together."""
+LEAVE_EVERY_S = 0.05
+"""Improvements that come faster are left together."""
 SEARCHING_SHARE = 0.8
 """Of the time that goes to searching, not to making plans of improvements, at least."""
 MEASURED = ActionType.F, ActionType.B
@@ -142,15 +149,20 @@ class PlanningProcess:
 
     def __init__(self, setup: PlanningSetup) -> None:
         context = fork_server()
+        self._directory = Path(tempfile.mkdtemp(prefix="torchmm-planning-"))
+        self._requests, self._plans = _handovers(self._directory)
+        # Tells that there is something: numbers of steps that are asked for, or finished.
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=plan_until_closed, args=(theirs, setup), name="planning", daemon=True
+            target=plan_until_closed,
+            args=(theirs, setup, self._directory),
+            name="planning",
+            daemon=True,
         )
         self._process.start()
         theirs.close()
         # Whoever exits without `close` must not wait for a process that ignores signals.
         atexit.register(self._connection.close)
-        self._newest: PlannedStep | None = None
 
     @property
     def pid(self) -> int | None:
@@ -168,7 +180,8 @@ class PlanningProcess:
         Raises:
             PlanningProcessError: it is gone.
         """
-        self._call(self._connection.send, request)
+        self._call(self._requests.put, request)
+        self._call(self._connection.send, request.step)
 
     def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
         """The best plan of a step so far; None if there is none.
@@ -181,13 +194,12 @@ class PlanningProcess:
         """
         deadline = time.monotonic() + wait_s
         while self._call(self._connection.poll, max(0.0, deadline - time.monotonic())):
-            planned = self._call(self._connection.recv)
-            if isinstance(planned, str):
-                raise PlanningProcessError(planned)
-            self._newest = planned
-            if planned.step == step and planned.finished:
+            told = self._call(self._connection.recv)
+            if isinstance(told, str):
+                raise PlanningProcessError(told)
+            if told == step:
                 break
-        newest = self._newest
+        newest: PlannedStep | None = self._call(self._plans.get)
         return newest if newest is not None and newest.step == step else None
 
     def close(self) -> None:
@@ -198,6 +210,7 @@ class PlanningProcess:
         if self._process.is_alive():
             self._process.kill()
             self._process.join(CLOSING_S)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         try:
@@ -210,48 +223,71 @@ class PlanningProcess:
             ) from error
 
 
-def plan_until_closed(connection: Connection, setup: PlanningSetup) -> None:
+def _handovers(directory: Path) -> tuple[Handover, Handover]:
+    """Of requests and of plans."""
+    return Handover(directory / "request"), Handover(directory / "plan")
+
+
+def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: Path) -> None:
     """What the process does: plans the newest request, until the other side is closed."""
     ignore_signals()  # launchers send them to whole groups; the training process ends this one
-    os.nice(NICENESS)
-    while True:
-        try:
-            request = connection.recv()
+    _yield_to_others()
+    requests, plans = _handovers(directory)
+    try:
+        while True:
+            connection.recv()
             while connection.poll():
-                request = connection.recv()
-            plan_request(connection, setup, request)
-        except (EOFError, OSError):
-            return
-        except (ValueError, PlanError) as error:
+                connection.recv()
+            plan_request(connection, plans, setup, requests.get())
+    except (EOFError, ConnectionError):
+        return
+    except (OSError, ValueError, PlanError) as error:
+        with suppress(ConnectionError):
             connection.send(f"the planning process cannot plan a step: {error}")
-            return
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)  # the other side may have been killed
 
 
-def plan_request(connection: Connection, setup: PlanningSetup, request: PlanRequest) -> None:
-    """Plans one step and sends what it finds, until a newer request comes."""
-    sender = _Sender(connection, setup, request)
-    sender.send(None, finished=False)
+def _yield_to_others() -> None:
+    """From here on this process runs where nothing else wants to."""
+    os.nice(NICENESS)
+    if hasattr(os, "SCHED_IDLE"):  # Linux; processes of the lowest niceness still get a share
+        with suppress(OSError):  # not everywhere allowed
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def plan_request(
+    connection: Connection, plans: Handover, setup: PlanningSetup, request: PlanRequest
+) -> None:
+    """Plans one step and leaves what it finds, until a newer request comes."""
+    planning = _Planning(connection, plans, setup, request)
+    planning.leave(None, finished=False)
     section = setup.config.search
     seconds = None
     if request.seconds is not None:
-        seconds = max(1e-3, request.seconds - sender.elapsed_s - sender.making_s)
+        seconds = max(1e-3, request.seconds - planning.elapsed_s - planning.making_s)
     found = search(
-        sender.step.dispatcher,
+        planning.step.dispatcher,
         Budget(section.evaluations, seconds),
         strategy=section.strategy,
         seed=section.seed,
         workers=section.workers,
-        on_round=sender.on_round,
+        bound_ms=lower_bound_ms(planning.step.dispatcher),
+        on_round=planning.on_round,
     )
     if not connection.poll():
-        sender.send(found, finished=True)
+        planning.leave(found, finished=True)
+        connection.send(request.step)
 
 
-class _Sender:
-    """Sends a step's best plans."""
+class _Planning:
+    """Leaves a step's best plans."""
 
-    def __init__(self, connection: Connection, setup: PlanningSetup, request: PlanRequest) -> None:
-        self._connection, self._setup, self._request = connection, setup, request
+    def __init__(
+        self, connection: Connection, plans: Handover, setup: PlanningSetup, request: PlanRequest
+    ) -> None:
+        self._connection, self._plans = connection, plans
+        self._setup, self._request = setup, request
         self._begin_s = time.perf_counter()
         metas = request.microbatches
         self.graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
@@ -259,8 +295,8 @@ class _Sender:
         durations = scaled(self._flops, self.graph, request.rates)
         costs = search_costs(self.graph, durations)
         self.unit = unit_of(costs.compute_ms, durations)
-        self.step = StepSearch(self.graph, costs)
-        self._sent, self._sent_s = inf, 0.0
+        self.step = StepSearch(self.graph, costs, LEAST_GAIN)
+        self._left, self._left_s = inf, 0.0
         self._order: ComputeOrder = ()
         self._made: tuple[Int32s, Float64s] | None = None
         self.making_s = 0.0
@@ -272,16 +308,17 @@ class _Sender:
 
     def on_round(self, found: Found) -> bool:
         """Whether the search may go on."""
-        pause_s = max(SEND_EVERY_S, self.making_s * SEARCHING_SHARE / (1 - SEARCHING_SHARE))
-        if found.makespan_ms < self._sent and self.elapsed_s - self._sent_s > pause_s:
-            self.send(found, finished=False)
+        pause_s = max(LEAVE_EVERY_S, self.making_s * SEARCHING_SHARE / (1 - SEARCHING_SHARE))
+        if found.makespan_ms < self._left and self.elapsed_s - self._left_s > pause_s:
+            self.leave(found, finished=False)
         return not self._connection.poll()
 
-    def send(self, found: Found | None, *, finished: bool) -> None:
+    def leave(self, found: Found | None, *, finished: bool) -> None:
         best: SearchedOrder = self.step.best(found)
         numbers, flops_RK = self._make(best.order)
-        self._sent, self._sent_s = best.predicted_ms, self.elapsed_s
-        self._connection.send(
+        self._left = best.predicted_ms if found is None else found.makespan_ms
+        self._left_s = self.elapsed_s
+        self._plans.put(
             PlannedStep(
                 self._request.step,
                 numbers,

@@ -14,7 +14,12 @@ from typing import NamedTuple
 from torchmm.balance.optimus import optimus
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.search import Budget
-from torchmm.balance.searched import SearchedOrder, limited_like_separated, plan_searched
+from torchmm.balance.searched import (
+    LEAST_GAIN,
+    SearchedOrder,
+    limited_like_separated,
+    plan_searched,
+)
 from torchmm.config import ParallelConfig
 from torchmm.pipelining.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.colocated import colocated_layout
@@ -142,7 +147,7 @@ def search_order(
     Raises:
         ValueError: a duration is no number, or nothing fits into memory.
     """
-    return _searched(config, graph, search_costs(graph, durations), budget)
+    return _searched(config, graph, search_costs(graph, durations), budget, LEAST_GAIN)
 
 
 def search_by_costs(config: ParallelConfig, graph: StageGraph, costs: PlanCosts) -> SearchedOrder:
@@ -160,7 +165,11 @@ def search_by_costs(config: ParallelConfig, graph: StageGraph, costs: PlanCosts)
 
 
 def _searched(
-    config: ParallelConfig, graph: StageGraph, costs: PlanCosts, budget: Budget
+    config: ParallelConfig,
+    graph: StageGraph,
+    costs: PlanCosts,
+    budget: Budget,
+    least_gain: float = 0.0,
 ) -> SearchedOrder:
     search = config.search
     return plan_searched(
@@ -170,6 +179,7 @@ def _searched(
         strategy=search.strategy,
         seed=search.seed,
         workers=search.workers,
+        least_gain=least_gain,
     )
 
 

@@ -27,6 +27,9 @@ from torchmm.pipelining.graph import StageGraph
 from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.separated import Durations, separated
 
+LEAST_GAIN = 0.01
+"""In runs, a searched order is taken if it promises at least this much more than the best natural
+or static one: predictions are not more exact than that."""
 SEPARATED = "separated"
 """How names of the natural order with a bound on microbatches in flight begin."""
 
@@ -41,7 +44,7 @@ class SearchedOrder:
         natural_ms: in natural order; where priorities alone do not keep that within memory, with a
             bound on the microbatches in flight; infinite if nothing does.
         static_ms: of the fastest static planner that fits; infinite if none does.
-        planner: "search", or the static planner that the order comes from.
+        planner: "search", "natural", or the static planner that the order comes from.
         peak_bytes: by rank.
         evaluations: of the search.
     """
@@ -68,13 +71,15 @@ class StepSearch:
     Args:
         graph: of a training step.
         costs: of the graph, with the memory limit.
+        least_gain: share by which a searched order has to be faster than the natural and static
+            ones to be taken.
 
     Raises:
         SimulationError: a cost is missing or no number.
     """
 
-    def __init__(self, graph: StageGraph, costs: PlanCosts) -> None:
-        self.dispatcher = Dispatcher(graph, costs)
+    def __init__(self, graph: StageGraph, costs: PlanCosts, least_gain: float = 0.0) -> None:
+        self.dispatcher, self.least_gain = Dispatcher(graph, costs), least_gain
         fitting = _fitting_static(self.dispatcher)
         self._static = min(fitting, key=lambda each: each[2].makespan_ms, default=None)
         bounded = (each[2].makespan_ms for each in fitting if each[0].startswith(SEPARATED))
@@ -90,11 +95,13 @@ class StepSearch:
         natural_ms = dispatcher.evaluate() if found is None else found.natural_ms
         makespan_ms = natural_ms if found is None else found.makespan_ms
         evaluations = 1 if found is None else found.evaluations
-        segments = None if found is None else found.order
+        name, segments = ("natural", None) if found is None else ("search", found.order)
         static_ms = self._static[2].makespan_ms if self._static else inf
+        if makespan_ms * (1 + self.least_gain) > min(natural_ms, static_ms):
+            name, segments, makespan_ms = "natural", None, natural_ms
         if makespan_ms <= static_ms and makespan_ms < inf:
             best = dispatcher.dispatch(segments)
-            name, order, peak_bytes = "search", best.order, best.peak_bytes
+            order, peak_bytes = best.order, best.peak_bytes
         elif self._static is not None:
             name, order, (makespan_ms, peak_bytes, _) = self._static
         else:
@@ -118,6 +125,7 @@ def plan_searched(
     strategy: str = "annealing",
     seed: int = 0,
     workers: int = 1,
+    least_gain: float = 0.0,
 ) -> SearchedOrder:
     """The best order that is found within a budget, which is the search's alone.
 
@@ -125,12 +133,13 @@ def plan_searched(
         graph: of a training step.
         costs: of the graph, with the memory limit.
         strategy, seed, workers: see `search`.
+        least_gain: see `StepSearch`.
 
     Raises:
         ValueError: not even one microbatch at a time fits into memory.
         SimulationError: a cost is missing or no number.
     """
-    step = StepSearch(graph, costs)
+    step = StepSearch(graph, costs, least_gain)
     found = search(step.dispatcher, budget, strategy=strategy, seed=seed, workers=workers)
     return step.best(found)
 
