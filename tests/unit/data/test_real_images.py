@@ -61,6 +61,19 @@ COMPOSITES |= {
         "vision_config": {"model_type": "idefics3_vision", **TOWER},
         "image_token_id": 3,
     },
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "text_config": LLAMA,
+        "vision_config": {"model_type": "smolvlm_vision", **TOWER},
+        "image_token_id": 3,
+    },
+    "paligemma": {
+        "model_type": "paligemma",
+        "text_config": {**LLAMA, "model_type": "gemma"},
+        "vision_config": {"model_type": "siglip_vision_model", **TOWER},
+        "image_token_index": 3,
+        "projection_dim": 32,
+    },
     "gemma3": {
         "model_type": "gemma3",
         "text_config": {**LLAMA, "model_type": "gemma3_text"},
