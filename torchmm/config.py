@@ -180,9 +180,10 @@ class ParallelConfig(Section):
     "disaggregated": each on ranks and with sizes of its own, those of [parallel] being the LLM's,
     under schedule "separated", "1f1b", "interleaved_1f1b", "gpipe" or "zero_bubble"."""
     orchestrate: bool = False
-    """Choose sizes for `simulation.device`: with colocated encoders, the pipeline ranks of those
-    that have none given, by simulating the first step; with disaggregated modules, all sizes of all
-    modules, from costs on sampled data (`scripts/plan.py` shows them)."""
+    """Choose sizes for `simulation.device`: with colocated encoders, the pipeline and
+    tensor-parallel ranks of those that have none given, by simulating the first step; with
+    disaggregated modules, all sizes of all modules, from costs on sampled data (`scripts/plan.py`
+    shows them)."""
     llm_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "interleaved_1f1b"
     """Order of the LLM's own forwards and backwards under "optimus"."""
     bubbles: Literal["fine", "coarse"] = "fine"

@@ -1,13 +1,13 @@
-"""Which pipelines colocated encoders get where the recipe leaves it open: Optimus' model planner.
+"""Which sizes colocated encoders get where the recipe leaves them open: Optimus' model planner.
 
     choice = choose_encoders(Forecaster(recipe, world_size, profile))
-    recipe = choice.recipe                     # with [parallel.NAME] pipeline set
+    recipe = choice.recipe                     # with [parallel.NAME] pipeline and tensor set
 
-Every combination of pipeline sizes that divide the LLM's (§4.1; with several encoders, §4.4) is
-first held against the memory of the rank that needs most, optimizer state included
-(`encoder_plans`). Of those that fit, the first step is planned and simulated, activations included;
-the fastest that still fits is taken, of equally fast ones the leanest. It is a pure function of the
-recipe, so every rank finds the same.
+Every combination of pipeline sizes that divide the LLM's, with every tensor-parallel size that does
+(§4.1; with several encoders, §4.4: one tensor-parallel size for all), is first held against the
+memory of the rank that needs most, optimizer state included (`encoder_plans`). Of those that fit,
+the first step is planned and simulated, activations included; the fastest that still fits is taken,
+of equally fast ones the leanest. It is a pure function of the recipe, so every rank finds the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchmm.balance.encoder_plans import (
 )
 from torchmm.balance.profiles import load_profile
 from torchmm.config import Recipe
-from torchmm.encoder_pipelines import encoder_combinations, with_pipelines
+from torchmm.encoder_pipelines import encoder_combinations, encoder_tensors, with_pipelines
 from torchmm.errors import ConfigError
 from torchmm.forecast import Forecast, Forecaster
 from torchmm.orchestration import leaves_units_open, orchestrated_units
@@ -36,6 +36,8 @@ class Tried(NamedTuple):
 
     pipelines: dict[str, int]
     forecast: Forecast
+    tensor: int = 1
+    """Tensor-parallel ranks of all encoders."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,10 @@ class EncoderChoice:
 
     def lines(self) -> Iterator[str]:
         """One line for each combination, best first."""
-        for pipelines, forecast in self.tried:
+        several = len({tried.tensor for tried in self.tried}) > 1
+        for pipelines, forecast, tensor in self.tried:
             sizes = ", ".join(f"{name} {size}" for name, size in pipelines.items())
+            sizes += f", tensor {tensor}" if several else ""
             step = forecast.step
             if step is None:
                 yield f"pipeline ranks of {sizes}: {forecast.problem}"
@@ -90,17 +94,21 @@ def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
 
 
 def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
-    """Tries all pipelines of encoders whose size the recipe does not give.
+    """Tries all sizes of encoders that the recipe does not give.
 
     Raises:
         ConfigError: nothing fits into memory; the message says what comes nearest.
     """
-    recipe = forecaster.recipe
+    recipe, tensors = forecaster.recipe, encoder_tensors(forecaster)
     combinations = list(encoder_combinations(forecaster))
-    fitting = _fitting(forecaster, combinations)
+    fitting = _fitting(forecaster, combinations, tensors)
+
+    def sized(sizes: dict[str, int], tensor: int) -> Recipe:
+        return with_pipelines(recipe, sizes, tensor=tensor if len(tensors) > 1 else None)
+
     tried = [
-        Tried(sizes, forecaster.forecast_parallel(with_pipelines(recipe, sizes).parallel))
-        for sizes in fitting
+        Tried(sizes, forecaster.forecast_parallel(sized(sizes, tensor).parallel), tensor)
+        for sizes, tensor in fitting
     ]
 
     def rank(found: Tried) -> tuple[Any, ...]:
@@ -110,9 +118,8 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
         return False, not step.fits, round(step.makespan_ms, 6), max(step.peak_bytes)
 
     tried.sort(key=rank)
-    choice = EncoderChoice(
-        with_pipelines(recipe, tried[0].pipelines), tuple(tried), len(combinations) - len(fitting)
-    )
+    left_out = len(combinations) * len(tensors) - len(fitting)
+    choice = EncoderChoice(sized(tried[0].pipelines, tried[0].tensor), tuple(tried), left_out)
     step = tried[0].forecast.step
     if step is None or not step.fits:
         told = "; ".join(choice.lines())
@@ -123,15 +130,18 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
     return choice
 
 
-def _fitting(forecaster: Forecaster, combinations: list[dict[str, int]]) -> list[dict[str, int]]:
-    """Those whose states fit on the rank that needs most.
+def _fitting(
+    forecaster: Forecaster, combinations: list[dict[str, int]], tensors: list[int]
+) -> list[tuple[dict[str, int], int]]:
+    """Pipelines and tensor-parallel sizes whose states fit on the rank that needs most.
 
     Raises:
         ConfigError: none does.
     """
     ranks, modules = forecaster.ranks, forecaster.modules
     llm = ParallelSizes(ranks.data_parallel, ranks.pipeline, ranks.tensor)
-    layout = plan_layout(forecaster.recipe.parallel, modules, forecaster.workload.microbatches)
+    whole = with_pipelines(forecaster.recipe, combinations[0], tensor=ranks.tensor).parallel
+    layout = plan_layout(whole, modules, forecaster.workload.microbatches)
     encoders = [module for module in modules if module.kind == "encoder"]
     limit_bytes = int(forecaster.profile.device.memory_bytes)
     compute_bytes = 2 if forecaster.recipe.training.dtype == "bfloat16" else 4
@@ -140,8 +150,13 @@ def _fitting(forecaster: Forecaster, combinations: list[dict[str, int]]) -> list
         plans = colocated_plans(encoders, llm, own_bytes, limit_bytes, compute_bytes=compute_bytes)
     except ValueError as error:
         raise ConfigError(f"parallel.orchestrate: {error}") from error
-    found = {_pipelines(plan) for plan in plans if _keeps_tensor(plan, ranks.tensor)}
-    fitting = [sizes for sizes in combinations if tuple(sizes.values()) in found]
+    found = {_sizes(plan) for plan in plans}
+    fitting = [
+        (sizes, tensor)
+        for tensor in tensors
+        for sizes in combinations
+        if tuple((size, tensor) for size in sizes.values()) in found
+    ]
     if not fitting:
         raise ConfigError(
             f"parallel.orchestrate: none of {combinations} pipeline ranks of encoders fits into "
@@ -150,10 +165,6 @@ def _fitting(forecaster: Forecaster, combinations: list[dict[str, int]]) -> list
     return fitting
 
 
-def _pipelines(plan: ColocatedPlan) -> tuple[int, ...]:
-    return tuple(own.sizes.pipeline for own in plan.encoders)
-
-
-def _keeps_tensor(plan: ColocatedPlan, tensor: int) -> bool:
-    """Whether encoders are split over the LLM's tensor-parallel ranks, as they are run."""
-    return all(own.sizes.tensor == tensor for own in plan.encoders)
+def _sizes(plan: ColocatedPlan) -> tuple[tuple[int, int], ...]:
+    """Pipeline and tensor-parallel ranks of each encoder."""
+    return tuple((own.sizes.pipeline, own.sizes.tensor) for own in plan.encoders)

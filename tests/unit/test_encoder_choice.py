@@ -92,6 +92,20 @@ def test_given_sizes_stay_and_every_encoder_has_its_own():
     }
 
 
+def test_tensor_parallel_sizes_are_tried_too():
+    recipe = recipe_of("vision", parallel="tensor = 2\n")
+    choice = choose_encoders(forecaster_of(recipe))
+    tried = [(found.tensor, found.pipelines["vision"]) for found in choice.tried]
+    assert sorted(tried) == [(tensor, size) for tensor in (1, 2) for size in (1, 2, 4)]
+    best = choice.tried[0]
+    sizes = {"tensor": best.tensor, "pipeline": best.pipelines["vision"]}
+    assert choice.recipe.parallel.sizes_given("vision") == sizes
+    assert all("tensor" in line for line in choice.lines())
+    given = recipe_of("vision", parallel="tensor = 2\nvision = {tensor = 1}\n")
+    only = choose_encoders(forecaster_of(given)).tried
+    assert [found.tensor for found in only] == [1, 1, 1]
+
+
 def test_copies_that_do_not_fit_on_the_fullest_rank_are_left_out(tmp_path):
     recipe = recipe_of("vision")
     every = choose_encoders(forecaster_of(recipe)).tried

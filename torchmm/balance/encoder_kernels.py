@@ -74,24 +74,27 @@ def kernel_work(graph: StageGraph, costs: PlanCosts, module: ModuleDescription) 
     )
 
 
-def whole_actions(schedule: BubbleSchedule, works: Sequence[EncoderWork]) -> BubbleSchedule:
-    """The schedule with actions in the place of kernels: each starts when its last kernel does.
+def whole_actions(
+    schedule: BubbleSchedule, works: Sequence[EncoderWork], kernel: int = -1
+) -> BubbleSchedule:
+    """The schedule with actions in the place of kernels: each starts when one of its kernels does.
 
     Args:
-        schedule: of `kernel_work`s.
+        schedule: of `kernel_work`s, or of works `in_pieces`.
         works: the same encoders' `encoder_work`s.
+        kernel: which: the last or, 0, the first.
     """
 
-    def last(start_ps: Int64s, ms_NSK: Array) -> Int64s:
-        return start_ps.reshape(*ms_NSK.shape, -1)[..., -1]
+    def chosen(start_ps: Int64s, ms_NSK: Array) -> Int64s:
+        return start_ps.reshape(*ms_NSK.shape, -1)[..., kernel]
 
     forward = zip(schedule.forward_start_ps, works, strict=True)
     backward = zip(schedule.backward_start_ps, works, strict=True)
     return replace(
         schedule,
         works=tuple(works),
-        forward_start_ps=tuple(last(starts, work.forward_ms_NSK) for starts, work in forward),
-        backward_start_ps=tuple(last(starts, work.backward_ms_NSK) for starts, work in backward),
+        forward_start_ps=tuple(chosen(starts, work.forward_ms_NSK) for starts, work in forward),
+        backward_start_ps=tuple(chosen(starts, work.backward_ms_NSK) for starts, work in backward),
     )
 
 

@@ -12,7 +12,7 @@ fewer).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -149,6 +149,22 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
     parts = graph.layout.mirrors
     backward = backward[:, :, ::-1]  # starts with the last slice
     return EncoderWork(module, tuple(tasks), devices, forward, backward, parts, hop_ms_NS=hop)
+
+
+def in_pieces(work: EncoderWork, pieces: int) -> EncoderWork:
+    """The work with every kernel cut into equal pieces, for bubbles that are shorter than it."""
+
+    def cut(ms_NSK: Array) -> Array:
+        return np.repeat(ms_NSK / pieces, pieces, axis=2)
+
+    forward, backward = (np.repeat(flags, pieces) for flags in work.links)
+    return replace(
+        work,
+        forward_ms_NSK=cut(work.forward_ms_NSK),
+        backward_ms_NSK=cut(work.backward_ms_NSK),
+        forward_links_K=forward,
+        backward_links_K=backward,
+    )
 
 
 def _cost(costs: PlanCosts, action: Action, problems: list[str]) -> float:

@@ -7,9 +7,11 @@ is not longer than what the scheduler promises. Where they do, it can be: messag
 wait for each other and for receives, which the scheduler leaves out.
 
 A plan places whole actions: slicing encoder stages makes them small enough for bubbles between LLM
-actions. Those inside an LLM action (tensor parallelism) count as one, at its begin: what is put
-there stands directly in front of the action, for it to be filled (`torchmm.pipelining.fillers`).
-The simulator knows no filling, so there too it may take longer than the promise.
+actions. Those inside an LLM action (tensor parallelism) count as one, at its begin. Encoder actions
+are placed in pieces, as groups of their kernels, so that they go through several of them; in the
+order they stand directly in front of the LLM action in which their first piece is, for it and those
+behind it to be filled (`torchmm.pipelining.fillers`). There a step may take longer than the
+promise: what does not fit beside LLM actions runs in front of them.
 
 Which microbatch the LLM takes when is free: a step's loss is the sum over all. Where microbatches
 have different numbers of images, small encoder tasks are wanted first, before a wide lead of the
@@ -27,8 +29,14 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.bubble_filling import BubbleSchedule, Granularity, fill_bubbles
+from torchmm.balance.encoder_kernels import whole_actions
 from torchmm.balance.encoder_plans import ColocatedPlan
-from torchmm.balance.encoder_work import EncoderWork, encoder_work, pipeline_stages
+from torchmm.balance.encoder_work import (
+    EncoderWork,
+    encoder_work,
+    in_pieces,
+    pipeline_stages,
+)
 from torchmm.balance.llm_timeline import LlmTimeline, llm_timeline
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.actions import Action, ActionType
@@ -37,6 +45,10 @@ from torchmm.pipelining.graph import StageGraph
 from torchmm.pipelining.lowering import Sharding
 from torchmm.pipelining.plan import ComputeOrder
 from torchmm.pipelining.schedules import schedule_named
+
+PIECES = 8
+"""Of an encoder action where bubbles inside of the LLM's actions count: a layer has four products
+forward, twice as many backward."""
 
 
 class PlannedStep(NamedTuple):
@@ -77,6 +89,7 @@ def optimus(
     """
     encoders = encoder_names(graph.layout)
     works = [encoder_work(graph, costs, name) for name in encoders]
+    placed_works = [in_pieces(work, PIECES) for work in works] if inside else works
 
     def pieces(action: Action) -> tuple[float, float]:
         tensor_ms = costs.tensor_ms.get(action, 0.0) if inside else 0.0
@@ -86,10 +99,12 @@ def optimus(
     for sequence in sequences(graph, costs) if reorder else [range(graph.microbatches)]:
         order = backbone_order(graph, schedule_named(llm_schedule).order, sequence)
         timeline = llm_timeline(graph, order, costs, sharding=sharding, pieces=pieces)
-        found = fill_bubbles(timeline, works, granularity, evaluations=evaluations)
+        found = fill_bubbles(timeline, placed_works, granularity, evaluations=evaluations)
         if best is None or found.total_ms < best.total_ms:
             best = found
     assert best is not None
+    if inside:
+        best = whole_actions(best, works, kernel=0)
     placed = place_encoders(graph, best)
     return PlannedStep(placed, order_of(best, placed), best)
 

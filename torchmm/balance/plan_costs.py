@@ -48,6 +48,8 @@ class PlanCosts:
         static_bytes: by rank of the plan: weights, gradients, optimizer state, the step's
             microbatches, and the largest temporary of any of its tasks.
         memory_limit_bytes: of every rank; None: unlimited.
+        runs_beside: whether fillers run beside the LLM actions that they fill, as on GPUs; if not,
+            in front of them.
         flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
             a tensor-parallel group together; of a mirror, its share.
     """
@@ -64,6 +66,7 @@ class PlanCosts:
     static_bytes: tuple[int, ...] = ()
     memory_limit_bytes: int | None = None
     flops: Mapping[Action, float] = field(default_factory=dict)
+    runs_beside: bool = False
 
 
 def plan_costs(
@@ -125,6 +128,7 @@ def plan_costs(
         static_bytes=tuple(a + round(b) for a, b in zip(static, workspace, strict=True)),
         memory_limit_bytes=round(model.profile.device.memory_bytes),
         flops=collected.flops,
+        runs_beside=model.profile.device.asynchronous,
     )
 
 

@@ -7,6 +7,10 @@
 - Gathers of parameters run on a queue of their own; the first action of a stage waits for its
   gather. Reductions stand in the program, behind all computation.
 
+- Where the device can (`PlanCosts.runs_beside`), fillers have a queue of their own beside the LLM
+  actions they fill (`torchmm.pipelining.side_stream`). They compute while those communicate, so
+  they take longer by the ratio of both; LLM actions take no longer for it.
+
 Posting takes no time, so SEND and RECV are no operators: they happen when the action before them
 ends. Rejected: one queue for all transfers of a rank. The order in which they come to the wire
 depends on other ranks, and a fixed one could make a plan that runs wait for ever.
@@ -14,12 +18,15 @@ depends on other ranks, and a fixed one could make a plan that runs wait for eve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from torchmm.balance.operator_graph import CompiledGraph, OperatorGraph, SimulationError
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.pipelining.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.fillers import filled
 from torchmm.pipelining.graph import Message
 from torchmm.pipelining.plan import PipelinePlan
 from torchmm.pipelining.transfers import RECV, SEND, WAIT, WAIT_SEND
@@ -31,6 +38,9 @@ TransferKey = tuple[Message, bool]
 _POSTS = (*SEND, *RECV)
 _WAITS = (*WAIT, *WAIT_SEND)
 _BACKWARD = (SEND[1], RECV[1], WAIT[1], WAIT_SEND[1])
+_COMPUTED_BY = {
+    SEND[0]: ActionType.F, WAIT[0]: ActionType.F, SEND[1]: ActionType.B, WAIT[1]: ActionType.B,
+}  # fmt: skip
 _AT_SOURCE = (SEND[0], WAIT_SEND[0], RECV[1], WAIT[1])
 """Transfers seen from the stage that makes the message, which is where its gradient goes."""
 
@@ -72,6 +82,8 @@ class PlanGraph:
     actions: list[PlanAction]
     compute: dict[Action, int]
     transfers: dict[TransferKey, int]
+    stretch: Mapping[Action, float]
+    """By filler that runs beside: by how much longer it takes there."""
 
 
 def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
@@ -101,6 +113,18 @@ class _Builder:
     """By tied pair of (stage, rank)s: the operator at which both ends are there."""
     actions: list[PlanAction] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    stretch: dict[Action, float] = field(default_factory=dict)
+
+    first: set[Action] = field(default_factory=set)
+    """Of the fillers of one place each."""
+
+    def __post_init__(self) -> None:
+        for llm, fillers in filled(self.plan) if self.costs.runs_beside else ():
+            tensor_ms = sum(self.costs.tensor_ms.get(action, 0.0) for action in llm)
+            whole_ms = sum(self.costs.compute_ms.get(action, 0.0) for action in llm)
+            if tensor_ms > 0 and whole_ms < inf:
+                self.stretch |= dict.fromkeys(fillers, whole_ms / tensor_ms)
+                self.first.add(fillers[0])
 
     def add_transfers(self) -> None:
         """First of all, since receives may stand before their sends; in the order of sending."""
@@ -117,29 +141,57 @@ class _Builder:
     def add_program(self, rank: int) -> None:
         """The actions of one rank."""
         previous = NONE  # the last operator of the program
+        side: list[int] = []  # the last one beside it, until the program waits for that
         for action in self.plan.actions[rank]:
-            kind = action.type
+            kind, aside = action.type, self._is_aside(action)
+            before = side[-1] if aside and side else previous
             if kind in _POSTS:
-                for transfer in self._transfer(rank, action) if previous != NONE else ():
-                    self.graph.add_edge(previous, transfer)
-                self.actions.append(PlanAction(rank, action, previous, previous, True))
+                for transfer in self._transfer(rank, action) if before != NONE else ():
+                    self.graph.add_edge(before, transfer)
+                self.actions.append(PlanAction(rank, action, before, before, True))
                 continue
             if kind is ActionType.UNSHARD:
                 node = self._add_gather(rank, action, previous)
                 self.actions.append(PlanAction(rank, action, node, NONE, False))
                 continue
-            after = self._needs(rank, action, previous)
-            if kind is not ActionType.REDUCE_TIED and kind not in _WAITS:
-                gather = self.gathers.pop((rank, action.stage), NONE)
-                after += [gather] if gather != NONE else []
-            node = self.graph.add(
-                ("rank", rank), self._duration_ms(rank, action), after, f"{action} on rank {rank}"
-            )
+            if side and self._joins(action, aside):
+                previous = self.graph.add(("rank", rank), 0.0, side, "main waits for side")
+                side = []
+            node = self._add_action(rank, action, previous, aside)
+            if aside:
+                side = [node]
+            else:
+                previous = node
             waits = kind in _WAITS or kind is ActionType.REDUCE_TIED
-            self.actions.append(PlanAction(rank, action, node, previous, waits))
-            if kind in COMPUTE:
-                self.compute[action] = node
-            previous = node
+            self.actions.append(PlanAction(rank, action, node, before, waits))
+
+    def _add_action(self, rank: int, action: Action, previous: int, aside: bool) -> int:
+        """The operator of a computation, a wait or a reduction."""
+        after = self._needs(rank, action, previous)
+        if action.type is not ActionType.REDUCE_TIED and action.type not in _WAITS:
+            gather = self.gathers.pop((rank, action.stage), NONE)
+            after += [gather] if gather != NONE else []
+        if aside and previous != NONE:
+            after.append(previous)
+        queue = ("side" if aside else "rank", rank)
+        name = f"{action} on rank {rank}"
+        node = self.graph.add(queue, self._duration_ms(rank, action), after, name)
+        if action.type in COMPUTE:
+            self.compute[action] = node
+        return node
+
+    def _is_aside(self, action: Action) -> bool:
+        """Whether it runs beside the program: a filler, its waits and sends."""
+        kind = _COMPUTED_BY.get(action.type, action.type)
+        return bool(self.stretch) and Action(kind, *action[1:4]) in self.stretch
+
+    def _joins(self, action: Action, aside: bool) -> bool:
+        """Whether the program waits for what runs beside it before an action (`SideStream`)."""
+        return (
+            action in self.first
+            if aside
+            else not (action.type in _WAITS or action in self.plan.fillers)
+        )
 
     def _needs(self, rank: int, action: Action, previous: int) -> list[int]:
         """What an action waits for beside the one before it."""
@@ -177,7 +229,7 @@ class _Builder:
                     f"{action} on rank {rank} has no duration; compute the costs from the graph "
                     "of this plan"
                 )
-            return duration_ms or 0.0
+            return self.stretch.get(action, 1.0) * (duration_ms or 0.0)
         if action.type is ActionType.REDUCE_GRAD:
             return self.costs.reduce_ms.get(action.stage, 0.0)
         if action.type is ActionType.REDUCE_TIED:
@@ -191,4 +243,4 @@ class _Builder:
             raise SimulationError([*self.problems, *error.problems]) from None
         if self.problems:
             raise SimulationError(self.problems)
-        return PlanGraph(graph, self.actions, self.compute, self.transfers)
+        return PlanGraph(graph, self.actions, self.compute, self.transfers, self.stretch)

@@ -33,6 +33,7 @@ from torchmm.balance.operator_graph import (
 from torchmm.balance.plan_costs import PlanCosts
 from torchmm.balance.plan_graph import PlanGraph, TransferKey, build_plan_graph
 from torchmm.pipelining.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.fillers import filled
 from torchmm.pipelining.graph import Task
 from torchmm.pipelining.plan import ActionRecord, PipelinePlan
 from torchmm.pipelining.rules import MemoryModel, RuleBook
@@ -83,12 +84,23 @@ class SimulatedStep:
         drawn at the end of its action, and not busy; `module_ms` has it."""
         timeline = analyze_timeline(self.records, self.plan.graph.layout)
         busy_ms, bubbles = list(timeline.busy_ms), list(timeline.bubbles)
+        covered = self._filled_share()
         for rank, action, start_ms, end_ms in self.records:
             tensor_ms = min(self.costs.tensor_ms.get(action, 0.0), end_ms - start_ms)
+            tensor_ms *= 1 - covered.get(action, 0.0)
             if tensor_ms > 0:
                 busy_ms[rank] -= tensor_ms
                 bubbles.append(Bubble(rank, "tp", end_ms - tensor_ms, end_ms))
         return replace(timeline, busy_ms=tuple(busy_ms), bubbles=tuple(bubbles))
+
+    def _filled_share(self) -> dict[Action, float]:
+        """By LLM action: the share of its communication beside which fillers compute."""
+        shares: dict[Action, float] = {}
+        for llm, fillers in filled(self.plan) if self.costs.runs_beside else ():
+            tensor_ms = sum(self.costs.tensor_ms.get(action, 0.0) for action in llm)
+            busy_ms = sum(self.costs.compute_ms[action] for action in fillers)
+            shares |= dict.fromkeys(llm, min(1.0, busy_ms / tensor_ms) if tensor_ms else 0.0)
+        return shares
 
 
 def simulate(plan: PipelinePlan, costs: PlanCosts) -> SimulatedStep:
@@ -167,7 +179,8 @@ class PlanSimulation:
         unknown = [f"the plan has no {key}" for new, own in given for key in new if key not in own]
         if unknown:
             raise SimulationError(unknown)
-        changed = {nodes.compute[action]: ms for action, ms in compute_ms.items()}
+        stretch = nodes.stretch
+        changed = {nodes.compute[a]: ms * stretch.get(a, 1.0) for a, ms in compute_ms.items()}
         changed |= {nodes.transfers[key]: ms for key, ms in transfer_ms.items()}
         self.times.set_durations(changed)
         self._compute_ms.update(compute_ms)

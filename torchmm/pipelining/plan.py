@@ -58,7 +58,8 @@ class PipelinePlan:
             it run as their module always does. For modules that are built so that tasks may choose
             (`apply_activation_checkpoint`, "tuned").
         fillers: by LLM action: encoder actions, directly in front of it in the order of its rank,
-            that may run beside it, below its tensor-parallel communication (`fillers`).
+            that may run beside it, below its tensor-parallel communication (`fillers`); empty: it
+            goes on beside those of the LLM action before it.
     """
 
     graph: StageGraph

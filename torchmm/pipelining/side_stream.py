@@ -8,7 +8,7 @@ exception: an LLM action with fillers does not wait for them.
 - The side stream waits for the main one before each of its actions: what that made, or let go of,
   is complete.
 - The main stream waits for the side stream before each of its actions but transfers; if the action
-  has fillers, this was before the first of them.
+  has fillers, or goes on beside those of one before it, this was before the first of them.
 
 Of what encoders read, only gradients that the LLM's stage on the same rank hands over have main
 memory that is let go of in the step; `StepState` records their use.
@@ -71,7 +71,7 @@ class SideStream:
         self._streams = streams
         self._encoders = encoder_stages(plan.graph)
         self._filled: Mapping[Action, tuple[Action, ...]] = plan.fillers
-        self._first = {fillers[0] for fillers in plan.fillers.values()}
+        self._first = {fillers[0] for fillers in plan.fillers.values() if fillers}
         self._pending = False
         """Whether the side stream has work that the main one has not waited for."""
 

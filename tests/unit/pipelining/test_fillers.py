@@ -8,9 +8,11 @@ from test_mirrors import graph
 
 from torchmm.balance.optimus import optimus
 from torchmm.balance.plan_costs import PlanCosts
+from torchmm.balance.simulator import simulate
 from torchmm.pipelining.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.classic import forward_only
 from torchmm.pipelining.fillers import encoder_stages, feeds, fill_tensor_bubbles
+from torchmm.pipelining.fillers import filled as filled_places
 from torchmm.pipelining.lowering import lower_plan
 from torchmm.pipelining.runtime import PipelineRuntime
 from torchmm.pipelining.side_stream import SideStream
@@ -44,15 +46,46 @@ def test_encoder_work_is_planned_into_llm_actions_and_fits():
     plan = filled()
     assert plan.fillers
     encoders = encoder_stages(plan.graph)
-    for action, fillers in plan.fillers.items():
-        assert action.stage not in encoders and all(f.stage in encoders for f in fillers)
-        assert sum(map(duration, fillers)) <= SHARE * duration(action)
-        assert not any(feeds(plan.graph, f, action) for f in fillers)
+    places = list(filled_places(plan))
+    for llm, fillers in places:
+        assert not any(a.stage in encoders for a in llm)
+        assert all(f.stage in encoders for f in fillers)
+        assert sum(map(duration, fillers)) <= SHARE * sum(map(duration, llm))
+        assert sum(map(duration, fillers)) > SHARE * sum(map(duration, llm[:-1]))
+        assert not any(feeds(plan.graph, f, a) for f in fillers for a in llm)
+    assert sum(len(place.llm) for place in places) == len(plan.fillers)
     assert plan.actions == planned().actions  # fillers change no order
     inside, outside = (
         sum(len(fillers) for fillers in filled(kind).fillers.values()) for kind in (True, False)
     )
     assert inside > outside
+
+
+def test_what_is_longer_than_one_bubble_fills_those_of_several_actions():
+    plan = fill_tensor_bubbles(planned(), duration, SHARE / 8)
+    validate_plan(plan).raise_for_problems()
+    assert any(len(place.llm) > 1 for place in filled_places(plan))
+    place = next(place for place in filled_places(plan) if len(place.llm) > 1)
+    wrong = {action: () for action in place.llm[1:]}
+    problems = validate_plan(replace(plan, fillers=wrong)).problems
+    assert [p.action for p in problems] == list(place.llm[1:])
+
+
+def test_fillers_take_no_time_where_they_run_beside():
+    plan = filled()
+    costs = {a: duration(a) for row in plan.actions for a in row if a.type in COMPUTE}
+    tensor = {a: SHARE * ms for a, ms in costs.items() if a.stage >= 4}
+    serial, beside = (
+        simulate(plan, PlanCosts(costs, tensor, runs_beside=runs)) for runs in (False, True)
+    )
+    assert beside.makespan_ms < serial.makespan_ms
+    spans = {record.action: record[2:] for record in beside.records if record.rank == 0}
+    llm, fillers = next(place for place in filled_places(plan) if place.llm[0] in spans)
+    assert spans[fillers[0]][0] <= spans[llm[0]][0] < spans[fillers[-1]][1] <= spans[llm[-1]][1]
+    assert sum(map(duration, llm)) == pytest.approx(spans[llm[-1]][1] - spans[llm[0]][0])
+    # What fills bubbles is computation, and no bubble any more.
+    total_ms = sum(beside.timeline.busy_ms) + sum(beside.timeline.bubble_ms.values())
+    assert total_ms == pytest.approx(len(plan.actions) * beside.makespan_ms)
 
 
 def test_no_share_no_fillers():
@@ -109,6 +142,7 @@ class FakeStreams:
 def test_streams_wait_for_each_other_but_for_fillers():
     plan = filled()
     encoders = encoder_stages(plan.graph)
+    beside = {action: place.fillers for place in filled_places(plan) for action in place.llm}
     overlapping = 0
     for program in plan.actions:
         streams = FakeStreams()
@@ -121,8 +155,7 @@ def test_streams_wait_for_each_other_but_for_fillers():
                 if own == "side":
                     assert streams.seen["side"] == streams.done["main"]
                 elif action.type in COMPUTE:
-                    fillers = plan.fillers.get(action, ())
-                    first = stamps[fillers[0]] if fillers else streams.done["side"]
+                    first = stamps[beside[action][0]] if action in beside else streams.done["side"]
                     assert streams.seen["main"] >= first
                     overlapping += streams.seen["main"] < streams.done["side"]
                 stamps[action] = streams.done[own]
