@@ -10,20 +10,29 @@ Compared are plans of the same work:
     filled             Optimus: encoder work wherever the LLM leaves a rank idle
     not filled         the same plan, but every rank's encoder work before and behind its LLM work
     tower in stage 0   Megatron-LM's placement
-    coarse             Optimus' plan that fills no bubble between LLM actions (sleep)
+    coarse             Optimus' best plan that fills no bubble between LLM actions (sleep)
     balanced chain     all layers in one chain of equally costly stages (sleep)
 
 Each may choose among sizes that are played through with known or measured times first; "not
 filled" has those of "filled". Numbers of images per microbatch are those of real documents, which
-are committed; the tower takes as much of the time as in SmolVLM-500M.
+are committed.
+
+Sleeping ranks run three cases. In the first, all may choose how many stages of the LLM a rank has,
+and the tower takes as much of the time as in SmolVLM-500M. With two stages per rank the bubbles
+between LLM actions are short, and the tower's work is many times as long as they are: there is
+nothing to be won over coarse placement. In the others the LLM runs under 1F1B, with bubbles of
+half its own time, and the tower's work is about as long as they are: trained, or frozen, as while a
+connector is trained. Forwards then go into bubbles in the LLM's warm-up, which coarse placement has
+in front of the step. What each ratio is when played through stands beside what was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import ceil
+from statistics import mean
 from typing import Any, NamedTuple
 
 import bubble_compute_case as compute_case
@@ -31,9 +40,19 @@ import torch
 from bubble_compute_case import outside
 from documents import load_documents
 from harness import Row, run_cases
-from pipeline_sleep_case import QUIET, SEED, SETTINGS, TRANSFER_S, Setting, load_work
+from pipeline_sleep_case import QUIET, SEED, TOWER_SHARE, TRANSFER_S, Setting, load_work
 from ranks import Comparison, Stopwatch, print_choices, run_ranks
-from sleepers import RANKS, WIDTH, OurSleep, Work, chain_modules, durations, message_rows
+from sleepers import (
+    LLM_LAYERS,
+    RANKS,
+    TOWER_LAYERS,
+    WIDTH,
+    OurSleep,
+    Work,
+    chain_modules,
+    durations,
+    message_rows,
+)
 
 from torchmm.balance.planners import PLANNERS
 from torchmm.config import ParallelConfig
@@ -52,6 +71,27 @@ PATIENCE_S = 20
 """How long to wait for other programs to end."""
 GOALS = {"compute": 1.15, "sleep": 1.3}
 """For the speed against the tower in stage 0."""
+NAP_S = {"full": 4e-3, "quick": 2e-3, "tiny": 2e-4}
+"""Forward of an LLM layer."""
+
+
+class Nap(NamedTuple):
+    """A case of sleeping ranks."""
+
+    name: str
+    microbatches: int
+    tower_share: float
+    """Of the time."""
+    frozen: bool
+    virtual: tuple[int, ...]
+    """LLM stages per rank that colocated plans may choose."""
+
+
+NAPS = (
+    Nap("any stages", 8, TOWER_SHARE, False, (1, 2)),
+    Nap("1F1B", 16, 0.35, False, (1,)),
+    Nap("1F1B, frozen tower", 12, 0.25, True, (1,)),
+)
 
 
 class Planned(NamedTuple):
@@ -156,7 +196,11 @@ class PlannedSleep(OurSleep):
         images = self.work.images[index]
         specs = {
             message: (
-                TensorSpec((message_rows(task, graph, images[task.microbatch]), WIDTH), FLOAT),
+                TensorSpec(
+                    (message_rows(task, graph, images[task.microbatch]), WIDTH),
+                    FLOAT,
+                    graph.carries_gradient(message),
+                ),
             )
             for task in graph.tasks()
             for message in graph.outgoing(task)
@@ -166,7 +210,7 @@ class PlannedSleep(OurSleep):
         return plan
 
 
-def played_s(work: Work, choice: Choice) -> float:
+def played_s(work: Work, choice: Choice | Made) -> float:
     """Makespan of all steps, played through."""
     total = 0.0
     for index in range(len(work.images)):
@@ -176,47 +220,92 @@ def played_s(work: Work, choice: Choice) -> float:
     return total
 
 
-def candidates() -> dict[str, list[Choice]]:
-    """By name of the plan."""
-    sizes = list(product((1, 2, 4, 8), (1, 3, 6), (1, 2), (4, 64)))
-    fitting = [(t, s, v, i) for t, s, v, i in sizes if t * s <= 24]
+@dataclass(frozen=True)
+class Made:
+    """A choice with its plans: made once, not by every rank."""
+
+    choice: Choice
+    steps: tuple[Planned, ...]
+
+    @classmethod
+    def of(cls, choice: Choice, work: Work) -> Made:
+        """For all steps."""
+        return cls(choice, tuple(choice.plan(work, i) for i in range(len(work.images))))
+
+    def plan(self, work: Work, index: int) -> Planned:
+        """Of a step."""
+        return self.steps[index]
+
+    def __str__(self) -> str:
+        return str(self.choice)
+
+
+def load_nap(nap: Nap, layer_s: float) -> Work:
+    """The case's first step over the real documents."""
+    every = load_work(Setting(layer_s, nap.microbatches, 1, 1, 0, 1))
+    mean_images = mean(every.images[0])
+    forward = 1 if nap.frozen else 3  # of the LLM's three, in which a forward counts one
+    tower_s = nap.tower_share / (1 - nap.tower_share) * 3 / forward * LLM_LAYERS * layer_s
+    return Work(every.images, layer_s, tower_s / TOWER_LAYERS / mean_images, nap.frozen)
+
+
+def candidates(virtual: Sequence[int] = (1, 2)) -> dict[str, list[Choice]]:
+    """By name of the plan.
+
+    Args:
+        virtual: LLM stages per rank of colocated plans.
+    """
+    fine = product((1, 2), (3, 6), virtual, (4,))
+    coarse = product((1, 2), (1,), virtual, (4, 64))
     return {
-        CHAIN: [Chain(virtual) for virtual in (1, 2, 3)],
-        FRONT: [Front(virtual) for virtual in (1, 2, 4)],
-        COARSE: [Colocated("coarse", *size) for size in fitting if size[1] == 1],
-        FINE: [Colocated("fine", *size) for size in fitting],
+        CHAIN: [Chain(stages) for stages in (1, 2, 3)],
+        FRONT: [Front(stages) for stages in (1, 2)],
+        COARSE: [Colocated("coarse", *size) for size in coarse],
+        FINE: [Colocated("fine", *size) for size in fine],
     }
 
 
-def run_rank(setting: Setting, work: Work, chosen: dict[str, list[Choice]]) -> dict[str, Any]:
+def best_plans(nap: Nap, work: Work) -> dict[str, Made]:
+    """The plans that are the fastest when played through, by name."""
+    best = {}
+    for name, every in candidates(nap.virtual).items():
+        made = [Made.of(choice, work) for choice in every]
+        best[name] = min(made, key=lambda one: played_s(work, one))
+    filled = best[FINE]
+    unfilled = tuple(Planned(graph, outside(order, graph)) for graph, order in filled.steps)
+    return {**best, UNFILLED: Made(Outside(filled.choice), unfilled)}  # type: ignore[arg-type]
+
+
+def run_rank(work: Work, plans: dict[str, Made], runs: int, patience_s: float) -> Comparison:
     """Everything one rank does."""
-    watch = Stopwatch(setting.patience_s, QUIET)
-    programs = [
-        watch.fastest([PlannedSleep(name, work, choice) for choice in tried])
-        for name, tried in chosen.items()
-    ]
-    (filled,) = (program for program in programs if program.name == FINE)
-    programs.append(PlannedSleep(UNFILLED, work, Outside(filled.choice)))  # type: ignore[arg-type]
-    return {
-        "choices": {program.name: str(program.choice) for program in programs},
-        "comparison": watch.compare(programs, len(work.images), setting.runs),
-    }
+    programs = [PlannedSleep(name, work, made) for name, made in plans.items()]
+    return Stopwatch(patience_s, QUIET).compare(programs, len(work.images), runs)
 
 
 def run_sleep(size: str) -> Iterator[list[Row]]:
     """Eight ranks that sleep."""
-    for each in SETTINGS[size]:
-        setting = replace(each, steps=1, patience_s=min(each.patience_s, PATIENCE_S))
-        work = load_work(setting)
-        chosen = {
-            name: sorted(every, key=lambda choice: played_s(work, choice))[: setting.tried]
-            for name, every in candidates().items()
-        }
-        found = run_ranks(run_rank, RANKS, setting, work, chosen)
-        found["images"] = work.images
+    full = size == "full"
+    for nap in NAPS if full else NAPS[-1:]:
+        work = load_nap(nap, NAP_S[size])
+        plans = best_plans(nap, work)
+        comparison = run_ranks(
+            run_rank, RANKS, work, plans, 3 if full else 1, PATIENCE_S if full else 0
+        )
+        found = {"images": work.images, "choices": plans, "comparison": comparison}
         print_choices("sleep", found)
-        case = f"{RANKS} sleeping ranks, {setting.microbatches} microbatches"
-        yield compared(case, found["comparison"], GOALS["sleep"])
+        case = f"{RANKS} sleeping ranks, {nap.microbatches} microbatches, {nap.name}"
+        yield compared(case, comparison, GOALS["sleep"]) + played_rows(case, work, plans)
+
+
+def played_rows(case: str, work: Work, plans: dict[str, Made]) -> list[Row]:
+    """What ratios should be: of makespans played through."""
+    times_s = {name: played_s(work, made) for name, made in plans.items()}
+    return [
+        Row(case, f"ratio when played through, {name}", "x", time_s / times_s[FINE],
+            kind="simulated")
+        for name, time_s in times_s.items()
+        if name != FINE
+    ]  # fmt: skip
 
 
 def run_compute(size: str) -> Iterator[list[Row]]:

@@ -47,6 +47,8 @@ class Work:
     layer_s: float
     image_s: float
     """Forward of one image through a tower layer."""
+    frozen: bool = False
+    """Whether the tower is not trained, so that it has no backward."""
 
     def forward_s(self, tower: int, llm: int, images: int) -> float:
         """Of a number of layers of both modules."""
@@ -149,7 +151,7 @@ class SleepStage(PipelineStage):
     """One of our stages; a microbatch is its number of images."""
 
     def __init__(self, work: Work, tower: int, llm: int) -> None:
-        super().__init__(Sleeper())
+        super().__init__(Sleeper().requires_grad_(not (tower and work.frozen)))
         self.work, self.tower, self.llm = work, tower, llm
 
     def forward(
@@ -239,7 +241,17 @@ def durations(graph: StageGraph, work: Work, index: int) -> Callable[[Action], f
 def chain_modules(work: Work) -> list[ModuleLayers]:
     """Costs of an average microbatch."""
     images = mean(count for step in work.images for count in step)
+    images /= 3 if work.frozen else 1  # of a forward and a backward twice as long, one is left
+    trained = not work.frozen
     return [
-        ModuleLayers("vision", "encoder", (images * work.image_s,) * TOWER_LAYERS, True),
+        ModuleLayers(
+            "vision",
+            "encoder",
+            (images * work.image_s,) * TOWER_LAYERS,
+            True,
+            trainable=(trained,) * TOWER_LAYERS,
+            pre_trainable=trained,
+            post_trainable=trained,
+        ),
         ModuleLayers("llm", "llm", (work.layer_s,) * LLM_LAYERS),
     ]

@@ -18,7 +18,7 @@ def benchmark(monkeypatch):
 
 
 def test_filled_bubbles_shorten_the_step_when_played_through(benchmark):
-    work = benchmark.load_work(benchmark.SETTINGS["tiny"][0])
+    work = benchmark.load_nap(benchmark.NAPS[0], 2e-4)
     choices = {
         "chain": benchmark.Chain(2),
         "coarse": benchmark.Colocated("coarse", 1, 1, 2, 4),
@@ -36,7 +36,7 @@ def test_filled_bubbles_shorten_the_step_when_played_through(benchmark):
 
 
 def test_without_filling_ranks_encode_before_and_behind_the_llm_only(benchmark):
-    work = benchmark.load_work(benchmark.SETTINGS["tiny"][0])
+    work = benchmark.load_nap(benchmark.NAPS[0], 2e-4)
     filled = benchmark.Colocated("fine", 1, 3, 2, 4)
     graph, order = benchmark.Outside(filled).plan(work, 0)
     assert [sorted(row, key=str) for row in order] == [
@@ -49,7 +49,16 @@ def test_without_filling_ranks_encode_before_and_behind_the_llm_only(benchmark):
         assert {a.type.value for a in row[llm[-1] + 1 :]} <= {"B"}
 
 
-def test_every_kind_has_candidates(benchmark):
-    found = benchmark.candidates()
-    assert set(found) == {benchmark.CHAIN, benchmark.FRONT, benchmark.COARSE, benchmark.FINE}
-    assert all(found.values())
+def test_bubbles_of_1f1b_are_worth_filling(benchmark):
+    nap = benchmark.NAPS[-1]
+    assert nap.frozen
+    work = benchmark.load_nap(nap, 4e-3)
+    plans = benchmark.best_plans(nap, work)
+    assert not any(
+        a.type.value == "B" and plans[name].steps[0].graph.layout.stages[a.stage].module == "vision"
+        for name in plans
+        for row in plans[name].steps[0].order
+        for a in row
+    )
+    ratios = [row.ours for row in benchmark.played_rows("", work, plans)]
+    assert len(ratios) == 4 and min(ratios) > 1.05
