@@ -209,10 +209,19 @@ def make_microbatch(
 
 
 ONE_RANK = (
-    CostCase("Llama, text", "llama", microbatches=6),
-    CostCase("SigLIP + Llama", "llama", "siglip"),
-    CostCase("CLIP (frozen) + Qwen2", "qwen2", "clip", freeze=("vision",), tokens=768),
-    CostCase("SigLIP2 + Qwen3, recomputed", "qwen3", "siglip2", recompute="full", tokens=1024),
+    CostCase("Llama, text", "llama", microbatches=4),
+    CostCase("SigLIP + Llama", "llama", "siglip", microbatches=2),
+    CostCase(
+        "CLIP (frozen) + Qwen2", "qwen2", "clip", freeze=("vision",), tokens=768, microbatches=2
+    ),
+    CostCase(
+        "SigLIP2 + Qwen3, recomputed",
+        "qwen3",
+        "siglip2",
+        recompute="full",
+        tokens=1024,
+        microbatches=2,
+    ),
     CostCase(
         "SigLIP + Starcoder2 (frozen), 4 images at once",
         "starcoder2",
@@ -220,9 +229,12 @@ ONE_RANK = (
         {"vision": {"sub_microbatch_images": 4}},
         freeze=("llm",),
         tokens=384,
+        microbatches=3,
     ),
     CostCase("wide Llama, text", "wide llama", tokens=1024, microbatches=2),
-    CostCase("SigLIP2 + Qwen2, selective", "qwen2", "siglip2", recompute="selective"),
+    CostCase(
+        "SigLIP2 + Qwen2, selective", "qwen2", "siglip2", recompute="selective", microbatches=3
+    ),
 )
 TINY = (
     CostCase("tiny", "tiny", tokens=64, microbatches=2),
@@ -230,7 +242,7 @@ TINY = (
 )
 """For tests."""
 TWO_RANKS = (
-    CostCase("Llama, text, 1F1B", "llama", None, {"pipeline": 2}, microbatches=8),
+    CostCase("Llama, text, 1F1B", "llama", None, {"pipeline": 2}, microbatches=6),
     CostCase(
         "SigLIP + Llama, GPipe", "llama", "siglip", {"pipeline": 2, "schedule": "gpipe"}, tokens=384
     ),
@@ -262,14 +274,15 @@ TWO_RANKS = (
         recompute="full",
         tokens=384,
     ),
-    CostCase("SigLIP + Llama, tensor 2", "llama", "siglip", {"tensor": 2}),
+    CostCase("SigLIP + Llama, tensor 2", "llama", "siglip", {"tensor": 2}, microbatches=2),
     CostCase(
         "CLIP + Qwen2, tensor 2, sequence parallel",
         "qwen2",
         "clip",
         {"tensor": 2, "sequence_parallel": True},
+        microbatches=2,
     ),
-    CostCase("SigLIP + Llama, FSDP2 by layer", "llama", "siglip", {"shard": 2}),
+    CostCase("SigLIP + Llama, FSDP2 by layer", "llama", "siglip", {"shard": 2}, microbatches=2),
     CostCase(
         "CLIP (frozen) + wide Llama, FSDP2 by step",
         "wide llama",

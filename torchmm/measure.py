@@ -32,7 +32,7 @@ from torchmm.host_memory import keep_freed_memory
 from torchmm.measure_layers import (
     LayerCase,
     layer_cases,
-    split_layer_seconds,
+    split_layers,
     working_layers,
 )
 from torchmm.measure_network import measure_network
@@ -84,19 +84,26 @@ class Case:
 
 
 def measure(
-    device: torch.device, dtype: torch.dtype, seconds: float, *, quick: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    *,
+    rounds: int = ROUNDS,
+    quick: bool = False,
 ) -> Measurements:
     """Measures operators of all classes; collective, if there is a process group.
 
     Args:
         seconds: about how long it may take.
+        rounds: of everything.
         quick: only small sizes, once: whether it works, not what is true.
     """
+    rounds = 1 if quick else rounds
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if device.type == "cpu":
         keep_freed_memory()  # as training does
     cases = list(_compute_cases(device, dtype, quick))
-    times = _time_all(cases, device, seconds, 1 if quick else ROUNDS)
+    times = _time_all(cases, device, seconds, rounds)
     tiny: dict[Kind, float] = {}
     operators = []
     for case, took in zip(cases, times, strict=True):
@@ -105,20 +112,20 @@ def measure(
         else:
             operators.append(Measured(case.operator, took))
     tiny["norm"] = tiny["elementwise"]  # of which an RMSNorm consists
-    for sent, took in measure_network(device, quick=quick) if ranks > 1 else ():
+    for sent, took in measure_network(device, rounds, quick=quick) if ranks > 1 else ():
         if sent.tiny:
             tiny[sent.operator.kind] = took / float(sent.operator.calls)
         else:
             operators.append(Measured(sent.operator, took))
 
     def best_s(case: LayerCase) -> float:
-        return min(seconds_per_run(case.run, device, 0.1) for _ in range(ROUNDS))
+        return min(seconds_per_run(case.run, device, 0.1) for _ in range(rounds))
 
     layers = [(case.calls, best_s(case)) for case in layer_cases(device, *TINY_LAYER)]
     working = []
     if device.type == "cpu" and dtype == torch.float32:
-        working = working_layers(device, quick=quick)
-    split: dict[str, float] = split_layer_seconds(device, quick=quick) if ranks > 1 else {}
+        working = working_layers(device, rounds, quick=quick)
+    split = split_layers(device, rounds, quick=quick) if ranks > 1 else {}
     return Measurements(operators, tiny, layers, working, split)
 
 
@@ -135,9 +142,12 @@ def machine(device: torch.device) -> str:
 def seconds_per_run(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """Mean time of a run within about `budget_s`, after one that does not count.
 
-    Of a CPU with one thread it is CPU time, in which other programs' turns do not count.
+    Of a CPU with one thread and one rank it is CPU time, in which other programs' turns do not
+    count. Several ranks may fill the machine: then the time that passes counts, as in training, for
+    whatever else runs, such as threads of process groups, takes some of it.
     """
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and not several
     clock = time.process_time if alone else time.perf_counter
     run()
     once = _timed(run, device, clock, 1)

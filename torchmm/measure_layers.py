@@ -3,13 +3,16 @@
 Operators measured alone find their code and the framework's in caches. In a layer every call
 follows another one, with views, modules and autograd's bookkeeping between them. Layers that are
 split over ranks, or whose parameters are, have more of that: DTensors are dispatched in Python, and
-so are FSDP2's hooks. On layers too small to compute anything, the difference is what that takes.
+so are FSDP2's hooks. What such layers take beyond their operators and collectives is that, and
+ranks that wait for each other. On CPUs this is measured on layers that compute: those that do
+nothing, one behind the other, keep Python's code in caches and ranks in step.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from math import ceil
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -19,14 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchmm.balance.calibration import WorkingLayers
+from torchmm.balance.calibration import SplitLayers, WorkingLayers
+from torchmm.balance.cost_model import gather_operators
+from torchmm.balance.devices import Link
 from torchmm.balance.execution import Execution
-from torchmm.balance.operators import Operator
+from torchmm.balance.operators import HOST_KINDS, Operator
 from torchmm.balance.part_operators import Setting, part_operators
 from torchmm.balance.parts import stage_parts
 from torchmm.balance.task_sizes import llm_sizes
-from torchmm.batch import Microbatch, MicrobatchMeta, SampleMeta
+from torchmm.batch import Microbatch, MicrobatchMeta, ModuleDescription, SampleMeta
 from torchmm.config import FreezeConfig, LlmConfig, ModelConfig
+from torchmm.measure_network import world_link
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
@@ -34,14 +40,14 @@ from torchmm.parallel.fsdp import LayerSharding, apply_fsdp
 from torchmm.parallel.tensor import apply_tensor_parallel
 
 DEPTHS = (2, 6)
-Split = Literal["whole", "tensor", "sequence", "shard"]
-"""How layers are on several ranks: on each of them, tensor-parallel without or with sequence
-parallelism, or gathered by FSDP2 layer by layer."""
-SPLITS: tuple[Split, ...] = ("whole", "tensor", "sequence", "shard")
-TINY_TOKENS = 8
-ROUNDS, RUNS = 5, 5
-
-
+Split = Literal["tensor", "sequence", "shard"]
+"""How layers are on several ranks: tensor-parallel without or with sequence parallelism, or
+gathered by FSDP2 layer by layer."""
+SPLITS: tuple[Split, ...] = ("tensor", "sequence", "shard")
+SPLIT_DEPTH, SPLIT_RUNS = 4, 3
+SPLIT_HEADS, SPLIT_TOKENS = 4, 512
+"""At least as many heads, of `HEAD_SIZE`."""
+TINY_HEAD, TINY_TOKENS = 8, 8
 WORKING = ((320, 448), (192, 640))
 """Width and tokens of layers that drive what calls need out of caches, as real ones do."""
 HEAD_SIZE = 64
@@ -67,14 +73,14 @@ class LayerCase(NamedTuple):
         self.forward().backward()
 
 
-def working_layers(device: torch.device, *, quick: bool) -> list[WorkingLayers]:
+def working_layers(device: torch.device, rounds: int, *, quick: bool) -> list[WorkingLayers]:
     """Layers that compute, with the time of their forward and backward. CPUs only, float32.
 
     On several ranks all measure at the same time, and the time that passes counts, as in training:
     threads of the process groups take some of it. On one, other programs do, and CPU time counts.
 
     Args:
-        quick: smaller, once.
+        quick: smaller.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
     clock = time.perf_counter if several else time.process_time
@@ -83,13 +89,13 @@ def working_layers(device: torch.device, *, quick: bool) -> list[WorkingLayers]:
         for width, tokens in WORKING
         for depth in DEPTHS[: 1 if quick else None]
     ]
-    rounds = []
-    for _ in range(1 if quick else ROUNDS):
+    measured = []
+    for _ in range(rounds):
         if several:
             dist.barrier()
-        rounds.append([_forward_and_backward(case, clock) for case in cases])
+        measured.append([_forward_and_backward(case, clock) for case in cases])
     found = []
-    for case, *times in zip(cases, *rounds, strict=True):
+    for case, *times in zip(cases, *measured, strict=True):
         forward_s, backward_s = (median(own) for own in zip(*times, strict=True))
         operators = case.forward_operators, case.backward_operators
         found.append(WorkingLayers(*operators, forward_s, backward_s))
@@ -120,27 +126,27 @@ def layer_cases(device: torch.device, width: int, tokens: int) -> list[LayerCase
     return [_case(device, width, tokens, depth) for depth in DEPTHS]
 
 
-def split_layer_seconds(device: torch.device, *, quick: bool) -> dict[str, float]:
-    """Seconds of a tiny layer's forward and backward, by how it is split over all ranks.
+def split_layers(device: torch.device, rounds: int, *, quick: bool) -> dict[str, SplitLayers]:
+    """Layers split over all ranks, with the time of forward and backward; collective.
 
-    Collective. What does not depend on the number of layers cancels: models of two depths differ
-    by layers alone.
+    On CPUs they compute as real ones do: Python's code for DTensors and FSDP2 is driven out of
+    caches then, and ranks wait for each other. Elsewhere they are too small for anything but
+    queueing.
 
     Args:
-        quick: once only.
+        quick: too small to compute anything.
     """
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks,))
-    runs = {
-        split: [_split_run(device, 8 * ranks, ranks, depth, split, mesh) for depth in DEPTHS]
-        for split in SPLITS
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    link, tiny = world_link(), quick or device.type != "cpu"
+    cases = {split: _split_case(device, split, mesh, link, tiny=tiny) for split in SPLITS}
+    times: dict[Split, list[float]] = {split: [] for split in SPLITS}
+    for _ in range(rounds):
+        for split, (_, run) in cases.items():
+            times[split].append(_seconds(run, device))
+    return {
+        split: SplitLayers(operators, median(times[split]))
+        for split, (operators, _) in cases.items()
     }
-    found: dict[str, list[float]] = {split: [] for split in SPLITS}
-    for _ in range(1 if quick else ROUNDS):
-        for split, (few, many) in runs.items():
-            longer_s = _seconds(many, device) - _seconds(few, device)
-            found[split].append(longer_s / (DEPTHS[1] - DEPTHS[0]))
-    return {split: median(times) for split, times in found.items()}
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:
@@ -148,11 +154,11 @@ def _seconds(run: Callable[[], None], device: torch.device) -> float:
     run()
     dist.barrier()
     begin_s = time.perf_counter()
-    for _ in range(RUNS):
+    for _ in range(SPLIT_RUNS):
         run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin_s) / RUNS
+    return (time.perf_counter() - begin_s) / SPLIT_RUNS
 
 
 def _build(width: int, heads: int, depth: int) -> MultimodalModel:
@@ -171,18 +177,36 @@ def _microbatch(tokens: int, device: torch.device) -> Microbatch:
     return Microbatch(ids, ids, torch.arange(tokens), [0, tokens], {}, meta).to(device)
 
 
-def _split_run(
-    device: torch.device, width: int, heads: int, depth: int, split: Split, mesh: DeviceMesh
-) -> Callable[[], None]:
-    """Forward and backward of a tiny model; gradients stay where they are."""
-    model = _build(width, heads, depth)
-    if split in ("tensor", "sequence"):
-        apply_tensor_parallel(model.llm, mesh, split == "sequence")
-    elif split == "shard":
+def _split_case(
+    device: torch.device, split: Split, mesh: DeviceMesh, link: Link, *, tiny: bool
+) -> tuple[list[Operator], Callable[[], None]]:
+    """A model's operators on a rank, and its forward and backward; gradients stay where they are.
+
+    Args:
+        link: between all ranks.
+        tiny: whether it is too small to compute anything.
+    """
+    ranks = mesh.size()
+    heads = ranks * ceil(SPLIT_HEADS / ranks)
+    tokens, width = (TINY_TOKENS, TINY_HEAD) if tiny else (SPLIT_TOKENS, HEAD_SIZE)
+    model = _build(width * heads, heads, SPLIT_DEPTH)
+    shards = ranks if split == "shard" else 1
+    execution = Execution(
+        tensor=ranks // shards, sequence_parallel=split == "sequence", shard=shards
+    )
+    microbatch = _microbatch(tokens, device)
+    setting = Setting(execution, 4, link, segment_calls=device.type == "cpu")
+    module = model.llm.describe()
+    forward, backward = _operators(module, microbatch.meta, setting)
+    calls = sum(float(np.sum(o.calls)) for o in forward if o.kind not in HOST_KINDS)
+    operators = [*forward, Operator("forward_call", calls=calls), *backward]
+    if split == "shard":  # gathered for both
+        operators += 2 * gather_operators(module, 0, SPLIT_DEPTH, execution, 4, link)
         apply_fsdp(model.llm, mesh, torch.float32)
+    else:
+        apply_tensor_parallel(model.llm, mesh, execution.sequence_parallel)
     materialize(model, device)
     init_weights(model, seed=0)
-    microbatch = _microbatch(TINY_TOKENS, device)
     sharding = LayerSharding(model.llm) if split == "shard" else None
 
     def run() -> None:
@@ -193,7 +217,21 @@ def _split_run(
             sharding.before_backward()
         loss.backward()
 
-    return run
+    return operators, run
+
+
+def _operators(
+    module: ModuleDescription, meta: MicrobatchMeta, setting: Setting
+) -> tuple[list[Operator], list[Operator]]:
+    """Of a whole model's forward, and of its backward."""
+    sizes = llm_sizes([meta], [meta.tokens], padding=True)
+    forward: list[Operator] = []
+    backward: list[Operator] = []
+    for part in stage_parts(module, 0, len(module.layers)):
+        passes = part_operators(module, part, sizes, setting)
+        forward += passes.forward * part.count
+        backward += [*passes.inputs, *passes.weights] * part.count
+    return forward, backward
 
 
 def _case(device: torch.device, width: int, tokens: int, depth: int, heads: int = 2) -> LayerCase:
@@ -201,12 +239,5 @@ def _case(device: torch.device, width: int, tokens: int, depth: int, heads: int 
     materialize(model, device)
     init_weights(model, seed=0)
     microbatch = _microbatch(tokens, device)
-    module = model.llm.describe()
-    sizes = llm_sizes([microbatch.meta], [tokens], padding=True)
-    forward: list[Operator] = []
-    backward: list[Operator] = []
-    for part in stage_parts(module, 0, depth):
-        passes = part_operators(module, part, sizes, Setting(Execution(), 4))
-        forward += passes.forward * part.count
-        backward += [*passes.inputs, *passes.weights] * part.count
-    return LayerCase(forward, backward, lambda: model(microbatch))
+    operators = _operators(model.llm.describe(), microbatch.meta, Setting(Execution(), 4))
+    return LayerCase(*operators, lambda: model(microbatch))

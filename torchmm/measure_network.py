@@ -21,11 +21,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor
 
-from torchmm.balance.operators import Operator
+from torchmm.balance.devices import Link
+from torchmm.balance.operators import Kind, Operator
 from torchmm.balance.part_operators import all_reduce_bytes
 
-ROUNDS = 7
-RUNS = 5
+RUNS = 7
 """Of each collective, in each round."""
 ELEMENTS = (1, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 22)
 """Of each rank's share; the first is the overhead of a call."""
@@ -43,18 +43,26 @@ class NetworkCase(NamedTuple):
     tiny: bool
 
 
-def measure_network(device: torch.device, *, quick: bool) -> list[tuple[NetworkCase, float]]:
+def measure_network(
+    device: torch.device, rounds: int, *, quick: bool
+) -> list[tuple[NetworkCase, float]]:
     """Seconds of every collective and message, the mean over ranks; collective.
 
     Args:
-        quick: few and small, once.
+        quick: few and small.
     """
     cases = list(_cases(device, quick))
-    repeats = 1 if quick else ROUNDS
-    rounds = [[_seconds(case, device) for case in cases] for _ in range(repeats)]
-    found_C = torch.tensor([median(times) for times in zip(*rounds, strict=True)]).to(device)
+    found = [[_seconds(case, device) for case in cases] for _ in range(rounds)]
+    found_C = torch.tensor([median(times) for times in zip(*found, strict=True)]).to(device)
     dist.all_reduce(found_C)
     return list(zip(cases, (found_C / dist.get_world_size()).tolist(), strict=True))
+
+
+def world_link() -> Link:
+    """What connects all ranks; collective."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return "node" if len(set(hosts)) == 1 else "network"
 
 
 def _seconds(case: NetworkCase, device: torch.device) -> float:
@@ -84,9 +92,7 @@ def _cases(device: torch.device, quick: bool) -> Iterator[NetworkCase]:
     """Collectives over all ranks, and a message there and back between the first two."""
     ranks, rank, world = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     assert world is not None
-    hosts: list[Any] = [None] * ranks
-    dist.all_gather_object(hosts, socket.gethostname())
-    link = "node" if len(set(hosts)) == 1 else "network"
+    link = world_link()
     for elements in ELEMENTS[: 3 if quick else None]:
         whole = torch.ones(elements * ranks, device=device)
         share = torch.ones(elements, device=device)
@@ -109,11 +115,12 @@ def _cases(device: torch.device, quick: bool) -> Iterator[NetworkCase]:
                 (dist.send if rank == 0 else dist.recv)(whole, 1 - rank)
                 (dist.recv if rank == 0 else dist.send)(whole, 1 - rank)
 
-        for kind, bytes_, calls, run, buffer in (
+        runs: list[tuple[Kind, float, float, Callable[[], object], Tensor]] = [
             ("all_gather", sent, 1.0, gather, share),
             ("reduce_scatter", sent, 1.0, scatter, whole),
             ("all_reduce", all_reduce_bytes(nbytes, ranks), 1.0, reduce, whole),
             ("p2p", 2 * nbytes, 2.0, message, whole),
-        ):
-            operator = Operator(kind, network_bytes=bytes_, calls=calls, link=link)  # type: ignore[arg-type]
+        ]
+        for kind, bytes_, calls, run, buffer in runs:
+            operator = Operator(kind, network_bytes=bytes_, calls=calls, link=link)
             yield NetworkCase(operator, run, buffer, elements == 1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, floor, log, log10
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from torchmm.balance.operators import (
     Kind,
     Operator,
     Profile,
+    Work,
     main_quantity,
     operator_ms,
 )
@@ -60,6 +61,15 @@ class WorkingLayers(NamedTuple):
     backward_s: float
 
 
+class SplitLayers(NamedTuple):
+    """Layers on several ranks, and how long forward and backward take; on devices that only queue
+    work, layers too small to compute anything."""
+
+    operators: Sequence[Operator]
+    """Of a rank, collectives and what Python does beside them included."""
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Measurements:
     """What was measured on one device.
@@ -70,15 +80,14 @@ class Measurements:
         layers: (calls, seconds) of forward and backward of whole layers that are all overhead.
         working: of layers that do something: what is left of their time is the overhead of calls
             whose code other calls have driven out of caches.
-        split: seconds of forward and backward of a layer that is all overhead, by how it is on
-            several ranks: "whole", "tensor", "sequence" or "shard"; empty: one rank.
+        split: by how layers are on several ranks ("tensor", "sequence", "shard"); empty: one rank.
     """
 
     operators: Sequence[Measured]
     tiny: Mapping[Kind, float] = field(default_factory=dict)
     layers: Sequence[tuple[float, float]] = ()
     working: Sequence[WorkingLayers] = ()
-    split: Mapping[str, float] = field(default_factory=dict)
+    split: Mapping[str, SplitLayers] = field(default_factory=dict)
 
 
 def fit_profile(
@@ -126,29 +135,31 @@ def fit_profile(
                 call_us["forward_call"] = max(0.0, forward_us - per_call_us)
             call_us |= {k: per_call_us for k in KINDS if k not in NETWORK_KINDS}
     if found.split:
-        call_us |= _host_us(found.split, call_us)
+        whole = Profile(device, curves, call_us, launch_us)
+        call_us |= _host_us(found.split, whole, dtype)
     return Profile(device, curves, call_us, launch_us, {}, measured_on)
 
 
-LINEARS, EXCHANGES, GATHERS = 14, 8, 2
-"""Of the measured layer, a Llama's, in forward and backward: linears of DTensors, collectives of
-slices (without them, half as many sums), gathers of FSDP2."""
+SPLIT_KINDS: dict[str, Kind] = {
+    "tensor": "tensor_linear",
+    "sequence": "sequence_exchange",
+    "shard": "shard_unit",
+}
+"""By how layers are split: what Python takes for it, in the order in which it is found."""
 
 
-def _host_us(split: Mapping[str, float], call_us: Mapping[Kind, float]) -> dict[Kind, float]:
-    """What Python takes beyond collectives, which are measured by themselves, and copies."""
-    whole_us, tensor_us, sequence_us, shard_us = (
-        split[name] * 1e6 for name in ("whole", "tensor", "sequence", "shard")
-    )
-    exchanges_us = EXCHANGES / 2 * (call_us["all_gather"] + call_us["reduce_scatter"])
-    sums_us = EXCHANGES / 2 * call_us["all_reduce"]
-    exchanges_us += EXCHANGES * call_us["copy"]
-    gathers_us = GATHERS * (call_us["all_gather"] + 2 * call_us["copy"])
-    return {
-        "tensor_linear": max(0.0, tensor_us - whole_us - sums_us) / LINEARS,
-        "sequence_exchange": max(0.0, sequence_us - tensor_us - exchanges_us + sums_us) / EXCHANGES,
-        "shard_unit": max(0.0, shard_us - whole_us - gathers_us) / GATHERS,
-    }
+def _host_us(split: Mapping[str, SplitLayers], profile: Profile, dtype: str) -> dict[Kind, float]:
+    """What layers of several ranks take beyond their operators and collectives, by call."""
+    calls_us = {**profile.call_us, **dict.fromkeys(SPLIT_KINDS.values(), 0.0)}
+    for name, kind in SPLIT_KINDS.items():
+        operators, seconds = split[name]
+        work = Work.of(operators, replace(profile, call_us=calls_us), dtype, 1)
+        # Where the host only queues work, layers were too small for anything but queueing.
+        known_ms = work.compute_ms + work.network_ms
+        known_ms = work.host_ms if profile.device.asynchronous else known_ms
+        calls = sum(float(np.sum(o.calls)) for o in operators if o.kind == kind)
+        calls_us[kind] = max(0.0, 1e6 * seconds - 1e3 * float(known_ms[0])) / calls
+    return {kind: calls_us[kind] for kind in SPLIT_KINDS.values()}
 
 
 def _rest_us(operators: Sequence[Operator], seconds: float, profile: Profile, dtype: str) -> float:
@@ -157,31 +168,27 @@ def _rest_us(operators: Sequence[Operator], seconds: float, profile: Profile, dt
     return (seconds - work_s) / sum(float(np.sum(o.calls)) for o in operators) * 1e6
 
 
-def mean_measurements(first: Measurements, second: Measurements) -> Measurements:
-    """Of the same things, measured at two times: for devices whose speed changes."""
-
-    def mean(a: float, b: float) -> float:
-        return (a + b) / 2
-
-    pairs = zip(first.working, second.working, strict=True)
+def mean_measurements(*found: Measurements) -> Measurements:
+    """Of the same things, measured at several times: for devices whose speed changes."""
+    first = found[0]
+    operators = zip(*(own.operators for own in found), strict=True)
+    layers = zip(*(own.layers for own in found), strict=True)
+    working = zip(*(own.working for own in found), strict=True)
     return Measurements(
+        [Measured(same[0].operator, mean(m.seconds for m in same)) for same in operators],
+        {kind: mean(own.tiny[kind] for own in found) for kind in first.tiny},
+        [(same[0][0], mean(seconds for _, seconds in same)) for same in layers],
         [
-            Measured(a.operator, mean(a.seconds, b.seconds))
-            for a, b in zip(first.operators, second.operators, strict=True)
-        ],
-        {kind: mean(seconds, second.tiny[kind]) for kind, seconds in first.tiny.items()},
-        [
-            (calls, mean(a, b))
-            for (calls, a), (_, b) in zip(first.layers, second.layers, strict=True)
-        ],
-        [
-            a._replace(
-                forward_s=mean(a.forward_s, b.forward_s),
-                backward_s=mean(a.backward_s, b.backward_s),
+            same[0]._replace(
+                forward_s=mean(w.forward_s for w in same),
+                backward_s=mean(w.backward_s for w in same),
             )
-            for a, b in pairs
+            for same in working
         ],
-        {name: mean(seconds, second.split[name]) for name, seconds in first.split.items()},
+        {
+            name: own._replace(seconds=mean(other.split[name].seconds for other in found))
+            for name, own in first.split.items()
+        },
     )
 
 

@@ -96,6 +96,31 @@ class StageCosts(NamedTuple):
         return self._replace(forward=longer(self.forward, gather_ms), backward=backward)
 
 
+def gather_operators(
+    module: ModuleDescription,
+    start: int,
+    stop: int,
+    execution: Execution,
+    element_bytes: int,
+    link: Link,
+) -> list[Operator]:
+    """Of gathering the parameters of layers [start, stop) and of what stands around them.
+
+    Args:
+        link: between the shards' ranks.
+    """
+    count = stage_parameters(module, start, stop, execution.tensor).all
+    calls = stop - start + 1
+    sent = count * element_bytes * (execution.shard - 1) / execution.shard
+    # Casting the shard, and copies into and out of the collective's buffer.
+    copied = count * (4 / execution.shard + 3 * element_bytes)
+    return [
+        Operator("copy", memory_bytes=copied, calls=2 * calls),
+        Operator("all_gather", network_bytes=sent, calls=calls, link=link),
+        Operator("shard_unit", calls=calls),
+    ]
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Costs of modules on a device.
@@ -262,17 +287,9 @@ class CostModel:
     def gather_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
         """Gathering a stage's parameters in the compute dtype from all shards (UNSHARD)."""
         execution = self.execution_of(module)
-        count = stage_parameters(module, start, stop, execution.tensor).all
-        calls = stop - start + 1
-        whole = count * self.element_bytes
-        sent = whole * (execution.shard - 1) / execution.shard
         link = self._link(execution.tensor * execution.shard)
-        # Casting the shard, and copies into and out of the collective's buffer.
-        copied = count * (4 / execution.shard + 3 * self.element_bytes)
         return self._sum_ms(
-            Operator("copy", memory_bytes=copied, calls=2 * calls),
-            Operator("all_gather", network_bytes=sent, calls=calls, link=link),
-            host_units=calls,
+            *gather_operators(module, start, stop, execution, self.element_bytes, link)
         )
 
     def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
@@ -291,7 +308,7 @@ class CostModel:
             Operator("copy", memory_bytes=3 * whole, calls=calls),
             Operator("reduce_scatter", network_bytes=scattered, calls=calls, link=inner),
             Operator("all_reduce", network_bytes=summed, calls=calls, link=outer),
-            host_units=calls,
+            Operator("shard_unit", calls=calls),
         )
 
     def update_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
@@ -334,14 +351,13 @@ class CostModel:
             Operator("elementwise", memory_bytes=3 * whole),
         )
 
-    def _sum_ms(self, *operators: Operator, host_units: int = 0) -> float:
-        """Time of operators; collectives without anything to send are not made.
-
-        Args:
-            host_units: units of FSDP2 that they belong to.
-        """
-        made = [o for o in operators if np.any(o.network_bytes) or np.any(o.memory_bytes)]
-        made += [Operator("shard_unit", calls=host_units)] if host_units else []
+    def _sum_ms(self, *operators: Operator) -> float:
+        """Time of operators; collectives without anything to send are not made."""
+        made = [
+            o
+            for o in operators
+            if o.kind in HOST_KINDS or np.any(o.network_bytes) or np.any(o.memory_bytes)
+        ]
         return sum(float(operator_ms(o, self.profile, self.dtype)) for o in made)
 
     def static_bytes(

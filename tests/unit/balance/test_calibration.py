@@ -13,6 +13,7 @@ from torchmm.balance.calibration import (
     Measurements,
     Observed,
     RecordedStep,
+    SplitLayers,
     WorkingLayers,
     fit_profile,
     learn,
@@ -20,7 +21,7 @@ from torchmm.balance.calibration import (
     observe,
 )
 from torchmm.balance.cost_model import CostModel
-from torchmm.balance.operators import KINDS, Curve, Operator, Profile, operator_ms
+from torchmm.balance.operators import KINDS, Curve, Operator, Profile, Work, operator_ms
 from torchmm.balance.profiles import load_profile
 from torchmm.pipelining.plan import ActionRecord
 from torchmm.pipelining.records import StepContent
@@ -113,12 +114,12 @@ def test_layers_that_work_tell_what_calls_cost_among_others() -> None:
     assert profile.call_us["forward_call"] == 0
 
 
-def test_measurements_of_two_times_count_by_their_mean() -> None:
+def test_measurements_of_several_times_count_by_their_mean() -> None:
     first = replace(
         measurements(),
         layers=[(100.0, 2e-3)],
         working=[WorkingLayers([], [], 1.0, 3.0)],
-        split={"whole": 1.0},
+        split={"tensor": SplitLayers([], 1.0)},
     )
     second = replace(
         measurements(),
@@ -126,31 +127,48 @@ def test_measurements_of_two_times_count_by_their_mean() -> None:
         tiny=dict.fromkeys(KINDS, 15e-6),
         layers=[(100.0, 4e-3)],
         working=[WorkingLayers([], [], 3.0, 5.0)],
-        split={"whole": 2.0},
+        split={"tensor": SplitLayers([], 2.0)},
     )
-    both = mean_measurements(first, second)
-    for own, mean in zip(first.operators, both.operators, strict=True):
+    assert mean_measurements(first) == replace(first, operators=list(first.operators))
+    every = mean_measurements(first, second, second, first)
+    for own, mean in zip(first.operators, every.operators, strict=True):
         assert mean == (own.operator, pytest.approx(2 * own.seconds))
-    assert both.tiny["copy"] == pytest.approx(10e-6) and both.split == {"whole": 1.5}
-    assert both.layers == [(100.0, pytest.approx(3e-3))]
-    assert both.working == [WorkingLayers([], [], 2.0, 4.0)]
+    assert every.tiny["copy"] == pytest.approx(10e-6)
+    assert every.split == {"tensor": SplitLayers([], 1.5)}
+    assert every.layers == [(100.0, pytest.approx(3e-3))]
+    assert every.working == [WorkingLayers([], [], 2.0, 4.0)]
 
 
-def test_what_python_takes_is_what_collectives_and_whole_layers_do_not() -> None:
-    calls_us = {"all_reduce": 100.0, "all_gather": 200.0, "reduce_scatter": 300.0, "copy": 10.0}
-    whole_s = 1e-3
-    split = {
-        "whole": whole_s,
-        "tensor": whole_s + (14 * 50 + 4 * 100) * 1e-6,
-        "sequence": whole_s + (14 * 50 + 8 * 30 + 4 * (200 + 300) + 8 * 10) * 1e-6,
-        "shard": whole_s + (2 * 400 + 2 * (200 + 2 * 10)) * 1e-6,
-    }
-    tiny = {**dict.fromkeys(KINDS, 5e-6), **{kind: us * 1e-6 for kind, us in calls_us.items()}}
-    found = replace(measurements(), tiny=tiny, split=split)
-    profile = fit_profile(found, CPU, "float32", "", own_peaks=True)
-    assert profile.call_us["tensor_linear"] == pytest.approx(50)
-    assert profile.call_us["sequence_exchange"] == pytest.approx(30)
-    assert profile.call_us["shard_unit"] == pytest.approx(400)
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_what_python_takes_is_what_operators_and_collectives_do_not(device: str) -> None:
+    base = load_profile(device)
+    found = replace(measurements(), layers=[(100.0, 2e-3)])
+    plain = fit_profile(found, base, "float32", "", own_peaks=device == "cpu")
+    host_us = {"tensor_linear": 50.0, "sequence_exchange": 30.0, "shard_unit": 400.0}
+    truth = replace(plain, call_us={**plain.call_us, **host_us})  # type: ignore[dict-item]
+    product = timed("matmul", 1e7).operator
+    linears = Operator("tensor_linear", calls=14)
+    operators = {
+        "tensor": [product, linears, Operator("all_reduce", network_bytes=1e6, calls=4)],
+        "sequence": [product, linears, Operator("sequence_exchange", calls=8)],
+        "shard": [
+            product, Operator("all_gather", network_bytes=1e6), Operator("shard_unit", calls=2)
+        ],
+    }  # fmt: skip
+    split = {}
+    for name, own in operators.items():
+        work = Work.of(own, truth, "float32", 1)
+        both_ms = work.compute_ms + work.network_ms
+        seconds = float((both_ms if device == "cpu" else work.host_ms)[0]) / 1e3
+        split[name] = SplitLayers(own, seconds)
+    profile = fit_profile(
+        replace(found, split=split), base, "float32", "", own_peaks=device == "cpu"
+    )
+    for kind, us in host_us.items():
+        assert profile.call_us[kind] == pytest.approx(us)  # type: ignore[index]
+    faster = {name: own._replace(seconds=1e-9) for name, own in split.items()}
+    profile = fit_profile(replace(found, split=faster), base, "float32", "", own_peaks=False)
+    assert all(profile.call_us[kind] == 0 for kind in host_us)  # type: ignore[index]
 
 
 def test_sizes_near_each_other_count_by_their_median() -> None:
