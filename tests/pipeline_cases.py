@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from random_orders import random_order
+from shared_reference import on_first_rank
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -301,7 +302,9 @@ class CaseRun:
         targets = sum(m.target_count for microbatches in every for m in microbatches)
         self.model.zero_grad()
         result = self.runtime.step(plan, batch, loss_scale=size / targets)
-        losses = reference_losses(self.whole, every, targets)
+        of_one = self.case.dtype == torch.float32  # otherwise in FSDP2 units of every rank's own
+        compute = shared_losses if of_one else reference_losses
+        losses = compute(self.whole, every, targets)
         wanted = losses[self.mesh.data_parallel_rank]
         errors = {f"loss {i}": abs(x.item() / wanted[i] - 1) for i, x in result.losses.items()}
         errors |= gradient_errors(self.model, self.whole)
@@ -345,6 +348,21 @@ def reference_losses(
             loss = model(microbatch)
             losses[-1].append(loss.item())
             (loss / targets).backward()
+    return losses
+
+
+def shared_losses(
+    model: MultimodalModel, every: Sequence[Sequence[Microbatch]], targets: int
+) -> list[list[float]]:
+    """`reference_losses`, and the gradients it leaves in the model, of rank 0 on every rank."""
+
+    def compute() -> tuple[list[list[float]], dict[str, Tensor | None]]:
+        losses = reference_losses(model, every, targets)
+        return losses, {name: p.grad for name, p in model.named_parameters()}
+
+    losses, gradients = on_first_rank(compute)
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name]
     return losses
 
 

@@ -9,7 +9,7 @@ import random
 
 import pytest
 from launch import run_distributed
-from pipeline_cases import gradient_errors, reference_losses
+from pipeline_cases import gradient_errors, shared_losses
 from searched_cases import CPU, batch_of, build_searched
 from tuned_limits import half_way
 
@@ -52,7 +52,7 @@ def compare(layout: dict[str, int]) -> tuple[list[str], int, int]:
         outcome = of.step.run(share, targets)
         tuned += bool(outcome.plan.recompute)
         loss = of.mesh.sum_over_data([outcome.loss.item() * of.mesh.pipeline_size])[0]
-        wanted = sum(reference_losses(of.alone, [batch], targets)[0]) / targets
+        wanted = sum(shared_losses(of.alone, [batch], targets)[0]) / targets
         if abs(loss / wanted - 1) > 1e-5:
             problems.append(f"batch {seed}: loss {loss}, expected {wanted}")
         errors = gradient_errors(of.model, of.alone)

@@ -12,7 +12,7 @@ import torch
 from allocations import CountPeak, held_in_a_step
 from launch import run_distributed
 from microbatches import MODEL, random_microbatch
-from pipeline_cases import gradient_errors, reference_losses
+from pipeline_cases import gradient_errors, shared_losses
 from tuned_limits import half_way
 
 from torchmm.batch import Microbatch
@@ -102,7 +102,7 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
         chosen = [mode for modes in outcome.plan.recompute.values() for mode in modes]
         recomputed.append(len(chosen) - chosen.count("none"))
         whole = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
-        wanted = sum(reference_losses(alone, [batch], targets)[0]) / targets
+        wanted = sum(shared_losses(alone, [batch], targets)[0]) / targets
         if abs(whole / wanted - 1) > 1e-5:
             problems.append(f"batch {seed}: loss {whole}, expected {wanted}")
         errors = gradient_errors(model, alone)
