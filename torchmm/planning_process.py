@@ -78,6 +78,8 @@ class PlanningSetup:
         sizes: of messages, by module.
         dtype: in which modules compute.
         tuning: how plans choose what layers recompute; None: they do not.
+        planners: processes like this one on the machine: together they search on at most half of
+            its cores.
     """
 
     layout: StageLayout
@@ -87,6 +89,12 @@ class PlanningSetup:
     sizes: Mapping[str, MessageSizes] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     tuning: LayerTuning | None = None
+    planners: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Threads that search."""
+        return min(self.config.search.workers, max(1, (os.cpu_count() or 1) // 2 // self.planners))
 
     @property
     def kinds(self) -> list[Kind]:
@@ -271,7 +279,7 @@ def plan_request(
         Budget(section.evaluations, seconds),
         strategy=section.strategy,
         seed=section.seed,
-        workers=section.workers,
+        workers=setup.workers,
         bound_ms=lower_bound_ms(planning.step.dispatcher),
         on_round=planning.on_round,
     )

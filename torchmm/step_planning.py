@@ -19,9 +19,10 @@ cores as there are ranks, and budgets in evaluations, which nobody can know.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -131,9 +132,9 @@ class StepPlanner:
         self._spans_s: list[float] = []
         self._background = self._config.search.background and not deterministic
         if self._background:
-            self._group, self._leader = _pipeline_group(mesh)
+            self._group, self._leader, planners = _pipeline_group(mesh)
             if mesh.rank == self._leader:
-                self._process = start(self._setup)
+                self._process = start(replace(self._setup, planners=planners))
 
     def begin(self, step: int, metas: Callable[[], Metas | None]) -> None:
         """Takes the plan of the step that begins now, and lets the one behind it be planned.
@@ -299,13 +300,17 @@ def _measured_ms(
     return list(found.values())
 
 
-def _pipeline_group(mesh: ParallelMesh) -> tuple[dist.ProcessGroup, int]:
-    """The ranks that work on the same samples, on the CPU, and the first of them; collective."""
+def _pipeline_group(mesh: ParallelMesh) -> tuple[dist.ProcessGroup, int, int]:
+    """The ranks that work on the same samples, on the CPU, the first of them, and how many of such
+    first ranks this machine has; collective."""
     ranks = mesh.mesh.mesh  # pipeline, replicate, shard, tensor
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))  # torchrun's
     own: tuple[dist.ProcessGroup, int] | None = None
+    leaders = 0
     for members in ranks.permute(1, 2, 0, 3).flatten(2, 3).flatten(0, 1).tolist():
         group = dist.new_group(members, backend="gloo")
+        leaders += members[0] // here == mesh.rank // here
         if mesh.rank in members:
             own = group, members[0]
     assert own is not None
-    return own
+    return *own, leaders

@@ -163,6 +163,8 @@ def problems_of_leader(run: Run) -> list[str]:
     wrong, lines = [], run.log.lines
     if len(lines) != 4 or not all(t in line for t, line in zip(TOLD, lines, strict=True)):
         wrong.append(f"told {lines}")
+    if run.made[0].setup.planners != 2:
+        wrong.append("two pipelines have not shared the machine's cores")
     if len(run.made) != 1 or not run.made[0].closed:
         wrong.append(f"{len(run.made)} processes, or not closed")
     seconds = [request.seconds for request in run.made[0].requests]
