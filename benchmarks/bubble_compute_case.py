@@ -175,21 +175,14 @@ def _unfilled(plan: PipelinePlan) -> PipelinePlan:
     return lowered
 
 
-def rates_of(costs: Costs, choice: Choice) -> dict[Kind, float]:
-    """Measured seconds per FLOP with sub-microbatches of that size, or the largest measured."""
-    speed = costs.seconds.get(choice.images, costs.seconds[max(costs.seconds)])
-    return {(module, kind): seconds for module, seconds in speed.items() for kind in COMPUTE}
-
-
 def played_s(costs: Costs, choice: Beside | Front) -> float:
     """Makespan of all steps, played through."""
-    rates, total = rates_of(costs, choice), 0.0
-    speed = costs.seconds.get(choice.images, costs.seconds[max(costs.seconds)])
+    rates, total = costs.rates(choice), 0.0
     layout = plan_layout(choice.config(), costs.descriptions, costs.metas)
     for index in range(len(costs.steps)):
         graph, flops = costs.graph_of(layout, index, choice.parts)
         graph, order = choice.played(graph, rates, flops)
-        records = uniform_timeline(order, graph, costs.seconds_of(layout, flops, speed))
+        records = uniform_timeline(order, graph, costs.seconds_of(layout, flops, rates))
         total += max(record.end_ms for record in records)
     return total
 
@@ -225,7 +218,7 @@ def run_rank(setting: Setting, names: tuple[str, str, str]) -> dict[str, Any]:
     costs = Costs(descriptions, timed, watch)
 
     def make(name: str, choice: Choice, fills: bool = True) -> Program:
-        return Program(name, model, steps, choice, mesh, rates_of(costs, choice), fills)
+        return Program(name, model, steps, choice, mesh, costs.rates(choice), fills)
 
     best = {}
     for name, (kind, every) in zip((filled, front), candidates(setting).items(), strict=True):

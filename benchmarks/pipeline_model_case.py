@@ -21,13 +21,14 @@ from pipeline_model import Size, load_steps, stages_of_rank
 from ranks import Comparison, Program, Stopwatch
 from stock_pipeline import Split, StockProgram
 
+from torchmm.balance.drift import Kind
 from torchmm.balance.layer_costs import module_layers, task_durations
 from torchmm.batch import Microbatch, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipeline import Pipeline
-from torchmm.pipelining.actions import COMPUTE, Action
+from torchmm.pipelining.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.classic import interleaved_1f1b
 from torchmm.pipelining.graph import StageGraph, StageLayout
 from torchmm.pipelining.layouts import Cut, ModuleLayers, build_layout
@@ -67,29 +68,17 @@ SETTINGS = {
     "full": [Setting(Size(12, 32, 96, 96)), Setting(Size(12, 30, 96, 64))],
     "quick": [
         Setting(
-            Size(4, 10, 96, 96),
-            microbatches=6,
-            steps=1,
-            runs=2,
-            patience_s=0,
-            tried=1,
-            turns=1,
+            Size(4, 10, 96, 96), microbatches=6, steps=1, runs=2, patience_s=0, tried=1, turns=1,
             images=(4,),
         )
     ],
     "tiny": [
         Setting(
-            Size(2, 2, 32, 32),
-            microbatches=4,
-            steps=1,
-            runs=1,
-            patience_s=0,
-            tried=1,
-            turns=1,
+            Size(2, 2, 32, 32), microbatches=4, steps=1, runs=1, patience_s=0, tried=1, turns=1,
             images=(4,),
         )
     ],
-}
+}  # fmt: skip
 """Proportions of SmolVLM-500M and SmolVLM-256M; a third of the former's layers; for tests."""
 PLAYED = 200
 """Splits of each kind that are played through: those that divide the work most evenly."""
@@ -146,8 +135,8 @@ class OurProgram:
         layout = plan_layout(config, descriptions, [m.meta for s in steps for m in s])
         stages = stages_of_rank(model, layout, mesh.pipeline_rank)
         self.pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
-        self.busy_by_module: dict[str, float] = {}
-        """Of the last step."""
+        self.busy_s: dict[Kind, float] = {}
+        """Of the last step on this rank, by module and kind of action."""
 
     def step(self, index: int) -> float:
         microbatches = self.steps[index]
@@ -155,16 +144,18 @@ class OurProgram:
         targets = sum(m.target_count for m in microbatches)
         plan, result = self.pipeline.run(microbatches, loss_scale=1 / targets)
         stages = plan.graph.layout.stages
-        self.busy_by_module = dict.fromkeys(("vision", "llm"), 0.0)
+        self.busy_s = {}
         for record in result.records or ():
             if record.action.type in COMPUTE:
-                name = stages[record.action.stage].module
-                self.busy_by_module[name] += (record.end_ms - record.start_ms) / 1e3
-        return sum(self.busy_by_module.values())
+                kind = stages[record.action.stage].module, record.action.type
+                took_s = (record.end_ms - record.start_ms) / 1e3
+                self.busy_s[kind] = self.busy_s.get(kind, 0.0) + took_s
+        return sum(self.busy_s.values())
 
 
 class Costs:
-    """Durations of tasks in seconds: FLOPs by each module's measured speed.
+    """Durations of tasks in seconds: FLOPs by the measured speed of each module's forwards and
+    backwards, as the trainer plans with.
 
     Args:
         programs: for each size of sub-microbatches; their speed is measured.
@@ -181,28 +172,37 @@ class Costs:
         self.metas = [m.meta for step in self.steps for m in step]
         """Of all steps."""
         self.modules: list[ModuleLayers] = module_layers(descriptions, self.metas)
-        self.seconds: dict[int, dict[str, float]] = {}
-        """Per FLOP, by images per sub-microbatch and module."""
+        self.seconds: dict[int, dict[Kind, float]] = {}
+        """Per FLOP, by images per sub-microbatch and kind."""
         self.tower_share = 0.0
         """Of the time, with the largest sub-microbatches."""
         for program in sorted(programs, key=lambda program: program.choice.images):
             flops = self._flops(program)
             for _ in range(2):  # the first warms up
                 watch.time(program, 0)
-            busy = torch.tensor([program.busy_by_module[name] for name in flops])
+            busy = torch.tensor([program.busy_s.get(kind, 0.0) for kind in flops])
             dist.all_reduce(busy)
-            speed = {n: s / flops[n] for n, s in zip(flops, busy.tolist(), strict=True)}
+            speed = {k: s / flops[k] for k, s in zip(flops, busy.tolist(), strict=True)}
+            for (module, kind), seconds in list(speed.items()):
+                if kind is ActionType.B:
+                    speed |= {(module, half): seconds for half in (ActionType.I, ActionType.W)}
             self.seconds[program.choice.images] = speed
-            self.tower_share = (busy[0] / busy.sum()).item()
+            tower = [module == "vision" for module, _ in flops]
+            self.tower_share = (busy[tower].sum() / busy.sum()).item()
 
-    def _flops(self, program: OurProgram) -> dict[str, float]:
-        """Of the first step, by module."""
+    def rates(self, choice: Choice) -> dict[Kind, float]:
+        """Seconds per FLOP with sub-microbatches of that size, or the largest measured."""
+        return self.seconds.get(choice.images, self.seconds[max(self.seconds)])
+
+    def _flops(self, program: OurProgram) -> dict[Kind, float]:
+        """Of the first step."""
         layout = program.pipeline.layout
         graph, duration = self.graph_of(layout, 0, program.choice.parts)
-        flops = dict.fromkeys(("vision", "llm"), 0.0)
+        flops: dict[Kind, float] = {}
         for row in separated(graph):
             for action in row:
-                flops[layout.stages[action.stage].module] += duration(action)
+                kind = layout.stages[action.stage].module, action.type
+                flops[kind] = flops.get(kind, 0.0) + duration(action)
         return flops
 
     def graph_of(
@@ -220,7 +220,7 @@ class Costs:
         layout: StageLayout,
         parts: Callable[[int], int],
         order: Callable[[StageGraph, Callable[[Action], float]], ComputeOrder],
-        speed: Mapping[str, float],
+        speed: Mapping[Kind, float],
     ) -> float:
         """Of all steps."""
         total = 0.0
@@ -232,12 +232,13 @@ class Costs:
         return total
 
     def seconds_of(
-        self, layout: StageLayout, flops: Callable[[Action], float], speed: Mapping[str, float]
+        self, layout: StageLayout, flops: Callable[[Action], float], speed: Mapping[Kind, float]
     ) -> Callable[[Action], float]:
         """Durations of actions."""
 
         def seconds(action: Action) -> float:
-            return ACTION_S + flops(action) * speed[layout.stages[action.stage].module]
+            kind = layout.stages[action.stage].module, action.type
+            return ACTION_S + flops(action) * speed[kind]
 
         return seconds
 

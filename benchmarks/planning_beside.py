@@ -4,8 +4,9 @@ Two programs run the same plan of a step of the image-text model. One has the tr
 process searches, lowers and validates the next step's plan meanwhile; the step takes the plan that
 is there, sends it to the pipeline, makes actions of it and adds up measured times. The other
 replays the plan, which is in memory. Both run it in turns, and a run begins when the planning
-process has nothing to do. It may try so many orders that the time budget ends the search (the
-default of 2,000 would end it much earlier): planning takes four fifths of every step.
+process has nothing to do. It tries as many orders as a recipe's default allows, and, in cases of
+their own, so many that the time budget ends the search: planning then takes four fifths of every
+step.
 
 A core is spare where ranks have all cores but the last, and the planning process has that one. On a
 machine with two cores the ranks then share one: steps are longer, the question is the same. Where
@@ -21,6 +22,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
 
 from torchmm.batch import Microbatch, MicrobatchMeta
 from torchmm.config import ParallelConfig
+from torchmm.config_search import SearchConfig
+from torchmm.host_memory import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipeline import Specs
@@ -58,22 +62,23 @@ class Setting:
     """How long to measure what.
 
     Attributes:
-        evaluations: orders tried for a step at most.
+        evaluations: orders tried for a step at most, by case.
         patience_s: how long to wait for other programs to end.
     """
 
     size: Size
     microbatches: int
     runs: int
-    evaluations: int
+    evaluations: tuple[int, ...]
     patience_s: float
     choice: Choice
 
 
+DEFAULT = SearchConfig().evaluations
 SETTINGS = {
-    "full": Setting(Size(6, 16, 96, 96), 4, 15, 200_000, 60, Choice(1, 2, 4)),
-    "quick": Setting(Size(2, 4, 96, 96), 4, 2, 10_000, 0, Choice(1, 1, 4)),
-    "tiny": Setting(Size(2, 2, 32, 32), 4, 1, 100, 0, Choice(1, 1, 4)),
+    "full": Setting(Size(6, 16, 96, 96), 4, 20, (DEFAULT, 200_000), 30, Choice(1, 2, 4)),
+    "quick": Setting(Size(2, 4, 96, 96), 4, 2, (DEFAULT,), 0, Choice(1, 1, 4)),
+    "tiny": Setting(Size(2, 2, 32, 32), 4, 1, (100,), 0, Choice(1, 1, 4)),
 }
 
 
@@ -241,14 +246,15 @@ class SettledStopwatch(Stopwatch):
         return super().time(program, index)
 
 
-def run_rank(setting: Setting, cores: Cores | None) -> dict[str, Any]:
+def run_rank(setting: Setting, cores: Cores | None, evaluations: int) -> dict[str, Any]:
     """Everything one rank does; what rank 0 reports."""
     if cores is not None:
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setaffinity(int(thread.name), cores.ranks)
+    keep_freed_memory()  # as training does
     source, (batch,) = load_steps(1, setting.microbatches)
     model, mesh = setting.size.build(), build_mesh(ParallelConfig(pipeline=RANKS), CPU)
-    choice = SearchedChoice(*astuple(setting.choice), setting.evaluations)
+    choice = SearchedChoice(*astuple(setting.choice), evaluations)
     shared: list[PipelinePlan] = []
     planned = Planned(model, batch, choice, mesh, shared, cores)
     programs: list[Program] = [planned, Replayed(REPLAY, model, batch, choice, mesh, shared)]
@@ -265,18 +271,20 @@ def run_rank(setting: Setting, cores: Cores | None) -> dict[str, Any]:
 def measure(setting: Setting) -> Iterator[list[Row]]:
     """Tables with and, as far as the machine has one, without a spare core."""
     everywhere: list[Cores | None] = [None]
-    for cores in divisions() or everywhere:
-        found = run_ranks(run_rank, RANKS, setting, cores)
+    for cores, evaluations in product(divisions() or everywhere, setting.evaluations):
+        found = run_ranks(run_rank, RANKS, setting, cores, evaluations)
         comparison = found["comparison"]
-        print(f"planning: {cores or 'cores as they come'}: {comparison}; last: {found['figures']}")
-        yield rows(cores, found)
+        where = cores or "cores as they come"
+        print(f"planning: {where}, {evaluations} orders: {comparison}; last: {found['figures']}")
+        yield rows(cores, evaluations, found)
 
 
-def rows(cores: Cores | None, found: dict[str, Any]) -> list[Row]:
+def rows(cores: Cores | None, evaluations: int, found: dict[str, Any]) -> list[Row]:
     """The table's lines."""
     comparison, figures = found["comparison"], found["figures"]
     assert isinstance(comparison, Comparison)
-    case = str(cores) if cores else f"{RANKS} ranks, cores as they come"
+    where = cores or f"{RANKS} ranks, cores as they come"
+    case = f"{where}, at most {evaluations:,} orders"
     goal = GOAL if cores and cores.spare else None
     ratio = comparison.speed_ratio(REPLAY, ON)
     planned_s, replayed_s = comparison.wall_s(ON), comparison.wall_s(REPLAY)

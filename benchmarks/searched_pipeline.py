@@ -48,9 +48,10 @@ from torchmm.balance.planners import PLANNERS, search_order
 from torchmm.balance.search import Budget
 from torchmm.batch import Microbatch
 from torchmm.config import ParallelConfig
+from torchmm.host_memory import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
-from torchmm.pipelining.actions import COMPUTE, Action
+from torchmm.pipelining.actions import Action
 from torchmm.pipelining.classic import interleaved_1f1b
 from torchmm.pipelining.graph import StageGraph
 from torchmm.pipelining.layouts import megatron_layout
@@ -63,8 +64,6 @@ SEARCHED, MEGATRON, SEPARATED, STOCK = (
 )  # fmt: skip
 EVALUATIONS, PLAYED_EVALUATIONS = 2000, 100
 """Of orders that run; of those that candidates are compared with."""
-RUNS = 5
-"""Of each step, at least."""
 CHAINS = ("megatron", "balanced")
 """Stages of static planners, on which orders are searched too."""
 
@@ -110,22 +109,15 @@ class PlannedProgram(OurProgram):
         return super().step(index)
 
 
-def rates_of(costs: Costs, choice: Choice) -> dict[Kind, float]:
-    """Measured seconds per FLOP with sub-microbatches of that size, or the largest measured."""
-    speed = costs.seconds.get(choice.images, costs.seconds[max(costs.seconds)])
-    return {(module, kind): seconds for module, seconds in speed.items() for kind in COMPUTE}
-
-
 def searched_s(costs: Costs, choice: SearchedChoice) -> float:
     """Makespan of searched orders of all steps, played through."""
-    config, rates = choice.config(), rates_of(costs, choice)
+    config, rates = choice.config(), costs.rates(choice)
 
     def order(graph: StageGraph, flops: Callable[[Action], float]) -> ComputeOrder:
         return PLANNERS["searched"].plan(config, graph, scaled(flops, graph, rates))[1]
 
     layout = plan_layout(config, costs.descriptions, costs.metas)
-    speed = costs.seconds.get(choice.images, costs.seconds[max(costs.seconds)])
-    return costs.makespan_s(layout, choice.parts, order, speed)
+    return costs.makespan_s(layout, choice.parts, order, rates)
 
 
 def searched_choices(setting: model_case.Setting, costs: Costs) -> list[SearchedChoice]:
@@ -151,6 +143,7 @@ def searched_choices(setting: model_case.Setting, costs: Costs) -> list[Searched
 
 def run_model_rank(setting: model_case.Setting) -> dict[str, Any]:
     """Everything one of two ranks does; what rank 0 reports."""
+    keep_freed_memory()  # as training does
     _, steps = load_steps(setting.steps, setting.microbatches)
     model = setting.size.build()
     descriptions = [module.describe() for module in model.modality_modules()]
@@ -160,7 +153,7 @@ def run_model_rank(setting: model_case.Setting) -> dict[str, Any]:
     costs = Costs(descriptions, timed, watch)
 
     def make(name: str, choice: Choice) -> PlannedProgram:
-        return PlannedProgram(name, model, steps, choice, mesh, rates_of(costs, choice))
+        return PlannedProgram(name, model, steps, choice, mesh, costs.rates(choice))
 
     static = model_case.choose_ours(setting, costs, watch, partial(make, SEPARATED))
     exact = searched_choices(setting, costs)
@@ -193,7 +186,7 @@ def run_models(size: str, settings: Sequence[model_case.Setting]) -> Iterator[li
         if size == "quick":
             setting = replace(setting, size=Size(3, 7, 96, 96), microbatches=4)  # noqa: PLW2901
         elif size == "full":
-            setting = replace(setting, runs=3, turns=1, patience_s=60)  # noqa: PLW2901
+            setting = replace(setting, runs=3, turns=1, patience_s=30)  # noqa: PLW2901
         found = run_ranks(run_model_rank, model_case.RANKS, setting)
         print_choices("model", found)
         case = (
@@ -295,7 +288,7 @@ def run_sleep_rank(
 def run_sleep(size: str) -> Iterator[list[Row]]:
     """Eight ranks that sleep."""
     for short in sleep_case.SETTINGS[size]:
-        setting = replace(short, runs=RUNS) if size == "full" else short
+        setting = replace(short, patience_s=30) if size == "full" else short
         work = sleep_case.load_work(setting)
         candidates = sleep_candidates(work, setting.tried)
         found = run_ranks(run_sleep_rank, sleepers.RANKS, setting, work, *candidates)
