@@ -5,12 +5,13 @@ not divide each other. Steps have microbatches with no, one or several images.
 """
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from launch import run_distributed
 from microbatches import MODEL, random_microbatch
+from shared_reference import on_first_rank
 from test_generator_equality import GENERATOR, a_microbatch, filled
 from torch.distributed.tensor import DTensor
 
@@ -164,6 +165,11 @@ class Reference:
 
 
 @cache
+def shared_reference(draws: bool, freeze: str) -> Reference:
+    """Computed once for all ranks."""
+    return on_first_rank(partial(reference, draws, freeze))
+
+
 def reference(draws: bool, freeze: str) -> Reference:
     model, batch = filled(a_model(draws, freeze)), a_batch(draws)
     counts = _counts(batch)
@@ -221,7 +227,7 @@ def compare(case: Case) -> list[str]:
     parallelize(model, mesh, config, *plain)
     filled(model)
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
-    wanted = reference(draws, case.freeze)
+    wanted = shared_reference(draws, case.freeze)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     counts = _counts(batch)
     step = TrainStep(pipeline, mesh, WEIGHTS)

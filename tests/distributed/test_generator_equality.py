@@ -6,6 +6,7 @@ replica has none, in the third nobody has.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from math import prod
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from launch import run_distributed
 from microbatches import MODEL, random_microbatch
+from shared_reference import on_first_rank
 from test_schedule_equality import Reference, _gradient_problems
 from torch import Tensor
 
@@ -258,9 +260,10 @@ def compare_all(layout: str) -> list[tuple[Case, list[str]]]:
     for case in CASES[layout]:
         key = case.freeze, case.shape
         if key not in wanted:
-            wanted[key] = references(*key)
+            wanted[key] = on_first_rank(partial(references, *key))
         if case.shape not in pictures:
-            pictures[case.shape] = drawn_by_one_process(case.shape)
+            drawn = partial(drawn_by_one_process, case.shape)
+            pictures[case.shape] = on_first_rank(drawn)
         found.append((case, compare(case, layout, mesh, wanted[key], pictures[case.shape])))
     return found
 

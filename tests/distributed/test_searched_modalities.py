@@ -20,7 +20,7 @@ from pipeline_cases import (
     VOCAB,
     Kind,
     gradient_errors,
-    reference_losses,
+    shared_losses,
 )
 from searched_cases import filled
 
@@ -145,7 +145,7 @@ def compare(kinds: dict[str, Kind]) -> tuple[list[str], int, int]:
         model.zero_grad(set_to_none=True)
         outcome = step.run(batch, targets)
         loss = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
-        wanted = sum(reference_losses(alone, [batch], targets)[0]) / targets
+        wanted = sum(shared_losses(alone, [batch], targets)[0]) / targets
         if abs(loss / wanted - 1) > 1e-5:
             problems.append(f"batch {seed}: loss {loss}, expected {wanted}")
         errors = gradient_errors(model, alone)

@@ -15,6 +15,9 @@ pytestmark = pytest.mark.slow
 STEPS = 20
 SMALL = {"training__global_batch_size": 4, "training__sequence_length": 64}
 CURVE = {"training__steps": STEPS, **SMALL}
+COMPARED = 12
+"""Steps of the curve that each layout takes."""
+SHORT = {"training__steps": COMPARED, **SMALL}
 LAYOUTS = {
     2: {
         "fsdp2": {"parallel__shard": 2},
@@ -72,16 +75,16 @@ def single(tmp_path_factory, real_data) -> list[dict]:
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_layouts_give_the_single_process_curve(ranks, single, tmp_path, real_data):
     recipes = [
-        tiny_recipe(tmp_path / name, real_data, ranks, **CURVE, **layout)
+        tiny_recipe(tmp_path / name, real_data, ranks, **SHORT, **layout)
         for name, layout in LAYOUTS[ranks].items()
     ]
     run(ranks, *recipes)
     for name in LAYOUTS[ranks]:
         found = records(tmp_path / name)
-        assert [r["step"] for r in found] == list(range(1, STEPS + 1))
+        assert [r["step"] for r in found] == list(range(1, COMPARED + 1))
         assert found[0]["loss"] == pytest.approx(single[0]["loss"], rel=1e-5), name
         assert found[0]["grad_norm"] == pytest.approx(single[0]["grad_norm"], rel=1e-5), name
-        for ours, reference in zip(found, single, strict=True):
+        for ours, reference in zip(found, single[:COMPARED], strict=True):
             assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-3), name
     assert single[-1]["loss"] < 0.9 * single[0]["loss"], "the model must learn something"
 

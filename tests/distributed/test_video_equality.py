@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from launch import run_distributed
-from pipeline_cases import gradient_errors, reference_losses
+from pipeline_cases import gradient_errors, shared_losses
 from searched_cases import CPU, Searched, filled
 
 from torchmm.batch import (
@@ -163,7 +163,7 @@ def compare() -> list[str]:
             of.model.zero_grad(set_to_none=True)
             outcome = of.step.run(batch, targets)
             loss = of.mesh.sum_over_data([outcome.loss.item() * of.mesh.pipeline_size])[0]
-            wanted = sum(reference_losses(of.alone, [batch], targets)[0]) / targets
+            wanted = sum(shared_losses(of.alone, [batch], targets)[0]) / targets
             if abs(loss / wanted - 1) > 1e-5:
                 problems.append(f"{schedule} {seed}: loss {loss}, expected {wanted}")
             errors = gradient_errors(of.model, of.alone)

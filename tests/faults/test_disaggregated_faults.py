@@ -57,9 +57,10 @@ class Producers:
         assert self.processes[number].wait(30) == -signal.SIGKILL
 
 
-@pytest.fixture
-def producers(tmp_path, real_data) -> Iterator[Producers]:
-    found = Producers(tmp_path, real_data, 2)
+@pytest.fixture(scope="module")
+def producers(tmp_path_factory, real_data) -> Iterator[Producers]:
+    """Two; the last test kills the first of them."""
+    found = Producers(tmp_path_factory.mktemp("producers"), real_data, 2)
     yield found
     for process in found.processes:
         process.kill()
@@ -70,6 +71,34 @@ def asking(addresses: list[str], **changes: object) -> dict[str, object]:
     """Changes of a recipe whose samples come from producers."""
     listed = ", ".join(f'"{address}"' for address in addresses)
     return {**CHANGES, "data__producers__addresses": f"[{listed}]", "data__workers": 1, **changes}
+
+
+def test_what_producers_refuse_ends_the_run_and_is_named(
+    tmp_path, real_data, producers, train_server
+):
+    nobody = f"127.0.0.1:{free_port()}"
+    cases = {
+        "token": ({}, {TOKEN_VARIABLE: "a guess"}, "refuses this run's token: wrong token"),
+        "recipe": ({"training__seed": 7}, {TOKEN_VARIABLE: SECRET}, "prepares other data"),
+        "nobody": (
+            {"data__producers__addresses": f'["{nobody}"]', "data__producers__give_up_s": 1},
+            {},
+            f"{nobody}: UNAVAILABLE",
+        ),
+    }
+    for name, (changes, environment, message) in cases.items():
+        run_dir = tmp_path / name
+        given = arguments(run_dir, real_data, **asking(producers.addresses[:1], **changes))
+        run = train_server.start(given, tmp_path / f"log-{name}", RANKS, **environment)
+        codes = run.wait()
+        assert (
+            set(codes) <= {DataError.exit_code, PeerError.exit_code}
+            and DataError.exit_code in codes
+        ), run.output()
+        status = read_status(run_dir)
+        assert status.state == "failed" and status.step == 0
+        assert message in "".join(run.output(rank) for rank in range(RANKS))
+        assert not (run_dir / "metrics.jsonl").exists() or records(run_dir) == []
 
 
 def test_a_killed_producer_and_a_killed_rank_cost_no_sample(
@@ -102,31 +131,3 @@ def test_a_killed_producer_and_a_killed_rank_cost_no_sample(
     ours, theirs = weights(hurt), weights(whole)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-def test_what_producers_refuse_ends_the_run_and_is_named(
-    tmp_path, real_data, producers, train_server
-):
-    nobody = f"127.0.0.1:{free_port()}"
-    cases = {
-        "token": ({}, {TOKEN_VARIABLE: "a guess"}, "refuses this run's token: wrong token"),
-        "recipe": ({"training__seed": 7}, {TOKEN_VARIABLE: SECRET}, "prepares other data"),
-        "nobody": (
-            {"data__producers__addresses": f'["{nobody}"]', "data__producers__give_up_s": 1},
-            {},
-            f"{nobody}: UNAVAILABLE",
-        ),
-    }
-    for name, (changes, environment, message) in cases.items():
-        run_dir = tmp_path / name
-        given = arguments(run_dir, real_data, **asking(producers.addresses[:1], **changes))
-        run = train_server.start(given, tmp_path / f"log-{name}", RANKS, **environment)
-        codes = run.wait()
-        assert (
-            set(codes) <= {DataError.exit_code, PeerError.exit_code}
-            and DataError.exit_code in codes
-        ), run.output()
-        status = read_status(run_dir)
-        assert status.state == "failed" and status.step == 0
-        assert message in "".join(run.output(rank) for rank in range(RANKS))
-        assert not (run_dir / "metrics.jsonl").exists() or records(run_dir) == []
