@@ -105,12 +105,19 @@ class Forecaster:
 
     Args:
         profile: of the devices.
+        model: the recipe's, if it has been built before.
 
     Raises:
         ConfigError: the model cannot be built, or there is nothing to draw microbatches from.
     """
 
-    def __init__(self, recipe: Recipe, world_size: int, profile: Profile) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        world_size: int,
+        profile: Profile,
+        model: MultimodalModel | None = None,
+    ) -> None:
         transformers.logging.set_verbosity_error()
         self.recipe, self.profile = recipe, profile
         self.units = units_of(recipe, world_size)
@@ -120,7 +127,7 @@ class Forecaster:
         )
         """Sizes of the LLM."""
         self.devices = world_size
-        self.model = build_model(recipe.model, recipe.freeze)
+        self.model = build_model(recipe.model, recipe.freeze) if model is None else model
         modules = list(self.model.modality_modules())
         self.modules = [module.describe() for module in modules]
         self._layered = {module.name: module for module in modules}

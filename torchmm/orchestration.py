@@ -267,10 +267,10 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
         ConfigError: a plan's recipe cannot be run.
     """
     found = planned.found
-    candidates = []
+    candidates, model = [], build_model(recipe.model, recipe.freeze)
     for plan in (found.best, *(other.plan for other in found.alternatives)):
         own = planned_recipe(recipe, plan)
-        forecaster = Forecaster(own, plan.devices, profile)
+        forecaster = Forecaster(own, plan.devices, profile, model)
         for stages in VIRTUAL_STAGES:
             tried = own if stages == 1 else _interleaved(own, stages)
             forecast = forecaster.forecast_parallel(tried.parallel)
@@ -280,7 +280,7 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
                 )
     candidates.sort(key=lambda candidate: candidate.step_ms)
     best = candidates[0]
-    forecaster = Forecaster(best.recipe, best.devices, profile)
+    forecaster = Forecaster(best.recipe, best.devices, profile, model)
     for name in DISAGGREGATED_SCHEDULES:
         if not name.endswith("1f1b"):
             changed = _with_parallel(best.recipe, schedule=name, virtual_stages=1)
@@ -337,6 +337,7 @@ def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Rec
     tensors = set.intersection(*(set(unit.seconds) for unit in planned.problem.units))
     pipelines = [2**n for n in range(layers.bit_length()) if 2**n <= layers]
     found: list[tuple[float, int, Recipe]] = []
+    model = build_model(recipe.model, recipe.freeze)
     plain = _with_parallel(recipe, placement="interleaved", schedule="1f1b", virtual_stages=1)
     tried = [plain] + [
         _with_parallel(plain, tensor=tensor, pipeline=pipeline, replicate=1, shard=-1)
@@ -349,7 +350,7 @@ def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Rec
             continue
         simulation = candidate.simulation.model_copy(update={"gpus": usable})
         sized = candidate.model_copy(update={"simulation": simulation})
-        step = Forecaster(sized, usable, profile).forecast().step
+        step = Forecaster(sized, usable, profile, model).forecast().step
         if step is not None:
             found.append((step.makespan_ms if fits(step) else float("inf"), number, sized))
     return min(found)[2] if found else None

@@ -19,8 +19,7 @@ from functools import partial
 
 import torch
 
-from torchmm.balance.drift import Kind, scaled
-from torchmm.balance.layer_costs import task_durations
+from torchmm.balance.drift import Kind
 from torchmm.balance.layer_tuning import LayerTuning
 from torchmm.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
@@ -35,14 +34,12 @@ from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.fillers import fill_tensor_bubbles
 from torchmm.pipelining.graph import StageGraph, StageLayout
 from torchmm.pipelining.messages import message_sizes, message_specs
 from torchmm.pipelining.plan import ComputeOrder, MessageSpecs, PipelinePlan
 from torchmm.pipelining.runtime import PipelineRuntime, StepResult, channel_pairs
 from torchmm.pipelining.separated import Durations
 from torchmm.pipelining.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
-from torchmm.pipelining.validation import validate_plan
 from torchmm.step_plan import Gathering, Purpose, plan_layout, plan_step
 
 Specs = Callable[[StageGraph], MessageSpecs]
@@ -139,7 +136,7 @@ class Pipeline:
             plan = self.ready(metas, specs)
             if plan is not None:
                 return plan
-        plan = plan_step(
+        return plan_step(
             self.layout,
             self.config,
             self._descriptions,
@@ -152,13 +149,6 @@ class Pipeline:
             planner=self.planner,
             tuning=self.tuning,
         )
-        if not self.config.tensor_bubbles or purpose != "training":
-            return plan
-        flops = task_durations(plan.graph, self._descriptions, metas, targets)
-        durations = scaled(flops, plan.graph, self.factors)
-        filled = fill_tensor_bubbles(plan, durations, self.config.tensor_bubbles)
-        validate_plan(filled).raise_for_problems()
-        return filled
 
     def run(
         self,

@@ -30,6 +30,7 @@ from torchmm.pipelining.disaggregated import (
     disaggregated_layout,
     disaggregated_order,
 )
+from torchmm.pipelining.fillers import fill_tensor_bubbles
 from torchmm.pipelining.graph import StageGraph, StageLayout
 from torchmm.pipelining.layouts import megatron_layout
 from torchmm.pipelining.lowering import Sharding, lower_plan
@@ -160,6 +161,8 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
 
     def lowered(order: ComputeOrder) -> PipelinePlan:
         plan = lower_plan(order, graph, specs(graph), sharding=gathers, training=training)
+        if config.tensor_bubbles and training and layout.rank_count > 1:
+            plan = fill_tensor_bubbles(plan, costs, config.tensor_bubbles)
         validate_plan(plan).raise_for_problems()
         if tuning is not None and training:
             plan = tune_layers(plan, modules, microbatches, tuning, targets).plan

@@ -87,8 +87,7 @@ def plan_costs(
         model: of the device all stages run on; its memory is the limit.
         targets: positions that count in the loss, by microbatch; None: all text.
         layerwise: whether FSDP2 gathers layer by layer, in every forward and backward, and reduces
-            in the last backward, and not once per step. On a device that only queues work, this
-            runs beside computing.
+            in the last backward, not once per step; beside computing where devices queue work.
 
     Raises:
         ValueError: the graph has another number of microbatches, more sub-microbatches than there

@@ -124,7 +124,7 @@ def test_transfers_are_counted():
     for seed in range(20):
         graph, costs, schedule = random_step(seed, wires=True)
         planned = optimus(graph, costs, llm_schedule=schedule, evaluations=10)
-        plan = lower_plan(planned.order, planned.graph, {}, receives_ahead=8)
+        plan = lower_plan(planned.order, planned.graph, {})
         # Messages may wait for each other on a channel, which the schedule leaves out.
         simulated_ms = simulate(plan, costs).makespan_ms
         assert simulated_ms <= 1.05 * planned.schedule.total_ms, seed
