@@ -40,10 +40,10 @@ from torchmm.parallel.fsdp import LayerSharding, apply_fsdp
 from torchmm.parallel.tensor import apply_tensor_parallel
 
 DEPTHS = (2, 6)
-Split = Literal["tensor", "sequence", "shard"]
-"""How layers are on several ranks: tensor-parallel without or with sequence parallelism, or
-gathered by FSDP2 layer by layer."""
-SPLITS: tuple[Split, ...] = ("tensor", "sequence", "shard")
+Split = Literal["whole", "tensor", "sequence", "shard"]
+"""How layers are on several ranks: whole on each, tensor-parallel without or with sequence
+parallelism, or gathered by FSDP2 layer by layer."""
+SPLITS: tuple[Split, ...] = ("whole", "tensor", "sequence", "shard")
 SPLIT_DEPTH, SPLIT_RUNS = 4, 3
 SPLIT_HEADS, SPLIT_TOKENS = 4, 512
 """At least as many heads, of `HEAD_SIZE`."""
@@ -191,9 +191,8 @@ def _split_case(
     tokens, width = (TINY_TOKENS, TINY_HEAD) if tiny else (SPLIT_TOKENS, HEAD_SIZE)
     model = _build(width * heads, heads, SPLIT_DEPTH)
     shards = ranks if split == "shard" else 1
-    execution = Execution(
-        tensor=ranks // shards, sequence_parallel=split == "sequence", shard=shards
-    )
+    tensor = ranks if split in ("tensor", "sequence") else 1
+    execution = Execution(tensor, split == "sequence", shard=shards)
     microbatch = _microbatch(tokens, device)
     setting = Setting(execution, 4, link, segment_calls=device.type == "cpu")
     module = model.llm.describe()
@@ -203,7 +202,7 @@ def _split_case(
     if split == "shard":  # gathered for both
         operators += 2 * gather_operators(module, 0, SPLIT_DEPTH, execution, 4, link)
         apply_fsdp(model.llm, mesh, torch.float32)
-    else:
+    elif tensor > 1:
         apply_tensor_parallel(model.llm, mesh, execution.sequence_parallel)
     materialize(model, device)
     init_weights(model, seed=0)

@@ -80,7 +80,8 @@ class Measurements:
         layers: (calls, seconds) of forward and backward of whole layers that are all overhead.
         working: of layers that do something: what is left of their time is the overhead of calls
             whose code other calls have driven out of caches.
-        split: by how layers are on several ranks ("tensor", "sequence", "shard"); empty: one rank.
+        split: by how layers are on several ranks ("whole", "tensor", "sequence", "shard"); empty:
+            there is one.
     """
 
     operators: Sequence[Measured]
@@ -151,14 +152,21 @@ SPLIT_KINDS: dict[str, Kind] = {
 def _host_us(split: Mapping[str, SplitLayers], profile: Profile, dtype: str) -> dict[Kind, float]:
     """What layers of several ranks take beyond their operators and collectives, by call."""
     calls_us = {**profile.call_us, **dict.fromkeys(SPLIT_KINDS.values(), 0.0)}
+
+    def predicted_ms(layers: SplitLayers) -> tuple[float, float]:
+        """On a rank by itself, and of collectives."""
+        work = Work.of(layers.operators, replace(profile, call_us=calls_us), dtype, 1)
+        if profile.device.asynchronous:  # layers were too small for anything but queueing
+            return float(work.host_ms[0]), 0.0
+        return float(work.compute_ms[0]), float(work.network_ms[0])
+
+    # By how much operators are mispredicted at this size is nothing that splitting them costs.
+    slower = 1e3 * split["whole"].seconds / predicted_ms(split["whole"])[0]
     for name, kind in SPLIT_KINDS.items():
         operators, seconds = split[name]
-        work = Work.of(operators, replace(profile, call_us=calls_us), dtype, 1)
-        # Where the host only queues work, layers were too small for anything but queueing.
-        known_ms = work.compute_ms + work.network_ms
-        known_ms = work.host_ms if profile.device.asynchronous else known_ms
+        own_ms, sent_ms = predicted_ms(split[name])
         calls = sum(float(np.sum(o.calls)) for o in operators if o.kind == kind)
-        calls_us[kind] = max(0.0, 1e6 * seconds - 1e3 * float(known_ms[0])) / calls
+        calls_us[kind] = 1e3 * max(0.0, 1e3 * seconds - slower * own_ms - sent_ms) / calls
     return {kind: calls_us[kind] for kind in SPLIT_KINDS.values()}
 
 

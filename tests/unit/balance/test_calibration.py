@@ -149,6 +149,7 @@ def test_what_python_takes_is_what_operators_and_collectives_do_not(device: str)
     product = timed("matmul", 1e7).operator
     linears = Operator("tensor_linear", calls=14)
     operators = {
+        "whole": [product, product],
         "tensor": [product, linears, Operator("all_reduce", network_bytes=1e6, calls=4)],
         "sequence": [product, linears, Operator("sequence_exchange", calls=8)],
         "shard": [
@@ -166,7 +167,15 @@ def test_what_python_takes_is_what_operators_and_collectives_do_not(device: str)
     )
     for kind, us in host_us.items():
         assert profile.call_us[kind] == pytest.approx(us)  # type: ignore[index]
+    # Operators that always take twice as long say nothing of splitting.
+    slow = {name: own._replace(seconds=own.seconds * 2) for name, own in split.items()}
+    slow["shard"] = split["shard"]
+    profile = fit_profile(
+        replace(found, split=slow), base, "float32", "", own_peaks=device == "cpu"
+    )
+    assert profile.call_us["tensor_linear"] > 49 and profile.call_us["shard_unit"] < 400
     faster = {name: own._replace(seconds=1e-9) for name, own in split.items()}
+    faster["whole"] = split["whole"]
     profile = fit_profile(replace(found, split=faster), base, "float32", "", own_peaks=False)
     assert all(profile.call_us[kind] == 0 for kind in host_us)  # type: ignore[index]
 
