@@ -12,11 +12,18 @@ Shape legend: T tokens, E experts, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+
+from torchmm.errors import ConfigError
+
+COMPILES_FROM = (5, 23)
+"""Version of transformers whose loop over experts, its way on the CPU, can be traced."""
 
 
 @dataclass
@@ -79,3 +86,22 @@ def balance_routers(layers: nn.ModuleList, config: Any) -> RouterBalance | None:
     for router in routers:
         router.register_forward_hook(balance)
     return balance
+
+
+def has_experts(layer: nn.Module) -> bool:
+    """Whether a layer's feed-forward part is a mixture of experts."""
+    return any(name.endswith("mlp.experts") for name, _ in layer.named_modules())
+
+
+def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:
+    """Layers of module `name`, on a device of this type.
+
+    Raises:
+        ConfigError: torch.compile would fail on their experts in the first step.
+    """
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if device == "cpu" and version < COMPILES_FROM and any(map(has_experts, layers)):
+        raise ConfigError(
+            f"compile: experts of {name!r} cannot be compiled on a CPU with transformers "
+            f"{transformers.__version__}; install 5.23, or leave {name!r} out of compile.modules"
+        )

@@ -26,7 +26,7 @@ from torchmm.batch import IGNORE_TARGET, LayerDescription, Microbatch
 from torchmm.errors import ConfigError
 from torchmm.models.attention import PACKED, Segments
 from torchmm.models.blocks import image_blocks, prompt_blocks
-from torchmm.models.experts import balance_routers
+from torchmm.models.experts import balance_routers, has_experts
 from torchmm.models.layered import LayeredModule, LinearSizes, StageRange, WeightFiles
 from torchmm.models.loss import summed_cross_entropy
 
@@ -168,7 +168,7 @@ class LlmModule(LayeredModule):
         self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in first.modules())
         self._has_qk_norm = any(name.endswith("q_norm") for name, _ in first.named_modules())
         self.balance = balance_routers(self._layer_list(), self.text_config)
-        self._experts = [_has_experts(layer) for layer in self._layer_list()]
+        self._experts = [has_experts(layer) for layer in self._layer_list()]
         self._windows = [_window(layer, self.text_config) for layer in self._layer_list()]
 
     @property
@@ -345,10 +345,6 @@ def _check_parts(layer: nn.Module, family: LlmFamily, model_type: str) -> None:
             f"layers of {model_type!r} have no {', '.join(missing)} in transformers "
             f"{transformers.__version__}; this family does not work with that version, install 5.23"
         )
-
-
-def _has_experts(layer: nn.Module) -> bool:
-    return any(name == "mlp.experts" for name, _ in layer.named_modules())
 
 
 def _window(layer: nn.Module, config: Any) -> int | None:

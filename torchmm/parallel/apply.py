@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from torchmm.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from torchmm.models.experts import check_compiles
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.activation import apply_activation_checkpoint
@@ -42,6 +43,9 @@ def parallelize(
     Args:
         tokens: of a microbatch, for what is tuned by a measurement; 0: nothing is measured.
         meshes: by module with sizes of its own (`ParallelMesh.colocated`).
+
+    Raises:
+        ConfigError: layers cannot be compiled with this version of transformers.
     """
     overlaps = parallel.async_tensor_parallel and mesh.tensor_size > 1
     chosen: dict[str, Overlap] = {}
@@ -55,6 +59,7 @@ def parallelize(
         mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
         apply_activation_checkpoint(module, mode)
         if compile_config.enabled and module.name in (compile_config.modules or [module.name]):
+            check_compiles(module.name, module.layers, mesh.mesh.device_type)
             _compile_layers(module)
         if own.mesh.size() > own.mesh["pipeline"].size() or dtype != torch.float32:
             same = own.replicate_size * own.shard_size == mesh.averaged_over

@@ -4,7 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+import transformers
 from model_cases import (
+    EXPERTS,
     LLMS,
     build,
     microbatch,
@@ -20,7 +22,9 @@ from torch.nn import functional
 
 from torchmm.batch import EncoderInputs, Microbatch
 from torchmm.config import LlmConfig, ModelConfig
+from torchmm.errors import ConfigError
 from torchmm.models.attention import Segments
+from torchmm.models.experts import COMPILES_FROM, check_compiles
 
 
 def separate_loss(plain: nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -117,12 +121,26 @@ def test_a_packed_layer_compiles_whole_and_does_not_recompile_per_packing() -> N
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_moe"])
 def test_layers_with_operators_of_their_own_compile_whole(family: str) -> None:
     model = text_model(family)
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if family in EXPERTS and version < COMPILES_FROM:
+        pytest.skip("experts do not compile with this version of transformers, which is said")
     batch = microbatch([10, 20])
     expected = model(batch)
     torch.compiler.reset()  # graphs of other tests count towards one limit
     for layer in model.llm.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
     assert relative_error(model(batch), expected) < 1e-6
+
+
+def test_experts_that_would_not_compile_are_refused_by_name(monkeypatch) -> None:
+    experts, others = (text_model(family).llm.layers for family in ("qwen3_moe", "qwen3"))
+    monkeypatch.setattr("torchmm.models.experts.transformers.__version__", "5.22.1")
+    check_compiles("llm", others, "cpu")
+    check_compiles("llm", experts, "cuda")
+    with pytest.raises(ConfigError, match=r"experts of 'llm' .* transformers 5\.22\.1; install"):
+        check_compiles("llm", experts, "cpu")
+    monkeypatch.setattr("torchmm.models.experts.transformers.__version__", "5.23.0")
+    check_compiles("llm", experts, "cpu")
 
 
 def test_a_microbatch_without_targets_has_loss_and_gradients_zero() -> None:
