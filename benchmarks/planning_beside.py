@@ -77,7 +77,7 @@ class Setting:
 DEFAULT = SearchConfig().evaluations
 SETTINGS = {
     "full": Setting(Size(6, 16, 96, 96), 4, 20, (DEFAULT, 200_000), 30, Choice(1, 2, 4)),
-    "quick": Setting(Size(2, 4, 96, 96), 4, 2, (DEFAULT,), 0, Choice(1, 1, 4)),
+    "quick": Setting(Size(2, 2, 96, 96), 4, 1, (DEFAULT,), 0, Choice(1, 1, 4)),
     "tiny": Setting(Size(2, 2, 32, 32), 4, 1, (100,), 0, Choice(1, 1, 4)),
 }
 

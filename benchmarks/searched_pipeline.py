@@ -64,6 +64,8 @@ SEARCHED, MEGATRON, SEPARATED, STOCK = (
 )  # fmt: skip
 EVALUATIONS, PLAYED_EVALUATIONS = 2000, 100
 """Of orders that run; of those that candidates are compared with."""
+SLEEP: dict[str, dict[str, Any]] = {"full": {"patience_s": 30}, "quick": {"layer_s": 1e-3}}
+"""What differs from the settings of `pipeline_sleep_case`."""
 CHAINS = ("megatron", "balanced")
 """Stages of static planners, on which orders are searched too."""
 
@@ -184,7 +186,7 @@ def run_models(size: str, settings: Sequence[model_case.Setting]) -> Iterator[li
     """Each of some settings."""
     for setting in settings:
         if size == "quick":
-            setting = replace(setting, size=Size(3, 7, 96, 96), microbatches=4)  # noqa: PLW2901
+            setting = replace(setting, size=Size(2, 5, 96, 96), microbatches=4)  # noqa: PLW2901
         elif size == "full":
             setting = replace(setting, runs=3, turns=1, patience_s=30)  # noqa: PLW2901
         found = run_ranks(run_model_rank, model_case.RANKS, setting)
@@ -247,6 +249,8 @@ SleepChoice = SleepSeparated | SleepSearched | SleepMegatron
 def sleep_candidates(work: sleepers.Work, tried: int) -> tuple[dict[str, list[Any]], list]:
     """The best when played through: choices of each of our plans, and splits of the stock one."""
     sizes = [(tower, llm, n) for tower in (1, 2, 3) for llm in (2, 3, 4) for n in (2, 4, 8)]
+    if tried == 1:  # --quick
+        sizes = sizes[::3]
     rough = [SleepSearched(*size, PLAYED_EVALUATIONS) for size in sizes]
     best = partial(sorted, key=partial(played_s, work))
     chosen = {
@@ -288,7 +292,7 @@ def run_sleep_rank(
 def run_sleep(size: str) -> Iterator[list[Row]]:
     """Eight ranks that sleep."""
     for short in sleep_case.SETTINGS[size]:
-        setting = replace(short, patience_s=30) if size == "full" else short
+        setting = replace(short, **SLEEP.get(size, {}))
         work = sleep_case.load_work(setting)
         candidates = sleep_candidates(work, setting.tried)
         found = run_ranks(run_sleep_rank, sleepers.RANKS, setting, work, *candidates)
