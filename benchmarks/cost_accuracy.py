@@ -73,7 +73,7 @@ SETTINGS = {
             [replace(case, microbatches=ranks) for case in cases[:2]]
             for ranks, cases in ((1, ONE_RANK), (2, TWO_RANKS))
         ),
-        seconds=3.0,
+        seconds=1.0,
         runs=2,
         passes=1,
         rounds=1,
