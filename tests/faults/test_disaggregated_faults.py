@@ -88,7 +88,9 @@ def test_what_producers_refuse_ends_the_run_and_is_named(
     }
     for name, (changes, environment, message) in cases.items():
         run_dir = tmp_path / name
-        given = arguments(run_dir, real_data, **asking(producers.addresses[:1], **changes))
+        given = arguments(
+            run_dir, real_data, **asking(producers.addresses[:1], data__workers=0, **changes)
+        )
         run = train_server.start(given, tmp_path / f"log-{name}", RANKS, **environment)
         codes = run.wait()
         assert (
