@@ -48,7 +48,7 @@ from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.config import ParallelConfig
 from torchmm.data.workers import fork_server, ignore_signals
 from torchmm.errors import PlanError
-from torchmm.handover import Handover
+from torchmm.handover import Arrays, Handover
 from torchmm.pipelining.actions import ActionType
 from torchmm.pipelining.graph import StageLayout
 from torchmm.pipelining.messages import MessageSizes, message_specs
@@ -158,8 +158,8 @@ class PlanningProcess:
     def __init__(self, setup: PlanningSetup) -> None:
         context = fork_server()
         self._directory = Path(tempfile.mkdtemp(prefix="torchmm-planning-"))
-        self._requests, self._plans = _handovers(self._directory)
-        # Tells that there is something: numbers of steps that are asked for, or finished.
+        self._plans = _plans_in(self._directory)
+        # There: requests. Back: numbers of finished steps, or what went wrong.
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
             target=plan_until_closed,
@@ -188,8 +188,7 @@ class PlanningProcess:
         Raises:
             PlanningProcessError: it is gone.
         """
-        self._call(self._requests.put, request)
-        self._call(self._connection.send, request.step)
+        self._call(self._connection.send, request)
 
     def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
         """The best plan of a step so far; None if there is none.
@@ -207,7 +206,8 @@ class PlanningProcess:
                 raise PlanningProcessError(told)
             if told == step:
                 break
-        newest: PlannedStep | None = self._call(self._plans.get)
+        found = self._call(self._plans.get)
+        newest = None if found is None else _planned_step(found)
         return newest if newest is not None and newest.step == step else None
 
     def close(self) -> None:
@@ -231,22 +231,27 @@ class PlanningProcess:
             ) from error
 
 
-def _handovers(directory: Path) -> tuple[Handover, Handover]:
-    """Of requests and of plans."""
-    return Handover(directory / "request"), Handover(directory / "plan")
+def _plans_in(directory: Path) -> Handover:
+    return Handover(directory / "plan.npz")
+
+
+def _planned_step(found: Arrays) -> PlannedStep:
+    """What `_Planning` left."""
+    values: dict[str, Any] = {n: a if a.ndim else a.item() for n, a in found.items()}
+    return PlannedStep(**values)
 
 
 def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: Path) -> None:
     """What the process does: plans the newest request, until the other side is closed."""
     ignore_signals()  # launchers send them to whole groups; the training process ends this one
     _yield_to_others()
-    requests, plans = _handovers(directory)
+    plans = _plans_in(directory)
     try:
         while True:
-            connection.recv()
+            request = connection.recv()
             while connection.poll():
-                connection.recv()
-            plan_request(connection, plans, setup, requests.get())
+                request = connection.recv()
+            plan_request(connection, plans, setup, request)
     except (EOFError, ConnectionError):
         return
     except (OSError, ValueError, PlanError) as error:
@@ -326,20 +331,19 @@ class _Planning:
         numbers, flops_RK = self._make(best.order)
         self._left = best.predicted_ms if found is None else found.makespan_ms
         self._left_s = self.elapsed_s
-        self._plans.put(
-            PlannedStep(
-                self._request.step,
-                numbers,
-                flops_RK,
-                best.predicted_ms * self.unit,
-                best.natural_ms * self.unit,
-                best.evaluations,
-                best.planner,
-                self.elapsed_s * 1e3,
-                finished,
-                bool(self._request.rates),
-            )
+        planned = PlannedStep(
+            self._request.step,
+            numbers,
+            flops_RK,
+            best.predicted_ms * self.unit,
+            best.natural_ms * self.unit,
+            best.evaluations,
+            best.planner,
+            self.elapsed_s * 1e3,
+            finished,
+            bool(self._request.rates),
         )
+        self._plans.put({n: np.asarray(value) for n, value in vars(planned).items()})
 
     def _make(self, order: ComputeOrder) -> tuple[Int32s, Float64s]:
         """Its plan as numbers, and what there is to do."""
