@@ -38,8 +38,9 @@ class Handover:
         Raises:
             OSError: the file cannot be written; the directory may be gone.
         """
+        named: dict[str, Any] = dict(arrays)
         with self._unfinished.open("wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, **named)
         self._unfinished.replace(self._path)
 
     def get(self) -> Arrays | None:
