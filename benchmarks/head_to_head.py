@@ -142,14 +142,20 @@ def case_rows(case: Case, title: str, every: list[Result]) -> list[Row]:
 
 
 def draw(case: Case, every: list[Result], directory: Path) -> Path:
-    """All methods' steps on one time axis."""
-    panels = [
-        Panel(f"{found.method}", found.step.records, found.step.plan.graph.layout)
-        for found in every
-    ]
+    """The methods' steps on one time axis, the same step once.
+
+    Not Megatron-LM's: up to three times as long as any other, it would leave the others no room.
+    """
+    panels: dict[int, Panel] = {}
+    for found in every:
+        if found.method == METHODS[0]:
+            continue
+        known = panels.get(id(found.step))
+        label = f"{known.label} = {found.method}" if known else found.method
+        panels[id(found.step)] = Panel(label, found.step.records, found.step.plan.graph.layout)
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"head_to_head_{case.recipe}.svg"
-    file.write_text(draw_timelines(f"{case.title}, simulated", panels, join=True))
+    file.write_text(draw_timelines(f"{case.title}, simulated", [*panels.values()], join=True))
     return file
 
 
