@@ -62,7 +62,8 @@ def parallel_sizes() -> Section:
     cells = []
     for sizes in paper.PRINTED_SIZES:
         recipe = recipe_named(sizes.recipe)
-        update = {"pipeline": sizes.pipeline}  # VLM-XL comes with two
+        # VLM-XL comes with two; T2V-L and -XL have others in our recipes, to fit into memory.
+        update = {"pipeline": sizes.pipeline, "tensor": sizes.tensor}
         parallel = recipe.parallel.model_copy(update=update)
         layout = resolve_layout(parallel, sizes.gpus)
         printed = Figure(f"{sizes.source}, DP", sizes.data, "ranks")

@@ -71,6 +71,10 @@ class AllSplit(CostModel):
 
 
 VLM_S = Model("pipeweaver_vlm_s", 1, 4, 4)
+SELECTIVE = ["--activation_checkpoint.mode", "selective"]
+SELECTIVE += ["--activation_checkpoint.modules.generator", "full"]
+SELECTIVE += ["--activation_checkpoint.memory_limit", "85%"]
+"""With which T2Vs are cut: their recipes recompute more, as DiTs are not split there."""
 
 
 class Setting:
@@ -81,7 +85,9 @@ class Setting:
 
     def __init__(self, microbatches: int, images: int | None = None, model: Model = VLM_S) -> None:
         given = ["--parallel.schedule", "searched", "--simulation.seed", str(SEED)]
-        given += ["--parallel.pipeline", str(model.pipeline)]
+        given += ["--parallel.pipeline", str(model.pipeline), "--parallel.sequence_parallel=true"]
+        given += ["--parallel.tensor", str(model.tensor)]
+        given += SELECTIVE if "_t2v_" in model.recipe else []
         given += ["--training.global_batch_size", str(microbatches * model.data)]
         if images is not None:
             given += ["--parallel.vision.sub_microbatch_images", str(images)]

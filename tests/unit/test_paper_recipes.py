@@ -126,8 +126,10 @@ def test_steps_of_recipes_can_be_planned(name: str) -> None:
     )
     model = build_model(recipe.model, recipe.freeze)
     modules = [module.describe() for module in model.modality_modules()]
-    layout = plan_layout(recipe.parallel, modules, metas)
-    plan = plan_step(layout, recipe.parallel, modules, metas)
+    short = recipe.parallel.search.model_copy(update={"evaluations": 20})
+    parallel = recipe.parallel.model_copy(update={"search": short})
+    layout = plan_layout(parallel, modules, metas)
+    plan = plan_step(layout, parallel, modules, metas)
     assert plan.graph.microbatches == len(plan.actions) == ranks
 
 
