@@ -93,8 +93,14 @@ def _units(module: ModuleDescription, model: MultimodalModel, llm_tokens: int) -
     return llm_tokens * (1 if module.kind == "llm" else module.merge**2)
 
 
-def run_summary(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict[str, str]:
-    """Label and value of each line of the start table."""
+def run_summary(
+    recipe: Recipe, model: MultimodalModel, world_size: int, *, simulated: bool = False
+) -> dict[str, str]:
+    """Label and value of each line of the start table.
+
+    Args:
+        simulated: whether a peak of memory follows, so that no bound on it is needed.
+    """
     training = recipe.training
     memory = run_memory(recipe, model, world_size)
     lines = {}
@@ -106,13 +112,24 @@ def run_summary(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict
         f"{training.global_batch_size} sequences of {training.sequence_length} tokens, "
         f"{training.microbatch_size} per microbatch"
     )
-    gib = 1 / 2**30
-    lines["memory per rank"] = (
-        f"at most about {memory.total_bytes * gib:.2f} GiB: weights "
-        f"{memory.weight_bytes * gib:.2f}, gradients {memory.gradient_bytes * gib:.2f}, optimizer "
-        f"{memory.optimizer_bytes * gib:.2f}, activations {memory.activation_bytes * gib:.2f}"
-    )
+    lines["memory per rank"] = _memory_line(memory, simulated)
     return lines
+
+
+def _memory_line(memory: MemoryEstimate, simulated: bool) -> str:
+    """States, and what activations take at most, unless a simulation knows better."""
+    gib = 1 / 2**30
+    states = (
+        f"weights {memory.weight_bytes * gib:.2f}, gradients {memory.gradient_bytes * gib:.2f}, "
+        f"optimizer {memory.optimizer_bytes * gib:.2f}"
+    )
+    if simulated:
+        held_bytes = memory.total_bytes - memory.activation_bytes
+        return f"about {held_bytes * gib:.2f} GiB before activations: {states}"
+    return (
+        f"at most about {memory.total_bytes * gib:.2f} GiB: {states}, activations "
+        f"{memory.activation_bytes * gib:.2f}"
+    )
 
 
 def _rank_lines(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict[str, str]:
@@ -163,7 +180,7 @@ def describe_run(recipe: Recipe, world_size: int, picture: Path | None = None) -
         choice = choose_encoders(forecaster)
         recipe, chosen = choice.recipe, list(choice.lines())
     forecast = forecaster.forecast_parallel(recipe.parallel)
-    lines = run_summary(recipe, forecaster.model, world_size)
+    lines = run_summary(recipe, forecaster.model, world_size, simulated=True)
     lines |= {f"choice {index}": text for index, text in enumerate(chosen, 1)}
     lines |= _step_lines(forecast, profile.device.name, profile.device.memory_bytes)
     if picture is not None and forecast.step is not None:
