@@ -114,9 +114,11 @@ class Found:
         return _accuracy(self.predicted_ms, median(self.cpu_ms))
 
     @property
-    def floor(self) -> float:
-        """Of the first half of the runs, taken as a prediction of the second."""
+    def floor(self) -> float | None:
+        """Of the first half of the runs, taken as a prediction of the second; None: of one run."""
         half = len(self.measured_ms) // 2
+        if half == 0:
+            return None
         first, second = self.measured_ms[:half], self.measured_ms[half:]
         return _accuracy(median(first), median(second))
 
@@ -210,7 +212,8 @@ def rows(found: dict[int, list[Found]]) -> list[Row]:
         ("mean accuracy", mean, PAPER, PAPER),
         ("worst accuracy", min, WORST, None),
     ):
-        ours, floor = combine(own.accuracy for own in every), combine(own.floor for own in every)
+        ours, floors = combine(own.accuracy for own in every), [own.floor for own in every]
+        floor = combine(f for f in floors if f is not None) if any(floors) else None
         made.append(Row(case, metric, "share", ours, floor, paper, goal))
     on_core = [own.cpu_accuracy for own in every if own.cpu_ms]
     for metric, combine in (("mean", mean), ("worst", min)):

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 TRAIN = Path(__file__).parents[1] / "train.py"
 CLIENT = Path(__file__).with_name("train_client.py")
 
@@ -130,7 +132,7 @@ class TrainServer:
         """
         log_dir.mkdir(parents=True, exist_ok=True)
         logs = [log_dir / f"rank-{rank}.log" for rank in range(ranks)]
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         processes = []
         for rank, log in enumerate(logs):
             log.write_text("")
@@ -151,12 +153,6 @@ class TrainServer:
         """Exit codes by rank and rank 0's output of a whole run; `options` as for `start`."""
         run = self.start(arguments, log_dir, ranks, **options)
         return run.wait(), run.output()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(address: str) -> None:

@@ -7,7 +7,6 @@ seconds, a fork milliseconds. The warm process has no threads, so forking it is 
 import atexit
 import functools
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 
 TIMEOUT_S = 200
 Outcomes = dict[int, tuple[bool, Any]]
@@ -48,7 +48,8 @@ def _warm_process() -> Connection:
     """To the process that ranks are forks of. It ends when this one closes the connection."""
     ours, its = mp.Pipe()
     command = [sys.executable, __file__, str(its.fileno())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = os.pathsep.join(sys.path)  # without which it does not find what it imports
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
     process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()])
     its.close()
     atexit.register(process.wait)
@@ -113,13 +114,6 @@ def _main(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import free_port, run_distributed
+from launch import run_distributed
+from ports import free_port
 from safetensors.torch import load_file
 from tiny_recipe import records, weights
 from torch.nn import functional

@@ -4,7 +4,8 @@ import os
 
 import pytest
 import torch
-from launch import free_port, run_distributed
+from launch import run_distributed
+from ports import free_port
 from tiny_recipe import records, tiny_recipe, weights
 
 from torchmm.config import Recipe

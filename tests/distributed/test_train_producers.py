@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from launch import free_port, run_distributed
+from launch import run_distributed
+from ports import free_port
 from tiny_recipe import arguments, records, tiny_recipe, weights
 
 from torchmm.config import Recipe

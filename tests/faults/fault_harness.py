@@ -15,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ports import free_port
 from train_server import ForkedRank, TrainServer
 
 POLL_S = 0.02
@@ -103,13 +103,6 @@ class TorchrunJob(Job):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the ranks too
             process.wait()
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _start(command: Sequence[object], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:

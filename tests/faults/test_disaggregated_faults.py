@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_harness import free_port
+from ports import free_port
 from test_train_faults import process_of, wait_for_step
 from tiny_recipe import arguments, records, weights
 

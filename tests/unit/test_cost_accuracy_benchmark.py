@@ -58,6 +58,13 @@ def test_accuracy_counts_both_directions_and_the_worst_case_counts(modules):
     assert worst.ours == pytest.approx(0.9)
 
 
+def test_one_run_has_no_noise_floor(modules):
+    _, benchmark = modules
+    rows = benchmark.rows({1: [benchmark.Found("once", 90.0, [100.0], [100.0])]})
+    assert [row.baseline for row in rows if row.metric == "accuracy"] == [None]
+    assert [row.baseline for row in rows if row.metric == "mean accuracy"] == [None]
+
+
 @pytest.mark.slow
 def test_it_writes_rows_of_one_and_two_ranks(tmp_path):
     file = tmp_path / "rows.json"

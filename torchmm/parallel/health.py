@@ -214,8 +214,21 @@ class Health:
 
 
 def is_peer_trouble(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank, going by type or gloo's wording."""
-    return isinstance(error, dist.DistError) or bool(_PEER_TROUBLE.search(str(error)))
+    """Whether a collective failed because of another rank, going by type or gloo's wording.
+
+    The collective may be inside of something that failed for it, as FSDP's are in a stage's
+    backward: causes count.
+    """
+    return _peer_trouble(error) is not None
+
+
+def _peer_trouble(error: BaseException | None) -> BaseException | None:
+    """The error or, nearest first, the cause of it that comes from another rank."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or _PEER_TROUBLE.search(str(error)):
+            return error
+        error = error.__cause__
+    return None
 
 
 @contextmanager
@@ -279,4 +292,5 @@ def _missing_ranks(error: BaseException) -> list[int]:
 
 
 def _first_line(error: BaseException) -> str:
+    error = _peer_trouble(error) or error
     return str(error).strip().partition("\n")[0]

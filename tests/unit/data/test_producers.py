@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from dataclasses import replace
 from itertools import islice
@@ -23,6 +22,7 @@ from data_cases import (
     write_jsonl,
     write_parquet,
 )
+from ports import free_port
 from test_video import clip_of
 
 from torchmm.config import SourceConfig
@@ -181,12 +181,6 @@ def test_busy_producers_are_asked_again(site):
         take(site.loader(address, give_up_s=0.5), 1)
     room.release()
     assert take(site.loader(address), 2) == take(site.loader(), 2)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def test_nobody_answers(site):

@@ -32,6 +32,13 @@ def test_alone_there_is_nothing_to_gather():
     assert gather_floats([1.5, 0.0]) == [[1.5, 0.0]]
 
 
+def _caused_by(text: str) -> RuntimeError:
+    """As torch's pipelining says of what a stage's backward met."""
+    error = RuntimeError("Failed to run stage backward")
+    error.__cause__ = RuntimeError(text)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -40,6 +47,8 @@ def test_alone_there_is_nothing_to_gather():
         (RuntimeError("Ranks 1 failed to pass monitoredBarrier in 5000 ms"), True),
         (dist.DistBackendError("NCCL error"), True),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (_caused_by("Read error [127.0.0.1]:27838: Connection reset by peer"), True),
+        (_caused_by("Trying to backward through the graph a second time"), False),
         (ValueError("bad sample"), False),
     ],
 )
