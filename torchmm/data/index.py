@@ -30,7 +30,7 @@ from torchmm.errors import DataError
 from torchmm.files import replace_atomically
 from torchmm.generated import GeneratedMeta
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Raised when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
