@@ -16,10 +16,10 @@ import json
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torchmm.errors import PeerError
 from torchmm.files import canonical_json, replace_atomically
 
+State = Literal["running", "done", "preempted", "failed"]
 STATUS_NAME = "STATUS.json"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -76,7 +77,7 @@ class StopSignal:
 class Status:
     """How a run stands or ended."""
 
-    state: Literal["running", "done", "preempted", "failed"]
+    state: State
     step: int
     """Last finished step."""
     rank: int
@@ -107,13 +108,22 @@ def write_status(run_dir: Path, status: Status) -> bool:
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """The status of a run directory; None if it has none."""
+    """The status of a run directory; None if it has none that can be read.
+
+    What an earlier run left, torn by a crash or written by another version, must not keep the next
+    one from starting: nothing hangs on it.
+    """
     try:
         record = json.loads((run_dir / STATUS_NAME).read_bytes())
-    except FileNotFoundError:
+    except (OSError, ValueError, RecursionError):
         return None
-    del record["time"]
-    return Status(**record)
+    if not isinstance(record, dict):
+        return None
+    known = {field.name: record[field.name] for field in fields(Status) if field.name in record}
+    kinds = (known.get("state"), type(known.get("step")), type(known.get("rank")))
+    if kinds[0] not in get_args(State) or kinds[1:] != (int, int):
+        return None
+    return Status(**known)
 
 
 def _says_more(present: Status, new: Status) -> bool:

@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import threading
@@ -67,6 +68,30 @@ def test_a_new_start_replaces_the_old_end(tmp_path):
     write_status(tmp_path, CULPRIT)
     write_status(tmp_path, Status("running", 0, 0))
     assert read_status(tmp_path).state == "running"
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        b"", b'{"state": "run', b"\xff\x00", b"[" * 100_000, b"[1]", b"null", b"{}",
+        b'{"state": "paused", "step": 1, "rank": 0}', b'{"state": "failed", "step": "1", "rank": 0}',
+        b'{"state": ["failed"], "step": 1, "rank": 0, "time": 1.0}',
+    ],
+)  # fmt: skip
+def test_an_unreadable_status_of_before_is_none(tmp_path, left):
+    (tmp_path / "STATUS.json").write_bytes(left)
+    assert read_status(tmp_path) is None
+    assert write_status(tmp_path, LOST_PEER)
+    assert read_status(tmp_path) == LOST_PEER
+
+
+def test_a_status_of_a_newer_version_is_read_without_what_is_new(tmp_path):
+    write_status(tmp_path, CULPRIT)
+    file = tmp_path / "STATUS.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "host": "a", "version": 2}))
+    assert read_status(tmp_path) == CULPRIT
+    file.write_text('{"state": "done", "step": 9, "rank": 0}')
+    assert read_status(tmp_path) == Status("done", 9, 0)
 
 
 def test_readers_never_see_half_a_status(tmp_path):
