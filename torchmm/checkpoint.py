@@ -15,10 +15,10 @@ leaves hashing and the commit to the caller anyway.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -35,7 +35,9 @@ from torchmm.checkpoint_manifest import (
     WrittenFile,
     find_problems,
     list_steps,
+    read_json,
     read_manifest,
+    refuse_newer_format,
     write_manifest,
 )
 from torchmm.checkpoint_state import (
@@ -225,10 +227,11 @@ class CheckpointManager:
         """The newest checkpoint whose every byte is as written; None if there is none at all.
 
         Raises:
-            CheckpointError: there are checkpoints, but all are damaged.
+            CheckpointError: a newer version wrote one, or there are some and all are damaged.
         """
         candidates = self._group.on_rank_0(lambda: list_steps(self._directory.path))
         for path in candidates:
+            self._group.on_rank_0(partial(refuse_newer_format, path))
             problems = self._find_problems(path)
             if not problems:
                 return path
@@ -269,7 +272,7 @@ class CheckpointManager:
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> Restored:
         manifest, index = read_manifest(path), read_index(path)
-        saved = json.loads((path / STATE_NAME).read_bytes())
+        saved = read_json(path / STATE_NAME)
         tensors = model_tensors(model)
         optimizer_state: OptimizerState = {}
         trainable: list[str] | None = None

@@ -14,7 +14,13 @@ import time
 from pathlib import Path
 from uuid import uuid4
 
-from torchmm.checkpoint_manifest import find_problems, list_steps, step_of
+from torchmm.checkpoint_manifest import (
+    NewerFormatError,
+    find_problems,
+    list_steps,
+    refuse_newer_format,
+    step_of,
+)
 from torchmm.errors import CheckpointError
 from torchmm.files import sync_directory
 
@@ -76,10 +82,13 @@ class CheckpointDirectory:
         """Removes checkpoints older than the `keep` newest valid ones.
 
         Damaged ones count for nothing: they cannot push out the last good one. A checkpoint that
-        this process did not write is hashed once.
+        this process did not write is hashed once. What a newer version wrote neither counts nor
+        goes.
         """
         valid = 0
         for path in list_steps(self.path):
+            if path not in self._known_valid and _is_of_newer_format(path):
+                continue
             if valid >= keep:
                 self._remove(path)
             elif self._is_valid(path):
@@ -121,3 +130,11 @@ class CheckpointDirectory:
         except BlockingIOError:
             return False
         return True
+
+
+def _is_of_newer_format(path: Path) -> bool:
+    try:
+        refuse_newer_format(path)
+    except NewerFormatError:
+        return True
+    return False

@@ -74,7 +74,8 @@ def test_a_new_start_replaces_the_old_end(tmp_path):
     "left",
     [
         b"", b'{"state": "run', b"\xff\x00", b"[" * 100_000, b"[1]", b"null", b"{}",
-        b'{"state": "paused", "step": 1, "rank": 0}', b'{"state": "failed", "step": "1", "rank": 0}',
+        b'{"state": "paused", "step": 1, "rank": 0}',
+        b'{"state": "failed", "step": "1", "rank": 0}',
         b'{"state": ["failed"], "step": 1, "rank": 0, "time": 1.0}',
     ],
 )  # fmt: skip
