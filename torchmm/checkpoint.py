@@ -86,8 +86,9 @@ class CheckpointManager:
         run_dir: checkpoints lie in `run_dir`/checkpoints/step-N.
         layout: sizes of the parallel dimensions; recorded.
         recipe_sha256: recorded; a resume under another recipe is logged.
+        directory: that of `run_dir`, where rank 0 claims it earlier and releases it later.
     Raises:
-        CheckpointError: another live process writes to the same run directory.
+        InUseError: another live process writes to the same run directory.
     """
 
     def __init__(
@@ -97,10 +98,12 @@ class CheckpointManager:
         logger: logging.Logger,
         layout: dict[str, int],
         recipe_sha256: str,
+        directory: CheckpointDirectory | None = None,
     ) -> None:
         self._config = config
         self._logger = logger
-        self._directory = CheckpointDirectory(run_dir / "checkpoints", logger)
+        self._directory = directory or CheckpointDirectory(run_dir / "checkpoints", logger)
+        self._releases = directory is None
         self._group = SideGroup.create()
         self._facts: dict[str, Any] = {
             "layout": layout,
@@ -194,7 +197,8 @@ class CheckpointManager:
             self.wait()
         finally:
             self._stager.close()
-            self._directory.release()
+            if self._releases:
+                self._directory.release()
 
     def resume(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, restarted: bool = False

@@ -145,7 +145,9 @@ def _role_and_content(message: Any) -> tuple[str, Any]:
 def _says_nothing(content: Any) -> bool:
     if isinstance(content, list):
         return all(
-            isinstance(part, dict) and part.get("type") == "text" and _says_nothing(part.get("text"))
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and _says_nothing(part.get("text"))
             for part in content
         )
     return content is None or (isinstance(content, str) and not content.strip())
