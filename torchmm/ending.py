@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from torchmm.preempt import STATUS_NAME, Status, write_status
 
 logger = logging.getLogger("torchmm")
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_OF_RUST = re.compile(r"\(os error (\d+)\)")
+"""In errors of safetensors and tokenizers, which write the export and have classes of their own."""
 
 
 @contextmanager
@@ -42,12 +45,13 @@ def training(run_dir: Path) -> Iterator[None]:
     """A run directory that can no longer be written ends the run like a save that fails."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in _UNWRITABLE and not _is_below(error, run_dir):
+    except Exception as error:
+        problem = _write_problem(error, run_dir)
+        if problem is None:
             raise
         raise CheckpointError(
-            f"cannot write {error.filename or f'a file of {run_dir}'}: {error.strerror}. "
-            "Checkpoints saved before are intact: make room, or make it writable, and start again"
+            f"cannot write {problem}. Checkpoints saved before are intact: make room, or make it "
+            "writable, and start again"
         ) from error
 
 
@@ -84,12 +88,22 @@ def write_failure(
         status = Status(state, step, rank, error.exit_code, str(error))
         error.reported = not _tell(run_dir, status)
     else:
-        _tell(run_dir, Status("failed", step, rank, 1, traceback.format_exc()))
+        _tell(run_dir, Status("failed", step, rank, 1, "".join(traceback.format_exception(error))))
 
 
 def write_end(run_dir: Path, step: int) -> None:
     """STATUS.json of a run that did all it should, by rank 0."""
     _tell(run_dir, Status("done", step, 0, 0))
+
+
+def _write_problem(error: Exception, run_dir: Path) -> str | None:
+    """File and reason, if the error is that a file of the run directory cannot be written."""
+    if isinstance(error, OSError):
+        if error.errno in _UNWRITABLE or _is_below(error, run_dir):
+            return f"{error.filename or f'a file of {run_dir}'}: {error.strerror}"
+        return None
+    found = _OF_RUST.search(str(error))
+    return f"a file of {run_dir}: {error}" if found and int(found[1]) in _UNWRITABLE else None
 
 
 def _is_below(error: OSError, run_dir: Path) -> bool:

@@ -38,7 +38,7 @@ from torchmm.evaluate import (
     held_out_prompts,
     word_error_rate,
 )
-from torchmm.files import replace_atomically
+from torchmm.files import make_writable_directory, replace_atomically
 from torchmm.metrics import (
     PhaseTimer,
     RankStep,
@@ -80,6 +80,7 @@ def train(recipe: Recipe) -> int:
     trainer = None
     try:
         with StopSignal() as stop, starting(run_dir):
+            make_writable_directory(run_dir)  # all ranks see that it is not, and none waits
             # Nothing is written into the directory of a run that is alive.
             if rank == 0 and directory.try_claim():
                 write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
