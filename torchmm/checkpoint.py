@@ -15,10 +15,10 @@ leaves hashing and the commit to the caller anyway.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -35,7 +35,9 @@ from torchmm.checkpoint_manifest import (
     WrittenFile,
     find_problems,
     list_steps,
+    read_json,
     read_manifest,
+    refuse_newer_format,
     write_manifest,
 )
 from torchmm.checkpoint_state import (
@@ -84,8 +86,9 @@ class CheckpointManager:
         run_dir: checkpoints lie in `run_dir`/checkpoints/step-N.
         layout: sizes of the parallel dimensions; recorded.
         recipe_sha256: recorded; a resume under another recipe is logged.
+        directory: that of `run_dir`, where rank 0 claims it earlier and releases it later.
     Raises:
-        CheckpointError: another live process writes to the same run directory.
+        InUseError: another live process writes to the same run directory.
     """
 
     def __init__(
@@ -95,10 +98,12 @@ class CheckpointManager:
         logger: logging.Logger,
         layout: dict[str, int],
         recipe_sha256: str,
+        directory: CheckpointDirectory | None = None,
     ) -> None:
         self._config = config
         self._logger = logger
-        self._directory = CheckpointDirectory(run_dir / "checkpoints", logger)
+        self._directory = directory or CheckpointDirectory(run_dir / "checkpoints", logger)
+        self._releases = directory is None
         self._group = SideGroup.create()
         self._facts: dict[str, Any] = {
             "layout": layout,
@@ -192,7 +197,8 @@ class CheckpointManager:
             self.wait()
         finally:
             self._stager.close()
-            self._directory.release()
+            if self._releases:
+                self._directory.release()
 
     def resume(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, restarted: bool = False
@@ -225,10 +231,11 @@ class CheckpointManager:
         """The newest checkpoint whose every byte is as written; None if there is none at all.
 
         Raises:
-            CheckpointError: there are checkpoints, but all are damaged.
+            CheckpointError: a newer version wrote one, or there are some and all are damaged.
         """
         candidates = self._group.on_rank_0(lambda: list_steps(self._directory.path))
         for path in candidates:
+            self._group.on_rank_0(partial(refuse_newer_format, path))
             problems = self._find_problems(path)
             if not problems:
                 return path
@@ -269,7 +276,7 @@ class CheckpointManager:
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> Restored:
         manifest, index = read_manifest(path), read_index(path)
-        saved = json.loads((path / STATE_NAME).read_bytes())
+        saved = read_json(path / STATE_NAME)
         tensors = model_tensors(model)
         optimizer_state: OptimizerState = {}
         trainable: list[str] | None = None

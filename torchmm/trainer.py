@@ -9,26 +9,28 @@ conditional on something all ranks agreed on.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
-import traceback
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 
 from torchmm.balance.flops import microbatch_flops
 from torchmm.batch import StepBatch
 from torchmm.build import DTYPES, RunParts, build_data, build_run, build_unfilled_model
+from torchmm.checkpoint_directory import CheckpointDirectory
 from torchmm.config import Recipe
 from torchmm.config_model import GENERATOR
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.drawings import draw_samples, held_out_drawings
 from torchmm.encoder_choice import orchestrated
-from torchmm.errors import EXIT_DONE, Preempted, TorchmmError
+from torchmm.ending import closed_after, starting, training, write_end, write_failure
+from torchmm.errors import EXIT_DONE, Preempted
 from torchmm.evaluate import (
     GeneratedText,
     generate_samples,
@@ -36,7 +38,7 @@ from torchmm.evaluate import (
     held_out_prompts,
     word_error_rate,
 )
-from torchmm.files import replace_atomically
+from torchmm.files import make_writable_directory, replace_atomically
 from torchmm.metrics import (
     PhaseTimer,
     RankStep,
@@ -73,40 +75,33 @@ def train(recipe: Recipe) -> int:
         TorchmmError: the run ended early; the status is written.
     """
     run_dir = Path(recipe.output_dir) / recipe.name
-    run_dir.mkdir(parents=True, exist_ok=True)
     rank = int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
+    directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger("torchmm"))
     trainer = None
     try:
-        with StopSignal() as stop:
+        with StopSignal() as stop, starting(run_dir):
+            make_writable_directory(run_dir)  # all ranks see that it is not, and none waits
+            # Nothing is written into the directory of a run that is alive.
+            if rank == 0 and directory.try_claim():
+                write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
             recipe = orchestrated(recipe, int(os.environ.get("WORLD_SIZE", "1")))
             model, tokenizer = build_unfilled_model(recipe)
             device = select_device(recipe.training.device)
             with peer_errors(rank):
                 start_process_group(recipe.parallel, device)
-                parts = build_run(recipe, run_dir, device, model, tokenizer)
+                parts = build_run(recipe, run_dir, device, model, tokenizer, directory)
             trainer = Trainer(parts, stop)
-            trainer.run()
+            with training(run_dir):
+                trainer.run()
+        if rank == 0:
+            write_end(run_dir, trainer.step)
     except BaseException as error:
-        _write_failure(run_dir, error, trainer.step if trainer else 0, rank)
+        write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         raise
-    if rank == 0:
-        write_status(run_dir, Status("done", trainer.step, rank, EXIT_DONE))
+    finally:
+        directory.release()
     dist.destroy_process_group()
     return EXIT_DONE
-
-
-def _write_failure(run_dir: Path, error: BaseException, step: int, rank: int) -> None:
-    """STATUS.json of a run that ended early; an error that is known already is marked so."""
-    if not isinstance(error, TorchmmError):
-        write_status(run_dir, Status("failed", step, rank, 1, traceback.format_exc()))
-        return
-    state: Literal["preempted", "failed"] = "failed"
-    if isinstance(error, Preempted):
-        state = "preempted"
-    status = Status(state, step, rank, error.exit_code, str(error))
-    error.reported = not write_status(run_dir, status)
 
 
 class Trainer:
@@ -157,23 +152,21 @@ class Trainer:
             TorchmmError: see its subclasses.
         """
         steps = self.parts.recipe.training.steps
-        try:
-            with self.parts.checkpoints:
-                self._run_steps()
-                if self.step >= steps and self.parts.recipe.checkpoint.export_hf:
-                    with self._health.phase(self.step, "export"):
-                        export_hf(self.parts.model, self.parts.run_dir / "hf", self.parts.tokenizer)
-        finally:
-            self.close()
+        with closed_after(self.close), self.parts.checkpoints:
+            self._run_steps()
+            if self.step >= steps and self.parts.recipe.checkpoint.export_hf:
+                with self._health.phase(self.step, "export"):
+                    export_hf(self.parts.model, self.parts.run_dir / "hf", self.parts.tokenizer)
         if self.step < steps:
             raise Preempted(f"stopped after step {self.step}, which is saved")
 
     def close(self) -> None:
-        """Ends the heartbeat, the planning and the records."""
-        self._planner.close()
-        self._health.close()
-        if self.parts.recorder:
-            self.parts.recorder.close()
+        """Ends the planning, the heartbeat and the records, each also if another cannot be."""
+        with ExitStack() as ends:
+            if self.parts.recorder:
+                ends.callback(self.parts.recorder.close)
+            ends.callback(self._health.close)
+            ends.callback(self._planner.close)
 
     def _run_steps(self) -> None:
         """Trains until the last step, or until a rank was asked to stop."""

@@ -144,6 +144,8 @@ def banned(file: Path) -> Iterator[str]:
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Call):
             yield from banned_call(node)
+            if ROOT / "tests" not in file.parents:
+                yield from undecided_call(node)
         elif isinstance(node, ast.ExceptHandler) and ROOT / "tests" not in file.parents:
             yield from banned_handler(node, source[node.lineno - 1])
 
@@ -166,6 +168,15 @@ def banned_call(call: ast.Call) -> Iterator[str]:
             yield f"line {call.lineno}: {key} = {named[key]}"
 
 
+def undecided_call(call: ast.Call) -> Iterator[str]:
+    """Left to itself transformers asks in a terminal whether to run a model's own code."""
+    function = ast.unparse(call.func)
+    loads = function.rpartition(".")[2] in ("from_pretrained", "from_config")
+    decided = any(keyword.arg == "trust_remote_code" for keyword in call.keywords)
+    if loads and not decided and function != "GenerationConfig.from_pretrained":  # has no code
+        yield f"line {call.lineno}: {function} without trust_remote_code=False"
+
+
 @pytest.mark.parametrize("file", ALL_CODE, ids=short)
 def test_nothing_banned_is_used(file):
     assert not list(banned(file))
@@ -180,6 +191,8 @@ def test_nothing_banned_is_used(file):
         "torch.load(f, weights_only=False)",
         "subprocess.run(c, shell=True)",
         "AutoModel.from_pretrained(x, trust_remote_code=trust)",
+        "AutoTokenizer.from_pretrained(x)",
+        "kind.from_config(x, **options)",
         "try:\n    f()\nexcept Exception:\n    pass",
         "try:\n    f()\nexcept:\n    pass",
     ],

@@ -14,7 +14,8 @@ import json
 import logging
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +27,11 @@ from torchmm.config import DataConfig, SourceConfig
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.reader import SampleReader
 from torchmm.data.sources import MapSource
-from torchmm.errors import DataError
-from torchmm.files import replace_atomically
+from torchmm.errors import ConfigError, DataError
+from torchmm.files import check_writable, replace_atomically
 from torchmm.generated import GeneratedMeta
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Raised when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
@@ -109,12 +110,17 @@ def load_or_build(
         path: cache file.
 
     Raises:
+        ConfigError: there is none, and none can be written.
         DataError: no sample of the source is usable.
     """
     index = _load(path)
     if index is None:
+        with _naming_the_cache(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(path.parent)  # measuring may take hours, in vain
         index = _build(name, source, prompt, reader)
-        _save(index, path)
+        with _naming_the_cache(path.parent):
+            _save(index, path)
     if not index.tokens_N.any():
         first = [f"{name}[{i}]: {reason}" for i, reason in list(index.corrupt.items())[:3]]
         raise DataError(
@@ -157,6 +163,17 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
     )
 
 
+@contextmanager
+def _naming_the_cache(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"data.index_cache = {str(directory)!r}: cannot write {error.filename or directory}: "
+            f"{error.strerror}; name a directory that can be written and has room"
+        ) from error
+
+
 def _row(image: ImageMeta, encoders: Sequence[str]) -> tuple[int, ...]:
     encoder = 0 if image.encoder is None else encoders.index(image.encoder)
     sizes = (image.width_px, image.height_px, image.patches, image.tokens, image.frames)
@@ -174,7 +191,6 @@ def _save(index: LengthIndex, path: Path) -> None:
         generated_G4=index.generated_G4,
         corrupt=np.asarray(json.dumps(index.corrupt)),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_atomically(path, buffer.getvalue())
 
 

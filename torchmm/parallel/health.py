@@ -151,7 +151,8 @@ class Health:
         itself. Who hangs still does, but misses a barrier, which rank 0 sees.
         """
         self._lost_peer = True
-        self._write_heartbeat()  # the others must not take this rank for a culprit
+        with suppress(OSError):  # on a full disk, which must not hide the lost peer
+            self._write_heartbeat()  # the others must not take this rank for a culprit
         missing = _missing_ranks(error) or self._silent_ranks()
         if not missing:
             try:
