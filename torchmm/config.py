@@ -276,6 +276,10 @@ class CheckpointConfig(Section):
     resume: str = "auto"
     """"auto": newest valid checkpoint of the run directory, if any; "none": start afresh;
     otherwise the directory of a checkpoint."""
+    resume_changed_data: bool = False
+    """Resume although samples or their order are not those the checkpoint was trained on. Sources
+    with random access go on at the number of samples drawn, changed streams from their beginning;
+    samples of the current pass may come again or be left out. Without it: exit code 4."""
     export_hf: bool = True
     """Write a Hugging Face directory (`hf/`) after the last step."""
 

@@ -27,7 +27,13 @@ from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.opening import Samples, open_samples
 from torchmm.data.plan import Arrange, PackItems, Planner, StepPlan
 from torchmm.data.waiting import Overdue, Waiting
-from torchmm.data.workers import describe_state, end_workers, fork_server, make_worker_setup, workers_of
+from torchmm.data.workers import (
+    describe_state,
+    end_workers,
+    fork_server,
+    make_worker_setup,
+    workers_of,
+)
 from torchmm.errors import ConfigError, DataError
 from torchmm.generated import GeneratorSpec
 
@@ -61,6 +67,11 @@ class PlanQueue(Sampler[list[list[PackItems]]]):
         while self._handed < len(self._upcoming) or self._plan_one():
             self._handed += 1
             yield self._upcoming[self._handed - 1].ranks[self._rank]
+
+    @property
+    def notice(self) -> str:
+        """What is worth telling about the starting position."""
+        return self._planner.notice
 
     def peek(self) -> StepPlan | None:
         """The next step to be trained on; None at the end."""
@@ -103,6 +114,8 @@ class Loader:
         pin_memory: bool,
         remote: Dataset[DecodedStep] | None = None,
     ) -> None:
+        if queue.notice and rank == 0:
+            logger.warning("%s", queue.notice)
         self._queue = queue
         self._decoder = decoder
         self._feeds = feeds
@@ -212,9 +225,7 @@ class Loader:
         names = f"{items[0].meta.source}[{items[0].meta.index}]" if items else "nothing"
         return f"{len(items)} samples beginning with {names}"
 
-    def _describe_overdue(
-        self, overdue: Overdue, steps: Iterator[DecodedStep], number: int
-    ) -> str:
+    def _describe_overdue(self, overdue: Overdue, steps: Iterator[DecodedStep], number: int) -> str:
         """Who has not delivered step `number` of this iteration: workers take turns."""
         workers = workers_of(steps)
         who = "this process (data.workers = 0)"
@@ -243,6 +254,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     validation: bool = False,
     generator_spec: GeneratorSpec | None = None,
     arrange: Arrange | None = None,
+    resume_changed: bool = False,
 ) -> Loader:
     """The loader of one data-parallel rank.
 
@@ -259,6 +271,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
             of the endless training mixture.
         generator_spec: the generator's wishes; None: nothing is drawn.
         arrange: which packs of a global batch go where; None: in natural order.
+        resume_changed: go on behind `state` also where data or their order have changed.
 
     Raises:
         ConfigError: sizes or specs do not fit.
@@ -275,12 +288,9 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         validation=validation,
         generator_spec=generator_spec,
     )
-    limits = data.open_packs, data_parallel_size, data.max_corrupt_samples
+    position = data_parallel_size, state, arrange, resume_changed
     return Loader(
-        PlanQueue(
-            lambda: Planner(samples.mixture(), training, *limits, state, arrange),
-            data_parallel_rank,
-        ),
+        PlanQueue(partial(_plan, samples, data, training, *position), data_parallel_rank),
         samples.decoder,
         samples.feeds(),
         data,
@@ -289,6 +299,20 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
         remote=None if validation else _ask_producers(data, samples, training, data_parallel_rank),
     )
+
+
+def _plan(
+    samples: Samples,
+    data: DataConfig,
+    training: TrainingConfig,
+    data_parallel_size: int,
+    state: dict[str, Any] | None,
+    arrange: Arrange | None,
+    resume_changed: bool,
+) -> Planner:
+    limits = data.open_packs, data_parallel_size, data.max_corrupt_samples
+    place = training, *limits, state, arrange, samples.identity
+    return Planner(samples.mixture(), *place, resume_changed=resume_changed)
 
 
 def _ask_producers(

@@ -212,8 +212,11 @@ class StreamFeed:
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
         """Read forward from the oldest window; returns the needed items met on the way."""
-        self.draws = state["draws"]
+        self.draws, self.epoch, self._next_index = state["draws"], 0, 0
+        self._windows.clear()
+        self._records, self._given = [], 0
         if state["oldest"] is None:
+            self._stream.restart(None)
             return []
         self.epoch, self._next_index, position = state["oldest"]
         self._stream.restart(position)
@@ -223,8 +226,8 @@ class StreamFeed:
             for index, record in self._records:
                 if (self.epoch, index) in wanted:
                     item = self._measure(index, record)
-                    assert isinstance(item, Item)
-                    items.append(item)
+                    if isinstance(item, Item):
+                        items.append(item)
         self._given = state["given"]
         return items
 

@@ -78,7 +78,7 @@ def end_workers(workers: Sequence[BaseProcess]) -> None:
 
 
 def describe_state(pid: int | None) -> str:
-    """", stopped" or the like, for a message; nothing where a process looks alive."""
+    """ ", stopped" or the like, for a message; nothing where a process looks alive."""
     with suppress(OSError):
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return f", {_STATES[letter]}" if letter in _STATES else ""
