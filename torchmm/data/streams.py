@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tarfile import TarError
 from typing import Any, NamedTuple, Protocol
 
 import datasets
@@ -28,6 +29,10 @@ from torchmm.data.reader import SampleReader
 from torchmm.data.samples import Record
 from torchmm.data.sources import load, parse_json_line, resolve_files, source_root
 from torchmm.errors import DataError
+
+_UNREADABLE = (
+    OSError, EOFError, ValueError, TarError, pa.ArrowException, datasets.exceptions.DatasetsError,
+)  # fmt: skip
 
 
 class RecordStream(Protocol):
@@ -70,7 +75,7 @@ class ArrowStream:
         """The next row."""
         try:
             table = next(self._iterator, None)
-        except (OSError, ValueError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+        except _UNREADABLE as error:
             raise DataError(f"source {self._name!r} cannot be read on: {error}") from error
         return None if table is None else Record(table.to_pylist()[0], self._root)
 
