@@ -133,6 +133,7 @@ class Trainer:
             steps=recipe.training.steps,
         )
         self._health = Health(run.run_dir / "heartbeats", recipe.parallel.timeout_s)
+        self._undone = ""
         self._data_state: dict = run.restored.state["data"] if run.restored else {}
         self._replanner = Replanner(
             run.pipeline, run.descriptions, recipe.parallel.replan_drift, run.logger
@@ -155,11 +156,9 @@ class Trainer:
         finally:
             self.close()
         if self.step < steps:
-            raise Preempted(
-                f"stopped after step {self.step}, which is saved"
-                if self.step
-                else "stopped before the first step was done; there is nothing to save"
-            )
+            saved = f"stopped after step {self.step}, which is saved"
+            told = saved if self.step else "stopped before the first step; nothing is to be saved"
+            raise Preempted(told + self._undone)
 
     def close(self) -> None:
         """Ends the heartbeat, the planning and the records."""
@@ -210,6 +209,7 @@ class Trainer:
             self._planner.begin(self.step + 1, run.loader.next_metas)
         global_targets, global_images, stopping, without_data = self._agree(batch)
         if batch is None or without_data:
+            self._undone = f". Data for step {self.step + 1} did not come; see the ranks' logs"
             return None, True
 
         step = self.step + 1

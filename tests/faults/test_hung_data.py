@@ -40,10 +40,14 @@ def stop_workers(run_dir: Path, rank: int) -> list[int]:
 
 
 def wait_until_it_waits(run_dir: Path, rank: int, timeout_s: float = 60) -> None:
-    """Until a rank's heartbeat says that it waits for data."""
-    deadline = time.monotonic() + timeout_s
+    """Until a rank's heartbeat says that it has been waiting for data since its workers stand."""
+    stopped, deadline = time.time(), time.monotonic() + timeout_s
     file = run_dir / f"heartbeats/rank-{rank:05}.json"
-    while (beat := json.loads(file.read_text()))["phase"] != "waiting for data":
+    while True:
+        beat = json.loads(file.read_text())
+        waits = beat["phase"] == "waiting for data" and beat["phase_s"] > 1
+        if waits and beat["time"] > stopped + 3:  # nothing is under way any more
+            return
         assert time.monotonic() < deadline, beat
         time.sleep(0.05)
 
@@ -99,6 +103,9 @@ def test_a_stop_signal_ends_a_wait_for_data_and_saves(tmp_path, real_data, train
         run.kill(rank, signal.SIGTERM)
     assert [process.wait(60) for process in run.processes] == [75, 75], run.output(1)
     assert_preempted(run_dir)
+    assert re.search(
+        r"which is saved. Data for step \d+ did not come", read_status(run_dir).message
+    )
     log = (run_dir / "logs/rank-1.log").read_text()
     assert re.search(r"step \d+ had no data: data worker \d \(process \d+, stopped\)", log)
     assert_gone(workers)
