@@ -211,6 +211,7 @@ def build_data(
         validation=validation,
         generator_spec=model.generator_spec(),
         arrange=arrange,
+        resume_changed=recipe.checkpoint.resume_changed_data,
     )
 
 
@@ -300,4 +301,7 @@ def open_checkpoints(
 ) -> CheckpointManager:
     """The checkpoints of a run directory, which is claimed for this run; collective."""
     digest = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
-    return CheckpointManager(recipe.checkpoint, run_dir, logger, mesh.sizes, digest, directory)
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    return CheckpointManager(
+        recipe.checkpoint, run_dir, logger, mesh.sizes, digest, table, directory
+    )

@@ -55,6 +55,7 @@ from torchmm.config import CheckpointConfig
 from torchmm.errors import CheckpointError, PeerError
 from torchmm.files import canonical_json, write_synced
 from torchmm.parallel.health import SideGroup, is_peer_trouble
+from torchmm.recipe_changes import changes
 from torchmm.rng import capture_rng
 
 STATE_NAME = "state.json"
@@ -86,6 +87,7 @@ class CheckpointManager:
         run_dir: checkpoints lie in `run_dir`/checkpoints/step-N.
         layout: sizes of the parallel dimensions; recorded.
         recipe_sha256: recorded; a resume under another recipe is logged.
+        recipe: recorded, so that the log can name what changed.
         directory: that of `run_dir`, where rank 0 claims it earlier and releases it later.
     Raises:
         InUseError: another live process writes to the same run directory.
@@ -98,6 +100,7 @@ class CheckpointManager:
         logger: logging.Logger,
         layout: dict[str, int],
         recipe_sha256: str,
+        recipe: dict[str, Any] | None = None,
         directory: CheckpointDirectory | None = None,
     ) -> None:
         self._config = config
@@ -108,6 +111,7 @@ class CheckpointManager:
         self._facts: dict[str, Any] = {
             "layout": layout,
             "recipe_sha256": recipe_sha256,
+            "recipe": recipe or {},
             "torch": str(torch.__version__),
             "world_size": self._group.size,
         }
@@ -303,7 +307,10 @@ class CheckpointManager:
             optimizer.state.clear()
             optimizer.state.update(optimizer_state)
         if manifest["recipe_sha256"] != self._facts["recipe_sha256"]:
-            self._logger.warning("%s was saved under another recipe", path)
+            # Checkpoints of older versions hold the digest alone.
+            told = changes(manifest.get("recipe") or {}, self._facts["recipe"])
+            what = f": {'; '.join(told)}" if manifest.get("recipe") else ", which it does not hold"
+            self._logger.warning("%s was saved under another recipe%s", path, what)
         if not rng:
             self._logger.warning(
                 "%s was saved by %s ranks in layout %s, now there are %s in %s: random streams "
