@@ -301,7 +301,7 @@ class CaseRun:
         every = [step_of(self.case, seed, replica)[0] for replica in range(size)]
         targets = sum(m.target_count for microbatches in every for m in microbatches)
         self.model.zero_grad()
-        result = self.runtime.step(plan, batch, loss_scale=size / targets)
+        result = self.runtime.step(plan, batch, loss_scale=1 / targets)
         of_one = self.case.dtype == torch.float32  # otherwise in FSDP2 units of every rank's own
         compute = shared_losses if of_one else reference_losses
         losses = compute(self.whole, every, targets)

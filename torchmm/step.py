@@ -80,8 +80,7 @@ class TrainStep:
         weights = {name: self.loss_weights.get(name, 1.0) for name in counts}
         scales = dict.fromkeys((s.module for s in self.pipeline.layout.stages), 0.0)
         for name, count in counts.items():
-            # FSDP may average gradients over the data-parallel ranks: undo that in the loss.
-            scales[name] = weights[name] * self.mesh.averaged_over / count
+            scales[name] = weights[name] / count
         self._scale_router_losses(microbatches, weights["llm"])
         plan, result = self.pipeline.run(microbatches, loss_scale=scales, annotate=annotate)
         nothing = torch.zeros((), device=self.mesh.device)
@@ -98,7 +97,7 @@ class TrainStep:
         balance = self.pipeline.router_balance
         if balance is not None:
             tokens = sum(len(m.input_ids_T) for m in microbatches) * self.mesh.data_parallel_size
-            balance.scale = weight * self.mesh.averaged_over / max(tokens, 1)
+            balance.scale = weight / max(tokens, 1)
 
     def _times_ms(self, plan: PipelinePlan, result: StepResult) -> tuple[dict[str, float], float]:
         times_ms: dict[str, float] = {}

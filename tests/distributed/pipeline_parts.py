@@ -133,8 +133,7 @@ class Part:
             for index, stage in self.stages.items()
         }
         runtime = PipelineRuntime(self.mesh.pipeline_rank, stages, self.channels)
-        scale = self.mesh.data_parallel_size / targets
-        result = runtime.step(plan, share, loss_scale=scale)
+        result = runtime.step(plan, share, loss_scale=1 / targets)
         losses = [float(loss) for loss in result.losses.values()]
         ranks = torch.tensor(sum(losses) / targets, dtype=torch.float64)
         dist.all_reduce(ranks)

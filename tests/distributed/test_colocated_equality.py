@@ -115,6 +115,12 @@ CASES = {
         Case(2, 1, shard=2, slices=2),
         Case(2, 2, shard=2),
         Case(2, 1, replicate=2, encoders=2),
+        # Copies of the encoder, with and without data parallelism of the LLM: fewer and more.
+        Case(2, 1, shard=2, slices=None, copies=4),
+        Case(2, 1, replicate=2, copies=1),
+        Case(2, 1, replicate=2, copies=4),
+        Case(4, 2, copies=2),
+        Case(1, 1, replicate=2, tensor=2, split=1, copies=1),
         Case(2, 1, tensor=2),
         # Encoders split over fewer ranks than the LLM.
         Case(2, 1, tensor=2, split=1, slices=None),
@@ -221,8 +227,7 @@ def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[li
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     targets = sum(m.target_count for m in batch)
-    scale = mesh.data_parallel_size / targets
-    plan, result = pipeline.run(share, loss_scale=scale)
+    plan, result = pipeline.run(share, loss_scale=1 / targets)
     loss, gradients = shared_reference(case.freeze, case.encoders)
     here = result.losses if mesh.mesh.get_local_rank("tensor") == 0 else {}
     problems = _loss_problems(here, targets, loss)

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from torchmm.batch import MicrobatchMeta
 from torchmm.config import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -24,10 +25,12 @@ from torchmm.config import (
 from torchmm.models.hf_export import export_hf
 from torchmm.models.hf_io import load_weights
 from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import materialize
+from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.mesh import build_mesh, encoder_meshes, start_process_group
+from torchmm.pipelining.cut import cut_for_rank
+from torchmm.step_plan import plan_layout
 
 _SIZES = {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2}
 _TEXT = {**_SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 70}
@@ -67,6 +70,14 @@ LAYOUTS = {
     "fsdp4": ParallelConfig(shard=4),
     "fsdp2 x tp2": ParallelConfig(shard=2, tensor=2),
     "tp4": ParallelConfig(shard=1, tensor=4),
+    "colocated": ParallelConfig(
+        pipeline=2,
+        replicate=2,
+        shard=1,
+        placement="colocated",
+        schedule="optimus",
+        vision={"replicate": 1},
+    ),
 }
 
 
@@ -82,17 +93,32 @@ def _round_trip(directory: Path) -> list[str]:
         for layout, parallel in LAYOUTS.items():
             model = build_model(ModelConfig(source=str(source)), FreezeConfig())
             mesh = build_mesh(parallel, torch.device("cpu"))
+            descriptions = [module.describe() for module in model.modality_modules()]
+            cut = plan_layout(parallel, descriptions, [MicrobatchMeta((), 32)])
+            cut_for_rank(model, cut, mesh.pipeline_rank)
             plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
-            parallelize(model, mesh, parallel, *plain)
+            own = encoder_meshes(parallel, mesh, ["vision"])
+            parallelize(model, mesh, parallel, *plain, meshes=own)
             materialize(model, "cpu")
             init_weights(model, 0, skip=load_weights(model))
-            embedding = model.llm.get_parameter(f"{model.llm.text_fqn}.embed_tokens.weight")
-            if not isinstance(embedding, DTensor) or embedding.to_local().numel() >= 70 * 40:
-                wrong.append(f"{name}, {layout}: the embedding is not sharded")
-            whole = embedding.full_tensor()
-            if not torch.equal(whole, reference["model.language_model.embed_tokens.weight"]):
-                wrong.append(f"{name}, {layout}: the embedding differs")
+            wrong += [f"{name}, {layout}: {p}" for p in _wrong_weights(model, reference)]
             export_hf(model, directory / f"{name}, {layout}", tokenizer)
+    return wrong
+
+
+def _wrong_weights(model: MultimodalModel, reference: dict[str, torch.Tensor]) -> list[str]:
+    """Of the token embedding and the image encoder's patch embedding, where this rank has them."""
+    wrong = []
+    for own, file_name in (
+        ("embed_tokens.weight", "model.language_model.embed_tokens.weight"),
+        ("patch_embedding.weight", "model.vision_tower.embeddings.patch_embedding.weight"),
+        ("patch_embed.proj.weight", "model.visual.patch_embed.proj.weight"),
+    ):
+        for name, parameter in model.named_parameters():
+            if name.endswith(own):
+                assert isinstance(parameter, DTensor)
+                if not torch.equal(parameter.full_tensor(), reference[file_name]):
+                    wrong.append(f"{name} differs")
     return wrong
 
 

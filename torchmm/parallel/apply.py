@@ -62,9 +62,7 @@ def parallelize(
             check_compiles(module.name, module.layers, mesh.mesh.device_type)
             _compile_layers(module)
         if own.mesh.size() > own.mesh["pipeline"].size() or dtype != torch.float32:
-            same = own.replicate_size * own.shard_size == mesh.averaged_over
-            divisor = None if same else mesh.averaged_over
-            apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), divisor)
+            apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel))
 
 
 def reshards_after_forward(parallel: ParallelConfig) -> bool:

@@ -2,8 +2,12 @@
 
 Separate roots let encoder and LLM run their backward passes one after the other (and later, on
 meshes and in orders of their own). Every layer is one communication unit; embeddings, norms and
-heads belong to the root's unit. Gradients are averaged over the data-parallel ranks, so losses
-are scaled by that size beforehand.
+heads belong to the root's unit.
+
+Gradients are added up over the ranks that share a module, never averaged: every loss is divided by
+the targets of the whole global batch before its backward, so the sum is the gradient. Rejected:
+FSDP's average, undone by a factor in the losses. Modules with sizes of their own would each need
+another factor, and torch applies a given divisor twice where the shard dimension has one rank.
 
 Without a pipeline, FSDP gathers layer by layer and reduces in the last microbatch's backward
 (`LayerSharding`). In a pipeline every stage is a root, and data-parallel replicas run plans of
@@ -34,15 +38,13 @@ def apply_fsdp(
     mesh: DeviceMesh,
     dtype: torch.dtype,
     reshard_after_forward: bool = True,
-    averaged_over: int | None = None,
 ) -> None:
     """Shards `module` in place over a 1-D mesh, or 2-D (replicate, shard) for HSDP.
 
-    Parameters, gradients and reductions stay float32; computing is done in `dtype`.
+    Parameters, gradients and reductions stay float32; computing is done in `dtype`. Gradients are
+    summed over the ranks of `mesh`.
 
     Args:
-        averaged_over: what the sum of gradients is divided by; None: the number of ranks. Ranks
-            that share out the microbatches of one data-parallel rank have to add up theirs.
         reshard_after_forward: whether gathered layers are freed behind each forward and gathered
             again for backward; False for stages that `StepSharding` drives.
     """
@@ -50,10 +52,9 @@ def apply_fsdp(
     reshard = None if reshard_after_forward else False  # None: all but the root
     for part in (*module.layers, module):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        if averaged_over is not None:
-            assert isinstance(part, FSDPModule)
-            part.set_gradient_divide_factor(float(averaged_over))
-            part.set_force_sum_reduction_for_comms(True)  # gloo cannot divide on its way
+        assert isinstance(part, FSDPModule)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # or NCCL would multiply by 1 on its way
     for method in module.forward_methods:
         register_fsdp_forward_method(module, method)
 
@@ -92,7 +93,7 @@ class StepSharding:
         torch_private.accumulate_gradients(self._root)
 
     def reduce_gradients(self) -> None:
-        """Averages gradients over the data-parallel ranks and frees the gathered parameters.
+        """Adds gradients up over the data-parallel ranks and frees the gathered parameters.
 
         Parameters that no backward has reached count as zeros.
         """

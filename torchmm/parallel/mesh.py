@@ -36,6 +36,13 @@ class ParallelMesh:
     mirrors: int = field(default=1, kw_only=True)
     """Ranks of a plan that are one tensor-parallel group: as many as encoders have groups in it."""
 
+    def __post_init__(self) -> None:
+        # Process groups sort their ranks, a mesh does not: with ranks in any other order, what a
+        # DTensor takes for its rows would be those of another rank.
+        for dim, name in enumerate(self.mesh.mesh_dim_names or ()):
+            steps = self.mesh.mesh.diff(dim=dim)
+            assert (steps > 0).all(), f"ranks along {name} do not ascend: {self.mesh.mesh.tolist()}"
+
     @property
     def rank(self) -> int:
         """Global rank."""
@@ -116,11 +123,6 @@ class ParallelMesh:
         return replicate * self.shard_size + self.mesh.get_local_rank("shard")
 
     @property
-    def averaged_over(self) -> int:
-        """What FSDP2 divides sums of gradients by; to be undone in the losses."""
-        return self.data_parallel_size
-
-    @property
     def norm_ranks(self) -> dist.ProcessGroup | None:
         """The ranks over which squares of gradients are added up; None: this rank has them all."""
         pipeline = self.mesh["pipeline"]
@@ -191,9 +193,10 @@ class ParallelMesh:
         if (pipeline, copies, split) == (stages, self.replicate_size, self.tensor_size):
             return self
         # Block, stage, replicate, shard, group, tensor: blocks and groups share out the data like
-        # other ranks do.
+        # other ranks do. All of them together stay in the order of their ranks, so that shards are
+        # next to each other, and copies far apart.
         ranks = self.mesh.mesh.unflatten(0, (-1, pipeline)).unflatten(-1, (groups, split))
-        ranks = ranks.permute(1, 2, 0, 3, 4, 5).reshape(pipeline, copies, data // copies, split)
+        ranks = ranks.transpose(0, 1).reshape(pipeline, copies, data // copies, split)
         names = ("pipeline", "replicate", "shard", "tensor")
         return ParallelMesh(
             self.device, DeviceMesh(self.device.type, ranks.contiguous(), mesh_dim_names=names)

@@ -5,10 +5,10 @@ of its own, in which FSDP2 and tensor parallelism work as if it were the whole w
 units is the plan of a replica group (`torchmm.pipelining.disaggregated`): its ranks are, module by
 module and replica by replica, the pipeline ranks of all units; all of them read the same samples.
 
-FSDP2 adds gradients up instead of averaging them, for a unit's replicas share out the microbatches
-of a group unevenly. Rejected: one mesh with a dimension for the modules, as their sizes differ; and
-process groups across units, because nothing but the plan's tensors and a few scalars per step,
-which go over the whole world, has to cross.
+A unit's replicas share out the microbatches of a group unevenly, which is no trouble as gradients
+are added up, not averaged (`torchmm.parallel.fsdp`). Rejected: one mesh with a dimension for the
+modules, as their sizes differ; and process groups across units, because nothing but the plan's
+tensors and a few scalars per step, which go over the whole world, has to cross.
 """
 
 from __future__ import annotations
@@ -90,11 +90,6 @@ class UnitMesh(ParallelMesh):
     def data_parallel_rank(self) -> int:
         """This rank's replica group."""
         return self._place[0]
-
-    @property
-    def averaged_over(self) -> int:
-        """Gradients are added up, not averaged."""
-        return 1
 
     @property
     def norm_ranks(self) -> dist.ProcessGroup | None:

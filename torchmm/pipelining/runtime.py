@@ -105,8 +105,8 @@ class PipelineRuntime:
             plan: valid (see `validate_plan`), of the same step on all its ranks.
             microbatches: all of the data-parallel rank's, on the device; the stages of this rank
                 read what they need.
-            loss_scale: factor of the losses in backward: data-parallel size / targets in the
-                global batch; or one for each module.
+            loss_scale: factor of the losses in backward: 1 / targets in the global batch; or one
+                for each module.
             record: time each action; on CUDA, with events.
             annotate: name each action in profiles.
 
