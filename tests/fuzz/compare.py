@@ -61,7 +61,7 @@ def differences(
         yield f"no rank has {missing[0]} (and {len(missing) - 1} more)"
 
 
-def _numbers(  # noqa: PLR0913
+def _numbers(
     rank: int, loss: float, norm: float, number: int, step: dict[str, Any], bounds: Bounds
 ) -> Iterator[str]:
     pairs = (

@@ -24,7 +24,16 @@ SAMPLES = 48
 IMAGES = 12
 SOUNDS = 8
 SAMPLING_RATE = 16000
-SOURCES = ("text", "images", "sounds", "both", "drawn", "drawn_images", "drawn_sounds", "drawn_both")
+SOURCES = (
+    "text",
+    "images",
+    "sounds",
+    "both",
+    "drawn",
+    "drawn_images",
+    "drawn_sounds",
+    "drawn_both",
+)
 """File names: what its samples hold besides text."""
 
 

@@ -86,9 +86,11 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
     }
     if rng.random() < 0.08:
         sections["training"]["dtype"] = "bfloat16"
+    if rng.random() < 0.04:
+        sections["training"]["deterministic"] = True
     if rng.random() < 0.3:
         sections["optimizer"] = {"max_grad_norm": 0.05}
-    weights = [{1: 1, 2: 6, 4: 6}.get(world, 2) for world in worlds]
+    weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
     world = rng.choices(worlds, weights)[0]
     shape = Shape(layers, batch, world)
     first = draw_layout(rng, shape)

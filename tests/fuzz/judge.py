@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fuzz.draw import Draw
 
@@ -37,20 +37,16 @@ class Verdict:
     """What became of going on in another layout: "equal", "refused", or "" without it."""
     seconds: float = 0.0
 
-    @property
-    def same_as(self) -> tuple[str, ...]:
-        """What two failures have in common that are one."""
-        return self.kind, self.how
-
 
 class Judge:
     """The warm process.
 
     Args:
         deadline_s: longest that the ranks of a layout may take.
+        spoil: what ranks do wrong on purpose, see `fuzz.ranks.run_rank`.
     """
 
-    def __init__(self, deadline_s: float = 90.0) -> None:
+    def __init__(self, deadline_s: float = 120.0, spoil: str = "") -> None:
         ours, its = get_context().Pipe()
         tests = Path(__file__).parents[1]
         environment = {
@@ -58,7 +54,7 @@ class Judge:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(tests)]),
         }
-        command = [sys.executable, "-m", "fuzz.server", str(its.fileno()), str(deadline_s)]
+        command = [sys.executable, "-m", "fuzz.server", str(its.fileno()), str(deadline_s), spoil]
         self._process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()])
         its.close()
         self._jobs: Connection = ours
@@ -68,9 +64,13 @@ class Judge:
         self._jobs.send(asdict(draw))
         return Verdict(**self._jobs.recv())
 
+    def close(self) -> None:
+        """Ends the process, after what it is at."""
+        self._jobs.close()
+        self._process.wait()
+
     def __enter__(self) -> Judge:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._jobs.close()
-        self._process.wait()
+        self.close()

@@ -42,7 +42,7 @@ def divisors(n: int) -> list[int]:
 
 def draw_layout(rng: Random, shape: Shape) -> Table:
     """Sections [parallel], [activation_checkpoint] and keys of [data] and [training]."""
-    placements, weights = ["interleaved"], [5]
+    placements, weights = ["interleaved"], [4]
     if shape.encoders:
         placements, weights = [*placements, "colocated"], [*weights, 5]
     if 1 < len(shape.layers) <= shape.world:
@@ -73,13 +73,19 @@ def draw_layout(rng: Random, shape: Shape) -> Table:
 def _split(rng: Random, ranks: int, pipelines: int, batch: int) -> dict[str, int]:
     """Sizes that make `ranks` and divide the batch."""
     while True:
-        pipeline = rng.choice([d for d in divisors(ranks) if d <= pipelines])
-        tensor = rng.choice([d for d in divisors(ranks // pipeline) if d <= 4])
-        replicate = rng.choice(divisors(ranks // pipeline // tensor))
-        shard = ranks // pipeline // tensor // replicate
+        pipeline = _middle(rng, [d for d in divisors(ranks) if d <= pipelines])
+        left = ranks // pipeline
+        tensor = rng.choice([d for d in divisors(left) if d <= 4]) if rng.random() < 0.6 else 1
+        replicate = rng.choice(divisors(left // tensor))
+        shard = left // tensor // replicate
         if batch % (replicate * shard) == 0:
             break
     return {"pipeline": pipeline, "replicate": replicate, "shard": shard, "tensor": tensor}
+
+
+def _middle(rng: Random, sizes: list[int]) -> int:
+    """One of them, rather neither the least nor the most."""
+    return rng.choice([*sizes, *sizes[1:-1], *sizes[1:-1]])
 
 
 def _written(rng: Random, sizes: dict[str, int], free: tuple[str, ...] = ()) -> dict[str, int]:
@@ -99,6 +105,8 @@ def _llm_stages(rng: Random, layers: int, pipeline: int, schedule: str) -> int:
 
 def _interleaved(rng: Random, shape: Shape) -> tuple[Table, int]:
     schedule = rng.choice(INTERLEAVED)
+    if schedule == "csv" and list(shape.layers) != ["llm"]:
+        schedule = "separated"  # an order is for one number of images in each microbatch
     least = min(shape.layers.values())
     if schedule == "megatron":
         least = shape.layers["llm"]
@@ -130,6 +138,8 @@ def _search(rng: Random) -> Table:
         search["stages"] = rng.choice(("megatron", "balanced", "auto"))
     if rng.random() < 0.8:
         search["background"] = False
+    if rng.random() < 0.2:
+        search |= {"seed": rng.randrange(9), "workers": 2, "time_share": 0.5}
     return search
 
 
@@ -147,31 +157,43 @@ def _colocated(rng: Random, shape: Shape) -> tuple[Table, int]:
         parallel["bubbles"] = "coarse"
     split = rng.choice(divisors(tensor))
     for name in shape.encoders:
-        own: dict[str, int] = {}
-        stages = rng.choice([d for d in divisors(pipeline) if d <= shape.layers[name]])
-        if stages > 1 or rng.random() < 0.3:
-            own["pipeline"] = stages
-        if split != tensor or rng.random() < 0.3:
-            own["tensor"] = split
-        left = shape.world // (stages * split)
-        if rng.random() < 0.6:
-            replicate = rng.choice(divisors(left))
-            own |= {"replicate": replicate, "shard": left // replicate}
-            hidden = rng.choice((None, None, "replicate", "shard"))
-            if hidden is not None and rng.random() < 0.5:
-                own[hidden] = -1
-            elif hidden is not None:
-                del own[hidden]
-        if pipeline > 1 and rng.random() < 0.3:
-            slices = [s for s in (1, 2) if s * stages <= shape.layers[name]]
-            own["segments"] = rng.choice(slices)
-        if own:
+        if own := _colocated_encoder(rng, shape, name, sizes, split):
             parallel[name] = own
     if split == 1 < tensor and rng.random() < 0.4:
         parallel["tensor_bubbles"] = 0.2
     if rng.random() < 0.1:
         parallel["orchestrate"] = True
     return parallel, sizes["replicate"] * sizes["shard"]
+
+
+def _colocated_encoder(
+    rng: Random, shape: Shape, name: str, llm: dict[str, int], split: int
+) -> dict[str, int]:
+    """An encoder's own sizes.
+
+    Args:
+        llm: sizes of the LLM.
+        split: tensor-parallel ranks of all encoders.
+    """
+    own: dict[str, int] = {}
+    fits = [d for d in divisors(llm["pipeline"]) if d <= shape.layers[name]]
+    stages = 1 if rng.random() < 0.4 else rng.choice(fits)
+    if stages > 1 or rng.random() < 0.3:
+        own["pipeline"] = stages
+    if split != llm["tensor"] or rng.random() < 0.3:
+        own["tensor"] = split
+    left = shape.world // (stages * split)
+    if rng.random() < 0.8:
+        replicate = rng.choice(divisors(left))
+        own |= {"replicate": replicate, "shard": left // replicate}
+        hidden = rng.choice((None, None, "replicate", "shard"))
+        if hidden is not None and rng.random() < 0.5:
+            own[hidden] = -1
+        elif hidden is not None:
+            del own[hidden]
+    if llm["pipeline"] > 1 and rng.random() < 0.3:
+        own["segments"] = rng.choice([s for s in (1, 2) if s * stages <= shape.layers[name]])
+    return own
 
 
 def _disaggregated(rng: Random, shape: Shape) -> tuple[Table, int]:
@@ -230,7 +252,7 @@ def _recompute(rng: Random, shape: Shape) -> Table | None:
     if rng.random() < 0.3:
         table["modules"] = {rng.choice(list(shape.layers)): rng.choice(modes)}
     if "tuned" in (table["mode"], *table.get("modules", {}).values()):
-        table["memory_limit"] = rng.choice(("85%", "1 GiB", "4 MiB", "2 MiB", "1 MiB"))
+        table["memory_limit"] = rng.choice(("85%", "1 GiB", "8 MiB", "3 MiB"))
     return table
 
 
@@ -248,7 +270,7 @@ def perturbed(rng: Random, layout: Table, shape: Shape) -> Table:
             value = max(1, size) if key in ("pipeline", "tensor") else size
             parallel.setdefault(name, {})[key] = value
         elif kind == 3:
-            parallel["schedule"] = rng.choice((*INTERLEAVED, "optimus"))
+            parallel["schedule"] = rng.choice((*INTERLEAVED[:-1], "optimus"))
         elif kind == 4:
             parallel["placement"] = rng.choice(("interleaved", "colocated", "disaggregated"))
         elif kind == 5:
@@ -266,6 +288,8 @@ def perturbed(rng: Random, layout: Table, shape: Shape) -> Table:
                     ("bubbles", "coarse"),
                     ("orchestrate", True),
                     ("replan_drift", 0.05),
+                    ("backend", "nccl"),
+                    ("async_tensor_backend", "symmetric_memory"),
                 )
             )
             parallel[key] = value

@@ -36,8 +36,16 @@ LLM_FAMILIES: dict[str, Table] = {
 """By model_type: keys beside those of `_llm`."""
 LLM_WEIGHTS = (8, 8, 2, 2, 2, 1, 2, 2, 2, 2, 3)
 
-ENCODER_FAMILIES = ("siglip_vision_model", "clip_vision_model", "dinov2", "whisper")
-ENCODER_WEIGHTS = (8, 3, 3, 3)
+ENCODER_FAMILIES = {
+    "siglip_vision_model": {"intermediate_size": 48, "image_size": 16},
+    "clip_vision_model": {"intermediate_size": 48, "image_size": 16},
+    "dinov2": {"mlp_ratio": 2, "image_size": 16},
+    "internvl_vision": {"intermediate_size": 48, "image_size": 16, "attention_bias": True},
+    "siglip2_vision_model": {"intermediate_size": 48, "num_patches": 9},
+    "whisper": {},
+}
+"""By model_type: keys beside those of `_encoder`."""
+ENCODER_WEIGHTS = (7, 3, 3, 2, 3, 3)
 
 
 def draw_model(rng: Random) -> tuple[Table, str]:
@@ -50,14 +58,19 @@ def draw_model(rng: Random) -> tuple[Table, str]:
         encoders[name] = _encoder(rng)
     if encoders:
         model["encoders"] = encoders
-    if drawn := rng.random() < 0.2:
+    if rng.random() < 0.2:
         model["generator"] = _generator(rng)
-    modalities = {encoder["modality"] for encoder in encoders.values()}
+    return model, source_of(model)
+
+
+def source_of(model: Table) -> str:
+    """The source that fits a model (`data.SOURCES`)."""
+    modalities = {encoder["modality"] for encoder in model.get("encoders", {}).values()}
     read = {(): "text", ("image",): "images", ("audio",): "sounds", ("audio", "image"): "both"}
     source = read[tuple(sorted(modalities))]
-    if drawn:
+    if "generator" in model:
         source = "drawn" if source == "text" else f"drawn_{source}"
-    return model, source
+    return source
 
 
 def _llm(rng: Random, model_type: str) -> Table:
@@ -80,7 +93,7 @@ def _llm(rng: Random, model_type: str) -> Table:
 
 
 def _encoder(rng: Random) -> Table:
-    model_type = rng.choices(ENCODER_FAMILIES, ENCODER_WEIGHTS)[0]
+    model_type = rng.choices(list(ENCODER_FAMILIES), ENCODER_WEIGHTS)[0]
     layers = rng.choice((2, 2, 3, 4))
     if model_type == "whisper":
         config: Table = {
@@ -98,12 +111,11 @@ def _encoder(rng: Random) -> Table:
         "hidden_size": 32,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
-        "image_size": 16,
         "patch_size": 8,
+        **ENCODER_FAMILIES[model_type],
     }
-    config |= {"mlp_ratio": 2} if model_type == "dinov2" else {"intermediate_size": 48}
     encoder: Table = {"modality": "image", "connector": "mlp", "config": config}
-    if rng.random() < 0.2:
+    if rng.random() < 0.2 and model_type != "siglip2_vision_model":
         encoder["connector"] = "pixel_shuffle_mlp"
     if rng.random() < 0.2:
         encoder["feature_layer"] = -2

@@ -27,13 +27,16 @@ from torchmm.preempt import StopSignal
 from torchmm.trainer import Trainer
 
 
-def run_rank(recipe: Recipe, model: MultimodalModel, tokenizer: Any, found: Path) -> None:
+def run_rank(
+    recipe: Recipe, model: MultimodalModel, tokenizer: Any, found: Path, spoil: str = ""
+) -> None:
     """Trains as `torchmm.trainer.train` does and saves what this rank has seen.
 
     Args:
         model: on the meta device; this process may cut it.
         found: file to be written: the first step's gradients as the optimizer gets them, losses and
             norms of all steps, weights at the end.
+        spoil: "gradient" or "rows" makes something wrong on purpose, to test the judge.
     """
     run_dir = Path(recipe.output_dir) / recipe.name
     seen: dict[str, Any] = {"losses": [], "norms": []}
@@ -42,6 +45,8 @@ def run_rank(recipe: Recipe, model: MultimodalModel, tokenizer: Any, found: Path
         with peer_errors(int(os.environ["RANK"])):
             start_process_group(recipe.parallel, device)
             parts = build_run(recipe, run_dir, device, model, tokenizer)
+        if spoil == "rows":
+            _turn_rows(next(p for p in parts.model.parameters() if p.ndim > 1))
         trainer = Trainer(parts, stop)
         step = trainer.run_step
 
@@ -52,6 +57,8 @@ def run_rank(recipe: Recipe, model: MultimodalModel, tokenizer: Any, found: Path
             return record, stopping
 
         def before_update(*_: Any) -> None:
+            if spoil == "gradient":
+                next(p.grad for p in parts.model.parameters() if p.grad is not None).mul_(1.001)
             if "gradients" not in seen:
                 named = parts.model.named_parameters()
                 seen["gradients"] = _whole({n: p.grad for n, p in named if p.grad is not None})
@@ -62,6 +69,12 @@ def run_rank(recipe: Recipe, model: MultimodalModel, tokenizer: Any, found: Path
     seen["weights"] = _whole(dict(parts.model.named_parameters()))
     seen["copies"] = parts.model.tied_copies()
     torch.save(seen, found)
+
+
+@torch.no_grad()
+def _turn_rows(parameter: Tensor) -> None:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local.copy_(local.roll(1, 0))
 
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A drawn recipe with all that is not drawn: paths, lengths, an optimizer that forgives rounding."""
+"""A drawn recipe with all that is not drawn: paths, lengths, an optimizer that forgives."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 Table = dict[str, Any]
+Grid = tuple[int, int, int]
 
 
 @dataclass
@@ -31,8 +32,8 @@ class Sample:
 
     ids: Tensor
     targets: Tensor
-    read: dict[str, tuple[Tensor, list[int], Tensor]]
-    """By encoder: pixels, patches of each image, places of its tokens."""
+    read: dict[str, tuple[Tensor, list[Grid], Tensor]]
+    """By encoder: pixels, patches of each image (frames, rows, columns), places of its tokens."""
     drawn: list[tuple[Tensor, Tensor, float, Tensor]]
     """Pixels, noise, time and places of the context of every image to be drawn."""
 
@@ -80,23 +81,28 @@ class Encoder(nn.Module):
             features = config.hidden_size
         self.layers = [layers[i] for i in range(len(layers))]
         self.feature_layer = section.get("feature_layer", -1)
-        self.class_token = config.model_type in ("clip_vision_model", "dinov2")
+        self.class_token = config.model_type in ("clip_vision_model", "dinov2", "internvl_vision")
+        self.patches = config.model_type == "siglip2_vision_model"
         shuffle = section.get("shuffle", 2) if section["connector"] != "mlp" else 1
         self.connector = Connector(features, hidden, shuffle, section["modality"])
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         """Tokens of one image or sound."""
-        features = self._sound(pixels) if self.sounds else self._image(pixels)
+        features = self._sound(pixels) if self.sounds else self._image(pixels, grid)
         return self.connector(features)
 
-    def _image(self, pixels: Tensor) -> Tensor:
+    def _image(self, pixels: Tensor, grid: Grid) -> Tensor:
         kept: list[Tensor] = []
 
         def keep(module: nn.Module, inputs: tuple, output: Any) -> None:
             kept.append(output if isinstance(output, Tensor) else output[0])
 
         hook = self.layers[self.feature_layer].register_forward_hook(keep)
-        self.tower(pixel_values=pixels[None])
+        given: Table = {"pixel_values": pixels[None]}
+        if self.patches:
+            given["pixel_attention_mask"] = torch.ones(1, len(pixels), dtype=torch.long)
+            given["spatial_shapes"] = torch.tensor([grid[1:]])
+        self.tower(**given)
         hook.remove()
         (features,) = kept
         return features[0, int(self.class_token) :]
@@ -136,14 +142,13 @@ class Reference(nn.Module):
     def losses(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """Sums over targets, and over images to be drawn."""
         embedded = self.llm.get_input_embeddings()(sample.ids)
-        for name, (pixels, sizes, places) in sample.read.items():
-            grouped = pixels.ndim == 4
-            parts = pixels.unbind() if grouped else pixels.split(sizes)
-            tokens = torch.cat([self.encoders[name](part) for part in parts])
+        for name, (pixels, grids, places) in sample.read.items():
+            sizes = [t * h * w for t, h, w in grids]
+            parts = pixels.unbind() if pixels.ndim == 4 else pixels.split(sizes)
+            encoded = [self.encoders[name](*image) for image in zip(parts, grids, strict=True)]
+            tokens = torch.cat(encoded)
             embedded = embedded.index_copy(0, places, tokens)
-        output = self.llm(
-            inputs_embeds=embedded[None], use_cache=False, output_hidden_states=True
-        )
+        output = self.llm(inputs_embeds=embedded[None], use_cache=False, output_hidden_states=True)
         text = functional.cross_entropy(
             output.logits[0].float(), sample.targets, reduction="sum", ignore_index=-100
         )
@@ -153,7 +158,9 @@ class Reference(nn.Module):
             image = image + self._velocity_error(pixels, noise, time, context)
         return text, image
 
-    def _velocity_error(self, pixels: Tensor, noise: Tensor, time: float, context: Tensor) -> Tensor:
+    def _velocity_error(
+        self, pixels: Tensor, noise: Tensor, time: float, context: Tensor
+    ) -> Tensor:
         image, noise = (self._unpatched(x) for x in (pixels, noise))
         found = self.generator(
             (1 - time) * image + time * noise,
@@ -240,7 +247,7 @@ def samples_of(microbatch: Any) -> Iterator[Sample]:
                 chosen = [parts[i] for i in own]
                 pixels = torch.stack(chosen) if grouped else torch.cat(chosen)
                 at = torch.cat([places[i] for i in own]) - start
-                read[name] = pixels, [sizes[i] for i in own], at
+                read[name] = pixels, [inputs.grids_thw[i] for i in own], at
         drawn = []
         if (inputs := microbatch.generator) is not None:
             sizes = [t * h * w for t, h, w in inputs.grids_thw]

@@ -1,10 +1,9 @@
-"""The judge's process: `python -m fuzz.server FD DEADLINE_S`, started by `fuzz.judge`."""
+"""The judge's process: `python -m fuzz.server FD DEADLINE_S SPOIL`, started by `fuzz.judge`."""
 
 from __future__ import annotations
 
 import gc
 import os
-import re
 import shutil
 import socket
 import sys
@@ -23,10 +22,12 @@ import torch
 
 from fuzz.compare import BOUNDS, differences
 from fuzz.data import make_data
-from fuzz.draw import STEPS, Draw, Layout, merged
+from fuzz.draw import STEPS, Draw, Layout
+from fuzz.orders import write_csv
 from fuzz.ranks import run_rank, run_reference
 from fuzz.recipes import complete
 from fuzz.reference import write_generator
+from fuzz.wording import names_a_key
 from torchmm.build import build_unfilled_model
 from torchmm.encoder_choice import orchestrated
 from torchmm.errors import ConfigError
@@ -35,7 +36,7 @@ from torchmm.recipe import load_recipe
 Table = dict[str, Any]
 
 
-class Failure(Exception):
+class FailedError(Exception):
     """How a run failed, and what it said."""
 
     def __init__(self, how: str, problems: list[str]) -> None:
@@ -50,7 +51,8 @@ class Server:
         directory: for data and runs.
     """
 
-    def __init__(self, directory: Path, deadline_s: float) -> None:
+    def __init__(self, directory: Path, deadline_s: float, spoil: str = "") -> None:
+        self._spoil = spoil
         self._data = directory / "data"
         self._runs = directory / "runs"
         self._deadline_s = deadline_s
@@ -65,7 +67,7 @@ class Server:
         directory.mkdir(parents=True)
         try:
             verdict = self._judge(draw, directory)
-        except Failure as failure:
+        except FailedError as failure:
             verdict = {"kind": "failed", "how": failure.how, "problems": failure.problems}
         shutil.rmtree(directory, ignore_errors=True)
         return verdict | {"seconds": time.perf_counter() - begin}
@@ -84,11 +86,11 @@ class Server:
             helper.join(self._deadline_s)
             helper.kill()
         if not expected.exists():
-            raise Failure("no reference", [f"ended with {helper.exitcode}"])
+            raise FailedError("no reference", [f"ended with {helper.exitcode}"])
         wanted = torch.load(expected, weights_only=True)
         bounds = BOUNDS[recipe.training.dtype]
         if problems := list(differences(ranks, wanted, 0, bounds)):
-            raise Failure("different", problems)
+            raise FailedError("different", problems)
         return {"kind": "equal", "how": "", "then": self._go_on(draw, directory, wanted)}
 
     def _go_on(self, draw: Draw, directory: Path, wanted: Table) -> str:
@@ -101,10 +103,10 @@ class Server:
                 ranks = self._launch(layout, read, directory)
                 bounds = BOUNDS[read[0].training.dtype]
                 if problems := list(differences(ranks, wanted, STEPS, bounds)):
-                    raise Failure("different", problems)
-            except Failure as failure:
+                    raise FailedError("different", problems)
+            except FailedError as failure:
                 how = f"{failure.how} after resuming"
-                raise Failure(how, [f"then {layout}", *failure.problems]) from failure
+                raise FailedError(how, [f"then {layout}", *failure.problems]) from failure
             return "equal"
         return "refused" if draw.then else ""
 
@@ -116,18 +118,27 @@ class Server:
             if not Path(generator["source"]).exists():
                 hidden = table["model"]["llm"]["config"]["hidden_size"]
                 write_generator(generator["config"], hidden, Path(generator["source"]))
+        asks_for_order = table["parallel"].get("schedule") == "csv"
+        if asks_for_order:
+            table["parallel"]["schedule"] = "separated"
         file = directory / "recipe.toml"
         file.write_text(tomli_w.dumps(table))
         os.environ.update(WORLD_SIZE=str(layout.world), RANK="0")
         try:
             recipe = load_recipe(file, [], layout.world).recipe
             recipe = orchestrated(recipe, layout.world)
-            return recipe, *build_unfilled_model(recipe)
+            model, tokenizer = build_unfilled_model(recipe)
+            if asks_for_order:
+                write_csv(recipe, model, layout.world, directory / "order.csv")
+                table["parallel"]["schedule"] = f"csv:{directory / 'order.csv'}"
+                file.write_text(tomli_w.dumps(table))
+                recipe = load_recipe(file, [], layout.world).recipe
+            return recipe, model, tokenizer
         except ConfigError as error:
             return list(error.problems)
         except Exception as error:
             text = traceback.format_exc()
-            raise Failure("crash before ranks", [repr(error), text]) from error
+            raise FailedError("crash before ranks", [repr(error), text]) from error
 
     def _launch(self, layout: Layout, read: tuple, directory: Path) -> list[Table]:
         """What each rank saved."""
@@ -139,7 +150,7 @@ class Server:
             reader, writer = get_context("fork").Pipe(duplex=False)
             readers[reader] = rank
             place = rank, layout.world, port, file.with_suffix(".log")
-            processes.append(fork(rank_main, place, writer, (*read, file)))
+            processes.append(fork(rank_main, place, writer, (*read, file, self._spoil)))
             writer.close()
         told = listen(readers, time.monotonic() + self._deadline_s)
         failed = any(how != "done" for how, _ in told.values()) or len(told) < layout.world
@@ -152,19 +163,19 @@ class Server:
         found = {how for how, _ in told.values()} - {"done"}
         texts = [f"rank {r}: {text}" for r, (how, text) in sorted(told.items()) if how != "done"]
         if "late refusal" in found:
-            raise Failure("late refusal", texts)
+            raise FailedError("late refusal", texts)
         if found or len(told) < layout.world:
             lost = [r for r in range(layout.world) if r not in told]
             how = "crash" if found or not hung else "hang"
-            raise Failure(how, [*texts, *([f"ranks {lost} did not tell"] if lost else [])])
+            raise FailedError(how, [*texts, *([f"ranks {lost} did not tell"] if lost else [])])
         if hung:
-            raise Failure("hang", [f"ranks {hung} did not end"])
+            raise FailedError("hang", [f"ranks {hung} did not end"])
         return [torch.load(file, weights_only=True) for file in files]
 
 
 def refused(problems: list[str]) -> Table:
     """A message has to name a key of the recipe."""
-    nameless = [p for p in problems if not re.search(r"\b[a-z_]+\.[a-z_]+|\[[a-z_.]+\]|parallel:", p)]
+    nameless = [p for p in problems if not names_a_key(p)]
     if nameless:
         return {"kind": "failed", "how": "nameless refusal", "problems": nameless}
     return {"kind": "refused", "how": "", "problems": problems}
@@ -226,7 +237,7 @@ def main() -> None:
     jobs = Connection(int(sys.argv[1]))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fuzz") as directory, suppress(EOFError):
-        server = Server(Path(directory), float(sys.argv[2]))
+        server = Server(Path(directory), float(sys.argv[2]), sys.argv[3])
         gc.freeze()
         while True:
             jobs.send(server.judge(Draw.from_table(jobs.recv())))
