@@ -37,6 +37,7 @@ from torchmm.evaluate import (
     word_error_rate,
 )
 from torchmm.files import replace_atomically
+from torchmm.layout_checks import check_layout
 from torchmm.metrics import (
     PhaseTimer,
     RankStep,
@@ -80,8 +81,10 @@ def train(recipe: Recipe) -> int:
     trainer = None
     try:
         with StopSignal() as stop:
-            recipe = orchestrated(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            recipe = orchestrated(recipe, world_size)
             model, tokenizer = build_unfilled_model(recipe)
+            check_layout(recipe, model, tokenizer, world_size)
             device = select_device(recipe.training.device)
             with peer_errors(rank):
                 start_process_group(recipe.parallel, device)

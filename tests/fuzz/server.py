@@ -31,6 +31,7 @@ from fuzz.wording import names_a_key
 from torchmm.build import build_unfilled_model
 from torchmm.encoder_choice import orchestrated
 from torchmm.errors import ConfigError
+from torchmm.layout_checks import check_layout
 from torchmm.recipe import load_recipe
 
 Table = dict[str, Any]
@@ -133,6 +134,7 @@ class Server:
                 table["parallel"]["schedule"] = f"csv:{directory / 'order.csv'}"
                 file.write_text(tomli_w.dumps(table))
                 recipe = load_recipe(file, [], layout.world).recipe
+            check_layout(recipe, model, tokenizer, layout.world)
             return recipe, model, tokenizer
         except ConfigError as error:
             return list(error.problems)
