@@ -52,6 +52,7 @@ class Judge:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
+            "PYTHONSAFEPATH": "1",  # the tree under test is the one that is found here
             "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(tests)]),
         }
         command = [sys.executable, "-m", "fuzz.server", str(its.fileno()), str(deadline_s), spoil]

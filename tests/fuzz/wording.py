@@ -13,7 +13,9 @@ _REPLACED = (
     (rf"\b(encoders|parallel|simulation\.images)\.{_MODULES}\b", r"\1.NAME"),
     (rf"(?<![\w.\"]){_MODULES}(?=( has\b| \(| \d|\.connector|, |$))", "NAME"),
     (r"\brank \d+\b", "rank N"),
-    (r"-?\b\d+(?:\.\d+)?(?:e-?\d+)?\b", "N"),
+    (r"(?<!to )(?<!be )(?<! > )(?<![\w.-])-?\d+(?:\.\d+)?(?:e-?\d+)?\b", "N"),
+    (r"NAME \([^)]*\)(?:, NAME \([^)]*\))*", "NAME (SIZES), ..."),
+    (r"'(?:vision|second|generator|llm)'", "NAME"),
     (r"\bN(?:, N)+\b", "N, ..."),
     (r"N(?: and N)+", "N, ..."),
     (r"\[[^\]]*'[^\]]*\]", "[...]"),
@@ -45,7 +47,7 @@ def refusal(problem: str) -> Refusal:
         found = re.match(r"(?P<key>\[[\w.]+\] \w+)(?P<value>)(?P<text>.*)", text, re.S)
     if found is None:
         return Refusal("", text, "")
-    why, _, remedy = found["text"].strip().rpartition("; ")
+    why, _, remedy = found["text"].removeprefix(" = N").strip().rpartition("; ")
     key = re.sub(r"\[(\w[\w.]*)\] (\w+)", r"\1.\2", found["key"]).strip("[]")
     return Refusal(key, *((why, remedy) if why else (remedy, "")))
 
