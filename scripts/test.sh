@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs every check: lint, format, types, tests. Arguments go to pytest. Prints little unless
-# something fails. A second run reuses the environment.
+# Runs every check: lint, format, types, tests. Arguments go to pytest; `--all` in front of them
+# draws more random recipes (tests/fuzz). Prints little unless something fails. A second run reuses
+# the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/environment.sh
@@ -8,6 +9,10 @@ cd "$(dirname "$0")/.."
 prepare_environment test
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+if [ "${1:-}" = --all ]; then
+    export TEST_ALL=1
+    shift
+fi
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
 

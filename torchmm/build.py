@@ -12,6 +12,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets
 import torch
@@ -76,6 +77,13 @@ class RunParts:
     loader: Loader
     recorder: MetricsRecorder | None
     """On rank 0."""
+
+
+class SampleShare(NamedTuple):
+    """Which samples a rank works on, as its mesh says it too."""
+
+    data_parallel_rank: int
+    data_parallel_size: int
 
 
 def build_unfilled_model(recipe: Recipe) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
@@ -179,7 +187,7 @@ def build_data(
     recipe: Recipe,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
-    mesh: ParallelMesh,
+    mesh: ParallelMesh | SampleShare,
     *,
     state: dict | None = None,
     validation: bool = False,
@@ -225,7 +233,9 @@ def fill_model(
         DataError: the samples whose sizes decide the cut cannot be read.
     """
     descriptions = [module.describe() for module in model.modality_modules()]
-    microbatches = typical_microbatches(recipe, model, tokenizer, mesh)
+    microbatches = typical_microbatches(
+        recipe, model, tokenizer, mesh.pipeline_size, mesh.data_parallel_size
+    )
     parallel = with_segments(recipe, descriptions, microbatches, mesh.device.type)
     layout = plan_layout(parallel, descriptions, microbatches, mesh.unit_layouts)
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
@@ -245,20 +255,24 @@ def fill_model(
 
 
 def typical_microbatches(
-    recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, mesh: ParallelMesh
+    recipe: Recipe,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pipeline_size: int,
+    data_parallel_size: int,
 ) -> list[MicrobatchMeta]:
     """Metadata of the first step's microbatches, of all ranks; nothing is decoded.
 
     Always those of the first step, so that a resumed run is cut as before.
     """
     empty = [MicrobatchMeta((), recipe.training.sequence_length)]
-    if mesh.pipeline_size == 1:
+    if pipeline_size == 1:
         return empty  # nothing is cut
     sources = recipe.data.sources or recipe.data.validation
     data = recipe.data.model_copy(update={"workers": 0, "sources": sources})
     first = recipe.model_copy(update={"data": data})
-    metas = build_data(first, model, tokenizer, mesh).next_metas() or []
-    return [meta for rank in metas for meta in rank] or empty
+    loader = build_data(first, model, tokenizer, SampleShare(0, data_parallel_size))
+    return [meta for rank in loader.next_metas() or [] for meta in rank] or empty
 
 
 def _quiet_libraries() -> None:

@@ -246,7 +246,10 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Found:
         yield Problem("training.global_batch_size", size, text, rests_on)
     tokens = training.microbatch_size * training.sequence_length
     if parallel.sequence_parallel and tokens % unit_sizes(parallel, "llm")["tensor"]:
-        text = f"microbatch_size x sequence_length = {tokens} is not a multiple of parallel.tensor"
+        text = (
+            f"microbatch_size x sequence_length = {tokens} is not a multiple of parallel.tensor; "
+            "change one of the three"
+        )
         also = ("training.microbatch_size", "parallel.tensor")
         yield Problem("training.sequence_length", training.sequence_length, text, also)
     yield from _check_async_tensor(recipe)

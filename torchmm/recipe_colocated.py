@@ -77,7 +77,9 @@ def check_colocated(parallel: ParallelConfig, encoders: list[str], llm: Layout |
         yield Problem("parallel.placement", placement, text, ("model",))
     for name in ("llm", GENERATOR):
         for size, value in parallel.sizes_given(name).items():
-            text = f"beside colocated encoders the {name}'s sizes are those of [parallel]"
+            text = (
+                f"beside colocated encoders the {name}'s sizes are those of [parallel]; remove it"
+            )
             yield Problem(f"parallel.{name}.{size}", value, text, (f"parallel.{size}",))
     yield from _unlike_tensors(parallel, encoders)
     for name in encoders:

@@ -30,6 +30,7 @@ from torchmm.ending import closed_after, starting, training, write_end, write_fa
 from torchmm.errors import EXIT_DONE, DataError, Preempted
 from torchmm.files import make_writable_directory
 from torchmm.held_out import HeldOut
+from torchmm.layout_checks import check_layout
 from torchmm.metrics import (
     PhaseTimer,
     RankStep,
@@ -74,8 +75,10 @@ def train(recipe: Recipe) -> int:
             # Nothing is written into the directory of a run that is alive.
             if rank == 0 and directory.try_claim():
                 write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
-            recipe = orchestrated(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            recipe = orchestrated(recipe, world_size)
             model, tokenizer = build_unfilled_model(recipe)
+            check_layout(recipe, model, tokenizer, world_size)
             device = select_device(recipe.training.device)
             with peer_errors(rank):
                 start_process_group(recipe.parallel, device)

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchmm.errors import ConfigError
 from torchmm.parallel.sequence import (
     LocalNorm,
     LocalWeights,
@@ -39,10 +38,8 @@ class ExpertsOfRanks(ParallelStyle):
         if not hasattr(module, "experts"):
             return module
         block: Any = module
-        ranks = device_mesh.size()
-        self._check(block.experts.num_experts, ranks)
         LocalNorm()._apply(block.gate, device_mesh)
-        block.gate.balance_share = 1 / ranks
+        block.gate.balance_share = 1 / device_mesh.size()
         self._split(block.experts, device_mesh)
         whole: Any = type(block).forward
 
@@ -56,18 +53,6 @@ class ExpertsOfRanks(ParallelStyle):
 
         block.forward = forward
         return module
-
-    def _check(self, experts: int, ranks: int) -> None:
-        if experts % ranks:
-            raise ConfigError(
-                f"[parallel] tensor = {ranks} does not divide the {experts} experts of a layer; "
-                "choose a divisor"
-            )
-        if self._slices is not None and self._slices.overlap is not None:
-            raise ConfigError(
-                "[parallel] async_tensor_parallel is not implemented for layers with experts; set "
-                "it to false"
-            )
 
     def _split(self, experts: Any, mesh: DeviceMesh) -> None:
         placements = {name: Shard(0) for name, _ in experts.named_parameters(recurse=False)}

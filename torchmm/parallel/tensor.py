@@ -51,12 +51,13 @@ def apply_tensor_parallel(
             before and after them.
 
     Raises:
-        ConfigError: the attention heads do not divide among the ranks, or a style is unknown.
+        ConfigError: heads or experts do not divide among the ranks, or a style is unknown.
     """
     size = mesh.size()
     if size == 1:
         return
-    _check_heads(module, size)
+    if problems := tensor_problems(module, size, overlap is not None):
+        raise ConfigError(problems)
     plan = module.tensor_parallel_plan()
     trainable = {name: p.requires_grad for name, p in module.named_parameters()}
     has_slices = sequence_parallel and "sequence" in plan.values()
@@ -78,15 +79,39 @@ def apply_tensor_parallel(
         parameter.requires_grad_(trainable[name])
 
 
-def _check_heads(module: LayeredModule, size: int) -> None:
-    problems = [
-        f"[parallel] tensor = {size} does not divide the attention heads of {module.name!r} "
-        f"(heads={sizes.heads}, kv_heads={sizes.kv_heads}); choose a common divisor"
-        for sizes in dict.fromkeys(module.layer_sizes())
-        if sizes.heads % size or (sizes.kv_heads % size and size % sizes.kv_heads)
-    ]
-    if problems:
-        raise ConfigError(problems)
+def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) -> list[str]:
+    """Why a module cannot be split over `size` ranks; needs no process group.
+
+    Args:
+        overlaps: whether communication is to go on below the products of its layers.
+    """
+    if size == 1:
+        return []
+    name, styles = module.name, module.tensor_parallel_plan().values()
+    problems = []
+    for sizes in dict.fromkeys(module.layer_sizes()):
+        shared = sizes.kv_heads % size and size % sizes.kv_heads
+        if sizes.heads % size or shared:
+            problems.append(
+                f"[parallel] tensor = {size} does not divide the attention heads of {name!r} "
+                f"(heads={sizes.heads}, kv_heads={sizes.kv_heads}); choose a common divisor"
+            )
+        elif "sharded_norm" in styles and sizes.kv_heads < size:
+            problems.append(
+                f"[parallel] tensor = {size} is more than the {sizes.kv_heads} key and value heads "
+                f"of {name!r}, which it normalizes together; choose a smaller number"
+            )
+        if sizes.experts % size:
+            problems.append(
+                f"[parallel] tensor = {size} does not divide the {sizes.experts} experts of a "
+                f"layer of {name!r}; choose a divisor"
+            )
+        if sizes.experts and overlaps:
+            problems.append(
+                f"[parallel] async_tensor_parallel is not implemented for layers with experts, "
+                f"which {name!r} has; set it to false"
+            )
+    return list(dict.fromkeys(problems))
 
 
 def _style(

@@ -1,0 +1,117 @@
+"""Whether what ranks have seen is what the reference says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far apart equal numbers may be: relative, by what they are of."""
+
+    loss: float
+    gradient: float
+    floor: float
+    """Of a gradient, relative to the norm of all gradients."""
+    update: float
+    """Of weights, relative to how far training has moved them."""
+    rounding: float
+    """Of weights, relative to themselves."""
+    sway: float
+    """Of weights, relative to how far training has moved all of them."""
+
+
+BOUNDS = {
+    "float32": Bounds(1e-5, 1e-5, 1e-6, 1e-4, 1e-6, 1e-5),
+    "bfloat16": Bounds(2e-2, 2e-1, 2e-2, 4e-1, 1e-5, 4e-2),
+}
+
+
+def differences(
+    ranks: list[dict[str, Any]],
+    wanted: dict[str, Any],
+    first: int,
+    bounds: Bounds,
+) -> Iterator[str]:
+    """What differs, in words; nothing if all is equal.
+
+    Args:
+        ranks: what each rank saved.
+        wanted: what the reference saved.
+        first: number of steps done before.
+    """
+    steps = wanted["steps"][first : first + len(ranks[0]["losses"])]
+    begin = wanted["initial"] if first == 0 else wanted["steps"][first - 1]["weights"]
+    met: set[str] = set()
+    for rank, seen in enumerate(ranks):
+        if len(seen["losses"]) != len(steps):
+            yield f"rank {rank}: {len(seen['losses'])} steps, not {len(steps)}"
+            continue
+        for number, step in enumerate(steps):
+            pairs = seen["losses"][number], seen["norms"][number]
+            yield from _numbers(rank, *pairs, first + number, step, bounds)
+        yield from _gradients(rank, seen, steps[0]["gradients"], bounds)
+        yield from _weights(rank, seen, steps[-1]["weights"], begin, bounds)
+        met |= seen["weights"].keys()
+    if missing := sorted(wanted["initial"].keys() - met):
+        yield f"no rank has {missing[0]} (and {len(missing) - 1} more)"
+
+
+def _numbers(
+    rank: int, loss: float, norm: float, number: int, step: dict[str, Any], bounds: Bounds
+) -> Iterator[str]:
+    pairs = (
+        ("loss", loss, step["loss"], bounds.loss),
+        ("grad_norm", norm, step["norm"], bounds.gradient),
+    )
+    for name, found, expected, bound in pairs:
+        if not abs(found - expected) <= bound * max(abs(expected), 1e-3):
+            yield f"step {number} rank {rank}: {name} {found:.7g}, not {expected:.7g}"
+
+
+def _gradients(
+    rank: int, seen: dict[str, Any], expected: dict[str, Tensor], bounds: Bounds
+) -> Iterator[str]:
+    found = seen["gradients"]
+    every = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
+    for name, gradient in found.items():
+        original = seen["copies"].get(name, name)
+        if original not in expected:
+            yield f"rank {rank}: {name} has a gradient but is frozen"
+            continue
+        error = _distance(gradient, expected[original])
+        norm = float(expected[original].norm())
+        if not error <= bounds.gradient * norm + bounds.floor * every:
+            relative = error / max(norm, 1e-30)
+            yield f"rank {rank}: gradient of {name} is off by {relative:.2g}"
+    for name in seen["weights"]:
+        if seen["copies"].get(name, name) in expected and name not in found:
+            yield f"rank {rank}: {name} has no gradient"
+
+
+def _weights(
+    rank: int,
+    seen: dict[str, Any],
+    expected: dict[str, Tensor],
+    begin: dict[str, Tensor],
+    bounds: Bounds,
+) -> Iterator[str]:
+    moves = {name: _distance(value, begin[name]) for name, value in expected.items()}
+    every = sum(move**2 for move in moves.values()) ** 0.5
+    for name, value in seen["weights"].items():
+        original = seen["copies"].get(name, name)
+        error, moved = _distance(value, expected[original]), moves[original]
+        floor = bounds.rounding * float(expected[original].norm()) + bounds.sway * every
+        if not error <= bounds.update * moved + floor:
+            relative = error / max(moved, 1e-30)
+            yield f"rank {rank}: {name} is off by {relative:.2g} of how far it has moved"
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a.double() - b.double()).norm())

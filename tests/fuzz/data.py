@@ -1,0 +1,101 @@
+"""What recipes train on: texts of random words with images and sounds of noise, and a tokenizer.
+
+Everything is a function of fixed seeds and needs no download. Samples have 0 to 4 images, so some
+microbatches have none; a third of them is text only.
+"""
+
+from __future__ import annotations
+
+import json
+import wave
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+WORDS = 80
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
+TOKENS = len(SPECIAL) + WORDS
+SAMPLES = 48
+IMAGES = 12
+SOUNDS = 8
+SAMPLING_RATE = 16000
+SOURCES = (
+    "text",
+    "images",
+    "sounds",
+    "both",
+    "drawn",
+    "drawn_images",
+    "drawn_sounds",
+    "drawn_both",
+)
+"""File names: what its samples hold besides text."""
+
+
+def make_data(directory: Path) -> None:
+    """Writes the tokenizer, the media and a JSON-lines file for each of `SOURCES`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _make_tokenizer(directory / "tokenizer")
+    rng = np.random.default_rng(1)
+    for number in range(IMAGES):
+        height, width = rng.integers(12, 40, 2)
+        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(directory / f"image-{number}.png")
+    for number in range(SOUNDS):
+        samples = rng.integers(-20000, 20000, int(rng.integers(700, 3500)), dtype=np.int16)
+        with wave.open(str(directory / f"sound-{number}.wav"), "wb") as file:
+            file.setparams((1, 2, SAMPLING_RATE, len(samples), "NONE", ""))
+            file.writeframes(samples.tobytes())
+    for name in SOURCES:
+        rng = np.random.default_rng([2, SOURCES.index(name)])
+        lines = [json.dumps(_sample(name, rng)) for _ in range(SAMPLES)]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _make_tokenizer(directory: Path) -> None:
+    vocabulary = {token: number for number, token in enumerate(SPECIAL)}
+    vocabulary |= {f"w{number}": len(SPECIAL) + number for number in range(WORDS)}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=["<image>"],
+    )
+    tokenizer.save_pretrained(directory)
+
+
+def _sample(source: str, rng: np.random.Generator) -> dict:
+    """A record in the interleaved format."""
+    images = sounds = 0
+    if not rng.random() < 1 / 3:
+        images = int(rng.integers(0, 5)) if "image" in source or "both" in source else 0
+        sounds = int(rng.integers(0, 3)) if "sound" in source or "both" in source else 0
+    files = [f"image-{rng.integers(IMAGES)}.png" for _ in range(images)]
+    files += [f"sound-{rng.integers(SOUNDS)}.wav" for _ in range(sounds)]
+    rng.shuffle(files)
+    elements: list[str] = []
+    for file in files:
+        elements += [file, *([_text(rng, 5)] if rng.random() < 0.6 else [])]
+    elements.append(_text(rng, 14))
+    record: dict = {
+        "texts": [None if "." in e else e for e in elements],
+        "images": [e if e.endswith(".png") else None for e in elements],
+        "audios": [e if e.endswith(".wav") else None for e in elements],
+    }
+    if source.startswith("drawn"):
+        drawn = rng.random() < 0.7
+        record["draw"] = f"image-{rng.integers(IMAGES)}.png" if drawn else None
+    return record
+
+
+def _text(rng: np.random.Generator, most: int) -> str:
+    return " ".join(f"w{word}" for word in rng.integers(WORDS, size=rng.integers(2, most + 1)))

@@ -1,0 +1,115 @@
+"""Draw `index` of a seed: a model, what is frozen, a batch, and two layouts of it.
+
+    draw = draw_recipe(seed=7, index=12)
+
+A pure function of both numbers. The run trains two steps in the first layout, saves, and goes on in
+the second for one more. Paths are left to the judge.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+from fuzz.layouts import Shape, draw_layout, perturbed
+from fuzz.models import draw_model, module_layers
+
+Table = dict[str, Any]
+
+STEPS = 2
+"""In the first layout; one more follows in the second."""
+PERTURBED = 0.18
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sections of a recipe that decide a layout, on so many ranks."""
+
+    world: int
+    sections: Table = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One recipe to be judged."""
+
+    name: str
+    """What it was drawn from, such as "7-12"."""
+    source: str
+    """See `data.SOURCES`."""
+    sections: Table
+    """Of the recipe, whatever the layout."""
+    first: Layout
+    then: tuple[Layout, ...] = ()
+    """To go on in: the first of them that is not refused."""
+
+    def table(self, layout: Layout) -> Table:
+        """The recipe of a layout."""
+        return merged(self.sections, layout.sections)
+
+    def as_table(self) -> Table:
+        """For TOML."""
+        return asdict(self) | {"then": [asdict(layout) for layout in self.then]}
+
+    @classmethod
+    def from_table(cls, table: Table) -> Draw:
+        """The inverse of `as_table`."""
+        then = tuple(Layout(**layout) for layout in table["then"])
+        return cls(**{**table, "first": Layout(**table["first"]), "then": then})
+
+
+def merged(base: Table, over: Table) -> Table:
+    """Both, `over` winning."""
+    found = copy.deepcopy(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = merged(found[key], value) if both else copy.deepcopy(value)
+    return found
+
+
+def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> Draw:
+    """The draw itself."""
+    rng = Random(f"{seed}-{index}")
+    model, source = draw_model(rng)
+    layers = module_layers(model)
+    batch = rng.choice((4, 4, 8, 8, 6))
+    sections: Table = {
+        "model": model,
+        "freeze": {"modules": _frozen(rng, layers)},
+        "training": {
+            "global_batch_size": batch,
+            "sequence_length": rng.choice((64, 64, 96, 72)),
+            "seed": rng.randrange(1000),
+        },
+    }
+    if rng.random() < 0.08:
+        sections["training"]["dtype"] = "bfloat16"
+    if rng.random() < 0.04:
+        sections["training"]["deterministic"] = True
+    if rng.random() < 0.3:
+        sections["optimizer"] = {"max_grad_norm": 0.05}
+    weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
+    world = rng.choices(worlds, weights)[0]
+    shape = Shape(layers, batch, world)
+    first = draw_layout(rng, shape)
+    if rng.random() < PERTURBED:
+        first = perturbed(rng, first, shape)
+    then = []
+    for _ in range(3):
+        world_then = rng.choice((1, 1, 2, 2, 2, 4))
+        found = draw_layout(rng, Shape(layers, batch, world_then))
+        then.append(Layout(world_then, found))
+    return Draw(f"{seed}-{index}", source, sections, Layout(world, first), tuple(then))
+
+
+def _frozen(rng: Random, layers: dict[str, int]) -> list[str]:
+    if rng.random() < 0.5:
+        return []
+    parts = ["llm"]
+    for name in layers:
+        if name != "llm":
+            parts += [name, f"{name}.connector"]
+    count = rng.randint(1, max(1, len(parts) - 1))
+    return sorted(rng.sample(parts, count)) if len(parts) > 1 or rng.random() < 0.05 else []

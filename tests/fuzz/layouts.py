@@ -1,0 +1,296 @@
+"""Random layouts of a model: everything in a recipe that decides who computes what, and when.
+
+A layout is first drawn so that it fits its number of ranks; `perturbed` then spoils one in a few,
+because what does not fit has to be refused in words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+Table = dict[str, Any]
+
+INTERLEAVED = (
+    "separated", "separated", "searched", "searched", "1f1b", "interleaved_1f1b", "gpipe",
+    "zero_bubble", "megatron", "megatron_balanced", "csv",
+)  # fmt: skip
+DISAGGREGATED = ("separated", "1f1b", "interleaved_1f1b", "gpipe", "zero_bubble")
+LLM_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+SIZES = ("pipeline", "replicate", "shard", "tensor")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a layout has to fit: the model's modules, the batch and the number of ranks."""
+
+    layers: dict[str, int]
+    """By module, in the order of the model."""
+    batch: int
+    """Sequences of a step."""
+    world: int
+
+    @property
+    def encoders(self) -> list[str]:
+        return [name for name in self.layers if name not in ("llm", "generator")]
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def draw_layout(rng: Random, shape: Shape) -> Table:
+    """Sections [parallel], [activation_checkpoint] and keys of [data] and [training]."""
+    placements, weights = ["interleaved"], [4]
+    if shape.encoders:
+        placements, weights = [*placements, "colocated"], [*weights, 5]
+    if 1 < len(shape.layers) <= shape.world:
+        placements, weights = [*placements, "disaggregated"], [*weights, 4]
+    placement = rng.choices(placements, weights)[0]
+    draw = {"interleaved": _interleaved, "colocated": _colocated, "disaggregated": _disaggregated}
+    parallel, data_parallel = draw[placement](rng, shape)
+    if placement != "interleaved" or rng.random() < 0.3:
+        parallel["placement"] = placement
+    _tensor_keys(rng, parallel)
+    for name in (*shape.encoders, "generator"):
+        if name in shape.layers and rng.random() < 0.4:
+            table = parallel.setdefault(name, {})
+            table["sub_microbatch_images"] = rng.choice((1, 1, 2, 3, 8))
+    if rng.random() < 0.1:
+        parallel["replan_drift"] = rng.choice((0.01, 0.2))
+    layout: Table = {"parallel": parallel}
+    per_rank = shape.batch // data_parallel
+    sizes = [size for size in divisors(per_rank) if size <= 2 or rng.random() < 0.2]
+    layout["training"] = {"microbatch_size": rng.choice(sizes)}
+    if rng.random() < 0.3:
+        layout["data"] = {"reorder": rng.choice(("intra", "inter", "both"))}
+    if (checkpointing := _recompute(rng, shape)) is not None:
+        layout["activation_checkpoint"] = checkpointing
+    return layout
+
+
+def _split(rng: Random, ranks: int, pipelines: int, batch: int) -> dict[str, int]:
+    """Sizes that make `ranks` and divide the batch."""
+    while True:
+        pipeline = _middle(rng, [d for d in divisors(ranks) if d <= pipelines])
+        left = ranks // pipeline
+        tensor = rng.choice([d for d in divisors(left) if d <= 4]) if rng.random() < 0.6 else 1
+        replicate = rng.choice(divisors(left // tensor))
+        shard = left // tensor // replicate
+        if batch % (replicate * shard) == 0:
+            break
+    return {"pipeline": pipeline, "replicate": replicate, "shard": shard, "tensor": tensor}
+
+
+def _middle(rng: Random, sizes: list[int]) -> int:
+    """One of them, rather neither the least nor the most."""
+    return rng.choice([*sizes, *sizes[1:-1], *sizes[1:-1]])
+
+
+def _written(rng: Random, sizes: dict[str, int], free: tuple[str, ...] = ()) -> dict[str, int]:
+    """The same sizes as a recipe may have them: one of `free` -1, or left out as the default."""
+    found = dict(sizes)
+    if free and rng.random() < 0.4:
+        found[rng.choice(free)] = -1
+    defaults = {"pipeline": 1, "replicate": 1, "shard": -1, "tensor": 1}
+    return {k: v for k, v in found.items() if v != defaults[k] or rng.random() < 0.5}
+
+
+def _llm_stages(rng: Random, layers: int, pipeline: int, schedule: str) -> int:
+    if pipeline == 1 or schedule == "1f1b":
+        return 1
+    return rng.choice([v for v in (1, 1, 2, 2, 3) if v * pipeline <= layers] or [1])
+
+
+def _interleaved(rng: Random, shape: Shape) -> tuple[Table, int]:
+    schedule = rng.choice(INTERLEAVED)
+    if schedule == "csv" and list(shape.layers) != ["llm"]:
+        schedule = "separated"  # an order is for one number of images in each microbatch
+    least = min(shape.layers.values())
+    if schedule == "megatron":
+        least = shape.layers["llm"]
+    elif schedule not in ("separated", "searched", "csv"):
+        least = sum(shape.layers.values())
+    sizes = _split(rng, shape.world, least, shape.batch)
+    parallel: Table = {"schedule": schedule, **_written(rng, sizes, ("replicate", "shard"))}
+    pipeline = sizes["pipeline"]
+    virtual = _llm_stages(rng, min(least, shape.layers["llm"]), pipeline, schedule)
+    if virtual > 1:
+        parallel["virtual_stages"] = virtual
+    if schedule in ("separated", "searched", "csv") and pipeline > 1:
+        for name, layers in shape.layers.items():
+            if rng.random() < 0.35:
+                segments = rng.choice([s for s in (1, 2, 3) if s * pipeline <= layers] or [1])
+                parallel.setdefault(name, {})["segments"] = segments
+    if schedule == "searched":
+        parallel["search"] = _search(rng)
+    if pipeline == 1 and rng.random() < 0.3:
+        parallel["reshard_after_forward"] = rng.choice(("always", "never"))
+    return parallel, sizes["replicate"] * sizes["shard"]
+
+
+def _search(rng: Random) -> Table:
+    search: Table = {"evaluations": rng.choice((20, 60))}
+    if rng.random() < 0.5:
+        search["strategy"] = rng.choice(("annealing", "mcts", "random", "dfs", "natural"))
+    if rng.random() < 0.4:
+        search["stages"] = rng.choice(("megatron", "balanced", "auto"))
+    if rng.random() < 0.8:
+        search["background"] = False
+    if rng.random() < 0.2:
+        search |= {"seed": rng.randrange(9), "workers": 2, "time_share": 0.5}
+    return search
+
+
+def _colocated(rng: Random, shape: Shape) -> tuple[Table, int]:
+    llm_schedule = rng.choice(LLM_SCHEDULES)
+    sizes = _split(rng, shape.world, shape.layers["llm"], shape.batch)
+    parallel: Table = {"schedule": "optimus", **_written(rng, sizes, ("replicate", "shard"))}
+    if llm_schedule != "interleaved_1f1b" or rng.random() < 0.3:
+        parallel["llm_schedule"] = llm_schedule
+    pipeline, tensor = sizes["pipeline"], sizes["tensor"]
+    virtual = _llm_stages(rng, shape.layers["llm"], pipeline, llm_schedule)
+    if virtual > 1:
+        parallel["virtual_stages"] = virtual
+    if rng.random() < 0.3:
+        parallel["bubbles"] = "coarse"
+    split = rng.choice(divisors(tensor))
+    for name in shape.encoders:
+        if own := _colocated_encoder(rng, shape, name, sizes, split):
+            parallel[name] = own
+    if split == 1 < tensor and rng.random() < 0.4:
+        parallel["tensor_bubbles"] = 0.2
+    if rng.random() < 0.1:
+        parallel["orchestrate"] = True
+    return parallel, sizes["replicate"] * sizes["shard"]
+
+
+def _colocated_encoder(
+    rng: Random, shape: Shape, name: str, llm: dict[str, int], split: int
+) -> dict[str, int]:
+    """An encoder's own sizes.
+
+    Args:
+        llm: sizes of the LLM.
+        split: tensor-parallel ranks of all encoders.
+    """
+    own: dict[str, int] = {}
+    fits = [d for d in divisors(llm["pipeline"]) if d <= shape.layers[name]]
+    stages = 1 if rng.random() < 0.4 else rng.choice(fits)
+    if stages > 1 or rng.random() < 0.3:
+        own["pipeline"] = stages
+    if split != llm["tensor"] or rng.random() < 0.3:
+        own["tensor"] = split
+    left = shape.world // (stages * split)
+    if rng.random() < 0.8:
+        replicate = rng.choice(divisors(left))
+        own |= {"replicate": replicate, "shard": left // replicate}
+        hidden = rng.choice((None, None, "replicate", "shard"))
+        if hidden is not None and rng.random() < 0.5:
+            own[hidden] = -1
+        elif hidden is not None:
+            del own[hidden]
+    if llm["pipeline"] > 1 and rng.random() < 0.3:
+        own["segments"] = rng.choice([s for s in (1, 2) if s * stages <= shape.layers[name]])
+    return own
+
+
+def _disaggregated(rng: Random, shape: Shape) -> tuple[Table, int]:
+    schedule = rng.choice(DISAGGREGATED)
+    names = list(shape.layers)
+    ranks = dict.fromkeys(names, 1)
+    for _ in range(shape.world - len(names)):
+        ranks[rng.choice(names)] += 1
+    parallel: Table = {"schedule": schedule}
+    data_parallel = 1
+    for name in names:
+        batch = shape.batch if name == "llm" else ranks[name]
+        sizes = _split(rng, ranks[name], shape.layers[name], batch * ranks[name])
+        if name == "llm":
+            sizes = _split(rng, ranks[name], shape.layers[name], shape.batch)
+            parallel |= _written(rng, sizes)
+            parallel["shard"] = sizes["shard"]
+            data_parallel = sizes["replicate"] * sizes["shard"]
+            virtual = _llm_stages(rng, shape.layers[name], sizes["pipeline"], schedule)
+            if virtual > 1:
+                parallel["virtual_stages"] = virtual
+            continue
+        own = {key: size for key, size in sizes.items() if size > 1 or rng.random() < 0.2}
+        if schedule == "separated" and sizes["pipeline"] > 1 and rng.random() < 0.3:
+            fits = [s for s in (1, 2) if s * sizes["pipeline"] <= shape.layers[name]]
+            own["segments"] = rng.choice(fits)
+        if own:
+            parallel[name] = own
+    if rng.random() < 0.2:  # one size is what is left
+        name = rng.choice(names)
+        table = parallel if name == "llm" else parallel.setdefault(name, {})
+        table["shard"] = -1
+    if rng.random() < 0.08:
+        parallel["orchestrate"] = True
+    return parallel, data_parallel
+
+
+def _tensor_keys(rng: Random, parallel: Table) -> None:
+    if parallel.get("tensor", 1) == 1 or rng.random() < 0.4:
+        return
+    parallel["sequence_parallel"] = True
+    zero_bubble = "zero_bubble" in (parallel["schedule"], parallel.get("llm_schedule"))
+    if zero_bubble or rng.random() < 0.5:
+        return
+    parallel["async_tensor_parallel"] = True
+    if rng.random() < 0.6:
+        parallel["async_tensor_backend"] = rng.choice(("ring", "collective"))
+    parallel["async_tensor_chunks"] = rng.choice((1, 2, 3))
+
+
+def _recompute(rng: Random, shape: Shape) -> Table | None:
+    modes = ("none", "selective", "full", "tuned")
+    if rng.random() < 0.5:
+        return None
+    table: Table = {"mode": rng.choices(modes, (2, 3, 3, 3))[0]}
+    if rng.random() < 0.3:
+        table["modules"] = {rng.choice(list(shape.layers)): rng.choice(modes)}
+    if "tuned" in (table["mode"], *table.get("modules", {}).values()):
+        table["memory_limit"] = rng.choice(("85%", "1 GiB", "8 MiB", "3 MiB"))
+    return table
+
+
+def perturbed(rng: Random, layout: Table, shape: Shape) -> Table:
+    """One or two keys changed to anything."""
+    parallel = layout["parallel"]
+    for _ in range(rng.choice((1, 1, 2))):
+        size = rng.choice((1, 1, 2, 2, 3, 4, -1))
+        key = rng.choice(SIZES)
+        kind = rng.randrange(8)
+        if kind == 0:
+            parallel[key] = max(1, size) if key in ("pipeline", "tensor") else size
+        elif kind in (1, 2):
+            name = rng.choice([*shape.layers])
+            value = max(1, size) if key in ("pipeline", "tensor") else size
+            parallel.setdefault(name, {})[key] = value
+        elif kind == 3:
+            parallel["schedule"] = rng.choice((*INTERLEAVED[:-1], "optimus"))
+        elif kind == 4:
+            parallel["placement"] = rng.choice(("interleaved", "colocated", "disaggregated"))
+        elif kind == 5:
+            parallel["virtual_stages"] = rng.choice((1, 2, 3))
+        elif kind == 6:
+            name = rng.choice([*shape.layers])
+            parallel.setdefault(name, {})["segments"] = rng.choice((1, 2, 3))
+        else:
+            key, value = rng.choice(
+                (
+                    ("sequence_parallel", True),
+                    ("async_tensor_parallel", True),
+                    ("reshard_after_forward", "always"),
+                    ("tensor_bubbles", 0.2),
+                    ("bubbles", "coarse"),
+                    ("orchestrate", True),
+                    ("replan_drift", 0.05),
+                    ("backend", "nccl"),
+                    ("async_tensor_backend", "symmetric_memory"),
+                )
+            )
+            parallel[key] = value
+    return layout

@@ -1,0 +1,152 @@
+"""The models that recipes are drawn with: tiny, several families, whole sections of a recipe."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from fuzz.data import SPECIAL
+
+Table = dict[str, Any]
+
+LLM_FAMILIES: dict[str, Table] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "qwen2": {},
+    "mistral": {"sliding_window": 24},
+    "gemma2": {
+        "head_dim": 8,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {"head_dim": 8, "sliding_window": 24},
+    "olmo2": {},
+    "phi3": {"sliding_window": None},
+    "starcoder2": {},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+"""By model_type: keys beside those of `_llm`."""
+LLM_WEIGHTS = (8, 8, 2, 2, 2, 1, 2, 2, 2, 2, 3)
+
+ENCODER_FAMILIES = {
+    "siglip_vision_model": {"intermediate_size": 48, "image_size": 16},
+    "clip_vision_model": {"intermediate_size": 48, "image_size": 16},
+    "dinov2": {"mlp_ratio": 2, "image_size": 16},
+    "internvl_vision": {"intermediate_size": 48, "image_size": 16, "attention_bias": True},
+    "siglip2_vision_model": {"intermediate_size": 48, "num_patches": 9},
+    "whisper": {},
+}
+"""By model_type: keys beside those of `_encoder`."""
+ENCODER_WEIGHTS = (7, 3, 3, 2, 3, 3)
+
+
+def draw_model(rng: Random) -> tuple[Table, str]:
+    """The section [model], without paths, and the name of the source that fits (`data.SOURCES`)."""
+    llm_type = rng.choices(list(LLM_FAMILIES), LLM_WEIGHTS)[0]
+    model: Table = {"llm": {"config": _llm(rng, llm_type)}}
+    encoders = {}
+    count = rng.choices((0, 1, 2), (3, 14, 5))[0]
+    for name in ("vision", "second")[:count]:
+        encoders[name] = _encoder(rng)
+    if encoders:
+        model["encoders"] = encoders
+    if rng.random() < 0.2:
+        model["generator"] = _generator(rng)
+    return model, source_of(model)
+
+
+def source_of(model: Table) -> str:
+    """The source that fits a model (`data.SOURCES`)."""
+    modalities = {encoder["modality"] for encoder in model.get("encoders", {}).values()}
+    read = {(): "text", ("image",): "images", ("audio",): "sounds", ("audio", "image"): "both"}
+    source = read[tuple(sorted(modalities))]
+    if "generator" in model:
+        source = "drawn" if source == "text" else f"drawn_{source}"
+    return source
+
+
+def _llm(rng: Random, model_type: str) -> Table:
+    own = {k: v for k, v in LLM_FAMILIES[model_type].items() if v is not None}
+    return {
+        "model_type": model_type,
+        "vocab_size": rng.choice((96, 96, 97)),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": rng.choice((2, 2, 3, 4, 4)),
+        "num_attention_heads": 4,
+        "num_key_value_heads": rng.choice((2, 4)),
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": rng.random() < 0.5,
+        "bos_token_id": SPECIAL.index("<s>"),
+        "eos_token_id": SPECIAL.index("</s>"),
+        "pad_token_id": SPECIAL.index("<pad>"),
+        **own,
+    }
+
+
+def _encoder(rng: Random) -> Table:
+    model_type = rng.choices(list(ENCODER_FAMILIES), ENCODER_WEIGHTS)[0]
+    layers = rng.choice((2, 2, 3, 4))
+    if model_type == "whisper":
+        config: Table = {
+            "model_type": "whisper",
+            "num_mel_bins": 8,
+            "d_model": 32,
+            "encoder_layers": layers,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "max_source_positions": 12,
+        }
+        return {"modality": "audio", "connector": "mlp", "config": config}
+    config = {
+        "model_type": model_type,
+        "hidden_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "patch_size": 8,
+        **ENCODER_FAMILIES[model_type],
+    }
+    encoder: Table = {"modality": "image", "connector": "mlp", "config": config}
+    if rng.random() < 0.2 and model_type != "siglip2_vision_model":
+        encoder["connector"] = "pixel_shuffle_mlp"
+    if rng.random() < 0.2:
+        encoder["feature_layer"] = -2
+    return encoder
+
+
+def _generator(rng: Random) -> Table:
+    config = {
+        "_class_name": "PixArtTransformer2DModel",
+        "sample_size": 16,
+        "patch_size": 8,
+        "num_attention_heads": 4,
+        "attention_head_dim": 8,
+        "num_layers": rng.choice((2, 3, 4)),
+    }
+    return {
+        "config": config,
+        "context_tokens": rng.choice((4, 16)),
+        "loss_weight": rng.choice((1.0, 2.0)),
+        "text_loss_weight": rng.choice((1.0, 0.5, 0.0)),
+    }
+
+
+def module_layers(model: Table) -> dict[str, int]:
+    """Layers that run, by module in the order of the model."""
+    found = {}
+    for name, encoder in model.get("encoders", {}).items():
+        config = encoder["config"]
+        layers = config.get("num_hidden_layers", config.get("encoder_layers"))
+        found[name] = layers + 1 + encoder.get("feature_layer", -1)
+    found["llm"] = model["llm"]["config"]["num_hidden_layers"]
+    if "generator" in model:
+        found["generator"] = model["generator"]["config"]["num_layers"]
+    return found

@@ -1,0 +1,31 @@
+"""An order in a CSV file, for recipes with `schedule = "csv:PATH"`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from torchmm.batch import MicrobatchMeta
+from torchmm.config import Recipe
+from torchmm.pipelining.classic import gpipe, one_f_one_b, zero_bubble
+from torchmm.pipelining.exchange import write_order
+from torchmm.pipelining.graph import StageGraph
+from torchmm.recipe import resolve_layout
+from torchmm.step_plan import plan_layout
+
+
+def write_csv(recipe: Recipe, model: Any, world: int, file: Path) -> None:
+    """Writes one of the classic orders for the recipe's microbatches of text.
+
+    Args:
+        recipe: with the schedule "separated".
+    """
+    descriptions = [module.describe() for module in model.modality_modules()]
+    training, sizes = recipe.training, resolve_layout(recipe.parallel, world)
+    ranks = sizes.replicate * sizes.shard * training.microbatch_size
+    tokens = training.microbatch_size * training.sequence_length
+    layout = plan_layout(recipe.parallel, descriptions, [MicrobatchMeta((), tokens)])
+    graph = StageGraph(layout, training.global_batch_size // ranks, {})
+    order = Random(recipe.training.seed).choice((gpipe, one_f_one_b, zero_bubble))
+    write_order(file, order(graph), graph)

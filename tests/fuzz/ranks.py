@@ -1,0 +1,119 @@
+"""One rank of a run under test, and the process that computes what it has to give.
+
+Both are forked by the judge and write what they found into files of its directory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fuzz import reference
+from torchmm.build import build_run
+from torchmm.config import Recipe
+from torchmm.data.loader import build_loader
+from torchmm.models.hf_io import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.parallel.health import peer_errors
+from torchmm.parallel.mesh import select_device, start_process_group
+from torchmm.preempt import StopSignal
+from torchmm.trainer import Trainer
+
+
+def run_rank(
+    recipe: Recipe, model: MultimodalModel, tokenizer: Any, found: Path, spoil: str = ""
+) -> None:
+    """Trains as `torchmm.trainer.train` does and saves what this rank has seen.
+
+    Args:
+        model: on the meta device; this process may cut it.
+        found: file to be written: the first step's gradients as the optimizer gets them, losses and
+            norms of all steps, weights at the end.
+        spoil: "gradient" or "rows" makes something wrong on purpose, to test the judge.
+    """
+    run_dir = Path(recipe.output_dir) / recipe.name
+    seen: dict[str, Any] = {"losses": [], "norms": []}
+    with StopSignal() as stop:
+        device = select_device(recipe.training.device)
+        with peer_errors(int(os.environ["RANK"])):
+            start_process_group(recipe.parallel, device)
+            parts = build_run(recipe, run_dir, device, model, tokenizer)
+        if spoil == "rows":
+            _turn_rows(next(p for p in parts.model.parameters() if p.ndim > 1))
+        trainer = Trainer(parts, stop)
+        step = trainer.run_step
+
+        def observed(batches: Any) -> Any:
+            record, stopping = step(batches)
+            seen["losses"].append(record.loss)
+            seen["norms"].append(record.grad_norm)
+            return record, stopping
+
+        def before_update(*_: Any) -> None:
+            if spoil == "gradient":
+                next(p.grad for p in parts.model.parameters() if p.grad is not None).mul_(1.001)
+            if "gradients" not in seen:
+                named = parts.model.named_parameters()
+                seen["gradients"] = _whole({n: p.grad for n, p in named if p.grad is not None})
+
+        trainer.run_step = observed  # type: ignore[method-assign]
+        parts.optimizer.register_step_pre_hook(before_update)
+        trainer.run()
+    seen["weights"] = _whole(dict(parts.model.named_parameters()))
+    seen["copies"] = parts.model.tied_copies()
+    torch.save(seen, found)
+
+
+@torch.no_grad()
+def _turn_rows(parameter: Tensor) -> None:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local.copy_(local.roll(1, 0))
+
+
+def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of unsharded values; collective over each tensor's mesh."""
+    found = {}
+    for name, value in tensors.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found[name] = whole.detach().clone()
+    return found
+
+
+def run_reference(
+    recipe: Recipe, model: MultimodalModel, tokenizer: Any, steps: int, found: Path
+) -> None:
+    """The same steps by `fuzz.reference`, on the batches of a loader of one rank."""
+    materialize(model, "cpu")
+    init_weights(model, recipe.training.seed, skip=load_weights(model))
+    initial = {n: p.detach().clone() for n, p in model.named_parameters()}
+    batches = reference_batches(recipe, model, tokenizer, steps)
+    section = recipe.model.model_dump(exclude_none=True)
+    optimizer = recipe.optimizer.model_dump()
+    trained = reference.train(section, list(recipe.freeze.modules), optimizer, initial, batches)
+    torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, found)
+
+
+def reference_batches(
+    recipe: Recipe, model: MultimodalModel, tokenizer: Any, steps: int
+) -> list[list[Any]]:
+    """The packed sequences of each global batch, in natural order."""
+    loader = build_loader(
+        recipe.data,
+        recipe.training.model_copy(update={"microbatch_size": 1}),
+        text_spec=model.text_spec(tokenizer),
+        image_specs=model.image_specs(),
+        tokenizer=tokenizer,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        state=None,
+        generator_spec=model.generator_spec(),
+    )
+    batches = iter(loader)
+    return [next(batches).microbatches for _ in range(steps)]

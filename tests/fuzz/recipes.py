@@ -1,0 +1,44 @@
+"""A drawn recipe with all that is not drawn: paths, lengths, an optimizer that forgives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fuzz.draw import merged
+
+Table = dict[str, Any]
+
+OPTIMIZER = {
+    "lr": 1e-2,
+    "eps": 1e-3,  # an update must not turn the rounding of a vanishing gradient into a step
+    "schedule": "constant",
+    "max_grad_norm": 1.0,
+}
+
+
+def complete(table: Table, source: str, data: Path, directory: Path, steps: int) -> Table:
+    """A whole recipe.
+
+    Args:
+        table: drawn sections.
+        source: see `fuzz.data.SOURCES`.
+        data: where `make_data` wrote.
+        directory: for the run.
+        steps: to be done in all.
+    """
+    entry: Table = {"path": str(data / f"{source}.jsonl")}
+    if source.startswith("drawn"):
+        entry["generate"] = "draw"
+    fixed: Table = {
+        "name": "run",
+        "output_dir": str(directory),
+        "model": {"tokenizer": str(data / "tokenizer")},
+        "data": {"sources": [entry], "workers": 0, "index_cache": str(data / "index")},
+        "training": {"steps": steps, "device": "cpu"},
+        "optimizer": OPTIMIZER,
+        "checkpoint": {"interval": 2, "export_hf": False},
+        "metrics": {"peak_tflops": 1.0, "timeline_step": 0},
+        "parallel": {"timeout_s": 60},
+    }
+    return merged(fixed, table)

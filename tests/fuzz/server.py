@@ -1,0 +1,249 @@
+"""The judge's process: `python -m fuzz.server FD DEADLINE_S SPOIL`, started by `fuzz.judge`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+
+from fuzz.compare import BOUNDS, differences
+from fuzz.data import make_data
+from fuzz.draw import STEPS, Draw, Layout
+from fuzz.orders import write_csv
+from fuzz.ranks import run_rank, run_reference
+from fuzz.recipes import complete
+from fuzz.reference import write_generator
+from fuzz.wording import names_a_key
+from torchmm.build import build_unfilled_model
+from torchmm.encoder_choice import orchestrated
+from torchmm.errors import ConfigError
+from torchmm.layout_checks import check_layout
+from torchmm.recipe import load_recipe
+
+Table = dict[str, Any]
+
+
+class FailedError(Exception):
+    """How a run failed, and what it said."""
+
+    def __init__(self, how: str, problems: list[str]) -> None:
+        super().__init__(how)
+        self.how, self.problems = how, problems
+
+
+class Server:
+    """Judges draws one after the other.
+
+    Args:
+        directory: for data and runs.
+    """
+
+    def __init__(self, directory: Path, deadline_s: float, spoil: str = "") -> None:
+        self._spoil = spoil
+        self._data = directory / "data"
+        self._runs = directory / "runs"
+        self._deadline_s = deadline_s
+        self._number = 0
+        make_data(self._data)
+
+    def judge(self, draw: Draw) -> Table:
+        """Fields of a `Verdict`."""
+        begin = time.perf_counter()
+        self._number += 1
+        directory = self._runs / str(self._number)
+        directory.mkdir(parents=True)
+        try:
+            verdict = self._judge(draw, directory)
+        except FailedError as failure:
+            verdict = {"kind": "failed", "how": failure.how, "problems": failure.problems}
+        shutil.rmtree(directory, ignore_errors=True)
+        return verdict | {"seconds": time.perf_counter() - begin}
+
+    def _judge(self, draw: Draw, directory: Path) -> Table:
+        read = self._read(draw, draw.first, directory, STEPS)
+        if isinstance(read, list):
+            return refused(read)
+        recipe, model, tokenizer = read
+        expected = directory / "reference.pt"
+        steps = STEPS + bool(draw.then)
+        helper = fork(run_reference, recipe, model, tokenizer, steps, expected)
+        try:
+            ranks = self._launch(draw.first, read, directory)
+        finally:
+            helper.join(self._deadline_s)
+            helper.kill()
+        if not expected.exists():
+            raise FailedError("no reference", [f"ended with {helper.exitcode}"])
+        wanted = torch.load(expected, weights_only=True)
+        bounds = BOUNDS[recipe.training.dtype]
+        if problems := list(differences(ranks, wanted, 0, bounds)):
+            raise FailedError("different", problems)
+        return {"kind": "equal", "how": "", "then": self._go_on(draw, directory, wanted)}
+
+    def _go_on(self, draw: Draw, directory: Path, wanted: Table) -> str:
+        """One more step from the checkpoint, in the first other layout that is not refused."""
+        for layout in draw.then:
+            read = self._read(draw, layout, directory, STEPS + 1)
+            if isinstance(read, list):
+                continue
+            try:
+                ranks = self._launch(layout, read, directory)
+                bounds = BOUNDS[read[0].training.dtype]
+                if problems := list(differences(ranks, wanted, STEPS, bounds)):
+                    raise FailedError("different", problems)
+            except FailedError as failure:
+                how = f"{failure.how} after resuming"
+                raise FailedError(how, [f"then {layout}", *failure.problems]) from failure
+            return "equal"
+        return "refused" if draw.then else ""
+
+    def _read(self, draw: Draw, layout: Layout, directory: Path, steps: int) -> Any:
+        """The recipe and the unfilled model, or what is wrong with it, as train.py finds it."""
+        table = complete(draw.table(layout), draw.source, self._data, directory, steps)
+        if (generator := table["model"].get("generator")) is not None:
+            generator["source"] = str(directory / "generator")
+            if not Path(generator["source"]).exists():
+                hidden = table["model"]["llm"]["config"]["hidden_size"]
+                write_generator(generator["config"], hidden, Path(generator["source"]))
+        asks_for_order = table["parallel"].get("schedule") == "csv"
+        if asks_for_order:
+            table["parallel"]["schedule"] = "separated"
+        file = directory / "recipe.toml"
+        file.write_text(tomli_w.dumps(table))
+        os.environ.update(WORLD_SIZE=str(layout.world), RANK="0")
+        try:
+            recipe = load_recipe(file, [], layout.world).recipe
+            recipe = orchestrated(recipe, layout.world)
+            model, tokenizer = build_unfilled_model(recipe)
+            if asks_for_order:
+                write_csv(recipe, model, layout.world, directory / "order.csv")
+                table["parallel"]["schedule"] = f"csv:{directory / 'order.csv'}"
+                file.write_text(tomli_w.dumps(table))
+                recipe = load_recipe(file, [], layout.world).recipe
+            check_layout(recipe, model, tokenizer, layout.world)
+            return recipe, model, tokenizer
+        except ConfigError as error:
+            return list(error.problems)
+        except Exception as error:
+            text = traceback.format_exc()
+            raise FailedError("crash before ranks", [repr(error), text]) from error
+
+    def _launch(self, layout: Layout, read: tuple, directory: Path) -> list[Table]:
+        """What each rank saved."""
+        files = [directory / f"rank-{rank}.pt" for rank in range(layout.world)]
+        for file in files:
+            file.unlink(missing_ok=True)
+        port, readers, processes = free_port(), {}, []
+        for rank, file in enumerate(files):
+            reader, writer = get_context("fork").Pipe(duplex=False)
+            readers[reader] = rank
+            place = rank, layout.world, port, file.with_suffix(".log")
+            processes.append(fork(rank_main, place, writer, (*read, file, self._spoil)))
+            writer.close()
+        told = listen(readers, time.monotonic() + self._deadline_s)
+        failed = any(how != "done" for how, _ in told.values()) or len(told) < layout.world
+        for process in processes:
+            process.join(2.0 if failed else 30.0)
+        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        found = {how for how, _ in told.values()} - {"done"}
+        texts = [f"rank {r}: {text}" for r, (how, text) in sorted(told.items()) if how != "done"]
+        if "late refusal" in found:
+            raise FailedError("late refusal", texts)
+        if found or len(told) < layout.world:
+            lost = [r for r in range(layout.world) if r not in told]
+            how = "crash" if found or not hung else "hang"
+            raise FailedError(how, [*texts, *([f"ranks {lost} did not tell"] if lost else [])])
+        if hung:
+            raise FailedError("hang", [f"ranks {hung} did not end"])
+        return [torch.load(file, weights_only=True) for file in files]
+
+
+def refused(problems: list[str]) -> Table:
+    """A message has to name a key of the recipe."""
+    nameless = [p for p in problems if not names_a_key(p)]
+    if nameless:
+        return {"kind": "failed", "how": "nameless refusal", "problems": nameless}
+    return {"kind": "refused", "how": "", "problems": problems}
+
+
+def listen(readers: dict[Connection, int], deadline: float) -> dict[int, tuple[str, str]]:
+    """What ranks told until all have, or time is over; a failure leaves the others seconds."""
+    told: dict[int, tuple[str, str]] = {}
+    waiting = dict(readers)
+    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for reader in ready:
+            rank = waiting.pop(reader)
+            with suppress(EOFError):
+                told[rank] = reader.recv()
+            if told.get(rank, ("", ""))[0] != "done":
+                deadline = min(deadline, time.monotonic() + 3.0)
+    return told
+
+
+def fork(function: Callable[..., Any], *args: Any) -> Any:
+    """A started child."""
+    process = get_context("fork").Process(target=function, args=args)
+    process.start()
+    return process
+
+
+def rank_main(place: tuple[int, int, int, Path], writer: Connection, args: tuple) -> None:
+    """One rank of a run: tells "done", "late refusal" or "crash"."""
+    rank, world, port, log = place
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    try:
+        run_rank(*args)
+        writer.send(("done", ""))
+    except ConfigError as error:
+        writer.send(("late refusal", str(error)))
+    except BaseException:
+        writer.send(("crash", traceback.format_exc()))
+    finally:
+        writer.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def main() -> None:
+    """Serves until the other end is closed."""
+    jobs = Connection(int(sys.argv[1]))
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="fuzz") as directory, suppress(EOFError):
+        server = Server(Path(directory), float(sys.argv[2]), sys.argv[3])
+        gc.freeze()
+        while True:
+            jobs.send(server.judge(Draw.from_table(jobs.recv())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""From a recipe that fails to one that has nothing in it that the failure does not need.
+
+Greedy: of the simpler variants of a draw the first that still fails in the same way is taken, until
+none does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from fuzz.draw import Draw, Layout
+from fuzz.judge import Verdict
+from fuzz.models import LLM_FAMILIES, source_of
+from fuzz.wording import generalized
+
+Table = dict[str, Any]
+
+
+def same_failure(one: Verdict, other: Verdict) -> bool:
+    """Whether two verdicts tell of the same failure, as far as words can tell."""
+    if (one.kind, one.how) != (other.kind, other.how):
+        return False
+    return _last_line(one) == _last_line(other)
+
+
+def _last_line(verdict: Verdict) -> str:
+    """What differs is not compared in detail; errors are, by their last line."""
+    if verdict.how.startswith("different"):
+        return ""
+    text = verdict.problems[-1] if verdict.problems else ""
+    return generalized(text.strip().rpartition("\n")[2])[:120]
+
+
+def shrink(
+    draw: Draw,
+    verdict: Verdict,
+    judge: Callable[[Draw], Verdict],
+    tries: int = 150,
+) -> tuple[Draw, Verdict]:
+    """The simplest variant found, and its verdict.
+
+    Args:
+        verdict: of the draw, a failure.
+        tries: variants judged at most.
+    """
+    left = tries
+    smaller = True
+    while smaller and left > 0:
+        smaller = False
+        for variant in variants(draw):
+            if left == 0:
+                break
+            left -= 1
+            found = judge(variant)
+            if same_failure(verdict, found):
+                draw, verdict, smaller = variant, found, True
+                break
+    return draw, verdict
+
+
+def variants(draw: Draw) -> Iterator[Draw]:
+    """Simpler draws, those that leave out most first."""
+    if draw.then:
+        yield replace(draw, then=())
+        for layout in draw.then if len(draw.then) > 1 else ():
+            yield replace(draw, then=(layout,))
+        if len(draw.then) == 1:
+            micro = {"training": {"microbatch_size": 1}}
+            if draw.first != (plain := Layout(1, micro)):
+                yield replace(draw, first=plain)
+    for name in (*draw.sections["model"].get("encoders", {}), "generator"):
+        yield from _without_module(draw, name)
+    for sections in _models(draw):
+        yield replace(draw, sections=sections)
+    yield from _smaller_worlds(draw)
+    for layout in _without_one(draw.first.sections):
+        yield replace(draw, first=Layout(draw.first.world, layout))
+    for number, then in enumerate(draw.then):
+        for sections in _without_one(then.sections):
+            changed = list(draw.then)
+            changed[number] = Layout(then.world, sections)
+            yield replace(draw, then=tuple(changed))
+
+
+def _smaller_worlds(draw: Draw) -> Iterator[Draw]:
+    for world in (1, 2, 4):
+        if world >= draw.first.world:
+            return
+        yield replace(draw, first=Layout(world, draw.first.sections))
+        for key in ("pipeline", "replicate", "shard", "tensor"):
+            sections = copy.deepcopy(draw.first.sections)
+            parallel = sections.get("parallel", {})
+            if parallel.get(key, 1) > 1:
+                parallel[key] = max(1, parallel[key] * world // draw.first.world)
+                yield replace(draw, first=Layout(world, sections))
+
+
+def _without_one(table: Table) -> Iterator[Table]:
+    """The table without one of its keys, tables as a whole first."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield {k: v for k, v in table.items() if k != key}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            for inner in _without_one(value):
+                yield {**table, key: inner}
+        else:
+            yield {k: v for k, v in table.items() if k != key}
+
+
+def _without_module(draw: Draw, name: str) -> Iterator[Draw]:
+    """The draw without an encoder or the generator, and without what names it."""
+    sections = copy.deepcopy(draw.sections)
+    model = sections["model"]
+    owner = model if name == "generator" else model["encoders"]
+    if owner.pop(name, None) is None:
+        return
+    if not model.get("encoders", True):
+        del model["encoders"]
+    frozen = sections["freeze"]["modules"]
+    sections["freeze"]["modules"] = [n for n in frozen if n.split(".")[0] != name]
+    first, *then = (_layout_without(layout, name) for layout in (draw.first, *draw.then))
+    yield replace(draw, sections=sections, source=source_of(model), first=first, then=tuple(then))
+
+
+def _layout_without(layout: Layout, name: str) -> Layout:
+    sections = copy.deepcopy(layout.sections)
+    sections.get("parallel", {}).pop(name, None)
+    sections.get("activation_checkpoint", {}).get("modules", {}).pop(name, None)
+    return Layout(layout.world, sections)
+
+
+def _models(draw: Draw) -> Iterator[Table]:
+    """Sections with simpler modules, batch or set of frozen modules."""
+    for path, value in _simpler_values(draw.sections):
+        sections = copy.deepcopy(draw.sections)
+        table = sections
+        for key in path[:-1]:
+            table = table[key]
+        if value is None:
+            del table[path[-1]]
+        else:
+            table[path[-1]] = value
+        yield sections
+    for name in draw.sections["freeze"]["modules"]:
+        sections = copy.deepcopy(draw.sections)
+        sections["freeze"]["modules"].remove(name)
+        yield sections
+
+
+def _simpler_values(sections: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Paths, and what to put there; None: nothing."""
+    yield from _simpler_llm(sections["model"]["llm"]["config"])
+    for name, encoder in sections["model"].get("encoders", {}).items():
+        at = ("model", "encoders", name)
+        if "feature_layer" in encoder:
+            yield (*at, "feature_layer"), None
+        if encoder["connector"] != "mlp":
+            yield (*at, "connector"), "mlp"
+        layers = "encoder_layers" if "encoder_layers" in encoder["config"] else "num_hidden_layers"
+        if encoder["config"][layers] > 2:
+            yield (*at, "config", layers), 2
+    training = sections["training"]
+    for key, value in {"global_batch_size": 4, "sequence_length": 64, "seed": 0}.items():
+        if training[key] != value:
+            yield ("training", key), value
+    if "dtype" in training:
+        yield ("training", "dtype"), None
+    if "optimizer" in sections:
+        yield ("optimizer",), None
+
+
+def _simpler_llm(config: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
+    at = ("model", "llm", "config")
+    own = LLM_FAMILIES[config["model_type"]]
+    if config["model_type"] != "llama":
+        yield at, {k: v for k, v in config.items() if k not in own} | {"model_type": "llama"}
+    simple = {"tie_word_embeddings": False, "vocab_size": 96, "num_key_value_heads": 4}
+    for key, value in {**simple, "num_hidden_layers": 2}.items():
+        if config.get(key) != value:
+            yield (*at, key), value
