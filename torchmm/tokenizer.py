@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchmm.config import Recipe
 from torchmm.errors import ConfigError
-from torchmm.models.hf_config import describe_refusal
+from torchmm.foreign_code import describe_refusal
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from torchmm.errors import ConfigError
+from torchmm.foreign_code import describe_refusal
 
 _ALSO_READ = {
     "head_dim",
@@ -64,19 +65,6 @@ def load_config(key: str, source: str | None, override: dict[str, Any] | None) -
     if not override:
         return base
     return _make_config(key, _merged(base.to_dict(), override), override)
-
-
-def describe_refusal(error: Exception) -> str:
-    """Why Hugging Face could not load something, in one line.
-
-    Its own remedy for foreign code is to trust it, which is not to be had here.
-    """
-    if "trust_remote_code" in str(error):
-        return (
-            "it consists of code of its own, which is never run here; name a model or tokenizer "
-            "whose classes are part of transformers, or save it as one"
-        )
-    return " ".join(str(error).split())
 
 
 def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) -> PreTrainedConfig:
