@@ -13,8 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from torchmm.errors import ConfigError, TorchmmError
-from torchmm.recipe import dump_recipe, load_recipe
+from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.recipe.read import dump_recipe, load_recipe
 
 
 def main() -> int:
@@ -47,12 +47,12 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise
     # Imported late: a mistake in the recipe should not take the seconds torch needs to load.
     if arguments.dry_run:
-        from torchmm.dry_run import describe_run
+        from torchmm.planning.dry_run import describe_run
 
         picture = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
         print(describe_run(recipe, world_size, picture))
         return 0
-    from torchmm.trainer import train
+    from torchmm.training.trainer import train
 
     return train(recipe)
 

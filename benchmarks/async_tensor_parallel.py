@@ -25,25 +25,31 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from async_prediction import prediction_rows
-from chunked_products import CHUNKS, CPU_PRODUCTS, CUDA_PRODUCTS, TINY_PRODUCTS, product_rows
-from harness import Row, describe_machine, make_parser, report
 from matplotlib.figure import Figure
-from ranks import Stopwatch, run_ranks
-from slow_link import Interval, Link, Records, slow_group
+from support.harness import Row, describe_machine, make_parser, report
+from support.models.async_prediction import prediction_rows
+from support.models.chunked_products import (
+    CHUNKS,
+    CPU_PRODUCTS,
+    CUDA_PRODUCTS,
+    TINY_PRODUCTS,
+    product_rows,
+)
+from support.ranks import Stopwatch, run_ranks
+from support.slow_link import Interval, Link, Records, slow_group
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
-from torchmm.config import FreezeConfig, ModelConfig
-from torchmm.models.attention import Segments
 from torchmm.models.initialize import init_weights
+from torchmm.models.layers.attention import Segments
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
-from torchmm.parallel.async_linear import Overlap, gather_linear, linear_scatter
-from torchmm.parallel.tensor import apply_tensor_parallel
+from torchmm.parallel.tensor.apply import apply_tensor_parallel
+from torchmm.parallel.tensor.overlap_linear import Overlap, gather_linear, linear_scatter
+from torchmm.recipe.recipe import FreezeConfig, ModelConfig
 
 RANKS = 2
 SEED = 0

@@ -35,14 +35,21 @@ from math import ceil
 from statistics import mean
 from typing import Any, NamedTuple
 
-import bubble_compute_case as compute_case
 import torch
-from bubble_compute_case import outside
 from documents import load_documents
-from harness import Row, run_cases
-from pipeline_sleep_case import QUIET, SEED, TOWER_SHARE, TRANSFER_S, Setting, load_work
-from ranks import Comparison, Stopwatch, print_choices, run_ranks
-from sleepers import (
+from support.cases import bubble_compute_case as compute_case
+from support.cases.bubble_compute_case import outside
+from support.cases.pipeline_sleep_case import (
+    QUIET,
+    SEED,
+    TOWER_SHARE,
+    TRANSFER_S,
+    Setting,
+    load_work,
+)
+from support.harness import Row, run_cases
+from support.ranks import Comparison, Stopwatch, print_choices, run_ranks
+from support.sleepers import (
     LLM_LAYERS,
     RANKS,
     TOWER_LAYERS,
@@ -55,14 +62,14 @@ from sleepers import (
 )
 
 from torchmm.balance.planners import PLANNERS
-from torchmm.config import ParallelConfig
-from torchmm.pipelining.classic import interleaved_1f1b
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import megatron_balanced_layout, megatron_layout
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import ComputeOrder, PipelinePlan, TensorSpec
-from torchmm.pipelining.timeline import uniform_timeline
-from torchmm.pipelining.validation import validate_plan
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan, TensorSpec
+from torchmm.pipelining.schedules.classic import interleaved_1f1b
+from torchmm.pipelining.schedules.layouts import megatron_balanced_layout, megatron_layout
+from torchmm.pipelining.view.timeline import uniform_timeline
+from torchmm.recipe.recipe import ParallelConfig
 
 OPTIMUS, FLOAT = PLANNERS["optimus"], torch.float32
 CHAIN, COARSE, FINE = "balanced chain", "coarse", "filled"

@@ -28,8 +28,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from bubble_memory import activation_bytes, baseline_bytes, plans_that_fit
-from bubble_model import (
+from support.harness import Row, describe_machine, make_parser, report
+from support.models.bubble_memory import activation_bytes, baseline_bytes, plans_that_fit
+from support.models.bubble_model import (
     TWO_ENCODERS,
     WEAK_SCALING,
     Llm,
@@ -41,8 +42,7 @@ from bubble_model import (
     megatron_s,
     strong_scaling,
 )
-from harness import Row, describe_machine, make_parser, report
-from paper_figures import (
+from support.papers.paper_figures import (
     OPTIMUS_MAX_SPEEDUP,
     OPTIMUS_MEMORY_OVERHEAD,
     OPTIMUS_SCHEDULER,
@@ -50,22 +50,22 @@ from paper_figures import (
     OPTIMUS_TWO_ENCODERS,
 )
 
-from torchmm.balance.bubble_filling import (
+from torchmm.balance.bubbles.encoder_sizes import ColocatedPlan
+from torchmm.balance.bubbles.encoder_work import EncoderWork
+from torchmm.balance.bubbles.llm_timeline import llm_timeline
+from torchmm.balance.bubbles.scheduler import (
     BubbleFiller,
     BubbleSchedule,
     Granularity,
     fill_bubbles,
 )
-from torchmm.balance.encoder_plans import ColocatedPlan
-from torchmm.balance.encoder_work import EncoderWork
-from torchmm.balance.llm_timeline import llm_timeline
-from torchmm.balance.operator_graph import PICOSECONDS_PER_MS
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.pipelining.actions import ActionType
-from torchmm.pipelining.classic import interleaved_1f1b
-from torchmm.pipelining.colocated import colocated_layout
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import ModuleLayers
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.schedules.classic import interleaved_1f1b
+from torchmm.pipelining.schedules.colocated import colocated_layout
+from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 GOAL_S = 0.5
 EVALUATIONS = 24

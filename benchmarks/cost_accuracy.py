@@ -2,12 +2,12 @@
 
     python benchmarks/cost_accuracy.py [--quick] [--json FILE]
 
-Operators are measured for each number of ranks (`torchmm.measure`, as `scripts/calibrate.py` does),
-before, between and behind the steps, because the machine's own speed changes within minutes.
-Models that calibration has never seen (`cost_cases`) are trained as the trainer does it, each in
-processes of its own (`cost_program`), twice, in both orders. A step's prediction is `simulate` of
-the very plan that the runtime executes, with `plan_costs` of that profile, and `update_ms` for the
-optimizer; nothing is learned from the steps.
+Operators are measured for each number of ranks (`torchmm.measure.operators`, as
+`scripts/calibrate.py` does), before, between and behind the steps, because the machine's own speed
+changes within minutes. Models that calibration has never seen (`cost_cases`) are trained as the
+trainer does it, each in processes of its own (`cost_program`), twice, in both orders. A step's
+prediction is `simulate` of the very plan that the runtime executes, with `plan_costs` of that
+profile, and `update_ms` for the optimizer; nothing is learned from the steps.
 
 Accuracy is 1 - |predicted - measured| / measured, of the median over runs. The baseline is the
 noise floor: runs of the first half against those of the second. The paper's figure is the mean of
@@ -27,16 +27,16 @@ from statistics import mean, median
 
 import torch
 import transformers
-from cost_cases import ONE_RANK, TINY, TWO_RANKS, CostCase
-from cost_program import CPU, CaseRuns, Prediction, predict, run_case
 from documents import load_documents
-from harness import Row, describe_machine, make_parser, report
-from ranks import run_ranks
+from support.cases.cost_cases import ONE_RANK, TINY, TWO_RANKS, CostCase
+from support.cases.cost_program import CPU, CaseRuns, Prediction, predict, run_case
+from support.harness import Row, describe_machine, make_parser, report
+from support.ranks import run_ranks
 
-from torchmm.balance.calibration import Measurements, fit_profile, mean_measurements
-from torchmm.balance.operators import Profile
-from torchmm.balance.profiles import load_profile
-from torchmm.measure import machine, measure
+from torchmm.balance.costs.calibration import Measurements, fit_profile, mean_measurements
+from torchmm.balance.costs.operators import Profile
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.measure.operators import machine, measure
 
 PAPER, WORST = 0.976, 0.90
 QUIET = 0.05

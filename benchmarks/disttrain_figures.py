@@ -23,28 +23,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from harness import Row, describe_machine, make_parser, report
+from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.execution import Execution
-from torchmm.balance.flops import microbatch_flops
-from torchmm.balance.orchestrate import OrchestrationPlan, orchestrate
-from torchmm.balance.orchestrate_baselines import ratio_plan, rigid_plan
-from torchmm.balance.plan_costs import plan_costs
-from torchmm.balance.profiles import load_profile
-from torchmm.balance.reorder_step import StepReorder
-from torchmm.balance.simulator import simulate
-from torchmm.balance.workload import draw_microbatches
-from torchmm.batch import MicrobatchMeta, ModuleDescription
-from torchmm.config import Recipe
-from torchmm.errors import ConfigError, PlanError
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.orchestration.baselines import ratio_plan, rigid_plan
+from torchmm.balance.orchestration.search import OrchestrationPlan, orchestrate
+from torchmm.balance.reordering.step import StepReorder
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.errors import ConfigError, PlanError
 from torchmm.models.registry import build_model
-from torchmm.orchestration import fits, orchestration_problem, planned_recipe
-from torchmm.recipe import load_recipe
-from torchmm.recipe_layout import Layout, replica_groups
-from torchmm.recipe_units import resolve_units
-from torchmm.reordering import reordered
-from torchmm.step_plan import plan_layout, plan_step
+from torchmm.planning.placement import fits, orchestration_problem, planned_recipe
+from torchmm.planning.reordering import reordered
+from torchmm.planning.step import plan_layout, plan_step
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.recipe_units import resolve_units
+from torchmm.recipe.sizes import Layout, replica_groups
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "papers"
 PROFILE = load_profile("a800")

@@ -71,7 +71,9 @@ def pack_documents(
 
 
 def _truncate(page: Sequence[int], limit: int, image_tokens: int, shorten: int) -> Sample:
-    """The page's beginning that fits, never a part of an image: as `torchmm.data.text` does."""
+    """The page's beginning that fits, never a part of an image: as `torchmm.data.media.text`
+    does.
+    """
     images = length = 0
     for run in page:
         size = image_tokens if run == IMAGE else -(-run // shorten)

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 import transformers
-from captions import Captions, load_captions
-from family_cases import FULL, IMAGE_PX, QUICK, Family, families
-from harness import (
+from support.captions import Captions, load_captions
+from support.cases.family_cases import FULL, IMAGE_PX, QUICK, Family, families
+from support.harness import (
     Row,
     describe_machine,
     kept_rows,
@@ -37,14 +37,14 @@ from harness import (
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
-from torchmm.config import FreezeConfig, LlmConfig, ModelConfig
-from torchmm.data.images import decode_rgb
-from torchmm.models.composites import COMPOSITES
-from torchmm.models.hf_export import hf_name, hf_prefixes
+from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
+from torchmm.data.media.images import decode_rgb
+from torchmm.models.families.composites import COMPOSITES
+from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
+from torchmm.recipe.recipe import FreezeConfig, LlmConfig, ModelConfig
 
 SEED = 0
 TOLERANCE = 1e-4

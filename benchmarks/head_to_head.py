@@ -27,14 +27,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from harness import Row, describe_machine, make_parser, report
-from head_to_head_methods import IMAGES, Result, combined, disttrain, forecast, key, optimus_results
+from support.cases.head_to_head_methods import (
+    IMAGES,
+    Result,
+    combined,
+    disttrain,
+    forecast,
+    key,
+    optimus_results,
+)
+from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.profiles import Profile, load_profile
-from torchmm.config import Recipe
-from torchmm.errors import ConfigError
-from torchmm.pipelining.draw import Panel, draw_timelines
-from torchmm.recipe import load_recipe
+from torchmm.balance.costs.profiles import Profile, load_profile
+from torchmm.common.errors import ConfigError
+from torchmm.pipelining.view.draw import Panel, draw_timelines
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes" / "papers"
 BASELINE, WHOLE = "Megatron-LM balanced", "Optimus, whole actions"

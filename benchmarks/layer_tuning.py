@@ -27,32 +27,32 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from harness import Row, describe_machine, make_parser, report
+from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.execution import Recompute
-from torchmm.balance.layer_tuning import (
+from torchmm.balance.costs.execution import Recompute
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.recomputation.costs import LAYER_MODES, PINNED_SHARE
+from torchmm.balance.recomputation.integer_program import solve_exactly
+from torchmm.balance.recomputation.prices import solve_quickly
+from torchmm.balance.recomputation.tuning import (
     LayerTuning,
     RankProblem,
     memory_needs,
     rank_problems,
     tune_layers,
 )
-from torchmm.balance.layer_tuning_ilp import solve_exactly
-from torchmm.balance.layer_tuning_kernels import solve_quickly
-from torchmm.balance.plan_costs import plan_costs
-from torchmm.balance.profiles import load_profile
-from torchmm.balance.recompute_costs import LAYER_MODES, PINNED_SHARE
-from torchmm.balance.simulator import simulate
-from torchmm.batch import MicrobatchMeta
-from torchmm.config import Recipe
-from torchmm.errors import PlanError
-from torchmm.forecast import Forecaster
-from torchmm.module_costs import module_executions
-from torchmm.pipelining.messages import message_specs
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.recipe import load_recipe
-from torchmm.step_plan import plan_layout, plan_step
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.errors import PlanError
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.planning.executions import module_executions
+from torchmm.planning.forecast import Forecaster
+from torchmm.planning.step import plan_layout, plan_step
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 GPUS = {"vlm_s": 16, "vlm_m": 32, "vlm_l": 64}

@@ -14,10 +14,15 @@ from dataclasses import replace
 from itertools import product
 
 import torch
-from harness import Row, describe_machine, make_parser, report
+from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.orchestrate import OrchestrationPlan, UnitSizes, orchestrate, plan_with
-from torchmm.balance.orchestrate_problem import OrchestrationProblem, UnitCosts
+from torchmm.balance.orchestration.problem import OrchestrationProblem, UnitCosts
+from torchmm.balance.orchestration.search import (
+    OrchestrationPlan,
+    UnitSizes,
+    orchestrate,
+    plan_with,
+)
 
 PAPER_MS = {(1296, 1920): 922, (648, 960): 641, (324, 480): 441, (112, 240): 133}
 """By devices and global batch: DistTrain, table 2, MLLM-72B."""

@@ -16,20 +16,20 @@ from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-import paper_figures as paper
-import paper_steps
 import torch
 import transformers
-from harness import describe_machine, make_parser, write_rows
-from paper_cells import Comparison, Section, markdown, recipe_named, show
-from paper_figures import Figure
+from support.harness import describe_machine, make_parser, write_rows
+from support.papers import paper_figures as paper
+from support.papers import paper_steps
+from support.papers.paper_cells import Comparison, Section, markdown, recipe_named, show
+from support.papers.paper_figures import Figure
 
-from torchmm.balance.flops import microbatch_flops
-from torchmm.balance.workload import draw_microbatches
-from torchmm.batch import ModuleDescription
+from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.common.batch import ModuleDescription
 from torchmm.models.registry import build_model
-from torchmm.pipelining.partition import balanced_cuts
-from torchmm.recipe import resolve_layout
+from torchmm.pipelining.schedules.partition import balanced_cuts
+from torchmm.recipe.read import resolve_layout
 
 
 @cache

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness import Row, describe_machine, make_parser, report
+from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import MessageSpecs, TensorSpec
-from torchmm.pipelining.rules import MemoryModel
-from torchmm.pipelining.schedules import SCHEDULES, schedule_layout
-from torchmm.pipelining.validation import validate_plan
+from torchmm.pipelining.checks.rules import MemoryModel
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import MessageSpecs, TensorSpec
+from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout
 
 RANKS, MICROBATCHES = 8, 32
 GOAL_MS = 30.0

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pipeline_bookkeeping as bookkeeping
-import pipeline_model_case as model_case
-import pipeline_sleep_case as sleep_case
 from documents import load_documents
-from harness import Row, run_cases
-from pipeline_model import SEED
-from ranks import run_ranks
+from support.cases import pipeline_model_case as model_case
+from support.cases import pipeline_sleep_case as sleep_case
+from support.harness import Row, run_cases
+from support.models import pipeline_bookkeeping as bookkeeping
+from support.models.pipeline_model import SEED
+from support.ranks import run_ranks
 
 
 def run_bookkeeping(size: str) -> Iterator[list[Row]]:

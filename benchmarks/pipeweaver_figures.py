@@ -41,18 +41,18 @@ from statistics import fmean
 
 import numpy as np
 import torch
-from harness import Row, describe_machine, make_parser, report
-from paper_figures import (
+from support.harness import Row, describe_machine, make_parser, report
+from support.papers.paper_figures import (
     PIPEWEAVER_ABLATION,
     PIPEWEAVER_LARGE_GAIN,
     PIPEWEAVER_LARGE_MFU,
     PRINTED_SIZES,
 )
-from pipeweaver_steps import COARSE, SEED, Model, Setting, Timed, ladder, systems
+from support.papers.pipeweaver_steps import COARSE, SEED, Model, Setting, Timed, ladder, systems
 
-from torchmm.balance.dispatch import Dispatcher
-from torchmm.balance.recompute_costs import LAYER_MODES
-from torchmm.balance.search import Budget, search
+from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.search import Budget, search
+from torchmm.balance.recomputation.costs import LAYER_MODES
 
 MICROBATCHES = 32
 SIZES = (4, 8, 12, 16, 24, 32)

@@ -21,17 +21,17 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from harness import Row, describe_machine, make_parser, report
 from PIL import Image
+from support.harness import Row, describe_machine, make_parser, report
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from torchmm.batch import ImageSpec, TextSpec
-from torchmm.config import DataConfig, SourceConfig, TrainingConfig
-from torchmm.config_producers import ProducersConfig
+from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.data.loader import Loader, build_loader
-from torchmm.data.opening import open_samples
 from torchmm.data.serve import Producer, start_server
+from torchmm.data.sources.open import open_samples
+from torchmm.recipe.config_producers import ProducersConfig
+from torchmm.recipe.recipe import DataConfig, SourceConfig, TrainingConfig
 
 SEED = 0
 WARMUP = 2

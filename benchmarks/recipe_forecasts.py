@@ -21,9 +21,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from harness import Row, describe_machine, kept_rows, make_parser, report, write_rows
+from support.harness import Row, describe_machine, kept_rows, make_parser, report, write_rows
 
-from torchmm.recipe import load_recipe
+from torchmm.recipe.read import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {

@@ -16,18 +16,18 @@ from itertools import permutations
 
 import numpy as np
 import torch
-from harness import Row, describe_machine, make_parser, report
 from numpy.typing import NDArray
+from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.reorder_groups import balance_groups, load_bound
-from torchmm.balance.reorder_microbatches import (
+from torchmm.balance.reordering.groups import balance_groups, load_bound
+from torchmm.balance.reordering.microbatches import (
     SearchEffort,
     interval_orders,
     reorder_microbatches,
 )
-from torchmm.balance.step_program import StepProgram, compile_order
-from torchmm.pipelining.classic import interleaved_1f1b, one_f_one_b
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
+from torchmm.balance.reordering.program import StepProgram, compile_order
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
 
 Float64s = NDArray[np.float64]
 

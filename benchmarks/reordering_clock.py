@@ -18,29 +18,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from documents import load_documents, pack_documents
-from harness import Row, describe_machine, make_parser, report
 from numpy.typing import NDArray
-from pipeline_model import Size, make_microbatch
-from ranks import Comparison, Stopwatch, run_ranks
-from sleepers import WIDTH, SleepStage, Work, message_rows
+from support.harness import Row, describe_machine, make_parser, report
+from support.models.pipeline_model import Size, make_microbatch
+from support.ranks import Comparison, Stopwatch, run_ranks
+from support.sleepers import WIDTH, SleepStage, Work, message_rows
 
-from torchmm.balance.flops import microbatch_flops
-from torchmm.balance.reorder_groups import balance_groups
-from torchmm.balance.reorder_microbatches import reorder_microbatches
-from torchmm.balance.step_program import compile_order
-from torchmm.batch import Microbatch
-from torchmm.config import ParallelConfig
+from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.reordering.groups import balance_groups
+from torchmm.balance.reordering.microbatches import reorder_microbatches
+from torchmm.balance.reordering.program import compile_order
+from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.parallel.p2p import P2PChannels
-from torchmm.pipeline import Pipeline, whole_pipeline
-from torchmm.pipelining.actions import COMPUTE
-from torchmm.pipelining.classic import one_f_one_b
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import PipelinePlan, TensorSpec
-from torchmm.pipelining.runtime import PipelineRuntime, channel_pairs
-from torchmm.pipelining.validation import validate_plan
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import COMPUTE
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan, TensorSpec
+from torchmm.pipelining.run.runtime import PipelineRuntime, channel_pairs
+from torchmm.pipelining.schedules.classic import one_f_one_b
+from torchmm.recipe.recipe import ParallelConfig
+from torchmm.training.pipeline import Pipeline, whole_pipeline
 
 Int64s = NDArray[np.int64]
 

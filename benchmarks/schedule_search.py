@@ -23,16 +23,16 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
-from harness import Row, describe_machine, make_parser, report
 from matplotlib.figure import Figure
-from search_instances import LOOSE, MEDIUM, TIGHT, VERY_TIGHT, Instance
+from support.cases.search_instances import LOOSE, MEDIUM, TIGHT, VERY_TIGHT, Instance
+from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.dispatch import Dispatcher
-from torchmm.balance.dispatch_bounds import lower_bound_ms
-from torchmm.balance.order_times import time_order
-from torchmm.balance.search import Budget, Found, search
-from torchmm.balance.search_strategies import STRATEGIES
-from torchmm.pipelining.separated import separated
+from torchmm.balance.order_search.bounds import lower_bound_ms
+from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.order_times import time_order
+from torchmm.balance.order_search.search import Budget, Found, search
+from torchmm.balance.order_search.strategies import STRATEGIES
+from torchmm.pipelining.schedules.separated import separated
 
 SHAPES = (((1, 4), (1, 5), (2, 6)), ((2, 4), (2, 5), (1, 6)))
 """Segments of the encoder and of the LLM, by seed."""

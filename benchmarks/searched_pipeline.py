@@ -29,35 +29,35 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import pipeline_model_case as model_case
-import pipeline_sleep_case as sleep_case
-import planning_beside
-import sleepers
 import torch
 from bubble_runtime import Planned, PlannedSleep, played_s
 from documents import load_documents
-from harness import Row, run_cases
-from pipeline_model import SEED, Size, load_steps
-from pipeline_model_case import Choice, Costs, OurProgram
-from planning_beside import ALL, SearchedChoice
-from ranks import Comparison, Program, Stopwatch, print_choices, run_ranks
-from stock_pipeline import StockProgram
+from support import sleepers
+from support.cases import pipeline_model_case as model_case
+from support.cases import pipeline_sleep_case as sleep_case
+from support.cases import planning_beside
+from support.cases.pipeline_model_case import Choice, Costs, OurProgram
+from support.cases.planning_beside import ALL, SearchedChoice
+from support.harness import Row, run_cases
+from support.models.pipeline_model import SEED, Size, load_steps
+from support.models.stock_pipeline import StockProgram
+from support.ranks import Comparison, Program, Stopwatch, print_choices, run_ranks
 
-from torchmm.balance.drift import Kind, scaled
+from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import PLANNERS, search_order
-from torchmm.balance.search import Budget
-from torchmm.batch import Microbatch
-from torchmm.config import ParallelConfig
-from torchmm.host_memory import keep_freed_memory
+from torchmm.balance.rates import Kind, scaled
+from torchmm.common.batch import Microbatch
+from torchmm.common.host_memory import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
-from torchmm.pipelining.actions import Action
-from torchmm.pipelining.classic import interleaved_1f1b
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import megatron_layout
-from torchmm.pipelining.plan import ComputeOrder, PipelinePlan
-from torchmm.pipelining.separated import separated
-from torchmm.step_plan import plan_layout
+from torchmm.pipelining.plan.actions import Action
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan
+from torchmm.pipelining.schedules.classic import interleaved_1f1b
+from torchmm.pipelining.schedules.layouts import megatron_layout
+from torchmm.pipelining.schedules.separated import separated
+from torchmm.planning.step import plan_layout
+from torchmm.recipe.recipe import ParallelConfig
 
 SEARCHED, MEGATRON, SEPARATED, STOCK = (
     "searched", "1F1B", "static separated", "stock, interleaved",

@@ -32,19 +32,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import Row, describe_machine, make_parser, report
+from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.dispatch import Dispatcher
-from torchmm.balance.operator_graph import OperatorGraph
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.simulator import PlanSimulation
-from torchmm.balance.subgraphs import Part, Subgraph, SubgraphCache
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph, Task
-from torchmm.pipelining.layouts import ModuleLayers, separated_layout
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.transfers import transfers
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.simulation.operator_graph import OperatorGraph
+from torchmm.balance.simulation.reuse import Part, Subgraph, SubgraphCache
+from torchmm.balance.simulation.simulator import PlanSimulation
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.plan.transfers import transfers
+from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
 
 RANKS, MICROBATCHES, IMAGES_PER_PART = 8, 64, 8
 ROOT = Path(__file__).parents[1]

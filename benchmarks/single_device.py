@@ -9,7 +9,7 @@ is not timed.
     real lengths    samples as they come: Hugging Face pads to the longest, we pack
 
 Tokens are those of samples, without padding. FLOPs for MFU are what the samples need
-(`torchmm.balance.flops`), on both sides. On CUDA both compute in bf16, with and without
+(`torchmm.balance.costs.flops`), on both sides. On CUDA both compute in bf16, with and without
 torch.compile, on shapes of published models.
 
     python benchmarks/single_device.py [--quick] [--json FILE] [--shapes NAME ...]
@@ -30,15 +30,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from captions import IMAGE_TOKEN, Captions, load_captions
-from harness import PairedTimes, Row, describe_machine, make_parser, report, time_pairs
-from hf_baseline import HfBaseline, PaddedBatch, build_baseline, pad_batch
-from shapes import SHAPES, Shape
+from support.captions import IMAGE_TOKEN, Captions, load_captions
+from support.harness import PairedTimes, Row, describe_machine, make_parser, report, time_pairs
+from support.models.hf_baseline import HfBaseline, PaddedBatch, build_baseline, pad_batch
+from support.shapes import SHAPES, Shape
 
-from torchmm.balance.flops import microbatch_flops
-from torchmm.batch import StepBatch
-from torchmm.build import build_run, build_unfilled_model
-from torchmm.config import (
+from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.common.batch import StepBatch
+from torchmm.parallel.mesh import select_device, start_process_group
+from torchmm.recipe.recipe import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     CompileConfig,
@@ -51,10 +51,10 @@ from torchmm.config import (
     SourceConfig,
     TrainingConfig,
 )
-from torchmm.metrics import peak_flops
-from torchmm.parallel.mesh import select_device, start_process_group
-from torchmm.preempt import StopSignal
-from torchmm.trainer import Trainer
+from torchmm.training.build import build_run, build_unfilled_model
+from torchmm.training.metrics import peak_flops
+from torchmm.training.status import StopSignal
+from torchmm.training.trainer import Trainer
 
 SEED = 0
 CPU_SHAPES = ("quickstart", "medium")

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, describe_machine, kept_rows, make_parser, report, write_rows
+from support.harness import Row, describe_machine, kept_rows, make_parser, report, write_rows
 
-from torchmm.config import Recipe
-from torchmm.recipe import load_recipe
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 600.0

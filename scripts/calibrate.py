@@ -22,18 +22,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchmm.balance.calibration import Observed, RecordedStep, fit_profile, learn, observe
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.devices import DEVICES
-from torchmm.balance.operators import Profile
-from torchmm.balance.profiles import load_profile, save_profile
-from torchmm.errors import TorchmmError
-from torchmm.measure import machine, measure
+from torchmm.balance.costs.calibration import Observed, RecordedStep, fit_profile, learn, observe
+from torchmm.balance.costs.devices import DEVICES
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.operators import Profile
+from torchmm.balance.costs.profiles import load_profile, save_profile
+from torchmm.common.errors import TorchmmError
+from torchmm.measure.operators import machine, measure
 from torchmm.models.registry import build_model
-from torchmm.module_costs import module_executions
-from torchmm.pipelining.records import read_content, read_records
-from torchmm.recipe import load_recipe, resolve_layout
-from torchmm.recipe_units import units_of
+from torchmm.pipelining.view.records import read_content, read_records
+from torchmm.planning.executions import module_executions
+from torchmm.recipe.read import load_recipe, resolve_layout
+from torchmm.recipe.recipe_units import units_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,25 +20,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchmm.balance.planners import PLANNERS
-from torchmm.config import COLOCATED_SCHEDULES, ParallelConfig
-from torchmm.errors import PlanError
-from torchmm.files import replace_atomically
-from torchmm.pipelining.actions import Action
-from torchmm.pipelining.disaggregated import (
+from torchmm.common.errors import PlanError
+from torchmm.common.files import replace_atomically
+from torchmm.pipelining.plan.actions import Action
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.schedules.disaggregated import (
     UnitSize,
     deal_tasks,
     disaggregated_layout,
     disaggregated_order,
 )
-from torchmm.pipelining.draw import Panel, draw_timelines
-from torchmm.pipelining.exchange import write_chrome_trace, write_order
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.plan import ComputeOrder
-from torchmm.pipelining.records import read_records
-from torchmm.pipelining.schedules import schedule_layout, schedule_named
-from torchmm.pipelining.separated import Durations, layer_durations
-from torchmm.pipelining.timeline import analyze_timeline, uniform_timeline
+from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.pipelining.schedules.names import schedule_layout, schedule_named
+from torchmm.pipelining.schedules.separated import Durations, layer_durations
+from torchmm.pipelining.view.draw import Panel, draw_timelines
+from torchmm.pipelining.view.exchange import write_chrome_trace, write_order
+from torchmm.pipelining.view.records import read_records
+from torchmm.pipelining.view.timeline import analyze_timeline, uniform_timeline
+from torchmm.recipe.recipe import COLOCATED_SCHEDULES, ParallelConfig
 
 
 def main(arguments: list[str] | None = None) -> int:

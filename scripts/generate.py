@@ -15,7 +15,16 @@ from pathlib import Path
 
 import torch
 
-from torchmm.config import (
+from torchmm.common.errors import TorchmmError
+from torchmm.data.loader import build_loader
+from torchmm.data.tokenizer import read_tokenizer
+from torchmm.models.hf.export import PARTS_FILE
+from torchmm.models.hf.load import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
+from torchmm.recipe.recipe import (
     DataConfig,
     FreezeConfig,
     ModelConfig,
@@ -23,17 +32,8 @@ from torchmm.config import (
     SourceConfig,
     TrainingConfig,
 )
-from torchmm.data.loader import build_loader
-from torchmm.errors import TorchmmError
-from torchmm.evaluate import generate_samples, held_out_prompts
-from torchmm.models.hf_export import PARTS_FILE
-from torchmm.models.hf_io import load_weights
-from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
-from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
-from torchmm.pipeline import whole_pipeline
-from torchmm.tokenizer import read_tokenizer
+from torchmm.training.pipeline import whole_pipeline
+from torchmm.training.validation import generate_samples, held_out_prompts
 
 
 def main() -> int:

@@ -15,23 +15,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torchmm.balance.profiles import load_profile
-from torchmm.errors import ConfigError, TorchmmError
-from torchmm.files import replace_atomically
-from torchmm.orchestration import (
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.files import replace_atomically
+from torchmm.planning.placement import (
     Candidate,
     choose_placement,
     fits,
     plan_recipe,
     simulated_plans,
 )
-from torchmm.orchestration_report import (
+from torchmm.planning.placement_report import (
     comparison_table,
     placement_table,
     recipe_text,
     unit_table,
 )
-from torchmm.recipe import load_recipe
+from torchmm.recipe.read import load_recipe
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -30,6 +30,7 @@ from typing import Any
 
 import datasets
 
+from torchmm.common.errors import TorchmmError
 from torchmm.data.prepare import (
     manifest,
     manual,
@@ -41,7 +42,6 @@ from torchmm.data.prepare import (
     tokenizer,
     video_captions,
 )
-from torchmm.errors import TorchmmError
 
 Prepare = Callable[[Path, Path, dict[str, Any]], None]
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from torchmm.balance.module_trials import ModuleTrials, save_trials
-from torchmm.errors import TorchmmError
+from torchmm.balance.orchestration.trials import ModuleTrials, save_trials
+from torchmm.common.errors import TorchmmError
+from torchmm.measure.trials import interpolation_errors, make_trials
 from torchmm.parallel.mesh import select_device
-from torchmm.recipe import load_recipe
-from torchmm.trials import interpolation_errors, make_trials
+from torchmm.recipe.read import load_recipe
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Imports make a million objects and free none of them; looking for garbage among them took a
     # third of the time.
     gc.disable()
-    from torchmm.forecast_command import simulate_recipe  # noqa: PLC0415
+    from torchmm.planning.forecast_command import simulate_recipe  # noqa: PLC0415
 
     gc.freeze()
     gc.enable()

@@ -14,11 +14,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from torchmm.ablation import image_losses, text_only_loss
-from torchmm.config import ParallelConfig, Recipe
-from torchmm.errors import TorchmmError
+from torchmm.common.errors import TorchmmError
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, select_device, start_process_group
-from torchmm.recipe import load_recipe
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import ParallelConfig, Recipe
+from torchmm.training.ablation import image_losses, text_only_loss
 
 
 def main() -> int:

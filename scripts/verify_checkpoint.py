@@ -12,7 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchmm.checkpoint_manifest import (
+from torchmm.common.errors import CheckpointError
+from torchmm.training.checkpoint.manifest import (
     NewerFormatError,
     find_problems,
     list_steps,
@@ -20,7 +21,6 @@ from torchmm.checkpoint_manifest import (
     refuse_newer_format,
     step_of,
 )
-from torchmm.errors import CheckpointError
 
 
 def find_checkpoints(path: Path) -> list[Path]:

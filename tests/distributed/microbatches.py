@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from torchmm.batch import (
+from torchmm.common.batch import (
     IGNORE_TARGET,
     EncoderInputs,
     ImageMeta,
@@ -12,7 +12,7 @@ from torchmm.batch import (
     MicrobatchMeta,
     SampleMeta,
 )
-from torchmm.config import ModelConfig
+from torchmm.recipe.recipe import ModelConfig
 
 IMAGE_TOKENS = 4
 VOCAB = 64

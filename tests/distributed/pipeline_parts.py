@@ -10,9 +10,23 @@ import torch.distributed as dist
 from microbatches import VOCAB, random_microbatch
 from torch.distributed.tensor import DTensor
 
-from torchmm.checkpoint import CheckpointManager
-from torchmm.checkpoint_state import model_tensors, optimizer_tensors
-from torchmm.config import (
+from torchmm.models.hf.load import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize, module_of
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.fsdp import FSDPModule, StepSharding
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.stage import make_stage
+from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
+from torchmm.pipelining.schedules.separated import separated
+from torchmm.recipe.recipe import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     CompileConfig,
@@ -21,23 +35,9 @@ from torchmm.config import (
     OptimizerConfig,
     ParallelConfig,
 )
-from torchmm.models.hf_io import load_weights
-from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import MultimodalModel, materialize, module_of
-from torchmm.models.registry import build_model
-from torchmm.optim import build_optimizer, global_grad_norm
-from torchmm.parallel.apply import parallelize
-from torchmm.parallel.fsdp import FSDPModule, StepSharding
-from torchmm.parallel.mesh import ParallelMesh, build_mesh
-from torchmm.parallel.p2p import P2PChannels
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.graph import StageGraph, StageLayout
-from torchmm.pipelining.layouts import ModuleLayers, separated_layout
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.messages import message_specs
-from torchmm.pipelining.runtime import PipelineRuntime
-from torchmm.pipelining.separated import separated
-from torchmm.pipelining.stage import make_stage
+from torchmm.training.checkpoint.manager import CheckpointManager
+from torchmm.training.checkpoint.state import model_tensors, optimizer_tensors
+from torchmm.training.optim import build_optimizer, global_grad_norm
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 LLAVA = {

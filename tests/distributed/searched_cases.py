@@ -6,22 +6,22 @@ from dataclasses import dataclass
 import torch
 from microbatches import MODEL, random_microbatch
 
-from torchmm.batch import Microbatch, ModuleDescription
-from torchmm.config import (
+from torchmm.common.batch import Microbatch, ModuleDescription
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.recipe import (
     ActivationCheckpointConfig,
     CompileConfig,
     FreezeConfig,
     ModelConfig,
     ParallelConfig,
 )
-from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
-from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import ParallelMesh, build_mesh
-from torchmm.pipeline import Pipeline, plan_layout
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.step import TrainStep
+from torchmm.training.pipeline import Pipeline, plan_layout
+from torchmm.training.step import TrainStep
 
 CPU = torch.device("cpu")
 

@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from torchmm.config import FreezeConfig, ParallelConfig
-from torchmm.errors import ConfigError
+from torchmm.common.errors import ConfigError
 from torchmm.models.initialize import init_weights
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
-from torchmm.parallel.async_choice import choose_backend, time_chunks, try_symmetric_memory
-from torchmm.parallel.async_linear import Overlap, gather_linear, linear_scatter
-from torchmm.parallel.async_tensor import Column
 from torchmm.parallel.mesh import build_mesh, start_process_group
-from torchmm.parallel.tensor import apply_tensor_parallel
+from torchmm.parallel.tensor.apply import apply_tensor_parallel
+from torchmm.parallel.tensor.overlap_choice import choose_backend, time_chunks, try_symmetric_memory
+from torchmm.parallel.tensor.overlap_linear import Overlap, gather_linear, linear_scatter
+from torchmm.parallel.tensor.overlap_styles import Column
+from torchmm.recipe.recipe import FreezeConfig, ParallelConfig
 
 FEATURES = 12
 BFLOAT16_ERROR = 1e-2

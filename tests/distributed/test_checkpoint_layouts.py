@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchmm.checkpoint import CheckpointManager
-from torchmm.config import CheckpointConfig
-from torchmm.errors import CheckpointError
+from torchmm.common.errors import CheckpointError
+from torchmm.recipe.recipe import CheckpointConfig
+from torchmm.training.checkpoint.manager import CheckpointManager
 
 logger = logging.getLogger("test_checkpoint_layouts")
 STEP = 3

@@ -17,8 +17,16 @@ from microbatches import MODEL, random_microbatch
 from shared_reference import on_first_rank
 from torch.distributed.tensor import DTensor
 
-from torchmm.batch import Microbatch, MicrobatchMeta
-from torchmm.config import (
+from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize, module_of
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes, start_process_group
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.planning.step import plan_layout
+from torchmm.recipe.recipe import (
     ActivationCheckpointConfig,
     CompileConfig,
     FreezeConfig,
@@ -26,16 +34,8 @@ from torchmm.config import (
     OptimizerConfig,
     ParallelConfig,
 )
-from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import MultimodalModel, materialize, module_of
-from torchmm.models.registry import build_model
-from torchmm.optim import build_optimizer, global_grad_norm
-from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes, start_process_group
-from torchmm.pipeline import Pipeline
-from torchmm.pipelining.actions import ActionType
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.step_plan import plan_layout
+from torchmm.training.optim import build_optimizer, global_grad_norm
+from torchmm.training.pipeline import Pipeline
 
 CPU = torch.device("cpu")
 IMAGES = [2, 2, 3, 0, 5, 1]

@@ -15,8 +15,17 @@ from shared_reference import on_first_rank
 from test_generator_equality import GENERATOR, a_microbatch, filled
 from torch.distributed.tensor import DTensor
 
-from torchmm.batch import Microbatch
-from torchmm.config import (
+from torchmm.common.batch import Microbatch
+from torchmm.models.multimodal import MultimodalModel, module_of
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import start_process_group
+from torchmm.parallel.unit_mesh import UnitMesh, build_units
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageLayout
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.recipe import (
     ActivationCheckpointConfig,
     CompileConfig,
     FreezeConfig,
@@ -24,21 +33,12 @@ from torchmm.config import (
     OptimizerConfig,
     ParallelConfig,
 )
-from torchmm.drawings import draw
-from torchmm.evaluate import held_out_losses
-from torchmm.models.multimodal import MultimodalModel, module_of
-from torchmm.models.registry import build_model
-from torchmm.optim import build_optimizer, global_grad_norm
-from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import start_process_group
-from torchmm.parallel.units import UnitMesh, build_units
-from torchmm.pipeline import Pipeline, plan_layout
-from torchmm.pipelining.actions import ActionType
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.graph import StageLayout
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.recipe_layout import Layout
-from torchmm.step import TrainStep
+from torchmm.recipe.sizes import Layout
+from torchmm.training.drawings import draw
+from torchmm.training.optim import build_optimizer, global_grad_norm
+from torchmm.training.pipeline import Pipeline, plan_layout
+from torchmm.training.step import TrainStep
+from torchmm.training.validation import held_out_losses
 
 CPU = torch.device("cpu")
 WEIGHTS = {"llm": 0.7, "generator": 1.9}

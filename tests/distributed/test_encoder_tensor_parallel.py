@@ -12,16 +12,22 @@ import torch
 from launch import run_distributed
 from torch.distributed.tensor import DTensor
 
-from torchmm.batch import EncoderInputs
-from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig, ParallelConfig
+from torchmm.common.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
-from torchmm.parallel.async_linear import Overlap
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import build_mesh, start_process_group
-from torchmm.parallel.tensor import apply_tensor_parallel
+from torchmm.parallel.tensor.apply import apply_tensor_parallel
+from torchmm.parallel.tensor.overlap_linear import Overlap
+from torchmm.recipe.recipe import (
+    EncoderConfig,
+    FreezeConfig,
+    LlmConfig,
+    ModelConfig,
+    ParallelConfig,
+)
 
 LLM = {
     "model_type": "llama",

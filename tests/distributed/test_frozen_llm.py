@@ -20,11 +20,11 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from torchmm.ablation import image_losses, text_only_loss
-from torchmm.config import ParallelConfig, Recipe
 from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
-from torchmm.recipe import load_recipe
-from torchmm.trainer import train
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import ParallelConfig, Recipe
+from torchmm.training.ablation import image_losses, text_only_loss
+from torchmm.training.trainer import train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 VISION = "model.encoders.vision.config."

@@ -18,8 +18,16 @@ from shared_reference import on_first_rank
 from test_schedule_equality import Reference, _gradient_problems
 from torch import Tensor
 
-from torchmm.batch import Microbatch
-from torchmm.config import (
+from torchmm.common.batch import Microbatch
+from torchmm.common.generated import GeneratedMeta, GeneratorInputs
+from torchmm.models.hf.shards import copy_slice
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.recipe import (
     ActivationCheckpointConfig,
     CompileConfig,
     FreezeConfig,
@@ -27,18 +35,10 @@ from torchmm.config import (
     ModelConfig,
     ParallelConfig,
 )
-from torchmm.drawings import draw
-from torchmm.evaluate import held_out_losses
-from torchmm.generated import GeneratedMeta, GeneratorInputs
-from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
-from torchmm.models.shards import copy_slice
-from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
-from torchmm.pipeline import Pipeline, plan_layout
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.step import TrainStep
+from torchmm.training.drawings import draw
+from torchmm.training.pipeline import Pipeline, plan_layout
+from torchmm.training.step import TrainStep
+from torchmm.training.validation import held_out_losses
 
 pytest.importorskip("diffusers")
 

@@ -8,23 +8,23 @@ from launch import run_distributed
 from microbatches import MODEL, random_microbatch
 from torch.distributed.tensor import DTensor
 
-from torchmm.batch import Microbatch
-from torchmm.config import (
+from torchmm.common.batch import Microbatch
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.recipe import (
     ActivationCheckpointConfig,
     CompileConfig,
     FreezeConfig,
     ModelConfig,
     ParallelConfig,
 )
-from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
-from torchmm.optim import global_grad_norm
-from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import build_mesh, start_process_group
-from torchmm.pipeline import Pipeline, plan_layout
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.step import TrainStep
+from torchmm.training.optim import global_grad_norm
+from torchmm.training.pipeline import Pipeline, plan_layout
+from torchmm.training.step import TrainStep
 
 IMAGES = [2, 0, 3, 0, 0, 1, 2, 4]
 """Images in each sequence of the global batch, two sequences for each replica (and four at least):

@@ -9,15 +9,15 @@ from model_cases import COMPOSITES, LLMS, build, composite_config, microbatch
 from test_multimodal import two_samples_with_images
 from torch.distributed.tensor import DTensor
 
-from torchmm.batch import Microbatch
-from torchmm.config import FreezeConfig, LlmConfig, ModelConfig, ParallelConfig
+from torchmm.common.batch import Microbatch
+from torchmm.models.hf.shards import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
-from torchmm.models.shards import copy_slice
-from torchmm.parallel.async_linear import Overlap
 from torchmm.parallel.mesh import build_mesh, start_process_group
-from torchmm.parallel.tensor import apply_tensor_parallel
+from torchmm.parallel.tensor.apply import apply_tensor_parallel
+from torchmm.parallel.tensor.overlap_linear import Overlap
+from torchmm.recipe.recipe import FreezeConfig, LlmConfig, ModelConfig, ParallelConfig
 
 
 @dataclass(frozen=True)

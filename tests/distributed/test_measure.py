@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from launch import run_distributed
 
-from torchmm.balance.calibration import fit_profile
-from torchmm.balance.operators import KINDS, NETWORK_KINDS
-from torchmm.balance.profiles import load_profile
-from torchmm.measure import measure
+from torchmm.balance.costs.calibration import fit_profile
+from torchmm.balance.costs.operators import KINDS, NETWORK_KINDS
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.measure.operators import measure
 
 
 def calibrate() -> tuple[set[str], dict[str, list[float]], list[float]]:

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from launch import run_distributed
 from toy_stages import toy_specs, toy_stages
 
-from torchmm.config import ParallelConfig
-from torchmm.errors import PeerError
+from torchmm.common.errors import PeerError
 from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.p2p import P2PChannels
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import TensorSpec
-from torchmm.pipelining.runtime import PipelineRuntime
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import TensorSpec
+from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.recipe.recipe import ParallelConfig
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 3.0

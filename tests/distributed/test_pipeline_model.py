@@ -36,15 +36,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from torchmm.checkpoint_state import model_tensors
-from torchmm.config import ParallelConfig
-from torchmm.errors import CheckpointError
-from torchmm.models.hf_export import export_hf
-from torchmm.models.hf_io import load_weights
+from torchmm.common.errors import CheckpointError
+from torchmm.models.hf.export import export_hf
+from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import module_of
-from torchmm.optim import global_grad_norm
 from torchmm.parallel.mesh import start_process_group
+from torchmm.recipe.recipe import ParallelConfig
+from torchmm.training.checkpoint.state import model_tensors
+from torchmm.training.optim import global_grad_norm
 
 TABLE, COPY = "llm.backbone.model.embed_tokens.weight", "llm.backbone.lm_head.weight"
 UP_PROJ = "language_model.model.layers.{}.mlp.up_proj.weight"

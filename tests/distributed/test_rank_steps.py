@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from launch import run_distributed
 
-from torchmm.metrics import RankStep, gather_rank_steps
+from torchmm.training.metrics import RankStep, gather_rank_steps
 
 TOKENS = 2**40 + 1  # more than float32 can count
 

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from launch import run_distributed
 from trial_recipe import RECIPE
 
-from torchmm.balance.module_trials import ModuleTrials
-from torchmm.config import Recipe
-from torchmm.trials import make_trials
+from torchmm.balance.orchestration.trials import ModuleTrials
+from torchmm.measure.trials import make_trials
+from torchmm.recipe.recipe import Recipe
 
 
 def _measure() -> ModuleTrials:

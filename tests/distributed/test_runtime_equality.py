@@ -13,14 +13,14 @@ from random_orders import random_graph, random_order
 from torch import Tensor
 from toy_stages import ToyStage, compare, gradients, reference, toy_specs, toy_stages
 
-from torchmm.config import ParallelConfig
 from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.p2p import P2PChannels, PendingTransfer
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec, Task
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.runtime import PipelineRuntime
-from torchmm.pipelining.stage import StageOutput
-from torchmm.pipelining.validation import validate_plan
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec, Task
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.stage import StageOutput
+from torchmm.recipe.recipe import ParallelConfig
 
 CPU = torch.device("cpu")
 FREEZES = {

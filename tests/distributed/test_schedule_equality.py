@@ -15,8 +15,16 @@ from microbatches import MODEL, random_microbatch
 from shared_reference import on_first_rank
 from torch.distributed.tensor import DTensor
 
-from torchmm.batch import Microbatch
-from torchmm.config import (
+from torchmm.common.batch import Microbatch
+from torchmm.models.initialize import init_weights
+from torchmm.models.layered import LayeredModule
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
+from torchmm.pipelining.plan.graph import StageLayout
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.recipe import (
     SCHEDULES,
     ActivationCheckpointConfig,
     CompileConfig,
@@ -24,17 +32,9 @@ from torchmm.config import (
     ModelConfig,
     ParallelConfig,
 )
-from torchmm.models.initialize import init_weights
-from torchmm.models.layered import LayeredModule
-from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
-from torchmm.optim import global_grad_norm
-from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
-from torchmm.pipeline import Pipeline, plan_layout
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.graph import StageLayout
-from torchmm.step import TrainStep
+from torchmm.training.optim import global_grad_norm
+from torchmm.training.pipeline import Pipeline, plan_layout
+from torchmm.training.step import TrainStep
 
 CPU = torch.device("cpu")
 FREEZES = {

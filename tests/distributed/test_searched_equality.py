@@ -13,11 +13,11 @@ from pipeline_cases import gradient_errors, shared_losses
 from searched_cases import CPU, batch_of, build_searched
 from tuned_limits import half_way
 
-from torchmm.config import ParallelConfig
 from torchmm.parallel.mesh import start_process_group
-from torchmm.pipelining.actions import COMPUTE, ActionType
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.separated import separated
+from torchmm.pipelining.plan.actions import COMPUTE, ActionType
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.schedules.separated import separated
+from torchmm.recipe.recipe import ParallelConfig
 
 BATCHES = 52
 LAYOUTS = {

@@ -24,7 +24,7 @@ from pipeline_cases import (
 )
 from searched_cases import filled
 
-from torchmm.batch import (
+from torchmm.common.batch import (
     IGNORE_TARGET,
     EncoderInputs,
     ImageMeta,
@@ -32,22 +32,22 @@ from torchmm.batch import (
     MicrobatchMeta,
     SampleMeta,
 )
-from torchmm.config import (
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.pipelining.plan.actions import COMPUTE
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.schedules.separated import separated
+from torchmm.recipe.recipe import (
     ActivationCheckpointConfig,
     CompileConfig,
     FreezeConfig,
     ModelConfig,
     ParallelConfig,
 )
-from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
-from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import build_mesh, start_process_group
-from torchmm.pipeline import Pipeline, plan_layout
-from torchmm.pipelining.actions import COMPUTE
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.separated import separated
-from torchmm.step import TrainStep
+from torchmm.training.pipeline import Pipeline, plan_layout
+from torchmm.training.step import TrainStep
 
 BATCHES = 6
 WAV2VEC2 = {

@@ -9,23 +9,23 @@ import torch.distributed as dist
 from launch import run_distributed
 from searched_cases import CPU, Searched, batch_of, build_searched
 
+from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import search_order
-from torchmm.balance.search import Budget
-from torchmm.config import ParallelConfig
 from torchmm.parallel.mesh import start_process_group
-from torchmm.pipelining.actions import COMPUTE
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.plan_numbers import encode_plan
-from torchmm.planning_process import (
+from torchmm.pipelining.plan.actions import COMPUTE
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.numbers import encode_plan
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.planning.ahead import (
     PlannedStep,
     PlanningProcessError,
     PlanningSetup,
     PlanRequest,
 )
-from torchmm.step_plan import step_graph
-from torchmm.step_planning import PlanFigures, StepPlanner
+from torchmm.planning.step import step_graph
+from torchmm.recipe.recipe import ParallelConfig
+from torchmm.training.planner import PlanFigures, StepPlanner
 
 
 @dataclass

@@ -8,9 +8,9 @@ from launch import run_distributed
 from ports import free_port
 from tiny_recipe import records, tiny_recipe, weights
 
-from torchmm.config import Recipe
-from torchmm.preempt import read_status
-from torchmm.trainer import train
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.status import read_status
+from torchmm.training.trainer import train
 
 pytestmark = pytest.mark.slow
 STEPS = 20

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from test_train_generation import LOSSES, command
 from tiny_recipe import records
 
-from torchmm.checkpoint_manifest import list_steps
-from torchmm.pipelining.records import read_records
-from torchmm.recipe import load_recipe
+from torchmm.pipelining.view.records import read_records
+from torchmm.recipe.read import load_recipe
+from torchmm.training.checkpoint.manifest import list_steps
 
 pytestmark = pytest.mark.slow
 APART = {"parallel__placement": "disaggregated", "metrics__timeline_step": 2}

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_recipe import QUICKSTART, ROOT, arguments, records, weights
 
-from torchmm.metrics import StepRecord
-from torchmm.recipe import load_recipe
+from torchmm.recipe.read import load_recipe
+from torchmm.training.metrics import StepRecord
 
 pytestmark = pytest.mark.slow
 STEPS = 4

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_recipe import arguments, records
 
-from torchmm.pipelining.records import read_records
-from torchmm.pipelining.timeline import analyze_timeline
+from torchmm.pipelining.view.records import read_records
+from torchmm.pipelining.view.timeline import analyze_timeline
 
 pytestmark = pytest.mark.slow
 CHANGES = {

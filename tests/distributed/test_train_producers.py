@@ -10,8 +10,8 @@ from launch import run_distributed
 from ports import free_port
 from tiny_recipe import arguments, records, tiny_recipe, weights
 
-from torchmm.config import Recipe
-from torchmm.trainer import train
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.trainer import train
 
 pytestmark = pytest.mark.slow
 

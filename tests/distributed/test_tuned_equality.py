@@ -15,21 +15,21 @@ from microbatches import MODEL, random_microbatch
 from pipeline_cases import gradient_errors, shared_losses
 from tuned_limits import half_way
 
-from torchmm.batch import Microbatch
-from torchmm.config import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    FreezeConfig,
-    ParallelConfig,
-)
+from torchmm.common.batch import Microbatch
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import build_mesh, start_process_group
-from torchmm.pipeline import Pipeline, plan_layout
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.step import TrainStep
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.recipe import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ParallelConfig,
+)
+from torchmm.training.pipeline import Pipeline, plan_layout
+from torchmm.training.step import TrainStep
 
 CPU = torch.device("cpu")
 STEPS = 4

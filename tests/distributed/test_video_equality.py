@@ -14,7 +14,7 @@ from launch import run_distributed
 from pipeline_cases import gradient_errors, shared_losses
 from searched_cases import CPU, Searched, filled
 
-from torchmm.batch import (
+from torchmm.common.batch import (
     IGNORE_TARGET,
     EncoderInputs,
     ImageMeta,
@@ -22,21 +22,21 @@ from torchmm.batch import (
     MicrobatchMeta,
     SampleMeta,
 )
-from torchmm.config import (
+from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.recipe import (
     ActivationCheckpointConfig,
     CompileConfig,
     FreezeConfig,
     ModelConfig,
     ParallelConfig,
 )
-from torchmm.data.text import VisionBlock, mrope_positions
-from torchmm.models.registry import build_model
-from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import build_mesh, start_process_group
-from torchmm.pipeline import Pipeline, plan_layout
-from torchmm.pipelining.actions import ActionType
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.step import TrainStep
+from torchmm.training.pipeline import Pipeline, plan_layout
+from torchmm.training.step import TrainStep
 
 MODEL = ModelConfig(
     config={

@@ -14,23 +14,23 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from torchmm.batch import MicrobatchMeta
-from torchmm.config import (
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.models.hf.export import export_hf
+from torchmm.models.hf.load import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import build_mesh, encoder_meshes, start_process_group
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.planning.step import plan_layout
+from torchmm.recipe.recipe import (
     ActivationCheckpointConfig,
     CompileConfig,
     FreezeConfig,
     ModelConfig,
     ParallelConfig,
 )
-from torchmm.models.hf_export import export_hf
-from torchmm.models.hf_io import load_weights
-from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
-from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import build_mesh, encoder_meshes, start_process_group
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.step_plan import plan_layout
 
 _SIZES = {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2}
 _TEXT = {**_SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 70}

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.execution import Execution
-from torchmm.balance.layer_tuning import LayerTuning, memory_needs
-from torchmm.balance.profiles import load_profile
-from torchmm.batch import MicrobatchMeta, ModuleDescription
-from torchmm.pipeline import Pipeline
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.training.pipeline import Pipeline
 
 
 def half_way(

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from torchmm.checkpoint import CheckpointManager
-from torchmm.config import CheckpointConfig
-from torchmm.errors import TorchmmError
+from torchmm.common.errors import TorchmmError
+from torchmm.common.rng import restore_rng, seed_everything
 from torchmm.parallel.health import Health, check_finite, gather_floats
-from torchmm.preempt import Status, StopSignal, write_status
-from torchmm.rng import restore_rng, seed_everything
+from torchmm.recipe.recipe import CheckpointConfig
+from torchmm.training.checkpoint.manager import CheckpointManager
+from torchmm.training.status import Status, StopSignal, write_status
 
 TIMEOUT_S = float(os.environ.get("TIMEOUT_S", "10"))
 

@@ -4,7 +4,7 @@ import runpy
 
 from train_server import TRAIN
 
-from torchmm import checkpoint_directory
+from torchmm.training.checkpoint import directory as checkpoint_directory
 
 
 def main() -> int:

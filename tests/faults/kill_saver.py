@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from torchmm.checkpoint import CheckpointManager
-from torchmm.config import CheckpointConfig
-from torchmm.errors import PeerError
+from torchmm.common.errors import PeerError
+from torchmm.recipe.recipe import CheckpointConfig
+from torchmm.training.checkpoint.manager import CheckpointManager
 
 RANKS = 2
 WIDTH = 1024  # 4 MiB per tensor

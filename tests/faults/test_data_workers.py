@@ -19,8 +19,8 @@ from pathlib import Path
 from data_cases import data_config, training, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from torchmm.batch import TextSpec
-from torchmm.config import SourceConfig
+from torchmm.common.batch import TextSpec
+from torchmm.recipe.recipe import SourceConfig
 from torchmm.data.loader import build_loader
 
 if __name__ == "__main__":

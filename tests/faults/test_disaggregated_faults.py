@@ -18,9 +18,9 @@ from ports import free_port
 from test_train_faults import process_of, wait_for_step
 from tiny_recipe import arguments, records, weights
 
+from torchmm.common.errors import DataError, PeerError
 from torchmm.data.producers import TOKEN_VARIABLE
-from torchmm.errors import DataError, PeerError
-from torchmm.preempt import read_status
+from torchmm.training.status import read_status
 
 pytestmark = pytest.mark.slow
 STEPS, RANKS, SECRET = 8, 3, "the same on both sides"

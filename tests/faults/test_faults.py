@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fault_harness import Job, TorchrunJob
 
-from torchmm.checkpoint_manifest import find_problems, list_steps, step_of
-from torchmm.preempt import read_status
+from torchmm.training.checkpoint.manifest import find_problems, list_steps, step_of
+from torchmm.training.status import read_status
 
 TRAINER = Path(__file__).with_name("fault_trainer.py")
 pytestmark = pytest.mark.slow

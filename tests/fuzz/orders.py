@@ -6,13 +6,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from torchmm.batch import MicrobatchMeta
-from torchmm.config import Recipe
-from torchmm.pipelining.classic import gpipe, one_f_one_b, zero_bubble
-from torchmm.pipelining.exchange import write_order
-from torchmm.pipelining.graph import StageGraph
-from torchmm.recipe import resolve_layout
-from torchmm.step_plan import plan_layout
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.schedules.classic import gpipe, one_f_one_b, zero_bubble
+from torchmm.pipelining.view.exchange import write_order
+from torchmm.planning.step import plan_layout
+from torchmm.recipe.read import resolve_layout
+from torchmm.recipe.recipe import Recipe
 
 
 def write_csv(recipe: Recipe, model: Any, world: int, file: Path) -> None:

@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fuzz import reference
-from torchmm.build import build_run
-from torchmm.config import Recipe
 from torchmm.data.loader import build_loader
-from torchmm.models.hf_io import load_weights
+from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.health import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
-from torchmm.preempt import StopSignal
-from torchmm.trainer import Trainer
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.build import build_run
+from torchmm.training.status import StopSignal
+from torchmm.training.trainer import Trainer
 
 
 def run_rank(
     recipe: Recipe, model: MultimodalModel, tokenizer: Any, found: Path, spoil: str = ""
 ) -> None:
-    """Trains as `torchmm.trainer.train` does and saves what this rank has seen.
+    """Trains as `torchmm.training.trainer.train` does and saves what this rank has seen.
 
     Args:
         model: on the meta device; this process may cut it.

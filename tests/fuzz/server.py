@@ -28,11 +28,11 @@ from fuzz.ranks import run_rank, run_reference
 from fuzz.recipes import complete
 from fuzz.reference import write_generator
 from fuzz.wording import names_a_key
-from torchmm.build import build_unfilled_model
-from torchmm.encoder_choice import orchestrated
-from torchmm.errors import ConfigError
-from torchmm.layout_checks import check_layout
-from torchmm.recipe import load_recipe
+from torchmm.common.errors import ConfigError
+from torchmm.planning.encoder_sizes import orchestrated
+from torchmm.recipe.read import load_recipe
+from torchmm.training.build import build_unfilled_model
+from torchmm.training.layout_checks import check_layout
 
 Table = dict[str, Any]
 

@@ -1,8 +1,8 @@
 """Planners by the names that recipes use: like schedules, but they also decide which replica of a
 stage runs which task.
 
-`torchmm.pipelining.schedules` has orders that follow from the graph alone. What needs costs and the
-balance package is here: a planner gets durations and returns the graph with its choices.
+`torchmm.pipelining.schedules.names` has orders that follow from the graph alone. What needs costs
+and the balance package is here: a planner gets durations and returns the graph with its choices.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from torchmm.balance.optimus import optimus
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.search import Budget
-from torchmm.balance.searched import (
+from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.order_search.best_order import (
     LEAST_GAIN,
     SearchedOrder,
     limited_like_separated,
     plan_searched,
 )
-from torchmm.config import ParallelConfig
-from torchmm.pipelining.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.colocated import colocated_layout
-from torchmm.pipelining.fillers import encoder_stages
-from torchmm.pipelining.graph import StageGraph, StageLayout
-from torchmm.pipelining.layouts import (
+from torchmm.balance.order_search.search import Budget
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.schedules.colocated import colocated_layout
+from torchmm.pipelining.schedules.fillers import encoder_stages
+from torchmm.pipelining.schedules.layouts import (
     ModuleLayers,
     megatron_balanced_layout,
     megatron_layout,
     separated_layout,
 )
-from torchmm.pipelining.plan import ComputeOrder
-from torchmm.pipelining.separated import Durations
+from torchmm.pipelining.schedules.separated import Durations
+from torchmm.recipe.recipe import ParallelConfig
 
 MEMORY_SHARE = 0.9
 """Of a device, for states and activations; the rest is for messages and gaps of the allocator."""

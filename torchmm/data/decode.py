@@ -18,16 +18,16 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchmm.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, SampleMeta
-from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.generated_images import DecodedTarget, TargetRow
-from torchmm.data.images import decode_rgb
+from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, SampleMeta
+from torchmm.data.media.generated_images import DecodedTarget, TargetRow
+from torchmm.data.media.images import decode_rgb
+from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.data.media.video import ClipFrames
 from torchmm.data.order import Item
-from torchmm.data.plan import PackItems, microbatch_meta
-from torchmm.data.reader import SampleReader
-from torchmm.data.sources import MapSource
-from torchmm.data.text import VisionBlock, mrope_positions
-from torchmm.data.video import ClipFrames
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.sources.local_and_hub import MapSource
+from torchmm.data.sources.reader import SampleReader
+from torchmm.data.step_packs import PackItems, microbatch_meta
 
 
 @dataclass(frozen=True)

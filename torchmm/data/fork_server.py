@@ -4,7 +4,7 @@ Makes the server, and every worker born from it, ignore signals from the start, 
 data code for the workers to inherit.
 """
 
-from torchmm.data.workers import ignore_signals
+from torchmm.common.processes import ignore_signals
 
 ignore_signals()
 

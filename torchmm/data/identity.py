@@ -21,10 +21,10 @@ import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.config import DataConfig, SourceConfig, TrainingConfig
-from torchmm.data.reader import MeasuredSample, SampleReader
-from torchmm.data.video import ClipFrames
-from torchmm.recipe_changes import changes, short
+from torchmm.data.media.video import ClipFrames
+from torchmm.data.sources.reader import MeasuredSample, SampleReader
+from torchmm.recipe.changes import changes, short
+from torchmm.recipe.recipe import DataConfig, SourceConfig, TrainingConfig
 
 VERSION = 1
 """Raised when digests are made otherwise; those of other versions are not compared."""

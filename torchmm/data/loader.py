@@ -21,21 +21,21 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.batch import ImageSpec, MicrobatchMeta, StepBatch, TextSpec
-from torchmm.config import DataConfig, TrainingConfig
-from torchmm.data.decode import DecodedStep, StepDecoder
-from torchmm.data.opening import Samples, open_samples
-from torchmm.data.plan import Arrange, PackItems, Planner, StepPlan
-from torchmm.data.waiting import Overdue, Waiting
-from torchmm.data.workers import (
+from torchmm.common.batch import ImageSpec, MicrobatchMeta, StepBatch, TextSpec
+from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.generated import GeneratorSpec
+from torchmm.common.processes import (
     describe_state,
     end_workers,
     fork_server,
     make_worker_setup,
     workers_of,
 )
-from torchmm.errors import ConfigError, DataError
-from torchmm.generated import GeneratorSpec
+from torchmm.data.decode import DecodedStep, StepDecoder
+from torchmm.data.sources.open import Samples, open_samples
+from torchmm.data.step_packs import Arrange, PackItems, Planner, StepPlan
+from torchmm.data.waiting import Overdue, Waiting
+from torchmm.recipe.recipe import DataConfig, TrainingConfig
 
 OPEN_FILES = 65536
 STOP_GRACE_S = 5.0

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torchmm.batch import SampleMeta
-from torchmm.data.index import LengthIndex
-from torchmm.data.samples import Record
+from torchmm.common.batch import SampleMeta
+from torchmm.data.sources.length_index import LengthIndex
+from torchmm.data.sources.records import Record
 
 
 class Item(NamedTuple):

@@ -18,11 +18,11 @@ from pathlib import Path
 import grpc
 from torch.utils.data import Dataset
 
-from torchmm.config_producers import ProducersConfig
+from torchmm.common.errors import ConfigError
 from torchmm.data.decode import DecodedStep
-from torchmm.data.plan import PackItems
+from torchmm.data.step_packs import PackItems
 from torchmm.data.wire import pack_request, unpack_step
-from torchmm.errors import ConfigError
+from torchmm.recipe.config_producers import ProducersConfig
 
 METHOD = "/torchmm.Producer/Prepare"
 TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"

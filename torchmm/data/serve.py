@@ -29,12 +29,12 @@ from typing import NoReturn
 
 import grpc
 
+from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.processes import fork_server, make_worker_setup
 from torchmm.data.decode import StepDecoder
-from torchmm.data.plan import PackItems
 from torchmm.data.producers import METHOD, TOKEN_KEY, TOKEN_VARIABLE
+from torchmm.data.step_packs import PackItems
 from torchmm.data.wire import pack_step, unpack_request
-from torchmm.data.workers import fork_server, make_worker_setup
-from torchmm.errors import ConfigError, TorchmmError
 
 QUEUED_PER_WORKER = 4
 GRACE_S = 5.0
@@ -201,10 +201,10 @@ def open_producer(
         ConfigError, DataError: it cannot be had.
     """
     # Late: mistakes on the command line should not take the seconds that these need to load.
-    from torchmm.data.opening import open_samples  # noqa: PLC0415
+    from torchmm.data.sources.open import open_samples  # noqa: PLC0415
+    from torchmm.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from torchmm.models.registry import build_model  # noqa: PLC0415
-    from torchmm.recipe import load_recipe  # noqa: PLC0415
-    from torchmm.tokenizer import load_tokenizer  # noqa: PLC0415
+    from torchmm.recipe.read import load_recipe  # noqa: PLC0415
 
     recipe = load_recipe(arguments.config, overrides).recipe
     model, tokenizer = build_model(recipe.model, recipe.freeze), load_tokenizer(recipe)

@@ -5,7 +5,7 @@ notice data that are not the trainer's. Rejected: asking by (step, rank) only, a
 describes, because producers would then have to plan as well, in the trainer's order and from its
 state; and pickle, which runs code of whoever answers.
 
-Shape legend as in `torchmm.batch`.
+Shape legend as in `torchmm.common.batch`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from torchmm.batch import EncoderInputs, ImageMeta, Microbatch, SampleMeta
+from torchmm.common.batch import EncoderInputs, ImageMeta, Microbatch, SampleMeta
+from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.data.decode import DecodedStep
 from torchmm.data.order import Item
-from torchmm.data.plan import PackItems, microbatch_meta
-from torchmm.generated import GeneratedMeta, GeneratorInputs
+from torchmm.data.step_packs import PackItems, microbatch_meta
 
 VERSION = 1
 STEP = "step"

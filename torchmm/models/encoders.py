@@ -1,6 +1,6 @@
 """An image or audio encoder with its connector, behind the layered interface.
 
-A sound is an image of one row, see `torchmm.batch.ImageMeta`.
+A sound is an image of one row, see `torchmm.common.batch.ImageMeta`.
 
 Shape legend: P patches of all images, K output tokens of all images, D features.
 """
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torchmm.batch import EncoderInputs, ImageMeta, ImageSpec, LayerDescription
-from torchmm.errors import ConfigError
-from torchmm.models.connectors import (
+from torchmm.common.batch import EncoderInputs, ImageMeta, ImageSpec, LayerDescription
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.encoder_family import EncoderFamily
+from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
+from torchmm.models.layers.connectors import (
     LinearConnector,
     MlpConnector,
     NormMlpConnector,
@@ -28,8 +30,6 @@ from torchmm.models.connectors import (
     init_connector,
     linear_sizes,
 )
-from torchmm.models.encoder_family import EncoderFamily
-from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
 
 
 @dataclass(frozen=True)

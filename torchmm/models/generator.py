@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from torchmm.batch import LayerDescription, ModuleDescription
-from torchmm.config_model import GENERATOR
-from torchmm.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
+from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
+from torchmm.recipe.model_section import GENERATOR
 
 if TYPE_CHECKING:
-    from torchmm.models.generator_families import PixArtFamily
+    from torchmm.models.families.generators import PixArtFamily
 
 MASKED = -10000.0
 """Added to attention scores of padding; diffusers' value."""

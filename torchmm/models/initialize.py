@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
+from torchmm.models.hf.shards import copy_slice
 from torchmm.models.layered import LayeredModule, WeightInitializer, units
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.shards import copy_slice
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchmm.batch import LayerDescription, ModuleDescription
+from torchmm.common.batch import LayerDescription, ModuleDescription
 
 LinearSizes = tuple[tuple[int, int], ...]
 """(inputs, outputs) of linear layers."""
@@ -103,7 +103,8 @@ class LayeredModule(nn.Module, ABC):
         is_first, is_last: whether it holds what stands before / behind the layers.
         recomputes: whether backward runs layers again instead of keeping all activations.
         layer_modes: where that differs from task to task: by layer, what the next forward's
-            backward runs again (as `torchmm.pipelining.plan.LayerMode`); empty where it does not.
+            backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
+            not.
     """
 
     kind: Literal["llm", "encoder", "generator"]

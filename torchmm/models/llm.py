@@ -22,13 +22,13 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from torchmm.batch import IGNORE_TARGET, LayerDescription, Microbatch
-from torchmm.errors import ConfigError
-from torchmm.models.attention import PACKED, Segments
-from torchmm.models.blocks import image_blocks, prompt_blocks
-from torchmm.models.experts import balance_routers, has_experts
+from torchmm.common.batch import IGNORE_TARGET, LayerDescription, Microbatch
+from torchmm.common.errors import ConfigError
 from torchmm.models.layered import LayeredModule, LinearSizes, StageRange, WeightFiles
-from torchmm.models.loss import summed_cross_entropy
+from torchmm.models.layers.attention import PACKED, Segments
+from torchmm.models.layers.blocks import image_blocks, prompt_blocks
+from torchmm.models.layers.experts import balance_routers, has_experts
+from torchmm.models.layers.loss import summed_cross_entropy
 
 
 def _build_causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

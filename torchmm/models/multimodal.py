@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from torchmm.batch import ImageSpec, Microbatch, TextSpec
-from torchmm.errors import ConfigError
-from torchmm.generated import GeneratorSpec
+from torchmm.common.batch import ImageSpec, Microbatch, TextSpec
+from torchmm.common.errors import ConfigError
+from torchmm.common.generated import GeneratorSpec
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule, StageRange

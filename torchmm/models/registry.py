@@ -12,17 +12,23 @@ import torch
 from transformers import FeatureExtractionMixin
 from transformers.image_processing_base import ImageProcessingMixin
 
-from torchmm.config import EncoderConfig, FreezeConfig, GeneratorConfig, LlmConfig, ModelConfig
-from torchmm.errors import ConfigError
-from torchmm.models.composites import COMPOSITES
-from torchmm.models.encoder_families import ENCODER_FAMILIES
-from torchmm.models.encoder_family import EncoderFamily, patches_per_row
+from torchmm.common.errors import ConfigError
 from torchmm.models.encoders import EncoderModule, EncoderSpec
+from torchmm.models.families.composites import COMPOSITES
+from torchmm.models.families.encoder_family import EncoderFamily, patches_per_row
+from torchmm.models.families.encoders import ENCODER_FAMILIES
 from torchmm.models.generator import GeneratorModule
-from torchmm.models.hf_config import load_config, size_problems
+from torchmm.models.hf.config import load_config, size_problems
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LLM_FAMILIES, LlmModule
 from torchmm.models.multimodal import MultimodalModel, TextConventions, module_of
+from torchmm.recipe.recipe import (
+    EncoderConfig,
+    FreezeConfig,
+    GeneratorConfig,
+    LlmConfig,
+    ModelConfig,
+)
 
 LLM_FILES = WeightFiles(renames=((r"", "backbone."),), hf_prefixes=(("backbone.", ""),))
 TOWER_FILES = WeightFiles(
@@ -132,7 +138,7 @@ def _build_generator(
             "[model.generator] needs diffusers, which is not installed; pip install "
             "'torchmm[generation]'"
         )
-    from torchmm.models.generator_build import build_generator  # noqa: PLC0415 - optional
+    from torchmm.models.families.build_generator import build_generator  # noqa: PLC0415 - optional
 
     return build_generator(section, hidden_size, dtype)
 

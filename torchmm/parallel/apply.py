@@ -14,16 +14,16 @@ from collections.abc import Mapping
 
 import torch
 
-from torchmm.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
-from torchmm.models.experts import check_compiles
 from torchmm.models.layered import LayeredModule
+from torchmm.models.layers.experts import check_compiles
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.activation import apply_activation_checkpoint
-from torchmm.parallel.async_choice import choose_overlap
-from torchmm.parallel.async_linear import Overlap
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.parallel.tensor import apply_tensor_parallel
+from torchmm.parallel.tensor.apply import apply_tensor_parallel
+from torchmm.parallel.tensor.overlap_choice import choose_overlap
+from torchmm.parallel.tensor.overlap_linear import Overlap
+from torchmm.recipe.recipe import ActivationCheckpointConfig, CompileConfig, ParallelConfig
 
 
 def parallelize(

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchmm.errors import NonFiniteError, PeerError
-from torchmm.files import canonical_json, replace_atomically
+from torchmm.common.errors import NonFiniteError, PeerError
+from torchmm.common.files import canonical_json, replace_atomically
 
 T = TypeVar("T")
 SIDE_GROUP_TIMEOUT_S = 1800.0

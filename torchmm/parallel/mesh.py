@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchmm.config import ParallelConfig
-from torchmm.errors import ConfigError
-from torchmm.recipe import resolve_layout
-from torchmm.recipe_colocated import encoder_layout
-from torchmm.recipe_layout import Layout
+from torchmm.common.errors import ConfigError
+from torchmm.recipe.placement_sizes import encoder_layout
+from torchmm.recipe.read import resolve_layout
+from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.sizes import Layout
 
 
 @dataclass(frozen=True)

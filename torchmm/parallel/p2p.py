@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmm.errors import PeerError
+from torchmm.common.errors import PeerError
 from torchmm.parallel.health import is_peer_trouble
 
 

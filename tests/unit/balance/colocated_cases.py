@@ -8,16 +8,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from torchmm.balance.bubble_filling import BubbleSchedule
-from torchmm.balance.encoder_work import EncoderWork
-from torchmm.balance.llm_timeline import LlmTimeline, llm_timeline
-from torchmm.balance.operator_graph import to_picoseconds
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.colocated import backbone_order, colocated_layout
-from torchmm.pipelining.graph import Message, StageGraph
-from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.schedules import SCHEDULES
+from torchmm.balance.bubbles.encoder_work import EncoderWork
+from torchmm.balance.bubbles.llm_timeline import LlmTimeline, llm_timeline
+from torchmm.balance.bubbles.scheduler import BubbleSchedule
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.operator_graph import to_picoseconds
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import Message, StageGraph
+from torchmm.pipelining.schedules.colocated import backbone_order, colocated_layout
+from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.pipelining.schedules.names import SCHEDULES
 
 T = ActionType
 SCHEDULES_OF_LLM = ("1f1b", "interleaved_1f1b", "gpipe", "zero_bubble")

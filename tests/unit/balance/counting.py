@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-import torchmm.models.attention  # noqa: F401 - registers its operators
+import torchmm.models.layers.attention  # noqa: F401 - registers its operators
 
 VIEWS = {
     "view", "t", "transpose", "detach", "expand", "slice", "unsqueeze", "squeeze", "select",

@@ -1,9 +1,9 @@
 """Steps of an encoder and an LLM on a pipeline, with costs that are the same on all ranks."""
 
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import ModuleLayers, separated_layout
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
 
 
 def pipeline(ranks: int, counts: list[int], segments: int = 1, **encoder) -> StageGraph:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from random_orders import random_graph
 
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph, Task
-from torchmm.pipelining.transfers import transfers
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.plan.transfers import transfers
 
 F, B = ActionType.F, ActionType.B
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from torchmm.balance.operator_graph import OperatorGraph
+from torchmm.balance.simulation.operator_graph import OperatorGraph
 
 
 class Operator(NamedTuple):

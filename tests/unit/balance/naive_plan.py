@@ -10,11 +10,11 @@ from collections import defaultdict
 
 from random_orders import random_graph, random_order, random_specs
 
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.pipelining.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.transfers import transfers
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.plan.transfers import transfers
 
 T = ActionType
 

@@ -1,8 +1,8 @@
 """Layouts with schedules that suit them: one or several stages per rank, chains and more."""
 
-from torchmm.pipelining.classic import gpipe, interleaved_1f1b, one_f_one_b
-from torchmm.pipelining.graph import StageLayout, StageSpec
-from torchmm.pipelining.layouts import ModuleLayers, megatron_layout
+from torchmm.pipelining.plan.graph import StageLayout, StageSpec
+from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b, one_f_one_b
+from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 
 
 def chain(ranks, per_rank=1, frozen=()):

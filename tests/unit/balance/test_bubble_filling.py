@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from colocated_cases import NaiveFit, kernels_of, llm_step, random_timeline, random_work
 
-from torchmm.balance.assignment import search_assignment
-from torchmm.balance.bubble_filling import BubbleFiller, BubbleSchedule, fill_bubbles
-from torchmm.balance.encoder_work import EncoderWork
-from torchmm.balance.free_time import spans_of
-from torchmm.balance.operator_graph import PICOSECONDS_PER_MS, to_picoseconds
-from torchmm.pipelining.actions import ActionType
+from torchmm.balance.bubbles.assignment import search_assignment
+from torchmm.balance.bubbles.encoder_work import EncoderWork
+from torchmm.balance.bubbles.free_time import spans_of
+from torchmm.balance.bubbles.scheduler import BubbleFiller, BubbleSchedule, fill_bubbles
+from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS, to_picoseconds
+from torchmm.pipelining.plan.actions import ActionType
 
 CASES = 60
 

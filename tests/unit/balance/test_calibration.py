@@ -8,7 +8,7 @@ import pytest
 from pipeline_cases import Case
 from test_plan_costs import Step
 
-from torchmm.balance.calibration import (
+from torchmm.balance.costs.calibration import (
     Measured,
     Measurements,
     Observed,
@@ -20,11 +20,11 @@ from torchmm.balance.calibration import (
     mean_measurements,
     observe,
 )
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.operators import KINDS, Curve, Operator, Profile, Work, operator_ms
-from torchmm.balance.profiles import load_profile
-from torchmm.pipelining.plan import ActionRecord
-from torchmm.pipelining.records import StepContent
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.operators import KINDS, Curve, Operator, Profile, Work, operator_ms
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.pipelining.plan.plan import ActionRecord
+from torchmm.pipelining.view.records import StepContent
 
 CPU = load_profile("cpu")
 TRUTH = Profile(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from torchmm.balance.compiled import compiled, inner, loop, trailing_zeros
-from torchmm.balance.graph_kernels import time_nodes
+from torchmm.balance.simulation.graph_kernels import time_nodes
 
 SOURCE = """
 def total(values):

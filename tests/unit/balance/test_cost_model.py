@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from torchmm.balance.cost_model import CostModel, StageCosts
-from torchmm.balance.devices import Device
-from torchmm.balance.execution import Execution, layer_parameters, stage_parameters
-from torchmm.balance.kept import kept_bytes, shared_bytes
-from torchmm.balance.operators import KINDS, Curve, Kind, Profile
-from torchmm.balance.parts import stage_parts
-from torchmm.balance.task_sizes import llm_sizes
-from torchmm.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
+from torchmm.balance.costs.activation_bytes import kept_bytes, shared_bytes
+from torchmm.balance.costs.devices import Device
+from torchmm.balance.costs.execution import Execution, layer_parameters, stage_parameters
+from torchmm.balance.costs.model import CostModel, StageCosts
+from torchmm.balance.costs.operators import KINDS, Curve, Kind, Profile
+from torchmm.balance.costs.parts import stage_parts
+from torchmm.balance.costs.sizes import llm_sizes
+from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
 
 LAYER = LayerDescription(64, 4, 2, 16, 160, gated_ffn=True, causal=True, parameters=45_000)
 LLM = ModuleDescription(

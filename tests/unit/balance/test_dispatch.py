@@ -9,15 +9,15 @@ import pytest
 from dispatch_cases import even_costs, pipeline
 from naive_dispatch import B, F, NaiveDispatch, random_dispatch
 
-from torchmm.balance.dispatch import Dispatcher
-from torchmm.balance.operator_graph import SimulationError
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.simulator import simulate
-from torchmm.pipelining.actions import Action
-from torchmm.pipelining.graph import Message, StageGraph, Task
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.orders import order_problems
-from torchmm.pipelining.validation import validate_plan
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.simulation.operator_graph import SimulationError
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import Action
+from torchmm.pipelining.plan.graph import Message, StageGraph, Task
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.orders import order_problems
 
 
 def shuffled(dispatcher: Dispatcher, seed: int) -> np.ndarray:

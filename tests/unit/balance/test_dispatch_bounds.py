@@ -9,10 +9,10 @@ import pytest
 from dispatch_cases import even_costs, pipeline
 from naive_dispatch import random_dispatch
 
-from torchmm.balance.dispatch import Dispatcher
-from torchmm.balance.dispatch_bounds import lower_bound_ms
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.pipelining.actions import Action, ActionType
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.order_search.bounds import lower_bound_ms
+from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.pipelining.plan.actions import Action, ActionType
 
 
 def test_no_order_of_any_step_is_faster():

@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from torchmm.balance.drift import Change, DriftMonitor, Total, scaled, step_totals
 from torchmm.balance.planners import PLANNERS, costs_of
-from torchmm.balance.simulator import simulate
-from torchmm.config import ParallelConfig
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import ActionRecord, PipelinePlan
+from torchmm.balance.rates import Change, DriftMonitor, Total, scaled, step_totals
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
+from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.recipe.recipe import ParallelConfig
 
 F, B = ActionType.F, ActionType.B
 FLOPS = {("vision", F): 1e9, ("vision", B): 2e9, ("llm", F): 1e10, ("llm", B): 2e10}

@@ -5,19 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from torchmm.balance.encoder_kernels import hidden_ms, kernel_work
-from torchmm.balance.encoder_work import encoder_work
-from torchmm.balance.optimus import optimus
-from torchmm.balance.optimus_kernels import optimus_kernels
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.simulator import simulate
-from torchmm.batch import LayerDescription, ModuleDescription
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.colocated import colocated_layout
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.orders import order_problems
+from torchmm.balance.bubbles.encoder_kernels import hidden_ms, kernel_work
+from torchmm.balance.bubbles.encoder_work import encoder_work
+from torchmm.balance.bubbles.inside_layers import optimus_kernels
+from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.orders import order_problems
+from torchmm.pipelining.schedules.colocated import colocated_layout
+from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 T = ActionType
 LAYER = LayerDescription(64, 4, 4, 16, 256, False, False, parameters=12 * 64**2)

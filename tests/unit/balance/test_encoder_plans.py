@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from torchmm.balance.encoder_plans import (
+from torchmm.balance.bubbles.encoder_sizes import (
     ParallelSizes,
     backbone_bytes,
     colocated_plans,
@@ -13,10 +13,10 @@ from torchmm.balance.encoder_plans import (
     mean_overhead_bytes,
     state_bytes,
 )
-from torchmm.balance.execution import Parameters, stage_parameters
-from torchmm.batch import LayerDescription, ModuleDescription
-from torchmm.pipelining.colocated import colocated_layout
-from torchmm.pipelining.layouts import ModuleLayers
+from torchmm.balance.costs.execution import Parameters, stage_parameters
+from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.pipelining.schedules.colocated import colocated_layout
+from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 GB = 10**9
 MODELS = {  # Optimus, tables 3, 8, 9 and 11: encoder width, LLM width and depth, LLM sizes

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from schedule_cases import chain
 
-from torchmm.balance.first_rank import anneal_first_rank, first_rank_makespans
-from torchmm.balance.step_program import compile_order
-from torchmm.pipelining.classic import one_f_one_b
-from torchmm.pipelining.graph import StageGraph
+from torchmm.balance.reordering.first_rank import anneal_first_rank, first_rank_makespans
+from torchmm.balance.reordering.program import compile_order
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.schedules.classic import one_f_one_b
 
 
 def uneven_first_rank(groups, ranks, microbatches, draw):

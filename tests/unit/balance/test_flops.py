@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchmm.balance.flops import microbatch_flops
-from torchmm.batch import (
+from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.common.batch import (
     ImageMeta,
     LayerDescription,
     MicrobatchMeta,

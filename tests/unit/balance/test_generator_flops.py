@@ -8,10 +8,10 @@ import torch
 from counting import count_flops
 from generator_cases import generator_config, generator_inputs
 
-from torchmm.balance.flops import microbatch_flops
-from torchmm.balance.layer_costs import module_layers
-from torchmm.batch import MicrobatchMeta, SampleMeta
-from torchmm.generated import GeneratedMeta
+from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.costs.layer_costs import module_layers
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.generated import GeneratedMeta
 
 pytest.importorskip("diffusers")
 

@@ -5,8 +5,8 @@ import random
 import pytest
 from naive_graph import Operator, build, naive_times, random_case
 
-from torchmm.balance.incremental import IncrementalTimes
-from torchmm.balance.operator_graph import OperatorGraph, SimulationError
+from torchmm.balance.simulation.incremental import IncrementalTimes
+from torchmm.balance.simulation.operator_graph import OperatorGraph, SimulationError
 
 
 class Edited:

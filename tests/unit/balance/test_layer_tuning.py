@@ -14,38 +14,38 @@ from pipeline_cases import Case
 from random_orders import random_order
 from test_plan_costs import Step
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.execution import Execution
-from torchmm.balance.layer_tuning import (
-    LayerTuning,
-    TunedPlan,
-    memory_needs,
-    rank_problems,
-    tune_layers,
-)
-from torchmm.balance.layer_tuning_candidates import ordered, stage_candidates
-from torchmm.balance.layer_tuning_ilp import solve_exactly
-from torchmm.balance.plan_costs import PlanCosts, plan_costs
-from torchmm.balance.profiles import load_profile
-from torchmm.balance.recompute_costs import (
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
+from torchmm.balance.recomputation.costs import (
     LAYER_MODES,
     StageRecompute,
     charged,
     costs_of_plan,
     stage_choices,
 )
-from torchmm.balance.simulator import simulate
-from torchmm.errors import PlanError
-from torchmm.forecast import Forecaster
-from torchmm.module_costs import module_executions
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import Task
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.messages import message_specs
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.validation import validate_plan
-from torchmm.recipe import load_recipe
-from torchmm.step_plan import plan_layout, step_graph
+from torchmm.balance.recomputation.integer_program import solve_exactly
+from torchmm.balance.recomputation.layer_tuning_candidates import ordered, stage_candidates
+from torchmm.balance.recomputation.tuning import (
+    LayerTuning,
+    TunedPlan,
+    memory_needs,
+    rank_problems,
+    tune_layers,
+)
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.common.errors import PlanError
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import Task
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.planning.executions import module_executions
+from torchmm.planning.forecast import Forecaster
+from torchmm.planning.step import plan_layout, step_graph
+from torchmm.recipe.read import load_recipe
 
 MODEL = CostModel(load_profile("cpu"), "float32", {"vision": Execution(), "llm": Execution()})
 BOTH = frozenset({"vision", "llm"})

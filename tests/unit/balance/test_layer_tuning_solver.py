@@ -6,9 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from torchmm.balance.layer_tuning_ilp import solve_exactly
-from torchmm.balance.layer_tuning_kernels import solve_quickly
-from torchmm.balance.layer_tuning_problem import TuningProblem
+from torchmm.balance.recomputation.integer_program import solve_exactly
+from torchmm.balance.recomputation.prices import solve_quickly
+from torchmm.balance.recomputation.problem import TuningProblem
 
 
 def random_problem(seed: int, pairs: int, candidates: int, room: float, split: bool = False):

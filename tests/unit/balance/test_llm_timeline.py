@@ -5,16 +5,16 @@ import random
 import pytest
 from colocated_cases import llm_step, random_timeline
 
-from torchmm.balance.free_time import ALWAYS_PS
-from torchmm.balance.llm_timeline import llm_timeline
-from torchmm.balance.operator_graph import PICOSECONDS_PER_MS, SimulationError
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.simulator import simulate
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import ModuleLayers, megatron_layout
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.schedules import SCHEDULES
+from torchmm.balance.bubbles.free_time import ALWAYS_PS
+from torchmm.balance.bubbles.llm_timeline import llm_timeline
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS, SimulationError
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
+from torchmm.pipelining.schedules.names import SCHEDULES
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "microbatches"), [(4, 1, 4), (4, 3, 8), (8, 2, 16)])

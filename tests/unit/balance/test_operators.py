@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from torchmm.balance.devices import DEVICES, Device
-from torchmm.balance.operators import (
+from torchmm.balance.costs.devices import DEVICES, Device
+from torchmm.balance.costs.operators import (
     COMPUTE_KINDS,
     KINDS,
     NETWORK_KINDS,

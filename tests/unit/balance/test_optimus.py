@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 from colocated_cases import llm_step
 
-from torchmm.balance.bubble_filling import fill_bubbles
-from torchmm.balance.encoder_plans import ColocatedPlan, ParallelSizes, colocated_plans
-from torchmm.balance.encoder_work import EncoderWork
-from torchmm.balance.operator_graph import SimulationError
-from torchmm.balance.optimus import choose_plan, optimus, sequences
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.simulator import simulate
-from torchmm.batch import LayerDescription, ModuleDescription
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.colocated import colocated_layout
-from torchmm.pipelining.graph import StageGraph, Task
-from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.orders import order_problems
-from torchmm.pipelining.validation import validate_plan
+from torchmm.balance.bubbles.encoder_sizes import ColocatedPlan, ParallelSizes, colocated_plans
+from torchmm.balance.bubbles.encoder_work import EncoderWork
+from torchmm.balance.bubbles.optimus import choose_plan, optimus, sequences
+from torchmm.balance.bubbles.scheduler import fill_bubbles
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.operator_graph import SimulationError
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.orders import order_problems
+from torchmm.pipelining.schedules.colocated import colocated_layout
+from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 T = ActionType
 SHARES = {T.F: 1.0, T.B: 2.0, T.I: 1.2, T.W: 0.8}

@@ -7,9 +7,9 @@ from math import ceil, inf
 import numpy as np
 import pytest
 
-from torchmm.balance.orchestrate import UnitSizes, compare_plans, orchestrate, plan_with
-from torchmm.balance.orchestrate_baselines import ratio_plan, rigid_plan
-from torchmm.balance.orchestrate_problem import OrchestrationProblem, UnitCosts
+from torchmm.balance.orchestration.baselines import ratio_plan, rigid_plan
+from torchmm.balance.orchestration.problem import OrchestrationProblem, UnitCosts
+from torchmm.balance.orchestration.search import UnitSizes, compare_plans, orchestrate, plan_with
 
 GIB = 2.0**30
 

@@ -15,17 +15,17 @@ import torch
 from counting import CountLive, CountTraffic, count_flops
 from torch import Tensor, nn
 
-from torchmm.balance.execution import Execution
-from torchmm.balance.kept import layer_kept_bytes
-from torchmm.balance.operators import Operator
-from torchmm.balance.part_operators import Setting, part_operators
-from torchmm.balance.parts import Part
-from torchmm.balance.task_sizes import TaskSizes, encoder_sizes, llm_sizes
-from torchmm.batch import ImageMeta, MicrobatchMeta, ModuleDescription, SampleMeta
-from torchmm.config import EncoderConfig, LlmConfig, ModelConfig
-from torchmm.models.attention import Segments
+from torchmm.balance.costs.activation_bytes import layer_kept_bytes
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.layer_operators import Setting, part_operators
+from torchmm.balance.costs.operators import Operator
+from torchmm.balance.costs.parts import Part
+from torchmm.balance.costs.sizes import TaskSizes, encoder_sizes, llm_sizes
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, ModuleDescription, SampleMeta
 from torchmm.models.layered import LayeredModule
+from torchmm.models.layers.attention import Segments
 from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.recipe.recipe import EncoderConfig, LlmConfig, ModelConfig
 
 OTHERS = ("llama_tied", *model_cases.EXPERTS)  # the latter's operators are not modelled one by one
 FAMILIES = [*(n for n in model_cases.LLMS if n not in OTHERS), *model_cases.BASIC_ENCODERS]

@@ -3,19 +3,19 @@
 import pytest
 from pipeline_cases import KINDS, Case, step_of
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.layer_costs import module_layers
-from torchmm.balance.partitioner import (
+from torchmm.balance.costs.layer_costs import module_layers
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.segments import (
     EFFICIENT,
     MOST_SEGMENTS,
     partition,
     segment_counts,
     smallest_efficient,
 )
-from torchmm.balance.plan_costs import plan_costs
-from torchmm.balance.profiles import load_profile
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import ModuleLayers, separated_layout
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
 
 CPU_MODEL = CostModel(load_profile("cpu"), "float32")
 

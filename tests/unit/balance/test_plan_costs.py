@@ -9,17 +9,17 @@ import torch
 from pipeline_cases import KINDS, Case, step_of
 from random_orders import random_order
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.execution import Execution
-from torchmm.balance.flops import microbatch_flops
-from torchmm.balance.plan_costs import PlanCosts, plan_costs
-from torchmm.balance.profiles import load_profile
-from torchmm.batch import MicrobatchMeta, ModuleDescription
-from torchmm.pipelining.actions import COMPUTE, ActionType
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.messages import message_specs
-from torchmm.pipelining.orders import order_problems
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.pipelining.plan.actions import COMPUTE, ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.orders import order_problems
+from torchmm.pipelining.run.messages import message_specs
 
 MODEL = CostModel(load_profile("cpu"), "float32", {"vision": Execution(), "llm": Execution()})
 ENCODERS = [("clip", None), ("siglip, folded", "qwen2_5_vl"), ("siglip2", "clip")]

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from torchmm.balance.devices import DEVICES
-from torchmm.balance.operators import KINDS
-from torchmm.balance.profiles import load_profile, save_profile
+from torchmm.balance.costs.devices import DEVICES
+from torchmm.balance.costs.operators import KINDS
+from torchmm.balance.costs.profiles import load_profile, save_profile
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -12,21 +12,21 @@ from counting import count_flops
 from pipeline_cases import KINDS, Case, varied_microbatch
 from random_orders import random_order
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.flops import microbatch_flops
-from torchmm.balance.layer_costs import task_durations
-from torchmm.balance.plan_costs import plan_costs
-from torchmm.balance.profiles import load_profile
-from torchmm.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
+from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.costs.layer_costs import task_durations
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.common.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.pipelining.actions import COMPUTE, ActionType
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.messages import message_specs
-from torchmm.pipelining.stage import make_stage
-from torchmm.pipelining.step_state import StepState
+from torchmm.pipelining.plan.actions import COMPUTE, ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.run.stage import make_stage
+from torchmm.pipelining.run.step_state import StepState
 
 # Grids that windows of 4 x 4 patches divide: metadata has numbers of patches only.
 WINDOWS = KINDS["qwen2_5_vl"]._replace(grids=[(1, 4, 4), (1, 8, 4)])

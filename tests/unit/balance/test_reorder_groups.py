@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from torchmm.balance.reorder_groups import TOLERANCE, balance_groups, load_bound
+from torchmm.balance.reordering.groups import TOLERANCE, balance_groups, load_bound
 
 SIZES = {
     "uniform": lambda draw, n: draw.random(n),

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from schedule_cases import LAYOUTS, chain
 
-from torchmm.balance.reorder_microbatches import (
+from torchmm.balance.reordering.microbatches import (
     SearchEffort,
     interval_orders,
     reorder_microbatches,
 )
-from torchmm.balance.step_program import compile_order
-from torchmm.pipelining.actions import ActionType
-from torchmm.pipelining.classic import interleaved_1f1b, one_f_one_b
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.timeline import uniform_timeline
+from torchmm.balance.reordering.program import compile_order
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
+from torchmm.pipelining.view.timeline import uniform_timeline
 
 F, B = ActionType.F, ActionType.B
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.layer_costs import module_layers
-from torchmm.balance.profiles import load_profile
-from torchmm.balance.reorder_step import Chain, StepReorder
-from torchmm.batch import ImageMeta, LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
-from torchmm.generated import GeneratedMeta
-from torchmm.pipelining.colocated import colocated_layout
-from torchmm.pipelining.disaggregated import UnitSize, disaggregated_layout
-from torchmm.pipelining.graph import StageLayout
-from torchmm.pipelining.schedules import schedule_layout
+from torchmm.balance.costs.layer_costs import module_layers
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.reordering.step import Chain, StepReorder
+from torchmm.common.batch import (
+    ImageMeta,
+    LayerDescription,
+    MicrobatchMeta,
+    ModuleDescription,
+    SampleMeta,
+)
+from torchmm.common.generated import GeneratedMeta
+from torchmm.pipelining.plan.graph import StageLayout
+from torchmm.pipelining.schedules.colocated import colocated_layout
+from torchmm.pipelining.schedules.disaggregated import UnitSize, disaggregated_layout
+from torchmm.pipelining.schedules.names import schedule_layout
 
 MODEL = CostModel(load_profile("a800"), "bfloat16")
 LENGTH = 4096

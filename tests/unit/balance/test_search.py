@@ -11,22 +11,22 @@ import pytest
 from dispatch_cases import even_costs, pipeline
 from naive_dispatch import random_dispatch
 
-from torchmm.balance.dispatch import Dispatcher
-from torchmm.balance.dispatch_bounds import lower_bound_ms
-from torchmm.balance.order_times import time_order
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.search import Budget, search
-from torchmm.balance.search_starts import constructed_orders
-from torchmm.balance.search_strategies import STRATEGIES
-from torchmm.balance.searched import limited_like_separated, plan_searched
-from torchmm.balance.simulator import simulate
-from torchmm.pipelining.classic import gpipe, interleaved_1f1b
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import ModuleLayers, megatron_layout
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.orders import order_problems
-from torchmm.pipelining.separated import separated
-from torchmm.pipelining.validation import validate_plan
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.order_search.best_order import limited_like_separated, plan_searched
+from torchmm.balance.order_search.bounds import lower_bound_ms
+from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.order_times import time_order
+from torchmm.balance.order_search.search import Budget, search
+from torchmm.balance.order_search.search_starts import constructed_orders
+from torchmm.balance.order_search.strategies import STRATEGIES
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.orders import order_problems
+from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b
+from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
+from torchmm.pipelining.schedules.separated import separated
 
 
 def skewed(seed: int, microbatches: int = 8, limit: int | None = None) -> Dispatcher:

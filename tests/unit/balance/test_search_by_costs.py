@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from dispatch_cases import even_costs, pipeline
 
+from torchmm.balance.order_search.best_order import limited_like_separated
 from torchmm.balance.planners import MEMORY_SHARE, search_by_costs
-from torchmm.balance.searched import limited_like_separated
-from torchmm.balance.simulator import simulate
-from torchmm.config import ParallelConfig
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.separated import separated
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.schedules.separated import separated
+from torchmm.recipe.recipe import ParallelConfig
 
 CONFIG = ParallelConfig.model_validate(
     {"pipeline": 3, "schedule": "searched", "search": {"evaluations": 200}}

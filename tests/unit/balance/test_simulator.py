@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 from naive_plan import Play, random_costs, random_plan
 
-from torchmm.balance.operator_graph import SimulationError
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.simulator import PlanSimulation, simulate
-from torchmm.pipelining.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.draw import Panel, draw_timelines
-from torchmm.pipelining.graph import Message, StageGraph, Task
-from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.rules import MemoryModel
-from torchmm.pipelining.schedules import SCHEDULES, schedule_layout
-from torchmm.pipelining.timeline import uniform_timeline
-from torchmm.pipelining.validation import validate_plan
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.operator_graph import SimulationError
+from torchmm.balance.simulation.simulator import PlanSimulation, simulate
+from torchmm.pipelining.checks.rules import MemoryModel
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import Message, StageGraph, Task
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout
+from torchmm.pipelining.view.draw import Panel, draw_timelines
+from torchmm.pipelining.view.timeline import uniform_timeline
 
 T = ActionType
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from schedule_cases import LAYOUTS, chain
 
-from torchmm.balance.step_program import compile_order
-from torchmm.pipelining.actions import ActionType
-from torchmm.pipelining.classic import one_f_one_b, zero_bubble
-from torchmm.pipelining.graph import StageGraph, StageLayout
-from torchmm.pipelining.timeline import uniform_timeline
+from torchmm.balance.reordering.program import compile_order
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.schedules.classic import one_f_one_b, zero_bubble
+from torchmm.pipelining.view.timeline import uniform_timeline
 
 
 def random_durations(layout, microbatches, draw):

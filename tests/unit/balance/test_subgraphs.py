@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from torchmm.balance.operator_graph import OperatorGraph, SimulationError
-from torchmm.balance.subgraphs import Buffer, Part, Subgraph, SubgraphCache
+from torchmm.balance.simulation.operator_graph import OperatorGraph, SimulationError
+from torchmm.balance.simulation.reuse import Buffer, Part, Subgraph, SubgraphCache
 
 
 def random_subgraph(rng: random.Random, depth: int) -> Subgraph:

@@ -2,9 +2,15 @@
 
 import pytest
 
-from torchmm.balance.task_sizes import encoder_sizes, generator_sizes, llm_sizes, text_tokens
-from torchmm.batch import ImageMeta, LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
-from torchmm.generated import GeneratedMeta
+from torchmm.balance.costs.sizes import encoder_sizes, generator_sizes, llm_sizes, text_tokens
+from torchmm.common.batch import (
+    ImageMeta,
+    LayerDescription,
+    MicrobatchMeta,
+    ModuleDescription,
+    SampleMeta,
+)
+from torchmm.common.generated import GeneratedMeta
 
 LAYER = LayerDescription(8, 2, 2, 4, 16, gated_ffn=False, causal=False)
 

@@ -9,21 +9,21 @@ from allocations import CountPeak, held_in_a_step
 from pipeline_cases import KINDS, LLM, Case, varied_microbatch
 from test_model_stages import built
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.execution import Execution
-from torchmm.balance.layer_tuning import LayerTuning, memory_needs, tune_layers
-from torchmm.balance.profiles import load_profile
-from torchmm.batch import Microbatch
-from torchmm.config import FreezeConfig, ModelConfig
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs, tune_layers
+from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import Cut, build_layout
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.messages import message_specs
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.runtime import PipelineRuntime
-from torchmm.pipelining.schedules import SCHEDULES
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.schedules.layouts import Cut, build_layout
+from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.recipe.recipe import FreezeConfig, ModelConfig
 
 MODEL = CostModel(load_profile("cpu"), "float32", {"vision": Execution(), "llm": Execution()})
 NAMES = frozenset({"vision", "llm"})

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from test_reorder_step import LLM, MODULES, pack, packs
 
-from torchmm.balance.cost_model import CostModel
-from torchmm.balance.execution import Execution
-from torchmm.balance.profiles import load_profile
-from torchmm.balance.task_sizes import pack_sizes
-from torchmm.balance.unit_profiles import (
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.sizes import pack_sizes
+from torchmm.balance.orchestration.unit_costs import (
     ModuleProfile,
     Profiler,
     Trial,

@@ -4,9 +4,9 @@ from itertools import chain
 
 import pytest
 
-from torchmm.balance.workload import draw_microbatches
-from torchmm.batch import SampleMeta
-from torchmm.config_simulation import SimulationConfig
+from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.common.batch import SampleMeta
+from torchmm.recipe.simulation_section import SimulationConfig
 
 VLM = SimulationConfig.model_validate(
     {

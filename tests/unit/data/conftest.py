@@ -8,7 +8,7 @@ from data_cases import WORDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from torchmm.batch import TextSpec
+from torchmm.common.batch import TextSpec
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"

@@ -10,8 +10,8 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from torchmm.batch import ImageSpec
-from torchmm.config import DataConfig, SourceConfig, TrainingConfig
+from torchmm.common.batch import ImageSpec
+from torchmm.recipe.recipe import DataConfig, SourceConfig, TrainingConfig
 
 WORDS = "a red green blue small large round square picture of one two three dogs cats in the sun"
 

@@ -5,9 +5,9 @@ from collections import deque
 import pytest
 from data_cases import training
 
-from torchmm.batch import SampleMeta
+from torchmm.common.batch import SampleMeta
 from torchmm.data.order import FeedOptions, Item
-from torchmm.data.plan import Planner
+from torchmm.data.step_packs import Planner
 
 
 class Endless:

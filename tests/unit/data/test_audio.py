@@ -12,13 +12,13 @@ import torch
 from data_cases import CLIP, caption, data_config, png, training, write_jsonl, write_parquet
 from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
-from torchmm.batch import ImageSpec
-from torchmm.config import SourceConfig
-from torchmm.data.audio import AudioPreprocessor
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.common.batch import ImageSpec
+from torchmm.common.errors import ConfigError
 from torchmm.data.loader import build_loader
-from torchmm.data.media import ImageMedia, open_media
-from torchmm.errors import ConfigError
+from torchmm.data.media.audio import AudioPreprocessor
+from torchmm.data.media.medium import ImageMedia, open_media
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.recipe.recipe import SourceConfig
 
 SPEECH = ImageSpec(
     encoder="speech",

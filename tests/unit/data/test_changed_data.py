@@ -11,9 +11,9 @@ from itertools import islice
 import pytest
 from data_cases import CLIP, caption, data_config, png, training, write_jsonl
 
-from torchmm.config import SourceConfig
+from torchmm.common.errors import CheckpointError
 from torchmm.data.loader import build_loader
-from torchmm.errors import CheckpointError
+from torchmm.recipe.recipe import SourceConfig
 
 ROWS = 23
 

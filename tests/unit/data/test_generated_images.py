@@ -20,12 +20,12 @@ from data_cases import (
 )
 from PIL import Image
 
-from torchmm.batch import even_ranges
-from torchmm.config import SourceConfig
-from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.generated_images import TargetPreprocessor
+from torchmm.common.batch import even_ranges
+from torchmm.common.generated import GeneratedMeta, GeneratorSpec
 from torchmm.data.loader import build_loader
-from torchmm.generated import GeneratedMeta, GeneratorSpec
+from torchmm.data.media.generated_images import TargetPreprocessor
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.recipe.recipe import SourceConfig
 
 SPEC = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
 CLIPS = GeneratorSpec(size_px=8, patch_size_px=4, frames=3)

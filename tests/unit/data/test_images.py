@@ -11,10 +11,10 @@ import transformers
 from data_cases import CLIP, NAFLEX, QWEN, encode, png
 from PIL import Image
 
-from torchmm.batch import ImageSpec
-from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.images import ImagePreprocessor, decode_rgb, read_size
-from torchmm.errors import ConfigError
+from torchmm.common.batch import ImageSpec
+from torchmm.common.errors import ConfigError
+from torchmm.data.media.images import ImagePreprocessor, decode_rgb, read_size
+from torchmm.data.sources.corrupt import CorruptSampleError
 
 LIMIT = 64_000_000
 

@@ -23,10 +23,10 @@ from data_cases import (
     write_parquet,
 )
 
-from torchmm.batch import IGNORE_TARGET
-from torchmm.config import SourceConfig
+from torchmm.common.batch import IGNORE_TARGET
+from torchmm.common.errors import CheckpointError, ConfigError, DataError
 from torchmm.data.loader import build_loader
-from torchmm.errors import CheckpointError, ConfigError, DataError
+from torchmm.recipe.recipe import SourceConfig
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 from data_cases import encode, write_parquet
 from PIL import Image
 
-from torchmm.config import SourceConfig
-from torchmm.data.generated_images import TargetPreprocessor
-from torchmm.data.images import decode_frames
+from torchmm.common.errors import DataError
+from torchmm.common.generated import GeneratorSpec
+from torchmm.data.media.generated_images import TargetPreprocessor
+from torchmm.data.media.images import decode_frames
 from torchmm.data.prepare import manifest, moving_stamps
 from torchmm.data.prepare.parquet import split_of
-from torchmm.data.sources import open_map_source
-from torchmm.errors import DataError
-from torchmm.generated import GeneratorSpec
+from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.recipe.recipe import SourceConfig
 
 OPTIONS = {"source": {}, "frames": 5, "size_px": 32}
 MAX_PIXELS = 10_000

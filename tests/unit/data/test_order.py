@@ -4,8 +4,8 @@ from collections import Counter
 
 import numpy as np
 
-from torchmm.data.index import LengthIndex
 from torchmm.data.order import FeedOptions, IndexFeed, Mixture, Skip, permutation
+from torchmm.data.sources.length_index import LengthIndex
 
 
 def feed(number=0, count=10, corrupt=None, **options):

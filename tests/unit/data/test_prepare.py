@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from data_cases import png
 
-from torchmm.config import SourceConfig
+from torchmm.common.errors import DataError
 from torchmm.data.prepare import manifest, manual, packages, spoken_stamps, stamps, tokenizer
 from torchmm.data.prepare.packages import Package
 from torchmm.data.prepare.parquet import split_of
-from torchmm.data.sources import open_map_source
-from torchmm.errors import DataError
+from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.recipe.recipe import SourceConfig
 
 needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="needs dpkg-deb")
 STAMPS = "usr/share/tuxpaint/stamps"

@@ -25,15 +25,15 @@ from data_cases import (
 from ports import free_port
 from test_video import clip_of
 
-from torchmm.config import SourceConfig
-from torchmm.config_producers import ProducersConfig
+from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.generated import GeneratorSpec
 from torchmm.data.loader import build_loader
-from torchmm.data.opening import open_samples
 from torchmm.data.producers import TOKEN_VARIABLE
 from torchmm.data.serve import Producer, check_exposure, start_server
+from torchmm.data.sources.open import open_samples
 from torchmm.data.wire import VERSION, pack_request, unpack_request
-from torchmm.errors import ConfigError, DataError
-from torchmm.generated import GeneratorSpec
+from torchmm.recipe.config_producers import ProducersConfig
+from torchmm.recipe.recipe import SourceConfig
 
 DRAWN = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
 

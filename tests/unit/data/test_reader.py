@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from data_cases import CLIP, QWEN, png
 
-from torchmm.config import DataConfig
-from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.reader import SampleReader
-from torchmm.data.samples import Record
-from torchmm.errors import ConfigError
+from torchmm.common.errors import ConfigError
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.records import Record
+from torchmm.recipe.recipe import DataConfig
 
 
 @pytest.fixture

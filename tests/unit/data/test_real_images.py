@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import transformers
 
-from torchmm.config import FreezeConfig, ModelConfig
-from torchmm.data.images import ImagePreprocessor, decode_rgb, read_size
+from torchmm.data.media.images import ImagePreprocessor, decode_rgb, read_size
 from torchmm.models.registry import build_model
+from torchmm.recipe.recipe import FreezeConfig, ModelConfig
 
 COUNT = 50
 MAX_PIXELS = 10**8

@@ -4,8 +4,9 @@ import socket
 
 import pytest
 
-from torchmm.data.corrupt import CorruptLimit, CorruptSampleError
-from torchmm.data.samples import (
+from torchmm.common.errors import DataError
+from torchmm.data.sources.corrupt import CorruptLimit, CorruptSampleError
+from torchmm.data.sources.records import (
     AudioSegment,
     ImageSegment,
     Record,
@@ -15,7 +16,6 @@ from torchmm.data.samples import (
     limit_images,
     parse_record,
 )
-from torchmm.errors import DataError
 
 
 def no_chat(messages, images):

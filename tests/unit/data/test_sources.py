@@ -8,12 +8,12 @@ import datasets
 import pytest
 from data_cases import caption, caption_rows, png, write_jsonl, write_parquet
 
-from torchmm.config import SourceConfig
-from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.samples import ImageSegment, parse_record
-from torchmm.data.sources import open_map_source, resolve_files, unique_names
-from torchmm.data.streams import open_stream
-from torchmm.errors import DataError
+from torchmm.common.errors import DataError
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.sources.local_and_hub import open_map_source, resolve_files, unique_names
+from torchmm.data.sources.records import ImageSegment, parse_record
+from torchmm.data.sources.streams import open_stream
+from torchmm.recipe.recipe import SourceConfig
 
 
 def write_arrow(directory):

@@ -8,12 +8,12 @@ import torch
 from data_cases import CLIP, png
 from transformers import AutoConfig, AutoModelForImageTextToText, LlavaProcessor
 
-from torchmm.batch import IGNORE_TARGET
-from torchmm.data.chat import ChatTemplate
-from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.images import ImagePreprocessor, decode_rgb
-from torchmm.data.samples import ImageSegment, Sample, TextSegment
-from torchmm.data.text import TextEncoder, VisionBlock, mrope_positions
+from torchmm.common.batch import IGNORE_TARGET
+from torchmm.data.media.chat import ChatTemplate
+from torchmm.data.media.images import ImagePreprocessor, decode_rgb
+from torchmm.data.media.text import TextEncoder, VisionBlock, mrope_positions
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.sources.records import ImageSegment, Sample, TextSegment
 
 IMAGE = ImageSegment(data=b"")
 

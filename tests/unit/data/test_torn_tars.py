@@ -10,10 +10,10 @@ import tarfile
 import pytest
 from data_cases import caption_rows
 
-from torchmm.config import SourceConfig
-from torchmm.data.sources import open_map_source
-from torchmm.data.streams import open_stream
-from torchmm.errors import DataError
+from torchmm.common.errors import DataError
+from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.sources.streams import open_stream
+from torchmm.recipe.recipe import SourceConfig
 
 
 @pytest.fixture

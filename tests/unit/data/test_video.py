@@ -19,17 +19,17 @@ from data_cases import write_parquet as write_rows
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from torchmm.batch import ImageSpec, TextSpec
-from torchmm.config import SourceConfig
-from torchmm.config_video import VideoConfig
-from torchmm.data.clips import ClipMedia
-from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.images import ImagePreprocessor
+from torchmm.common.batch import ImageSpec, TextSpec
+from torchmm.common.errors import ConfigError
 from torchmm.data.loader import build_loader
+from torchmm.data.media.clips import ClipMedia
+from torchmm.data.media.images import ImagePreprocessor
+from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.data.media.video import Clip, sampled_frames
 from torchmm.data.prepare.clip_files import CONTAINERS, write_clip
-from torchmm.data.text import VisionBlock, mrope_positions
-from torchmm.data.video import Clip, sampled_frames
-from torchmm.errors import ConfigError
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.recipe.config_video import VideoConfig
+from torchmm.recipe.recipe import SourceConfig
 
 PIXELS = 10_000
 

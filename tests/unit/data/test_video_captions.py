@@ -7,14 +7,14 @@ import pytest
 from data_cases import encode, write_parquet
 from PIL import Image
 
-from torchmm.config import SourceConfig
+from torchmm.common.errors import DataError
+from torchmm.data.media.video import Clip
 from torchmm.data.prepare import manifest, video_captions
 from torchmm.data.prepare.clip_files import write_clip
 from torchmm.data.prepare.parquet import split_of
 from torchmm.data.prepare.video_captions import CLIPS, PATHS, Film, _film_rows, _Shown
-from torchmm.data.sources import open_map_source
-from torchmm.data.video import Clip
-from torchmm.errors import DataError
+from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.recipe.recipe import SourceConfig
 
 OPTIONS = {"fps": 4, "frames": 4, "size_px": 32}
 

@@ -17,11 +17,11 @@ from test_multimodal import our_hf_name, plain_composite
 from test_video import pictures
 from torch.nn import functional
 
-from torchmm.batch import Microbatch, MicrobatchMeta
-from torchmm.config import ModelConfig, SourceConfig
-from torchmm.config_video import VideoConfig
+from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.data.loader import build_loader
 from torchmm.data.prepare.clip_files import write_clip
+from torchmm.recipe.config_video import VideoConfig
+from torchmm.recipe.recipe import ModelConfig, SourceConfig
 
 IMAGE, VIDEO, START, END = 440, 441, 442, 443
 

@@ -10,11 +10,11 @@ import time
 import pytest
 from data_cases import CLIP, caption, data_config, png, training, write_jsonl
 
-from torchmm.config import SourceConfig
+from torchmm.common.errors import DataError
 from torchmm.data import loader as loader_module
 from torchmm.data.loader import build_loader
 from torchmm.data.waiting import Overdue, Waiting
-from torchmm.errors import DataError
+from torchmm.recipe.recipe import SourceConfig
 
 LONG_S = 60.0
 

@@ -8,7 +8,7 @@ from model_cases import relative_error
 from torch import Tensor, nn
 from transformers import AutoModel, CLIPVisionConfig, LlamaConfig, LlamaForCausalLM
 
-from torchmm.models.attention import PACKED, Segments, attention
+from torchmm.models.layers.attention import PACKED, Segments, attention
 
 CPU = torch.device("cpu")
 

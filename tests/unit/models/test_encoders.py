@@ -25,7 +25,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from torchmm.batch import EncoderInputs
+from torchmm.common.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
 
 QWEN = {

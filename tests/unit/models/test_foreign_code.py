@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from torchmm.config import FreezeConfig, ModelConfig, Recipe
-from torchmm.errors import ConfigError
-from torchmm.models.hf_config import load_config
+from torchmm.common.errors import ConfigError
+from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
+from torchmm.models.hf.config import load_config
 from torchmm.models.registry import build_model
-from torchmm.tokenizer import load_tokenizer, read_tokenizer
+from torchmm.recipe.recipe import FreezeConfig, ModelConfig, Recipe
 
 
 @pytest.fixture

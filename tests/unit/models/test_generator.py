@@ -9,17 +9,17 @@ from generator_cases import PIXART, VALUES, generator_config, generator_inputs
 from model_cases import LLMS, build, make_inputs, microbatch, randomize, relative_error
 from torch import Tensor
 
-from torchmm.batch import EncoderInputs, Microbatch
-from torchmm.config import FreezeConfig, GeneratorConfig, LlmConfig, ModelConfig
-from torchmm.errors import ConfigError
-from torchmm.generated import GeneratedMeta, GeneratorInputs
+from torchmm.common.batch import EncoderInputs, Microbatch
+from torchmm.common.errors import ConfigError
+from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.models.generator import GeneratorModule
-from torchmm.models.hf_export import hf_name, hf_prefixes
-from torchmm.models.hf_io import load_weights
+from torchmm.models.hf.export import hf_name, hf_prefixes
+from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.layered import stage_ranges
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
+from torchmm.recipe.recipe import FreezeConfig, GeneratorConfig, LlmConfig, ModelConfig
 
 diffusers = pytest.importorskip("diffusers")
 

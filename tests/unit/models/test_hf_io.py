@@ -36,14 +36,14 @@ from transformers import (
     Wav2Vec2ForCTC,
 )
 
-from torchmm.batch import EncoderInputs
-from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
-from torchmm.errors import CheckpointError, ConfigError
-from torchmm.models.hf_export import export_hf
-from torchmm.models.hf_io import load_weights
+from torchmm.common.batch import EncoderInputs
+from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.models.hf.export import export_hf
+from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
+from torchmm.recipe.recipe import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
 WORDS = {**{f"w{i}": i for i in range(63)}, "<image>": 63}
 

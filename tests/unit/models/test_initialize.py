@@ -4,10 +4,10 @@ import pytest
 import torch
 from model_cases import COMPOSITES, ENCODERS, LLMS, composite_config, pair_config
 
-from torchmm.config import FreezeConfig, ModelConfig
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
+from torchmm.recipe.recipe import FreezeConfig, ModelConfig
 
 
 def fresh(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> MultimodalModel:

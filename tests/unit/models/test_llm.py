@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from torchmm.batch import EncoderInputs, Microbatch
-from torchmm.config import LlmConfig, ModelConfig
-from torchmm.errors import ConfigError
-from torchmm.models.attention import Segments
-from torchmm.models.experts import COMPILES_FROM, check_compiles
+from torchmm.common.batch import EncoderInputs, Microbatch
+from torchmm.common.errors import ConfigError
+from torchmm.models.layers.attention import Segments
+from torchmm.models.layers.experts import COMPILES_FROM, check_compiles
+from torchmm.recipe.recipe import LlmConfig, ModelConfig
 
 
 def separate_loss(plain: nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -134,12 +134,12 @@ def test_layers_with_operators_of_their_own_compile_whole(family: str) -> None:
 
 def test_experts_that_would_not_compile_are_refused_by_name(monkeypatch) -> None:
     experts, others = (text_model(family).llm.layers for family in ("qwen3_moe", "qwen3"))
-    monkeypatch.setattr("torchmm.models.experts.transformers.__version__", "5.22.1")
+    monkeypatch.setattr("torchmm.models.layers.experts.transformers.__version__", "5.22.1")
     check_compiles("llm", others, "cpu")
     check_compiles("llm", experts, "cuda")
     with pytest.raises(ConfigError, match=r"experts of 'llm' .* transformers 5\.22\.1; install"):
         check_compiles("llm", experts, "cpu")
-    monkeypatch.setattr("torchmm.models.experts.transformers.__version__", "5.23.0")
+    monkeypatch.setattr("torchmm.models.layers.experts.transformers.__version__", "5.23.0")
     check_compiles("llm", experts, "cpu")
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchmm.models.loss import CHUNK_TARGETS, summed_cross_entropy
+from torchmm.models.layers.loss import CHUNK_TARGETS, summed_cross_entropy
 
 VOCABULARY = 48
 ROWS = 2 * CHUNK_TARGETS + 3

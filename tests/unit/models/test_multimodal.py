@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from torchmm.batch import IGNORE_TARGET, EncoderInputs, Microbatch
-from torchmm.config import EncoderConfig, LlmConfig, ModelConfig
-from torchmm.errors import ConfigError
-from torchmm.evaluate import _append
-from torchmm.models import composites
-from torchmm.models.blocks import image_blocks, prompt_blocks
-from torchmm.models.encoder_families import ENCODER_FAMILIES
-from torchmm.models.hf_export import hf_name, hf_prefixes
+from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch
+from torchmm.common.errors import ConfigError
+from torchmm.models.families import composites
+from torchmm.models.families.encoders import ENCODER_FAMILIES
+from torchmm.models.hf.export import hf_name, hf_prefixes
+from torchmm.models.layers.blocks import image_blocks, prompt_blocks
 from torchmm.models.llm import LLM_FAMILIES
 from torchmm.models.multimodal import MultimodalModel, module_of
+from torchmm.recipe.recipe import EncoderConfig, LlmConfig, ModelConfig
+from torchmm.training.validation import _append
 
 version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 

@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from torchmm.batch import EncoderInputs
-from torchmm.config import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
-from torchmm.data.audio import AudioPreprocessor
-from torchmm.errors import ConfigError
-from torchmm.models.hf_io import load_weights
+from torchmm.common.batch import EncoderInputs
+from torchmm.common.errors import ConfigError
+from torchmm.data.media.audio import AudioPreprocessor
+from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import materialize, module_of
 from torchmm.models.registry import build_model
+from torchmm.recipe.recipe import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
 
 def word_tokenizer(words: int, **special: str) -> PreTrainedTokenizerFast:

@@ -16,12 +16,12 @@ from model_cases import (
 )
 from torch import Tensor
 
-from torchmm.batch import EncoderInputs, Microbatch
-from torchmm.config import FreezeConfig, ModelConfig
+from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.models.initialize import init_weights
 from torchmm.models.layered import LayeredModule, StageRange, stage_ranges
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
+from torchmm.recipe.recipe import FreezeConfig, ModelConfig
 
 CONFIGS = {
     **{f"{llm}+clip": pair_config(llm, "clip") for llm in BASIC_LLMS},

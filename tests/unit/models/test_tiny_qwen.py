@@ -5,12 +5,12 @@ import torch
 from test_specs import word_tokenizer
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from torchmm.config import FreezeConfig, ModelConfig
+from torchmm.common.errors import DataError
 from torchmm.data.prepare import manifest, tiny_qwen
-from torchmm.errors import DataError
-from torchmm.models.hf_io import load_weights
+from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
+from torchmm.recipe.recipe import FreezeConfig, ModelConfig
 
 
 def test_what_was_prepared_is_a_model_of_every_weight(tmp_path) -> None:

@@ -7,10 +7,15 @@ from torch import nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.nn import functional
 
-from torchmm.config import ParallelConfig
-from torchmm.parallel.async_backends import BACKENDS, Collective, Ring
-from torchmm.parallel.async_linear import Overlap, gather_linear, gather_slices, linear_scatter
-from torchmm.parallel.async_tensor import Column, ScopeInput
+from torchmm.parallel.tensor.overlap_backends import BACKENDS, Collective, Ring
+from torchmm.parallel.tensor.overlap_linear import (
+    Overlap,
+    gather_linear,
+    gather_slices,
+    linear_scatter,
+)
+from torchmm.parallel.tensor.overlap_styles import Column, ScopeInput
+from torchmm.recipe.recipe import ParallelConfig
 
 NAMES = ["gather_linear", "linear_scatter", "gather_slices", "take_slice"]
 

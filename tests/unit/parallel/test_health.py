@@ -5,7 +5,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from torchmm.errors import NonFiniteError, PeerError
+from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.parallel.health import Health, SideGroup, check_finite, gather_floats, is_peer_trouble
 
 NAN, INF = math.nan, math.inf

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from torchmm.pipelining.graph import StageGraph, StageLayout
-from torchmm.pipelining.layouts import ModuleLayers
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 VISION = ModuleLayers("vision", "encoder", (1.0,) * 8, sub_microbatched=True)
 AUDIO = ModuleLayers("audio", "encoder", (0.5,) * 8, sub_microbatched=True)

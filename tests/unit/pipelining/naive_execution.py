@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import Message, Task
-from torchmm.pipelining.plan import PipelinePlan
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import Message, Task
+from torchmm.pipelining.plan.plan import PipelinePlan
 
 T = ActionType
 COMPUTES = (T.F, T.B, T.I, T.W)

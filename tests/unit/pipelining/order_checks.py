@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec, Task
-from torchmm.pipelining.plan import ActionRecord, ComputeOrder
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec, Task
+from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder
 
 F, B, I, W = ActionType.F, ActionType.B, ActionType.I, ActionType.W  # noqa: E741
 

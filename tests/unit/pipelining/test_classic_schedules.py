@@ -19,16 +19,20 @@ from order_checks import (
 )
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from torchmm.pipelining.classic import (
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.schedules.classic import (
     forward_only,
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
     zero_bubble,
 )
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.layouts import megatron_balanced_layout, megatron_layout, separated_layout
-from torchmm.pipelining.schedules import SCHEDULES
+from torchmm.pipelining.schedules.layouts import (
+    megatron_balanced_layout,
+    megatron_layout,
+    separated_layout,
+)
+from torchmm.pipelining.schedules.names import SCHEDULES
 
 UNIT = {F: 1.0, B: 2.0, I: 1.0, W: 1.0}
 MICROBATCHES = (1, 2, 3, 4, 7, 8, 10)

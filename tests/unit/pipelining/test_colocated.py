@@ -4,16 +4,16 @@ import re
 
 import pytest
 
-from torchmm.pipelining.actions import ActionType
-from torchmm.pipelining.classic import forward_only, gpipe
-from torchmm.pipelining.colocated import backbone_order, colocated_layout, encoder_names
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.orders import order_problems
-from torchmm.pipelining.schedules import SCHEDULES
-from torchmm.pipelining.separated import separated
-from torchmm.pipelining.validation import validate_plan
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.orders import order_problems
+from torchmm.pipelining.schedules.classic import forward_only, gpipe
+from torchmm.pipelining.schedules.colocated import backbone_order, colocated_layout, encoder_names
+from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.pipelining.schedules.separated import separated
 
 
 def modules(trained: dict[str, bool] | None = None, tied: bool = False) -> list[ModuleLayers]:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from torchmm.config import FreezeConfig, ModelConfig
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.graph import StageLayout, StageSpec
-from torchmm.pipelining.layouts import ModuleLayers, megatron_layout, separated_layout
+from torchmm.pipelining.plan.graph import StageLayout, StageSpec
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout, separated_layout
+from torchmm.recipe.recipe import FreezeConfig, ModelConfig
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 MODEL = {

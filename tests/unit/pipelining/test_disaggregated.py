@@ -9,19 +9,19 @@ import pytest
 from module_cases import AUDIO, GENERATOR, LLM, MODELS, VISION, freezing, frozen, steps
 from order_checks import assert_complete, makespan, peaks, play
 
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.classic import gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
-from torchmm.pipelining.disaggregated import (
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.orders import order_problems
+from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b, one_f_one_b, zero_bubble
+from torchmm.pipelining.schedules.disaggregated import (
     UnitSize,
     deal_tasks,
     disaggregated_layout,
     disaggregated_order,
 )
-from torchmm.pipelining.graph import StageGraph, StageLayout
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.orders import order_problems
-from torchmm.pipelining.separated import separated
-from torchmm.pipelining.validation import validate_plan
+from torchmm.pipelining.schedules.separated import separated
 
 F, B = ActionType.F, ActionType.B
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}

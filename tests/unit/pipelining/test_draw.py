@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.draw import Panel, draw_timelines
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.plan import ActionRecord
-from torchmm.pipelining.timeline import analyze_timeline, uniform_timeline
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan.plan import ActionRecord
+from torchmm.pipelining.view.draw import Panel, draw_timelines
+from torchmm.pipelining.view.timeline import analyze_timeline, uniform_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

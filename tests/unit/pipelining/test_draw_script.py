@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.plan import ActionRecord
-from torchmm.pipelining.records import write_records
-from torchmm.pipelining.schedules import SCHEDULES
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan.plan import ActionRecord
+from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.pipelining.view.records import write_records
 
 ROOT = Path(__file__).parents[3]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,21 +11,21 @@ from module_cases import LLM, MODELS, VISION, freezing, steps
 from order_checks import F, assert_complete, chain, play
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from torchmm.errors import PlanError
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.classic import interleaved_1f1b, zero_bubble
-from torchmm.pipelining.exchange import (
+from torchmm.common.errors import PlanError
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan.orders import order_problems
+from torchmm.pipelining.plan.plan import ActionRecord
+from torchmm.pipelining.schedules.classic import interleaved_1f1b, zero_bubble
+from torchmm.pipelining.schedules.layouts import separated_layout
+from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout, schedule_named
+from torchmm.pipelining.view.exchange import (
     read_actions,
     read_order,
     write_actions,
     write_chrome_trace,
     write_order,
 )
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.layouts import separated_layout
-from torchmm.pipelining.orders import order_problems
-from torchmm.pipelining.plan import ActionRecord
-from torchmm.pipelining.schedules import SCHEDULES, schedule_layout, schedule_named
 
 
 def cells(path):

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 from test_mirrors import graph
 
-from torchmm.balance.optimus import optimus
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.balance.simulator import simulate
-from torchmm.pipelining.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.classic import forward_only
-from torchmm.pipelining.fillers import encoder_stages, feeds, fill_tensor_bubbles
-from torchmm.pipelining.fillers import filled as filled_places
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.runtime import PipelineRuntime
-from torchmm.pipelining.side_stream import SideStream
-from torchmm.pipelining.validation import validate_plan
+from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.side_stream import SideStream
+from torchmm.pipelining.schedules.classic import forward_only
+from torchmm.pipelining.schedules.fillers import encoder_stages, feeds, fill_tensor_bubbles
+from torchmm.pipelining.schedules.fillers import filled as filled_places
 
 SHARE = 0.5
 

@@ -9,12 +9,12 @@ from module_cases import MODELS, freezing, steps
 from naive_execution import WAIT_OF, failure, reach
 from random_orders import random_graph, random_order, random_specs
 
-from torchmm.pipelining.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.classic import forward_only, gpipe, one_f_one_b
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.schedules import SCHEDULES, schedule_layout
-from torchmm.pipelining.validation import validate_plan
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.schedules.classic import forward_only, gpipe, one_f_one_b
+from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout
 
 T = ActionType
 SENDS, RECEIVES, WAITS = (T.SEND_F, T.SEND_B), (T.RECV_F, T.RECV_B), (T.WAIT_F, T.WAIT_B)

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from torchmm.balance.optimus import optimus
-from torchmm.balance.plan_costs import PlanCosts
-from torchmm.pipelining.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.classic import forward_only
-from torchmm.pipelining.colocated import colocated_layout, spread_replicas
-from torchmm.pipelining.graph import Message, StageGraph
-from torchmm.pipelining.layouts import ModuleLayers
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.orders import by_rank
-from torchmm.pipelining.validation import validate_plan
+from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import Message, StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.orders import by_rank
+from torchmm.pipelining.schedules.classic import forward_only
+from torchmm.pipelining.schedules.colocated import colocated_layout, spread_replicas
+from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 RANKS, MIRRORS = 2, 2
 

@@ -22,14 +22,14 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.activation import apply_activation_checkpoint
-from torchmm.pipelining.cut import cut_for_rank
-from torchmm.pipelining.graph import StageGraph, StageLayout, Task
-from torchmm.pipelining.layouts import Cut, build_layout
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.messages import message_specs
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.runtime import PipelineRuntime
-from torchmm.pipelining.stage import PipelineStage, StageOutput, make_stage
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.stage import PipelineStage, StageOutput, make_stage
+from torchmm.pipelining.schedules.layouts import Cut, build_layout
 
 
 class Checking(PipelineStage):

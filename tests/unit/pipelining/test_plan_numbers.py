@@ -7,10 +7,10 @@ import pytest
 from pipeline_cases import Case, step_of
 from random_orders import random_order
 
-from torchmm.pipelining.graph import StageGraph
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.plan_numbers import decode_plan, encode_plan
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.numbers import decode_plan, encode_plan
+from torchmm.pipelining.plan.plan import PipelinePlan
 
 
 def plan_of(case: Case, seed: int) -> PipelinePlan:

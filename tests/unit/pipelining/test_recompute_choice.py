@@ -14,11 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchmm.parallel import activation
 from torchmm.parallel.activation import apply_activation_checkpoint, set_layer_modes
-from torchmm.pipelining.graph import Task
-from torchmm.pipelining.layouts import Cut, build_layout
-from torchmm.pipelining.plan import PipelinePlan
-from torchmm.pipelining.runtime import PipelineRuntime
-from torchmm.pipelining.validation import validate_plan
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.graph import Task
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.schedules.layouts import Cut, build_layout
 
 CUTS = {"vision": [Cut(n, (0,)) for n in (1, 3)], "llm": [Cut(n, (0,)) for n in (2, 2)]}
 ONE = 1

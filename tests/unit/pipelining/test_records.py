@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from torchmm.batch import ImageMeta, MicrobatchMeta, SampleMeta
-from torchmm.generated import GeneratedMeta
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.plan import ActionRecord
-from torchmm.pipelining.records import (
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.common.generated import GeneratedMeta
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan.plan import ActionRecord
+from torchmm.pipelining.view.records import (
     StepContent,
     read_content,
     read_records,

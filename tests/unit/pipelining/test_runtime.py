@@ -20,14 +20,14 @@ from toy_stages import (
     toy_stages,
 )
 
-from torchmm.pipelining import step_state
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec, Task
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import PipelinePlan, TensorSpec
-from torchmm.pipelining.runtime import PipelineRuntime, channel_pairs
-from torchmm.pipelining.stage import PipelineStage, StageOutput
-from torchmm.pipelining.step_state import StepState
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec, Task
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan, TensorSpec
+from torchmm.pipelining.run import step_state
+from torchmm.pipelining.run.runtime import PipelineRuntime, channel_pairs
+from torchmm.pipelining.run.stage import PipelineStage, StageOutput
+from torchmm.pipelining.run.step_state import StepState
 
 KIND = ActionType
 

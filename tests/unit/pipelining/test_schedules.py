@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from module_cases import MODELS, freezing, steps
 
-from torchmm import config
-from torchmm.pipelining.classic import forward_only
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.schedules import SCHEDULES, schedule_layout
-from torchmm.pipelining.validation import validate_plan
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.schedules.classic import forward_only
+from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout
+from torchmm.recipe import recipe as config
 
 
 def test_recipes_know_the_same_schedules():

@@ -21,11 +21,15 @@ from order_checks import (
     play,
 )
 
-from torchmm.pipelining.actions import Action
-from torchmm.pipelining.graph import StageGraph, Task
-from torchmm.pipelining.layouts import megatron_balanced_layout, megatron_layout, separated_layout
-from torchmm.pipelining.schedules import SCHEDULES
-from torchmm.pipelining.separated import layer_durations, separated
+from torchmm.pipelining.plan.actions import Action
+from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.schedules.layouts import (
+    megatron_balanced_layout,
+    megatron_layout,
+    separated_layout,
+)
+from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.pipelining.schedules.separated import layer_durations, separated
 
 
 def unit(action):

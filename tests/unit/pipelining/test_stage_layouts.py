@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 from module_cases import AUDIO, GENERATOR, LLM, MODELS, VISION, frozen, tower_frozen
 
-from torchmm.pipelining.layouts import (
+from torchmm.pipelining.schedules.layouts import (
     Cut,
     ModuleLayers,
     build_layout,
@@ -17,8 +17,8 @@ from torchmm.pipelining.layouts import (
     megatron_layout,
     separated_layout,
 )
-from torchmm.pipelining.partition import balanced_cuts
-from torchmm.pipelining.schedules import SCHEDULES, schedule_layout, schedule_named
+from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout, schedule_named
+from torchmm.pipelining.schedules.partition import balanced_cuts
 
 TIED = ModuleLayers("llm", "llm", (1.0,) * 8, tied=True)
 

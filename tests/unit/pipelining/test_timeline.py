@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from torchmm.pipelining.actions import Action, ActionType
-from torchmm.pipelining.graph import StageGraph, StageLayout, StageSpec
-from torchmm.pipelining.plan import ActionRecord
-from torchmm.pipelining.timeline import BUBBLE_CLASSES, analyze_timeline, uniform_timeline
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan.plan import ActionRecord
+from torchmm.pipelining.view.timeline import BUBBLE_CLASSES, analyze_timeline, uniform_timeline
 
 F, B, I, W = ActionType.F, ActionType.B, ActionType.I, ActionType.W  # noqa: E741
 

@@ -8,15 +8,15 @@ import torch
 from naive_execution import failure
 from random_orders import random_graph, random_order, random_specs
 
-from torchmm.errors import PlanError
-from torchmm.pipelining.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.classic import forward_only, gpipe, one_f_one_b
-from torchmm.pipelining.graph import Message, StageGraph, StageLayout, StageSpec, Task
-from torchmm.pipelining.lowering import lower_plan
-from torchmm.pipelining.plan import TensorSpec
-from torchmm.pipelining.rules import MemoryModel
-from torchmm.pipelining.transfers import transfers
-from torchmm.pipelining.validation import validate_plan
+from torchmm.common.errors import PlanError
+from torchmm.pipelining.checks.rules import MemoryModel
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import TensorSpec
+from torchmm.pipelining.plan.transfers import transfers
+from torchmm.pipelining.schedules.classic import forward_only, gpipe, one_f_one_b
 
 T = ActionType
 

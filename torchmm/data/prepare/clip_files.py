@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from torchmm.errors import DataError
+from torchmm.common.errors import DataError
 
 
 class Container(NamedTuple):

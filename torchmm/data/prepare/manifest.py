@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchmm.common.files import replace_atomically
 from torchmm.data.prepare.packages import Package
-from torchmm.files import replace_atomically
 
 NAME = "MANIFEST.json"
 

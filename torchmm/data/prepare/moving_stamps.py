@@ -16,10 +16,10 @@ import datasets
 import pyarrow.parquet as pq
 from PIL import Image
 
-from torchmm.data.images import to_rgb
+from torchmm.common.errors import DataError
+from torchmm.data.media.images import to_rgb
 from torchmm.data.prepare.manifest import new_directory, read, record
 from torchmm.data.prepare.parquet import write_splits
-from torchmm.errors import DataError
 
 FRAMES = 8
 SIZE_PX = 64

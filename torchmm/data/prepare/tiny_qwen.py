@@ -16,8 +16,8 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
+from torchmm.common.errors import DataError
 from torchmm.data.prepare.manifest import new_directory, record
-from torchmm.errors import DataError
 
 NAME = "tiny_qwen2_5_vl"
 MAX_PIXELS = 112 * 112

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from torchmm.common.errors import DataError
 from torchmm.data.prepare.manifest import new_directory, read, record
-from torchmm.errors import DataError
 
 VOCAB_SIZE = 1024
 """Small, so that rare nouns are spelled: a token that occurs once in the data learns nothing."""

@@ -23,7 +23,9 @@ import datasets
 import pyarrow.parquet as pq
 from PIL import Image
 
-from torchmm.data.images import to_rgb
+from torchmm.common.errors import DataError
+from torchmm.data.media.images import to_rgb
+from torchmm.data.media.video import Clip
 from torchmm.data.prepare.clip_files import CONTAINERS, write_clip
 from torchmm.data.prepare.manifest import new_directory, read, record
 from torchmm.data.prepare.moving_stamps import MOTIONS, frame_at
@@ -34,8 +36,6 @@ from torchmm.data.prepare.packages import (
     wheel,
 )
 from torchmm.data.prepare.parquet import write_rows, write_splits
-from torchmm.data.video import Clip
-from torchmm.errors import DataError
 
 FPS = 8
 FRAMES = 8

@@ -1,0 +1,228 @@
+"""Training of one case of `cost_cases`, and what its ranks report of it.
+
+Every case has processes of its own: gloo gives each process group a thread that wakes a hundred
+times a second, and idle groups of ten cases in one process took 4 % of both cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from support.cases.cost_cases import CostCase
+from support.ranks import StepTime, Stopwatch
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.operators import Profile
+from torchmm.balance.costs.step_costs import of_meeting_replicas, plan_costs, slowest_update_ms
+from torchmm.balance.simulation.simulator import SimulatedStep, simulate
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.host_memory import keep_freed_memory
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import materialize, module_of
+from torchmm.parallel.apply import parallelize, reshards_after_forward
+from torchmm.parallel.mesh import build_mesh
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.planning.step import plan_layout
+from torchmm.recipe.recipe import CompileConfig, OptimizerConfig
+from torchmm.training.optim import build_optimizer, clip_factor, global_grad_norm, scale_gradients
+from torchmm.training.pipeline import Pipeline
+from torchmm.training.step import TrainStep
+
+CPU = torch.device("cpu")
+CLASSES = {
+    "forwards": (ActionType.F,),
+    "backwards": (ActionType.B, ActionType.I, ActionType.W),
+    "reductions": (ActionType.REDUCE_GRAD, ActionType.REDUCE_TIED),
+    "posts": (ActionType.SEND_F, ActionType.SEND_B, ActionType.RECV_F, ActionType.RECV_B),
+    "waits": (
+        ActionType.WAIT_F,
+        ActionType.WAIT_B,
+        ActionType.WAIT_SEND_F,
+        ActionType.WAIT_SEND_B,
+    ),
+}
+"""Of actions that take a rank's time."""
+REST = "behind the plan"
+"""Norm of the gradients, clipping, optimizer; on ranks that are done early, waiting for it."""
+
+
+class CaseProgram:
+    """Trains a case as the trainer does, on this rank; creating it is collective."""
+
+    def __init__(self, case: CostCase) -> None:
+        self.name, self.case = case.name, case
+        config = case.config
+        self.mesh = mesh = build_mesh(config, CPU)
+        self.model = case.build()
+        self.modules = [module.describe() for module in self.model.modality_modules()]
+        every = [case.step(replica) for replica in range(mesh.data_parallel_size)]
+        self.microbatches = every[mesh.data_parallel_rank]
+        self.targets = sum(m.target_count for step in every for m in step)
+        layout = plan_layout(config, self.modules, [m.meta for step in every for m in step])
+        stages = cut_for_rank(self.model, layout, mesh.pipeline_rank)
+        parallelize(self.model, mesh, config, case.checkpointing, CompileConfig(), torch.float32)
+        materialize(self.model, CPU)
+        init_weights(self.model, case.seed)
+        self.pipeline = Pipeline(
+            self.model, stages, layout, self.modules, config, mesh, torch.float32
+        )
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._copies = self.model.tied_copy_parameters()
+        optimizer = OptimizerConfig(lr=1e-5)
+        self._optimizer = build_optimizer(self.model, module_of, optimizer, self._copies)
+        self._train_step = TrainStep(self.pipeline, mesh)
+        self.cpu_ms: list[float] = []
+        """Of every step: time of this process on a core."""
+        self.classes: list[dict[str, float]] = []
+        """Of every step: this rank's milliseconds by class of action."""
+
+    def step(self, index: int) -> float:
+        """All that a step does behind its data; the seconds of computing."""
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        outcome = self._train_step.run(self.microbatches, self.targets)
+        group = self.mesh.pipeline.get_group() if self.mesh.pipeline_size > 1 else None
+        norm = global_grad_norm(self._parameters, self._copies, group).item()
+        scale_gradients(self._parameters, clip_factor(norm, 1.0))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.cpu_ms.append(1e3 * (time.process_time() - begin_cpu_s))
+        took_ms = 1e3 * (time.perf_counter() - begin_s)
+        records = outcome.result.records or []
+        self.classes.append(by_class(records) | {REST: took_ms - outcome.span_ms})
+        return outcome.compute_ms / 1e3
+
+    def replica(self) -> Replica:
+        """What this rank's step is predicted from."""
+        mesh, config = self.mesh, self.case.config
+        metas = [m.meta for m in self.microbatches]
+        targets = [m.target_count for m in self.microbatches]
+        execution = Execution(
+            tensor=mesh.tensor_size,
+            sequence_parallel=config.sequence_parallel,
+            shard=mesh.shard_size,
+            replicate=mesh.replicate_size,
+            recompute=self.case.recompute,
+        )
+        layerwise = mesh.pipeline_size == 1 and reshards_after_forward(config)
+        plan = self.pipeline.plan(metas, targets)
+        return Replica(plan, self.modules, metas, targets, execution, layerwise)
+
+
+def by_class(records: Iterable[ActionRecord]) -> dict[str, float]:
+    """Milliseconds by class of action."""
+    found = dict.fromkeys(CLASSES, 0.0)
+    names = {kind: name for name, kinds in CLASSES.items() for kind in kinds}
+    for record in records:
+        if (name := names.get(record.action.type)) is not None:
+            found[name] += record.end_ms - record.start_ms
+    return found
+
+
+class Replica(NamedTuple):
+    """A rank's plan and all that predicts it."""
+
+    plan: PipelinePlan
+    modules: list[ModuleDescription]
+    metas: list[MicrobatchMeta]
+    targets: list[int]
+    execution: Execution
+    layerwise: bool
+
+
+class Prediction(NamedTuple):
+    """Of one case's step."""
+
+    step_ms: float
+    """Of the slowest rank."""
+    classes: Mapping[str, float]
+    """By class of action, summed over ranks."""
+
+
+def predict(replicas: list[Replica], profile: Profile) -> Prediction:
+    """The step of ranks; ranks of one pipeline have the same plan.
+
+    Args:
+        replicas: of all ranks.
+    """
+    costs = []
+    for own in replicas:
+        executions = dict.fromkeys((module.name for module in own.modules), own.execution)
+        model = CostModel(profile, "float32", executions)
+        graph = own.plan.graph
+        costs.append(
+            plan_costs(
+                graph, own.modules, own.metas, model,
+                targets=own.targets, layerwise=own.layerwise,
+            )
+        )  # fmt: skip
+    first = replicas[0]
+    if first.layerwise:
+        costs = [of_meeting_replicas(costs)] * len(costs)
+    update_ms = slowest_update_ms(first.plan.graph.layout, first.modules, model)
+    piped = len(first.plan.actions) > 1
+    steps = [simulate(r.plan, c) for r, c in zip(replicas, costs, strict=True)]
+    ends_ms: list[float] = []
+    classes: dict[str, float] = defaultdict(float)
+    for step in steps[: 1 if piped else None]:
+        for name, ms in by_class(step.records).items():
+            classes[name] += ms
+        ends_ms += _ends_ms(step)
+    whole_ms = max(ends_ms) + update_ms
+    classes[REST] = sum(whole_ms - end_ms for end_ms in ends_ms)
+    return Prediction(whole_ms, classes)
+
+
+def _ends_ms(step: SimulatedStep) -> list[float]:
+    """By rank of the plan: end of its last action."""
+    ends = dict.fromkeys(range(len(step.plan.actions)), 0.0)
+    for record in step.records:
+        ends[record.rank] = max(ends[record.rank], record.end_ms)
+    return list(ends.values())
+
+
+@dataclass(frozen=True)
+class CaseRuns:
+    """What the ranks of a case report.
+
+    Attributes:
+        times: of undisturbed runs, one after the other.
+        disturbed: runs that were left out.
+        cpu_ms: of every run, on this rank.
+        classes: milliseconds by class of action, summed over ranks, the median over runs.
+        replicas: of all ranks.
+    """
+
+    times: list[StepTime]
+    disturbed: int
+    cpu_ms: list[float]
+    classes: Mapping[str, float]
+    replicas: list[Replica]
+
+
+def run_case(case: CostCase, runs: int, patience_s: float, quiet: float) -> CaseRuns:
+    """Trains a case for a few steps; collective, what every rank returns.
+
+    Args:
+        patience_s, quiet: as `Stopwatch` has them.
+    """
+    keep_freed_memory()
+    program = CaseProgram(case)
+    compared = Stopwatch(patience_s, quiet).compare([program], 1, runs)
+    own = program.classes[1:]  # the first warms up
+    mine = {name: median(step[name] for step in own) for name in own[0]}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (mine, program.replica()))
+    sums = {name: sum(classes[name] for classes, _ in every) for name in mine}
+    times = compared.times[program.name]
+    replicas = [replica for _, replica in every]
+    return CaseRuns(times, compared.disturbed, program.cpu_ms[1:], sums, replicas)

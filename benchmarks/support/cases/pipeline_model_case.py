@@ -1,0 +1,389 @@
+"""Real wall clock on two ranks: torch's schedules against separated segments with sub-microbatches.
+
+Both sides run the same weights on the same microbatches in the same processes. What each side may
+choose, it chooses the same way: all candidates are played through with the layers' measured speed,
+the best few of each kind run for real, the fastest stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations, islice, pairwise
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from support.harness import Row
+from support.models.pipeline_model import Size, load_steps, stages_of_rank
+from support.models.stock_pipeline import Split, StockProgram
+from support.ranks import Comparison, Program, Stopwatch
+from torchmm.balance.costs.layer_costs import module_layers, task_durations
+from torchmm.balance.rates import Kind
+from torchmm.common.batch import Microbatch, ModuleDescription
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.schedules.classic import interleaved_1f1b
+from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout
+from torchmm.pipelining.schedules.separated import separated
+from torchmm.pipelining.view.timeline import uniform_timeline
+from torchmm.planning.step import plan_layout
+from torchmm.recipe.recipe import ParallelConfig
+from torchmm.training.pipeline import Pipeline
+
+RANKS = 2
+GOAL, TOLERANCE = 1.15, 1e-5
+QUIET = 0.05
+"""Share of the CPU that other programs may take: ranks need all of it."""
+ACTION_S = 2e-3
+"""Assumed when playing through: what an action takes beside its layers, mostly for messages."""
+FRONT, SPREAD, OURS = "tower in stage 0", "tower cut too", "ours"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How long to measure what."""
+
+    size: Size
+    microbatches: int = 8
+    steps: int = 2
+    runs: int = 5
+    patience_s: float = 1800
+    """How long to wait for other programs to end."""
+    tried: int = 2
+    """Candidates of each kind that run for real."""
+    turns: int = 2
+    """Runs of each of those."""
+    images: tuple[int, ...] = (2, 4, 8)
+    """Sizes of sub-microbatches to try."""
+
+
+SETTINGS = {
+    "full": [Setting(Size(12, 32, 96, 96)), Setting(Size(12, 30, 96, 64))],
+    "quick": [
+        Setting(
+            Size(4, 10, 96, 96), microbatches=6, steps=1, runs=2, patience_s=0, tried=1, turns=1,
+            images=(4,),
+        )
+    ],
+    "tiny": [
+        Setting(
+            Size(2, 2, 32, 32), microbatches=4, steps=1, runs=1, patience_s=0, tried=1, turns=1,
+            images=(4,),
+        )
+    ],
+}  # fmt: skip
+"""Proportions of SmolVLM-500M and SmolVLM-256M; a third of the former's layers; for tests."""
+PLAYED = 200
+"""Splits of each kind that are played through: those that divide the work most evenly."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a recipe can set for separated modules."""
+
+    tower_segments: int
+    llm_segments: int
+    images: int
+    """Per sub-microbatch, at most."""
+
+    def config(self) -> ParallelConfig:
+        return ParallelConfig.model_validate(
+            {
+                "pipeline": RANKS,
+                "schedule": "separated",
+                "virtual_stages": self.llm_segments,
+                "vision": {
+                    "segments": self.tower_segments,
+                    "sub_microbatch_images": self.images,
+                },
+            }
+        )
+
+    def parts(self, images: int) -> int:
+        """Sub-microbatches of a microbatch."""
+        return ceil(images / self.images)
+
+    def __str__(self) -> str:
+        return (
+            f"segments {self.tower_segments} (tower) and {self.llm_segments} (LLM), "
+            f"{self.images} images per sub-microbatch"
+        )
+
+
+class OurProgram:
+    """Steps through `Pipeline`, as the trainer runs them; planning each is part of it."""
+
+    def __init__(
+        self,
+        name: str,
+        model: MultimodalModel,
+        steps: Sequence[Sequence[Microbatch]],
+        choice: Choice,
+        mesh: ParallelMesh,
+    ) -> None:
+        self.name, self.choice = name, choice
+        self.model, self.steps = model, steps
+        config = choice.config()
+        descriptions = [module.describe() for module in model.modality_modules()]
+        layout = plan_layout(config, descriptions, [m.meta for s in steps for m in s])
+        stages = stages_of_rank(model, layout, mesh.pipeline_rank)
+        self.pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
+        self.busy_s: dict[Kind, float] = {}
+        """Of the last step on this rank, by module and kind of action."""
+
+    def step(self, index: int) -> float:
+        microbatches = self.steps[index]
+        self.model.zero_grad()
+        targets = sum(m.target_count for m in microbatches)
+        plan, result = self.pipeline.run(microbatches, loss_scale=1 / targets)
+        stages = plan.graph.layout.stages
+        self.busy_s = {}
+        for record in result.records or ():
+            if record.action.type in COMPUTE:
+                kind = stages[record.action.stage].module, record.action.type
+                took_s = (record.end_ms - record.start_ms) / 1e3
+                self.busy_s[kind] = self.busy_s.get(kind, 0.0) + took_s
+        return sum(self.busy_s.values())
+
+
+class Costs:
+    """Durations of tasks in seconds: FLOPs by the measured speed of each module's forwards and
+    backwards, as the trainer plans with.
+
+    Args:
+        programs: for each size of sub-microbatches; their speed is measured.
+    """
+
+    def __init__(
+        self,
+        descriptions: Sequence[ModuleDescription],
+        programs: Sequence[OurProgram],
+        watch: Stopwatch,
+    ) -> None:
+        self.descriptions = descriptions
+        self.steps = programs[0].steps
+        self.metas = [m.meta for step in self.steps for m in step]
+        """Of all steps."""
+        self.modules: list[ModuleLayers] = module_layers(descriptions, self.metas)
+        self.seconds: dict[int, dict[Kind, float]] = {}
+        """Per FLOP, by images per sub-microbatch and kind."""
+        self.tower_share = 0.0
+        """Of the time, with the largest sub-microbatches."""
+        for program in sorted(programs, key=lambda program: program.choice.images):
+            flops = self._flops(program)
+            for _ in range(2):  # the first warms up
+                watch.time(program, 0)
+            busy = torch.tensor([program.busy_s.get(kind, 0.0) for kind in flops])
+            dist.all_reduce(busy)
+            speed = {k: s / flops[k] for k, s in zip(flops, busy.tolist(), strict=True)}
+            for (module, kind), seconds in list(speed.items()):
+                if kind is ActionType.B:
+                    speed |= {(module, half): seconds for half in (ActionType.I, ActionType.W)}
+            self.seconds[program.choice.images] = speed
+            tower = [module == "vision" for module, _ in flops]
+            self.tower_share = (busy[tower].sum() / busy.sum()).item()
+
+    def rates(self, choice: Choice) -> dict[Kind, float]:
+        """Seconds per FLOP with sub-microbatches of that size, or the largest measured."""
+        return self.seconds.get(choice.images, self.seconds[max(self.seconds)])
+
+    def _flops(self, program: OurProgram) -> dict[Kind, float]:
+        """Of the first step."""
+        layout = program.pipeline.layout
+        graph, duration = self.graph_of(layout, 0, program.choice.parts)
+        flops: dict[Kind, float] = {}
+        for row in separated(graph):
+            for action in row:
+                kind = layout.stages[action.stage].module, action.type
+                flops[kind] = flops.get(kind, 0.0) + duration(action)
+        return flops
+
+    def graph_of(
+        self, layout: StageLayout, index: int, parts: Callable[[int], int]
+    ) -> tuple[StageGraph, Callable[[Action], float]]:
+        """Graph of a step and the FLOPs of its actions."""
+        step = self.steps[index]
+        counts = tuple(parts(len(m.meta.patches("vision"))) for m in step)
+        graph = StageGraph(layout, len(step), {"vision": counts})
+        targets = [m.target_count for m in step]
+        return graph, task_durations(graph, self.descriptions, [m.meta for m in step], targets)
+
+    def makespan_s(
+        self,
+        layout: StageLayout,
+        parts: Callable[[int], int],
+        order: Callable[[StageGraph, Callable[[Action], float]], ComputeOrder],
+        speed: Mapping[Kind, float],
+    ) -> float:
+        """Of all steps."""
+        total = 0.0
+        for index in range(len(self.steps)):
+            graph, flops = self.graph_of(layout, index, parts)
+            seconds = self.seconds_of(layout, flops, speed)
+            records = uniform_timeline(order(graph, flops), graph, seconds)
+            total += max(record.end_ms for record in records)
+        return total
+
+    def seconds_of(
+        self, layout: StageLayout, flops: Callable[[Action], float], speed: Mapping[Kind, float]
+    ) -> Callable[[Action], float]:
+        """Durations of actions."""
+
+        def seconds(action: Action) -> float:
+            kind = layout.stages[action.stage].module, action.type
+            return ACTION_S + flops(action) * speed[kind]
+
+        return seconds
+
+    def stock_s(self, split: Split) -> float:
+        """Makespan of a stock schedule, whose tower takes all images of a microbatch together."""
+        layout = chain_layout(self.modules, split)
+        speed = self.seconds[max(self.seconds)]
+        return self.makespan_s(layout, lambda n: min(n, 1), lambda g, _: interleaved_1f1b(g), speed)
+
+    def ours_s(self, choice: Choice) -> float:
+        """Makespan of separated segments."""
+        layout = plan_layout(choice.config(), self.descriptions, self.metas)
+        return self.makespan_s(layout, choice.parts, separated, self.seconds[choice.images])
+
+
+def chain_layout(modules: Sequence[ModuleLayers], split: Split) -> StageLayout:
+    """The stages of `StockProgram`, for playing it through."""
+    depth = len(modules[0].costs)
+    cuts: dict[str, list[Cut]] = {module.name: [] for module in modules}
+    for i, (start, stop) in enumerate(pairwise([sum(split[:i]) for i in range(len(split) + 1)])):
+        inside = min(stop, depth) - min(start, depth), max(stop, depth) - max(start, depth)
+        for module, layers in zip(modules, inside, strict=True):
+            if layers:
+                cuts[module.name].append(Cut(layers, (i % RANKS,), i // RANKS, i))
+    return build_layout(modules, cuts)
+
+
+def splits(modules: Sequence[ModuleLayers], stages: int, slack: float = 1.15) -> Iterator[Split]:
+    """All splits of the chain whose most loaded rank has at most `slack` times the least load.
+
+    Those that divide the work most evenly come first.
+    """
+    costs = [cost for module in modules for cost in module.costs_with_ends]
+    loads: dict[Split, float] = {}
+    for ends in combinations(range(1, len(costs)), stages - 1):
+        split = tuple(b - a for a, b in pairwise((0, *ends, len(costs))))
+        sums = [sum(costs[a:b]) for a, b in pairwise((0, *ends, len(costs)))]
+        loads[split] = max(sum(sums[rank::RANKS]) for rank in range(RANKS))
+    least = {front: min((v for s, v in loads.items() if in_front(modules, s) is front), default=0)
+             for front in (True, False)}  # fmt: skip
+    for split, load in sorted(loads.items(), key=lambda item: item[1]):
+        if load <= slack * least[in_front(modules, split)]:
+            yield split
+
+
+def in_front(modules: Sequence[ModuleLayers], split: Split) -> bool:
+    """Whether the whole tower is in stage 0."""
+    return split[0] >= len(modules[0].costs)
+
+
+def choices(setting: Setting) -> list[Choice]:
+    """All of ours."""
+    size = setting.size
+    return [
+        Choice(tower, llm, images)
+        for tower in (1, 2, 4)
+        for llm in (1, 2, 4)
+        for images in setting.images
+        if tower * RANKS <= size.tower_layers and llm * RANKS <= size.llm_layers
+    ]
+
+
+def choose_ours(
+    setting: Setting, costs: Costs, watch: Stopwatch, make: Callable[[Choice], OurProgram]
+) -> OurProgram:
+    """The fastest of our settings."""
+    kept = sorted(choices(setting), key=costs.ours_s)[: setting.tried]
+    return watch.fastest([make(choice) for choice in kept], setting.turns)
+
+
+def choose_stock(
+    setting: Setting,
+    costs: Costs,
+    watch: Stopwatch,
+    front: bool,
+    make: Callable[[Split], StockProgram],
+) -> StockProgram:
+    """The fastest split under 1F1B or interleaved 1F1B."""
+    tried: list[Split] = []
+    for stages in (RANKS, 2 * RANKS):
+        every = splits(costs.modules, stages)
+        found = (split for split in every if in_front(costs.modules, split) is front)
+        tried += sorted(islice(found, PLAYED), key=costs.stock_s)[: setting.tried]
+    return watch.fastest([make(split) for split in tried], setting.turns)
+
+
+def run_rank(setting: Setting) -> dict[str, Any]:
+    """Everything one rank does; what rank 0 reports."""
+    source, steps = load_steps(setting.steps, setting.microbatches)
+    model = setting.size.build()
+    descriptions = [module.describe() for module in model.modality_modules()]
+    mesh = build_mesh(ParallelConfig(pipeline=RANKS), torch.device("cpu"))
+
+    def make(choice: Choice) -> OurProgram:
+        return OurProgram(OURS, model, steps, choice, mesh)
+
+    watch = Stopwatch(setting.patience_s, QUIET)
+    costs = Costs(descriptions, [make(Choice(1, 1, images)) for images in setting.images], watch)
+    ours = choose_ours(setting, costs, watch, make)
+    stock = [
+        choose_stock(setting, costs, watch, front, partial(StockProgram, name, model, steps))
+        for name, front in ((FRONT, True), (SPREAD, False))
+    ]
+    programs: list[Program] = [ours, *stock]
+    difference = gradient_difference(model, programs)
+    return {
+        "source": source,
+        "images": [[m.meta.image_count for m in step] for step in steps],
+        "tower share": costs.tower_share,
+        "choice": str(ours.choice),
+        "splits": {program.name: program.split for program in stock},
+        "difference": difference,
+        "comparison": watch.compare(programs, len(steps), setting.runs),
+    }
+
+
+def gradient_difference(model: MultimodalModel, programs: Sequence[Program]) -> float:
+    """Largest |g - g'| / |g| of any parameter and program after a step, against the first's."""
+    reference: list[torch.Tensor] = []
+    worst = 0.0
+    for program in programs:
+        program.step(0)
+        for i, parameter in enumerate(model.parameters()):
+            own = parameter.grad
+            whole = torch.zeros_like(parameter) if own is None else own.clone()
+            dist.all_reduce(whole)
+            if program is programs[0]:
+                reference.append(whole)
+            else:
+                error = (whole - reference[i]).norm() / reference[i].norm()
+                worst = max(worst, error.item())
+    return worst
+
+
+def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
+    """The table's lines."""
+    size, comparison = setting.size, found["comparison"]
+    assert isinstance(comparison, Comparison)
+    case = (
+        f"{RANKS} ranks, {size.tower_layers} + {size.llm_layers} layers, "
+        f"{setting.microbatches} microbatches"
+    )
+    made = comparison.rows(case, OURS, {FRONT: GOAL, SPREAD: None})
+    difference = found["difference"]
+    made.append(
+        Row(case, "gradient difference", "relative", difference, goal=TOLERANCE, better="lower")
+    )
+    return made

@@ -1,0 +1,198 @@
+"""Eight ranks whose layers sleep: what schedules do at a depth that this machine cannot compute.
+
+Both sides choose among candidates that are played through with the known times; the best few run
+for real, the fastest stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean
+from typing import Any
+
+from documents import load_documents, pack_documents
+
+from support.harness import Row
+from support.models.stock_pipeline import Split
+from support.ranks import Comparison, Program, Stopwatch, run_ranks
+from support.sleepers import (
+    LLM_LAYERS,
+    RANKS,
+    TOWER_LAYERS,
+    Choice,
+    OurSleep,
+    StockSleep,
+    Work,
+    chain_modules,
+    durations,
+)
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.schedules.classic import interleaved_1f1b
+from torchmm.pipelining.schedules.layouts import Cut, build_layout
+from torchmm.pipelining.schedules.partition import balanced_cuts
+from torchmm.pipelining.schedules.separated import separated
+from torchmm.pipelining.view.timeline import uniform_timeline
+
+TOWER_SHARE = 0.57
+"""Of the time, on average: the share of SmolVLM-500M's FLOPs."""
+TOKENS, IMAGE_TOKENS, SEED = 2048, 64, 0
+TRANSFER_S = 5e-4
+"""Assumed when playing through: until a message is there."""
+GOAL = 1.3
+QUIET = 0.3
+"""Share of the CPU that other programs may take: sleeping takes none."""
+FRONT, SPREAD, OURS = "tower in stage 0", "tower cut too", "ours"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How long to measure what."""
+
+    layer_s: float
+    """Forward of an LLM layer."""
+    microbatches: int
+    steps: int
+    runs: int
+    patience_s: float
+    """How long to wait for other programs to end."""
+    tried: int
+    """Candidates of each side that run for real."""
+
+
+SETTINGS = {
+    "full": [
+        Setting(layer_s=4e-3, microbatches=count, steps=2, runs=3, patience_s=1800, tried=2)
+        for count in (8, 16)
+    ],
+    "quick": [Setting(layer_s=2e-3, microbatches=8, steps=1, runs=2, patience_s=0, tried=1)],
+    "tiny": [Setting(layer_s=2e-4, microbatches=8, steps=1, runs=1, patience_s=0, tried=1)],
+}
+"""The last is for tests."""
+
+
+def load_work(setting: Setting) -> Work:
+    """The first steps of a run over the real documents."""
+    packs = pack_documents(load_documents(), TOKENS, IMAGE_TOKENS, seed=SEED)
+    counts = [sum(sample.images for sample in pack) for pack in packs]
+    per_tower = TOWER_SHARE / (1 - TOWER_SHARE) * LLM_LAYERS * setting.layer_s
+    size = setting.microbatches
+    steps = [counts[i * size : (i + 1) * size] for i in range(setting.steps)]
+    return Work(steps, setting.layer_s, per_tower / TOWER_LAYERS / mean(counts))
+
+
+def chain_layout(work: Work, split: Split) -> StageLayout:
+    """The stages of `StockSleep`, for playing it through."""
+    cuts: dict[str, list[Cut]] = {"vision": [], "llm": []}
+    for i, (start, stop) in enumerate(pairwise([sum(split[:i]) for i in range(len(split) + 1)])):
+        tower = min(stop, TOWER_LAYERS) - min(start, TOWER_LAYERS)
+        for name, layers in (("vision", tower), ("llm", stop - start - tower)):
+            if layers:
+                cuts[name].append(Cut(layers, (i % RANKS,), i // RANKS, i))
+    return build_layout(chain_modules(work), cuts)
+
+
+def makespan_s(
+    work: Work, graph_of: Callable[[int], StageGraph], order: Callable[..., ComputeOrder]
+) -> float:
+    """Of all steps, played through."""
+    total = 0.0
+    for index in range(len(work.images)):
+        graph = graph_of(index)
+        seconds = durations(graph, work, index)
+        records = uniform_timeline(order(graph, seconds), graph, seconds, TRANSFER_S)
+        total += max(record.end_ms for record in records)
+    return total
+
+
+def stock_s(work: Work, split: Split) -> float:
+    """Makespan of a stock schedule."""
+    layout = chain_layout(work, split)
+
+    def graph(index: int) -> StageGraph:
+        images = work.images[index]
+        return StageGraph(layout, len(images), {"vision": tuple(min(i, 1) for i in images)})
+
+    return makespan_s(work, graph, lambda graph, seconds: interleaved_1f1b(graph))
+
+
+def ours_s(work: Work, choice: Choice) -> float:
+    """Makespan of separated segments."""
+    return makespan_s(work, lambda index: choice.graph(work, index), separated)
+
+
+def splits(work: Work, stages: int, front: bool) -> Iterator[Split]:
+    """Sensible splits of the chain: evened out, for several assumptions of what the tower takes."""
+    if front:
+        for beside in range(LLM_LAYERS // 4):
+            rest = LLM_LAYERS - beside
+            if rest >= stages - 1:
+                yield TOWER_LAYERS + beside, *balanced_cuts([1.0] * rest, stages - 1)
+        return
+    tower, llm = chain_modules(work)
+    found = set()
+    for percent in range(50, 155, 10):
+        costs = [cost * percent / 100 for cost in tower.costs]
+        found.add(tuple(balanced_cuts([*costs, *llm.costs], stages)))
+    yield from sorted(found)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What is worth running for real: the best of each kind when played through."""
+
+    ours: list[Choice]
+    stock: dict[str, list[Split]]
+    """By name of the baseline."""
+
+
+def shortlist(work: Work, tried: int) -> Candidates:
+    """The candidates of both sides, as many of each kind."""
+    choices = [
+        Choice(tower, llm, images)
+        for tower in (1, 2, 3)
+        for llm in (2, 3, 4)
+        for images in (2, 4, 8)
+    ]
+    ours = sorted(choices, key=lambda choice: ours_s(work, choice))[:tried]
+    stock = {}
+    for name, front in ((FRONT, True), (SPREAD, False)):
+        every = [s for n in (1, 2, 3) for s in splits(work, n * RANKS, front)]
+        stock[name] = sorted(every, key=lambda split: stock_s(work, split))[:tried]
+    return Candidates(ours, stock)
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """Times the case; what there is to report."""
+    work = load_work(setting)
+    return run_ranks(run_rank, RANKS, setting, work, shortlist(work, setting.tried))
+
+
+def run_rank(setting: Setting, work: Work, candidates: Candidates) -> dict[str, Any]:
+    """Everything one rank does."""
+    watch = Stopwatch(setting.patience_s, QUIET)
+    ours = watch.fastest([OurSleep(OURS, work, choice) for choice in candidates.ours])
+    stock = [
+        watch.fastest([StockSleep(name, work, split) for split in tried])
+        for name, tried in candidates.stock.items()
+    ]
+    programs: list[Program] = [ours, *stock]
+    return {
+        "images": work.images,
+        "choice": str(ours.choice),
+        "splits": {program.name: program.split for program in stock},
+        "comparison": watch.compare(programs, len(work.images), setting.runs),
+    }
+
+
+def rows(setting: Setting, found: dict[str, Any]) -> list[Row]:
+    """The table's lines."""
+    comparison = found["comparison"]
+    assert isinstance(comparison, Comparison)
+    case = (
+        f"{RANKS} sleeping ranks, {TOWER_LAYERS} + {LLM_LAYERS} layers, "
+        f"{setting.microbatches} microbatches"
+    )
+    return comparison.rows(case, OURS, {FRONT: GOAL, SPREAD: None})

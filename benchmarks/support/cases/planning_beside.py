@@ -1,0 +1,297 @@
+"""Whether planning the next step slows the one that trains: two ranks and a planning process.
+
+Two programs run the same plan of a step of the image-text model. One has the trainer's planner: its
+process searches, lowers and validates the next step's plan meanwhile; the step takes the plan that
+is there, sends it to the pipeline, makes actions of it and adds up measured times. The other
+replays the plan, which is in memory. Both run it in turns, and a run begins when the planning
+process has nothing to do. It tries as many orders as a recipe's default allows, and, in cases of
+their own, so many that the time budget ends the search: planning then takes four fifths of every
+step.
+
+A core is spare where ranks have all cores but the last, and the planning process has that one. On a
+machine with two cores the ranks then share one: steps are longer, the question is the same. Where
+there is no other core for it, the planning process is confined to the ranks' cores. It has the
+lowest priority there: ranks that compute go first, but switching and shared caches cost them time:
+steps may become slower, which the rows show and no goal limits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.cases.pipeline_model_case import QUIET, RANKS, Choice, OurProgram
+from support.harness import Row
+from support.models.pipeline_model import Size, load_steps
+from support.ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
+from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.common.host_memory import keep_freed_memory
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.planning.ahead import PlanningProcess, PlanningSetup
+from torchmm.recipe.parallel_section import SearchConfig
+from torchmm.recipe.recipe import ParallelConfig
+from torchmm.training.pipeline import Specs
+from torchmm.training.planner import StepPlanner
+from torchmm.training.step import StepOutcome, TrainStep
+
+ON, REPLAY = "planning", "replay"
+GOAL = 1.02
+ALL = 1 << 20
+"""Images of a sub-microbatch that is the whole microbatch."""
+ENDLESS = 1 << 30
+"""Steps of a run that does not end."""
+PATIENCE_S = 60.0
+"""Until a plan must be finished."""
+WARM = 3
+"""Steps: the first is planned before it begins, the second without measured times."""
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How long to measure what.
+
+    Attributes:
+        evaluations: orders tried for a step at most, by case.
+        patience_s: how long to wait for other programs to end.
+    """
+
+    size: Size
+    microbatches: int
+    runs: int
+    evaluations: tuple[int, ...]
+    patience_s: float
+    choice: Choice
+
+
+DEFAULT = SearchConfig().evaluations
+SETTINGS = {
+    "full": Setting(Size(6, 16, 96, 96), 4, 20, (DEFAULT, 200_000), 30, Choice(1, 2, 4)),
+    "quick": Setting(Size(2, 2, 96, 96), 4, 1, (DEFAULT,), 0, Choice(1, 1, 4)),
+    "tiny": Setting(Size(2, 2, 32, 32), 4, 1, (100,), 0, Choice(1, 1, 4)),
+}
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Which cores ranks and the planning process may use."""
+
+    ranks: frozenset[int]
+    planning: frozenset[int]
+
+    @property
+    def spare(self) -> bool:
+        """Whether the planning process has some of its own."""
+        return not self.ranks & self.planning
+
+    def __str__(self) -> str:
+        if not self.spare:
+            return f"{RANKS} ranks, no core spare"
+        shared = ", one core for both" if len(self.ranks) < RANKS else ""
+        return f"{RANKS} ranks{shared}, a core spare"
+
+
+def divisions() -> list[Cores]:
+    """With and without a spare core, as far as the machine has them; Linux only: elsewhere none."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    full = frozenset(cores[:RANKS])
+    found = [Cores(full, full)]
+    if len(cores) > 1:
+        found.insert(0, Cores(frozenset(cores[:-1][:RANKS]), frozenset(cores[-1:])))
+    return found
+
+
+@dataclass(frozen=True)
+class SearchedChoice(Choice):
+    """Stages whose order is searched.
+
+    Attributes:
+        evaluations: orders tried for a step at most.
+        stages: as in [parallel.search].
+    """
+
+    evaluations: int = 2000
+    stages: str = "separated"
+
+    def config(self) -> ParallelConfig:
+        values = super().config().model_dump(exclude_none=True)
+        search = {"evaluations": self.evaluations, "stages": self.stages}
+        return ParallelConfig.model_validate({**values, "schedule": "searched", "search": search})
+
+    def __str__(self) -> str:
+        if self.stages == "separated":
+            return super().__str__()
+        most = "all" if self.images == ALL else f"at most {self.images}"
+        return f"stages as in {self.stages!r}, {self.llm_segments} per rank, {most} images at once"
+
+
+class Replayed(OurProgram):
+    """The trainer's step up to the gradients, of a plan that is there.
+
+    Args:
+        shared: the plan of all programs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: MultimodalModel,
+        batch: Sequence[Microbatch],
+        choice: SearchedChoice,
+        mesh: ParallelMesh,
+        shared: list[PipelinePlan],
+    ) -> None:
+        super().__init__(name, model, [batch], choice, mesh)
+        self.shared, self.train = shared, TrainStep(self.pipeline, mesh)
+        self.targets = sum(m.target_count for m in batch)
+        self.pipeline.ready = self.ready
+
+    def ready(self, metas: Sequence[MicrobatchMeta], specs: Specs) -> PipelinePlan | None:
+        """Of the step that begins."""
+        return self.shared[0]
+
+    def train_step(self, index: int) -> StepOutcome:
+        """Gradients of a step."""
+        self.model.zero_grad()
+        return self.train.run(self.steps[index], self.targets)
+
+    def step(self, index: int) -> float:
+        return self.train_step(index).compute_ms / 1e3
+
+
+class Planned(Replayed):
+    """The same beside planning. The first plan that the process has is what all programs run.
+
+    Args:
+        cores: for the planning process.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        batch: Sequence[Microbatch],
+        choice: SearchedChoice,
+        mesh: ParallelMesh,
+        shared: list[PipelinePlan],
+        cores: Cores | None,
+    ) -> None:
+        super().__init__(ON, model, batch, choice, mesh, shared)
+        self.cores = cores
+        self.process: PlanningProcess | None = None
+        self.number, self.planning = 0, False
+        descriptions = [module.describe() for module in model.modality_modules()]
+        logger = logging.getLogger(__name__)
+        self.planner = StepPlanner(
+            self.pipeline, descriptions, mesh, logger,
+            deterministic=False, steps=ENDLESS, start=self._start,
+        )  # fmt: skip
+        taken = self.pipeline.ready
+        assert taken is not None
+        self._taken = taken
+        self.pipeline.ready = self.ready
+
+    def _start(self, setup: PlanningSetup) -> PlanningProcess:
+        """On the pipeline's first rank."""
+        self.process = PlanningProcess(setup)
+        if self.cores is not None and self.process.pid is not None:
+            os.sched_setaffinity(self.process.pid, self.cores.planning)
+        return self.process
+
+    def ready(self, metas: Sequence[MicrobatchMeta], specs: Specs) -> PipelinePlan | None:
+        """Plans are taken, sent and read as ever; which one is run stays the same."""
+        found = self._taken(metas, specs)
+        if found is not None and not self.shared:
+            self.shared.append(found)
+        return self.shared[0] if self.shared else None
+
+    def step(self, index: int) -> float:
+        begin_s = time.perf_counter()
+        self.number += 1
+        self.planning = True
+        metas = [[m.meta for m in self.steps[index]]]
+        self.planner.begin(self.number, lambda: metas)
+        outcome = self.train_step(index)
+        self.planner.observe(outcome, (time.perf_counter() - begin_s) * 1e3)
+        return outcome.compute_ms / 1e3
+
+    def settle(self) -> None:
+        """Waits until the planning process has nothing to do."""
+        if self.process is not None and self.planning:
+            self.process.take(self.number + 1, PATIENCE_S)
+        self.planning = False
+
+
+class SettledStopwatch(Stopwatch):
+    """Begins no step while the one behind another is still being planned."""
+
+    def __init__(self, planned: Planned, patience_s: float) -> None:
+        # The planning process is another program to this one, and may take a core.
+        super().__init__(patience_s, QUIET + 1 / (os.cpu_count() or 1))
+        self.planned = planned
+
+    def time(self, program: Program, index: int) -> StepTime:
+        self.planned.settle()
+        return super().time(program, index)
+
+
+def run_rank(setting: Setting, cores: Cores | None, evaluations: int) -> dict[str, Any]:
+    """Everything one rank does; what rank 0 reports."""
+    if cores is not None:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores.ranks)
+    keep_freed_memory()  # as training does
+    source, (batch,) = load_steps(1, setting.microbatches)
+    model, mesh = setting.size.build(), build_mesh(ParallelConfig(pipeline=RANKS), CPU)
+    choice = SearchedChoice(*astuple(setting.choice), evaluations)
+    shared: list[PipelinePlan] = []
+    planned = Planned(model, batch, choice, mesh, shared, cores)
+    programs: list[Program] = [planned, Replayed(REPLAY, model, batch, choice, mesh, shared)]
+    watch = SettledStopwatch(planned, setting.patience_s)
+    for _ in range(WARM):
+        watch.time(planned, 0)
+    comparison = watch.compare(programs, 1, setting.runs)
+    figures = planned.planner.figures
+    planned.settle()
+    planned.planner.close()
+    return {"source": source, "comparison": comparison, "figures": figures}
+
+
+def measure(setting: Setting) -> Iterator[list[Row]]:
+    """Tables with and, as far as the machine has one, without a spare core."""
+    everywhere: list[Cores | None] = [None]
+    for cores, evaluations in product(divisions() or everywhere, setting.evaluations):
+        found = run_ranks(run_rank, RANKS, setting, cores, evaluations)
+        comparison = found["comparison"]
+        where = cores or "cores as they come"
+        print(f"planning: {where}, {evaluations} orders: {comparison}; last: {found['figures']}")
+        yield rows(cores, evaluations, found)
+
+
+def rows(cores: Cores | None, evaluations: int, found: dict[str, Any]) -> list[Row]:
+    """The table's lines."""
+    comparison, figures = found["comparison"], found["figures"]
+    assert isinstance(comparison, Comparison)
+    where = cores or f"{RANKS} ranks, cores as they come"
+    case = f"{where}, at most {evaluations:,} orders"
+    goal = GOAL if cores and cores.spare else None
+    ratio = comparison.speed_ratio(REPLAY, ON)
+    planned_s, replayed_s = comparison.wall_s(ON), comparison.wall_s(REPLAY)
+    share = (figures.planner_ms or 0.0) / 1e3 / planned_s
+    return [
+        Row(case, "step time, planning beside / replay", "x", ratio, 1.0, None, goal, "lower"),
+        Row(case, "step time, planning beside and replay", "s", planned_s, replayed_s,
+            better="lower"),
+        Row(case, "planning, of the last step's time", "share", share, better="lower"),
+    ]  # fmt: skip

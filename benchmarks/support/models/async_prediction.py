@@ -1,0 +1,60 @@
+"""What async tensor parallelism is predicted to gain on GPUs that are not at hand.
+
+As in DistTrain's figure 22: layers of the LLM backbone on one tensor-parallel group, forward and
+backward, with sequence parallelism. The cost model hides, of every transfer, all but the first
+block, as far as matrix products last. A simulation with the device table's published peaks and
+assumed efficiencies, never a measurement.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.harness import Row
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.sizes import llm_sizes
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription, SampleMeta
+from torchmm.models.registry import build_model
+from torchmm.recipe.read import load_recipe
+
+RECIPES = Path(__file__).parents[3] / "recipes" / "papers"
+PAPER = {4: (1.10, 1.17), 8: (1.15, 1.17)}
+"""Lowest and highest speed-up by tensor-parallel size (DistTrain, figure 22)."""
+BACKBONES = {"7B": "disttrain_mllm_9b", "13B": "disttrain_mllm_15b", "70B": "disttrain_mllm_72b"}
+
+
+def prediction_rows(device: str = "a800") -> list[Row]:
+    """Speed-ups of forward and backward of a backbone's layers."""
+    rows = []
+    for size, recipe in BACKBONES.items():
+        found = load_recipe(RECIPES / f"{recipe}.toml").recipe
+        modules = build_model(found.model, found.freeze).modality_modules()
+        llm = next(d for d in (module.describe() for module in modules) if d.kind == "llm")
+        for tensor, (lowest, highest) in PAPER.items():
+            plain, hidden = (
+                layers_ms(llm, device, tensor, overlap, found.training.sequence_length)
+                for overlap in (False, True)
+            )
+            case = f"{size} layers, TP {tensor}, {device}: {lowest}-{highest} published"
+            rows.append(
+                Row(case, "speed-up", "x", plain[0] / hidden[0], 1, highest, kind="simulated")
+            )
+            exposed = (hidden[1] / (len(llm.layers) - 2), plain[1] / (len(llm.layers) - 2))
+            metric = "exposed transfers per layer"
+            rows.append(Row(case, metric, "ms", *exposed, better="lower", kind="simulated"))
+    return rows
+
+
+def layers_ms(
+    llm: ModuleDescription, device: str, tensor: int, overlap: bool, tokens: int
+) -> tuple[float, float]:
+    """Forward and backward of all layers but the first and the last: whole, exposed transfers."""
+    execution = Execution(tensor=tensor, sequence_parallel=True, async_tensor=overlap)
+    model = CostModel(load_profile(device), "bfloat16", {llm.name: execution})
+    meta = MicrobatchMeta((SampleMeta("text", 0, tokens),), tokens)
+    sizes = llm_sizes([meta], [tokens], padding=True)
+    costs = model.stage_costs(llm, 1, len(llm.layers) - 1, sizes, arrives=True)
+    passes = (costs.forward, costs.backward)
+    return sum(float(p.total_ms[0]) for p in passes), sum(float(p.tensor_ms[0]) for p in passes)

@@ -1,0 +1,106 @@
+"""Memory of the models in `bubble_model` on the fullest device, and encoder plans that fit (Optimus
+§4.5, figure 17)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from support.models.bubble_model import (
+    LLM_TOKENS,
+    TENSOR,
+    WHOLE,
+    Model,
+    Shape,
+    Speed,
+    chain_layers,
+    image_parts,
+)
+from torchmm.balance.bubbles.encoder_sizes import ColocatedPlan, colocated_plans, state_bytes
+from torchmm.balance.bubbles.scheduler import BubbleSchedule
+from torchmm.balance.costs.execution import Parameters
+
+DEVICE_BYTES = 80e9
+KEPT_PER_LAYER = 34
+"""Bytes kept of a layer per token and feature of its width, without attention's matrix (Korthikanti
+et al., arXiv 2205.05198)."""
+
+
+def plans_that_fit(model: Model) -> list[ColocatedPlan]:
+    """Encoder plans with whole tensor-parallel groups whose states and the LLM's activations fit
+    into 80 GB on the fullest device; those with most copies first."""
+    encoders = [
+        replace(shape, name=f"vision{i}").describe("encoder")
+        for i, shape in enumerate(model.encoders)
+    ]
+    own = [round(n) for n in _llm_bytes(model)]
+    found = colocated_plans(encoders, model.sizes, own, int(DEVICE_BYTES))
+    return [plan for plan in found if all(own.parts == 1 for own in plan.encoders)]
+
+
+def activation_bytes(
+    model: Model, speed: Speed, plan: ColocatedPlan, found: BubbleSchedule
+) -> float:
+    """Activations of encoders on the device that keeps most of them."""
+    ranks = [0.0] * model.pipeline
+    for index, (shape, own) in enumerate(zip(model.encoders, plan.encoders, strict=True)):
+        begins, ends = found.forward_start_ps[index], found.backward_start_ps[index]
+        for pipeline, devices in enumerate(own.devices_MS.tolist()):
+            tasks = np.flatnonzero(found.pipeline_N[index] == pipeline)
+            for stage, device in enumerate(devices):
+                spans = [(begins[t, stage, 0], ends[t, stage, -1]) for t in tasks]
+                most = max((sum(a <= begin < b for a, b in spans) for begin, _ in spans), default=0)
+                kept = kept_bytes(shape, speed) / image_parts(speed)
+                ranks[device] += most * kept * own.layers[stage]
+    return max(ranks)
+
+
+def baseline_bytes(model: Model, speed: Speed) -> float:
+    """States and the LLM's activations on the fullest device of the leanest baseline."""
+    share = model.llm.layers / model.pipeline
+    megatron = _state_bytes(model, model.llm, share)
+    megatron += sum(_state_bytes(model, shape, shape.layers) for shape in model.encoders)
+    megatron += kept_bytes(model.llm, WHOLE) * share * _in_flight(model, 1, 0)
+    if len(model.encoders) > 1:
+        return megatron
+    (encoder,) = model.encoders
+    ranks = [0.0] * model.pipeline
+    for index, (first, layers) in enumerate(chain_layers(model, speed)):
+        rank = index % model.pipeline
+        vision = max(0, min(first + layers, encoder.layers) - first)
+        kept = kept_bytes(model.llm, WHOLE) * (layers - vision)
+        ranks[rank] += kept * _in_flight(model, model.balanced, rank)
+        ranks[rank] += _state_bytes(model, encoder, vision)
+        ranks[rank] += _state_bytes(model, model.llm, layers - vision)
+    return min(megatron, max(ranks))
+
+
+def kept_bytes(shape: Shape, speed: Speed) -> float:
+    """Activations of one layer and microbatch on a device."""
+    return KEPT_PER_LAYER * LLM_TOKENS * speed.patches * shape.width / TENSOR
+
+
+def _state_bytes(model: Model, shape: Shape, layers: float) -> float:
+    """Weights, gradients, optimizer state of layers on a device, sharded as the LLM's are."""
+    count = shape.describe("encoder").layers[0].parameters * layers / TENSOR
+    return state_bytes(Parameters(count, count), model.data)
+
+
+def _in_flight(model: Model, virtual: int, rank: int) -> float:
+    """Microbatches whose activations a rank of interleaved 1F1B keeps, of all its layers."""
+    behind = model.pipeline - rank - 1
+    if virtual == 1:
+        return min(model.microbatches, behind + 1)
+    chunks = 2 * behind + (virtual - 1) * model.pipeline + 1
+    return min(model.microbatches, chunks / virtual)
+
+
+def _llm_bytes(model: Model) -> Iterator[float]:
+    """By rank: what the LLM takes on a device."""
+    layers = model.llm.layers / model.pipeline
+    kept = kept_bytes(model.llm, WHOLE) * layers
+    for rank in range(model.pipeline):
+        flight = _in_flight(model, model.virtual, rank)
+        yield _state_bytes(model, model.llm, layers) + kept * flight

@@ -1,0 +1,329 @@
+"""A model of the clusters in Optimus' evaluation, kernel by kernel: what `bubble_scheduling` times.
+
+Every layer is four products on each of 8 tensor-parallel ranks with a collective before and behind
+each pair of them (Megatron-LM with sequence parallelism). One number is fitted, the efficiency of
+computation: the baseline with layers in one chain (appendix B) takes the paper's 10.43 s on 1536
+GPUs. Taken from the paper are the gather and reduction of table 1 (0.167 and 0.458 s, for other
+models in proportion to the LLM's parameters on a device) and the length of a collective of the
+largest LLM (0.3 ms). How many patches an encoder has for each token of the LLM the paper does not
+say. Encoders take a microbatch's images in parts of at most a sequence's tokens' patches, as plans
+with `sub_microbatch_images` do: a pipeline of whole microbatches is too slow to begin. Nothing is
+recomputed: the paper's layers take twice as long backward.
+
+`torchmm.balance.costs.model` knows operators, links and memory better, but plans made with it place
+whole actions; this is the model in which kernels go into bubbles inside of layers, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+
+import numpy as np
+
+from support.papers.paper_figures import OPTIMUS_STRONG_SCALING
+from torchmm.balance.bubbles.encoder_sizes import EncoderPlan, ParallelSizes
+from torchmm.balance.bubbles.encoder_work import EncoderWork
+from torchmm.balance.bubbles.llm_timeline import LlmTimeline, llm_timeline
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
+from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.schedules.classic import interleaved_1f1b
+from torchmm.pipelining.schedules.colocated import colocated_layout
+from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.pipelining.schedules.partition import balanced_cuts
+
+PEAK_FLOPS = 989e12
+TENSOR, HEAD_DIM = 8, 128
+MICROBATCH, SEQUENCE = 2, 2048
+LLM_TOKENS = MICROBATCH * SEQUENCE
+GATHER_MS, REDUCE_MS, COLLECTIVE_MS = 167.0, 458.0, 0.3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A stack of layers; outputs of products in widths."""
+
+    name: str
+    width: int
+    layers: int
+    qkv: float = 3.0
+    up: float = 4.0
+    down: float = 4.0
+
+    def describe(self, kind: str) -> ModuleDescription:
+        """The module as planners of memory see it."""
+        heads = self.width // HEAD_DIM
+        parameters = round((self.qkv + 1 + self.up + self.down) * self.width**2)
+        layer = LayerDescription(
+            self.width,
+            heads,
+            heads,
+            HEAD_DIM,
+            round(self.down * self.width),
+            gated_ffn=self.up > self.down,
+            causal=kind == "llm",
+            parameters=parameters,
+        )
+        total = parameters * self.layers
+        return ModuleDescription(self.name, kind, (layer,) * self.layers, 0, 0, total)  # type: ignore[arg-type]
+
+
+GPT_175B, LLAMA_70B = Shape("llm", 12288, 96), Shape("llm", 8192, 80, 1.25 + 1, 7.0, 3.5)
+VIT_5B, VIT_10B, VIT_22B = (Shape("vision", width, 48) for width in (3072, 4096, 6144))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A row of tables 3, 6 or 12; tensor parallelism 8, two sequences per microbatch.
+
+    Attributes:
+        balanced: virtual stages of the baseline; that of the LLM alone has layers for all of them.
+    """
+
+    name: str
+    encoders: tuple[Shape, ...]
+    llm: Shape
+    data: int
+    pipeline: int
+    virtual: int
+    balanced: int
+    batch: int
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return prod(self.sizes)
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """Of the LLM."""
+        return ParallelSizes(self.data, self.pipeline, TENSOR)
+
+    @property
+    def microbatches(self) -> int:
+        """Of a pipeline."""
+        return self.batch // (self.data * MICROBATCH)
+
+    @property
+    def exposed(self) -> float:
+        """Parameters of the LLM on a device, as a share of table 1's."""
+        own = self.llm.describe("llm").parameters / self.pipeline
+        return own / (GPT_175B.describe("llm").parameters / 8)
+
+
+def strong_scaling(gpus: int) -> Model:
+    """A column of table 5 (table 12)."""
+    return Model(f"{gpus} GPUs", (VIT_22B,), GPT_175B, gpus // 64, 8, 12, 12, 1536)
+
+
+WEAK_SCALING = (
+    Model("Model A", (VIT_10B,), LLAMA_70B, 2, 4, 5, 6, 32),
+    Model("Model B", (VIT_22B,), LLAMA_70B, 4, 4, 5, 6, 64),
+    Model("Model C", (VIT_10B,), GPT_175B, 4, 8, 12, 12, 128),
+    Model("Model D", (VIT_22B,), GPT_175B, 8, 8, 12, 12, 256),
+)
+"""Table 3. For LLAMA's 80 layers on 4 ranks the LLM alone has 5 virtual stages of 4 layers."""
+TWO_ENCODERS = tuple(
+    Model(name, encoders, GPT_175B, 8, 8, 12, 12, 256)
+    for name, encoders in (
+        ("DualEnc(11B, 5B)", (VIT_10B, VIT_5B)),
+        ("DualEnc(22B, 5B)", (VIT_22B, VIT_5B)),
+        ("DualEnc(22B, 11B)", (VIT_22B, VIT_10B)),
+    )
+)
+"""Table 6."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the model needs to know.
+
+    Attributes:
+        efficiency: share of the peak that computation reaches.
+        patches: per token of the LLM, of each encoder.
+    """
+
+    efficiency: float
+    patches: float
+
+    def kernels_ms(self, shape: Shape, tokens: float) -> tuple[list[float], list[bool]]:
+        """One layer forward: durations, and which of them are collectives."""
+        per_product = 2 * tokens * shape.width**2
+        flops = [
+            shape.qkv * per_product + 4 * tokens * SEQUENCE * shape.width,  # and the scores
+            per_product,
+            shape.up * per_product,
+            shape.down * per_product,
+        ]
+        compute = [n / (TENSOR * PEAK_FLOPS * self.efficiency) * 1e3 for n in flops]
+        wire = COLLECTIVE_MS * tokens * shape.width / (LLM_TOKENS * GPT_175B.width)
+        half = [wire, compute[0], compute[1], wire]
+        durations = [*half, wire, compute[2], compute[3], wire]
+        return durations, [True, False, False, True] * 2
+
+    def layer_ms(self, shape: Shape, tokens: float) -> tuple[float, float]:
+        """One layer forward: computation, whose backward takes twice as long, and collectives."""
+        durations, links = self.kernels_ms(shape, tokens)
+        wire = sum(d for d, link in zip(durations, links, strict=True) if link)
+        return sum(durations) - wire, wire
+
+
+WHOLE = Speed(1.0, 1.0)
+"""One patch per token: how an LLM's own tokens count."""
+
+
+class Llm:
+    """The LLM's pipeline."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.graph, self.order = _interleaved(model, model.virtual)
+
+    def timeline(self, speed: Speed) -> LlmTimeline:
+        """With halves of layers as long as attention and feed-forward."""
+        shape, model = self.model.llm, self.model
+        durations, _ = speed.kernels_ms(shape, LLM_TOKENS)
+        first, second = durations[1] + durations[2], durations[5] + durations[6]
+        wire = durations[0]
+        layers = shape.layers // (model.pipeline * model.virtual)
+        pieces = {
+            kind: (wire, times * first, 2 * wire, times * second, wire) * layers
+            for kind, times in ((ActionType.F, 1), (ActionType.B, 2))
+        }
+        merged = {kind: _merged(own) for kind, own in pieces.items()}
+        compute, wires = (value * layers for value in speed.layer_ms(shape, LLM_TOKENS))
+        return llm_timeline(
+            self.graph,
+            self.order,
+            _stage_costs(model, self.order, lambda stage: compute, lambda stage: wires),
+            sharding="step",
+            reduction_hides=True,
+            pieces=lambda action: merged[action.type],
+        )
+
+
+def _merged(pieces: Sequence[float]) -> tuple[float, ...]:
+    """Pieces of layers behind each other: communication, computation, ..., communication."""
+    found = list(pieces[:5])
+    for begin in range(5, len(pieces), 5):
+        found[-1] += pieces[begin]
+        found += pieces[begin + 1 : begin + 5]
+    return tuple(found)
+
+
+def balanced_s(model: Model, speed: Speed) -> float:
+    """Megatron-LM balanced: layers of both modules in one chain, cut into equal virtual stages."""
+    layers = _chain_times(model, speed)
+    cuts = chain_layers(model, speed)
+    return _chain_s(model, model.balanced, [layers[a : a + n] for a, n in cuts])
+
+
+def _chain_times(model: Model, speed: Speed) -> list[tuple[float, float]]:
+    """Times of the encoder's and the LLM's layers, one after the other."""
+    (encoder,) = model.encoders
+    own = speed.layer_ms(encoder, LLM_TOKENS * speed.patches)
+    return [own] * encoder.layers + [speed.layer_ms(model.llm, LLM_TOKENS)] * model.llm.layers
+
+
+def chain_layers(model: Model, speed: Speed) -> list[tuple[int, int]]:
+    """Appendix B: first layer and number of layers of every virtual stage."""
+    costs = [3 * compute + 2 * wire for compute, wire in _chain_times(model, speed)]
+    sizes = balanced_cuts(costs, model.pipeline * model.balanced)
+    return list(zip((np.cumsum(sizes) - sizes).tolist(), sizes, strict=True))
+
+
+def megatron_s(model: Model, speed: Speed) -> float:
+    """Megatron-LM: encoders before the LLM's first stage; tables 11 and 12 print no V."""
+    llm = [speed.layer_ms(model.llm, LLM_TOKENS)] * (model.llm.layers // model.pipeline)
+    tokens = LLM_TOKENS * speed.patches
+    front = [own for e in model.encoders for own in [speed.layer_ms(e, tokens)] * e.layers]
+    return _chain_s(model, 1, [front + llm, *[llm] * (model.pipeline - 1)])
+
+
+def _chain_s(model: Model, virtual: int, stages: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """A step of stages of layers (computation, collectives) in a chain."""
+    graph, order = _interleaved(model, virtual)
+    sums = [tuple(map(sum, zip(*stage, strict=True))) for stage in stages]
+    costs = _stage_costs(model, order, lambda s: sums[s][0], lambda s: sums[s][1])
+    found = llm_timeline(graph, order, costs, sharding="step", defer=False)
+    return found.llm_ps / PICOSECONDS_PER_MS / 1e3
+
+
+def _interleaved(model: Model, virtual: int) -> tuple[StageGraph, ComputeOrder]:
+    chain = ModuleLayers("llm", "llm", (1.0,) * (model.pipeline * virtual))
+    layout = colocated_layout([chain], model.pipeline, virtual)
+    graph = StageGraph(layout, model.microbatches)
+    return graph, interleaved_1f1b(graph)
+
+
+def _stage_costs(
+    model: Model,
+    order: ComputeOrder,
+    forward: Callable[[int], float],
+    wire: Callable[[int], float],
+) -> PlanCosts:
+    """Of stages that compute and communicate for given times forward."""
+    compute, tensor = {}, {}
+    for task in dict.fromkeys(Task(a.stage, a.microbatch) for row in order for a in row):
+        for kind, times in ((ActionType.F, 1.0), (ActionType.B, 2.0)):
+            action = Action(kind, *task)
+            tensor[action] = wire(task.stage)
+            compute[action] = times * forward(task.stage) + tensor[action]
+    # Only the first chunk's gather and the last reduction are not hidden (§2.2).
+    gathers, reductions = (
+        dict.fromkeys(range(model.pipeline), time_ms * model.exposed)
+        for time_ms in (GATHER_MS, REDUCE_MS)
+    )
+    return PlanCosts(compute, tensor, gathers, reductions)
+
+
+def fitted(patches: float) -> Speed:
+    """The efficiency with which the baseline takes the paper's time; time is linear in 1/efficiency
+    as long as the critical path stays."""
+    model = strong_scaling(1536)
+    target_s = OPTIMUS_STRONG_SCALING["Megatron-LM balanced", 1536].seconds.value
+    ends = [(inverse, balanced_s(model, Speed(1 / inverse, patches))) for inverse in (2.0, 3.0)]
+    for _ in range(3):
+        (x0, y0), (x1, y1) = ends[-2:]
+        inverse = x1 + (target_s - y1) * (x1 - x0) / (y1 - y0) if y1 != y0 else x1
+        ends.append((inverse, balanced_s(model, Speed(1 / inverse, patches))))
+    return Speed(1 / ends[-1][0], patches)
+
+
+def encoder_works(model: Model, speed: Speed, plans: Sequence[EncoderPlan]) -> list[EncoderWork]:
+    """All encoders under their plans, kernel by kernel."""
+    shapes = zip(model.encoders, plans, strict=True)
+    return [_work(shape, plan, speed, model.microbatches) for shape, plan in shapes]
+
+
+def image_parts(speed: Speed) -> int:
+    """Tasks that an encoder makes of a microbatch: images are independent of each other, so the
+    LLM's sequences, and parts of their images, go through its pipeline one after the other. A task
+    is of no more patches than a sequence has tokens."""
+    return MICROBATCH * ceil(speed.patches)
+
+
+def _work(shape: Shape, plan: EncoderPlan, speed: Speed, microbatches: int) -> EncoderWork:
+    parts = image_parts(speed)
+    durations, links = speed.kernels_ms(shape, LLM_TOKENS * speed.patches / parts)
+    layers = shape.layers // plan.sizes.pipeline
+    backward, backward_links = [], []
+    for duration, link in zip(reversed(durations), reversed(links), strict=True):
+        times = 1 if link else 2  # gradients of inputs and of weights
+        backward += [duration] * times
+        backward_links += [link] * times
+    tiles = (microbatches * parts, plan.sizes.pipeline, 1)
+    return EncoderWork(
+        plan.name,
+        tuple((index, part) for index in range(microbatches) for part in range(parts)),
+        plan.devices_MS,
+        np.tile(durations * layers, tiles),
+        np.tile(backward * layers, tiles),
+        forward_links_K=np.array(links * layers),
+        backward_links_K=np.array(backward_links * layers),
+    )

@@ -1,0 +1,105 @@
+"""A cell of a published table beside ours: what it is, how far off, how it is shown.
+
+Shared by `paper_tables.py`, which runs everything, and `paper_steps.py`, which simulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from support.harness import Row
+from support.papers.paper_figures import Figure
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
+
+RECIPES = Path(__file__).parents[3] / "recipes" / "papers"
+
+
+@cache
+def recipe_named(name: str) -> Recipe:
+    """A recipe of recipes/papers."""
+    return load_recipe(RECIPES / f"{name}.toml").recipe
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One cell."""
+
+    figure: Figure
+    ours: float
+    note: str = ""
+    """How ours came about, or why the paper's cannot follow from its text."""
+    goal_percent: float | None = None
+    """Relative error to be reached."""
+
+    @property
+    def error_percent(self) -> float:
+        """(ours - paper's) / paper's."""
+        return (self.ours / self.figure.value - 1) * 100
+
+    def rows(self) -> Iterator[Row]:
+        """The cell, and its error if there is a goal."""
+        case, unit = self.figure.source, self.figure.unit
+        yield Row(case, "value", unit, self.ours, paper=self.figure.value, kind="simulated")
+        if self.goal_percent is not None:
+            error = abs(self.error_percent)
+            yield Row(
+                case, "relative error", "%", error,
+                goal=self.goal_percent, better="lower", kind="simulated",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """Cells that belong together."""
+
+    title: str
+    cells: list[Comparison]
+    text: str = ""
+    """What holds for all of them."""
+
+
+def show(section: Section) -> None:
+    """Prints a section."""
+    table = Table(title=section.title, title_justify="left", caption=section.text or None)
+    table.add_column("cell")
+    for column in ("unit", "ours", "paper", "error", "goal"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("note")
+    for cell in section.cells:
+        goal = "" if cell.goal_percent is None else f"{cell.goal_percent:g} %"
+        numbers = (_shown(cell.ours), _shown(cell.figure.value), f"{cell.error_percent:+.1f} %")
+        table.add_row(cell.figure.source, cell.figure.unit, *numbers, goal, cell.note)
+    Console(width=160).print(table)
+
+
+def markdown(found: Sequence[Section], machine: str) -> str:
+    """The sections as a document."""
+    lines = [
+        "# The papers' tables, recomputed",
+        "",
+        f"`python benchmarks/paper_tables.py` on: {machine}.",
+        "Nothing is timed, so the machine matters only for how long it takes.",
+        "",
+        "Error is (ours - paper's) / paper's; its goal, where there is one, is in brackets.",
+    ]
+    for section in found:
+        lines += ["", f"## {section.title}", *(["", section.text] if section.text else [])]
+        lines += ["", "| cell | unit | ours | paper | error | |", "|---|---|--:|--:|--:|---|"]
+        for cell in section.cells:
+            goal = "" if cell.goal_percent is None else f" (<= {cell.goal_percent:g} %)"
+            lines.append(
+                f"| {cell.figure.source} | {cell.figure.unit} | {_shown(cell.ours)} | "
+                f"{_shown(cell.figure.value)} | {cell.error_percent:+.1f} %{goal} | {cell.note} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.3e}"

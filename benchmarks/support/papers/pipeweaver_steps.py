@@ -1,0 +1,247 @@
+"""Steps of PipeWeaver's models as its techniques, and what it compares with, would run them.
+
+Simulated; used by pipeweaver_figures.py, which says what is what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from support.papers.paper_figures import PIPEWEAVER_ABLATION
+from torchmm.balance.costs.execution import Execution, Recompute, stage_parameters
+from torchmm.balance.costs.layer_costs import module_layers
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
+from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.search import Budget, search
+from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.common.batch import ModuleDescription
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan
+from torchmm.pipelining.schedules.classic import interleaved_1f1b
+from torchmm.pipelining.schedules.layouts import megatron_balanced_layout
+from torchmm.planning.executions import module_executions
+from torchmm.planning.forecast import Forecaster
+from torchmm.planning.segments import with_segments
+from torchmm.planning.step import plan_layout, step_graph
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.simulation_section import SimulatedSequences
+
+ROOT = Path(__file__).parents[3]
+SEED = 0
+VIRTUAL_STAGES = 4
+"""Of Megatron-LM, per rank."""
+MEMORY_SHARE = 0.85
+COARSE = "module after module"
+Modes = tuple[Recompute, ...]
+
+
+class Model(NamedTuple):
+    """One of the paper's models on its devices."""
+
+    recipe: str
+    data: int
+    pipeline: int
+    tensor: int
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.data * self.pipeline * self.tensor
+
+
+class AllSplit(CostModel):
+    """Generators are split over tensor-parallel ranks too, as the paper's; ours run whole there."""
+
+    def execution_of(self, module: ModuleDescription) -> Execution:
+        """See `CostModel`."""
+        return self.execution(module.name)
+
+
+VLM_S = Model("pipeweaver_vlm_s", 1, 4, 4)
+SELECTIVE = ["--activation_checkpoint.mode", "selective"]
+SELECTIVE += ["--activation_checkpoint.modules.generator", "full"]
+SELECTIVE += ["--activation_checkpoint.memory_limit", "85%"]
+"""With which T2Vs are cut: their recipes recompute more, as DiTs are not split there."""
+
+
+class Setting:
+    """A model, the microbatches of one pipeline, and costs for any modes of recomputation.
+
+    Of several data-parallel ranks, the one with the most work is taken.
+    """
+
+    def __init__(self, microbatches: int, images: int | None = None, model: Model = VLM_S) -> None:
+        given = ["--parallel.schedule", "searched", "--simulation.seed", str(SEED)]
+        given += ["--parallel.pipeline", str(model.pipeline), "--parallel.sequence_parallel=true"]
+        given += ["--parallel.tensor", str(model.tensor)]
+        given += SELECTIVE if "_t2v_" in model.recipe else []
+        given += ["--training.global_batch_size", str(microbatches * model.data)]
+        if images is not None:
+            given += ["--parallel.vision.sub_microbatch_images", str(images)]
+        self.sizes = model
+        self.recipe = load_recipe(ROOT / f"recipes/papers/{model.recipe}.toml", given).recipe
+        self.profile = load_profile(self.recipe.simulation.device)
+        forecaster = Forecaster(self.recipe, model.devices, self.profile)
+        self.modules, self.metas = forecaster.modules, forecaster.workload.microbatches
+        self.mean_share = forecaster.workload.mean_share
+        self.limited = True
+        """Whether orders have to fit into memory."""
+        self.typical = self.metas
+        """Microbatches by whose sizes modules are cut."""
+        self._executions = module_executions(
+            self.recipe.parallel,
+            self.recipe.activation_checkpoint,
+            self.modules,
+            forecaster.ranks,
+            forecaster.units,
+        )
+        self.parallel: ParallelConfig = with_segments(
+            self.recipe, self.modules, self.metas, self.profile
+        )
+
+    @property
+    def limit_bytes(self) -> int:
+        return round(MEMORY_SHARE * self.profile.device.memory_bytes)
+
+    def model(self, modes: Sequence[Recompute]) -> CostModel:
+        executions = {
+            module.name: replace(self._executions[module.name], recompute=mode)
+            for module, mode in zip(self.modules, modes, strict=True)
+        }
+        return AllSplit(self.profile, self.recipe.training.dtype, executions)
+
+    def costs(self, graph: StageGraph, modes: Sequence[Recompute]) -> PlanCosts:
+        found = plan_costs(graph, self.modules, self.metas, self.model(modes))
+        return replace(found, memory_limit_bytes=self.limit_bytes if self.limited else None)
+
+    def megatron(self) -> StageGraph:
+        """One chain with equal numbers of parameters per virtual stage, whole microbatches."""
+        layers = []
+        typical = module_layers(self.modules, self.typical)
+        for own, module in zip(typical, self.modules, strict=True):
+            count = len(module.layers)
+            parameters = [stage_parameters(module, i, i + 1).all for i in range(count)]
+            layers.append(replace(own, costs=tuple(parameters), pre_cost=0.0, post_cost=0.0))
+        return self._chain(megatron_balanced_layout(layers, self.sizes.pipeline, VIRTUAL_STAGES))
+
+    def separated(self) -> StageGraph:
+        """Every module in segments of its own, in the partitioner's sub-microbatches."""
+        layout: StageLayout = plan_layout(self.parallel, self.modules, self.typical)
+        return step_graph(layout, self.parallel, self.metas)
+
+    def static(self) -> StageGraph:
+        """One chain of equally costly virtual stages, for typical microbatches: a static plan."""
+        layers = module_layers(self.modules, self.typical)
+        return self._chain(megatron_balanced_layout(layers, self.sizes.pipeline, VIRTUAL_STAGES))
+
+    def _chain(self, layout: StageLayout) -> StageGraph:
+        counts = {
+            name: tuple(int(meta.images_of(name) > 0) for meta in self.metas)
+            for name in layout.sub_microbatched
+        }
+        return StageGraph(layout, len(self.metas), counts)
+
+    def with_images(self, least: int, most: int, seed: int) -> Setting:
+        """The same, cut as before, for microbatches with other numbers of images."""
+        simulation = self.recipe.simulation.model_copy(
+            update={"sequences": [SimulatedSequences(images=[least, most])], "seed": seed}
+        )
+        other = copy(self)
+        length = self.recipe.training.sequence_length
+        other.metas = draw_microbatches(simulation, len(self.metas), sequence_length=length)
+        return other
+
+    def lowered(self, graph: StageGraph, order: ComputeOrder) -> PipelinePlan:
+        """A plan without messages' sizes, checked; with gathers and reductions if sharded."""
+        plan = lower_plan(order, graph, {}, sharding="step" if self.sizes.data > 1 else "none")
+        validate_plan(plan).raise_for_problems()
+        return plan
+
+    def mfu(self, step: Timed) -> float:
+        """Of all devices, when this pipeline takes the longest."""
+        peak = self.profile.device.peak_flops[self.recipe.training.dtype]
+        devices = self.sizes.pipeline * self.sizes.tensor
+        return self.mean_share * step.flops / (step.ms / 1e3) / (devices * peak)
+
+
+class Timed(NamedTuple):
+    """A simulated step."""
+
+    ms: float
+    peak_bytes: int
+    bubbles: float
+    flops: float
+    """Of the model, without what is recomputed."""
+
+
+def timed(plan: PipelinePlan, costs: PlanCosts) -> Timed:
+    """Time, peak of the fullest rank, share of bubbles between (not inside of) actions."""
+    step = simulate(plan, costs)
+    shares = step.timeline.bubble_share
+    bubbles = sum(shares.values()) - shares["tp"]
+    return Timed(step.makespan_ms, max(step.peak_bytes), bubbles, step.model_flops)
+
+
+def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[str, Timed]]:
+    """Technique after technique; without those that run out of memory half-way."""
+    chain, graph = setting.megatron(), setting.separated()
+    names = list(PIPEWEAVER_ABLATION)
+    yield (
+        names[0],
+        timed(setting.lowered(chain, interleaved_1f1b(chain)), setting.costs(chain, modes)),
+    )
+    costs = setting.costs(graph, modes)
+    yield names[1], timed(setting.lowered(graph, interleaved_1f1b(graph)), costs)
+    dispatcher = Dispatcher(graph, costs)
+    natural = dispatcher.dispatch()
+    if natural.feasible:
+        yield names[2], timed(setting.lowered(graph, natural.order), costs)
+    found = search(dispatcher, Budget(evaluations=evaluations), seed=SEED)
+    if not found.fits:
+        return
+    plan = setting.lowered(graph, dispatcher.dispatch(found.order).order)
+    yield names[3], timed(plan, costs)
+    if not setting.limited:
+        return
+    everything = setting.model(("none",) * len(setting.modules))
+    tuned = frozenset(module.name for module in setting.modules)
+    tuning = LayerTuning(everything, tuned, setting.limit_bytes, offloads=tuned)
+    layers = tune_layers(plan, setting.modules, setting.metas, tuning)
+    yield names[4], timed(layers.plan, layers.costs)
+
+
+def systems(setting: Setting, evaluations: int) -> dict[str, Timed]:
+    """One step by system; everything recomputed but where it is tuned."""
+    full: Modes = ("full",) * len(setting.modules)
+    found = {}
+    for name, graph in (("Megatron-LM", setting.megatron()), ("static plan", setting.static())):
+        plan = setting.lowered(graph, interleaved_1f1b(graph))
+        found[name] = timed(plan, setting.costs(graph, full))
+    steps = dict(ladder(setting, full, evaluations))
+    names = {
+        "no search": "+ partitioner",
+        "searched": "+ module ranking",
+        "tuned": "+ layer tuning",
+    }
+    graph = setting.separated()
+    dispatcher = Dispatcher(graph, setting.costs(graph, full))
+    place = {module.name: index for index, module in enumerate(setting.modules)}
+    segments = dispatcher.segments
+    coarse = sorted(range(len(segments)), key=lambda i: place[segments[i].module])
+    dispatched = dispatcher.dispatch(np.array(coarse, np.uint32))
+    if dispatched.feasible and len({own.module for own in segments}) > 1:
+        found[COARSE] = timed(setting.lowered(graph, dispatched.order), dispatcher.costs)
+    return found | {name: steps[row] for name, row in names.items() if row in steps}

@@ -1,0 +1,257 @@
+"""Stages that sleep in the place of computing, for torch's schedules and for our runtime.
+
+A forward sleeps for as long as its layers would take, a backward twice as long. Everything else is
+real: runtimes, processes, messages over gloo.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from support.models.stock_pipeline import Split, StockSchedule
+from torchmm.common.batch import even_ranges
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan, TensorSpec
+from torchmm.pipelining.run.runtime import PipelineRuntime, channel_pairs
+from torchmm.pipelining.run.stage import PipelineStage, StageOutput
+from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
+from torchmm.pipelining.schedules.separated import separated
+
+RANKS = 8
+TOWER_LAYERS, LLM_LAYERS = 24, 32
+ROWS_PER_IMAGE, ROWS, WIDTH = 4, 64, 256
+"""Messages are float32 (rows, width): 4 KB per image in the tower, 64 KB in the LLM."""
+ACTION_S = 1e-3
+"""Assumed in orders: what an action takes beside its layers, for posting, waiting, switching."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Images of every microbatch of every step, and how long layers take."""
+
+    images: list[list[int]]
+    layer_s: float
+    image_s: float
+    """Forward of one image through a tower layer."""
+    frozen: bool = False
+    """Whether the tower is not trained, so that it has no backward."""
+
+    def forward_s(self, tower: int, llm: int, images: int) -> float:
+        """Of a number of layers of both modules."""
+        return tower * images * self.image_s + llm * self.layer_s
+
+
+class Sleep(torch.autograd.Function):
+    """Takes time instead of computing; gradients are zero."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, shape: tuple[int, ...], seconds: float
+    ) -> Tensor:
+        ctx.input_shape, ctx.seconds = x.shape, seconds  # type: ignore[attr-defined]
+        time.sleep(seconds)
+        return weight.new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0].new_zeros(ctx.input_shape), gradients[0].new_zeros(1), None, None
+
+
+class Sleeper(nn.Module):
+    """Has a weight, so that there is something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+
+class ChainSleeper(Sleeper):
+    """A stock stage: layers of the tower and of the LLM, of the current step's microbatches."""
+
+    def __init__(self, program: StockSleep, start: int, stop: int) -> None:
+        super().__init__()
+        self.program = [program]  # a list, which nn.Module does not look into
+        self.tower = min(stop, TOWER_LAYERS) - min(start, TOWER_LAYERS)
+        self.llm = stop - start - self.tower
+        self.shape = program.shape(stop)
+
+    def forward(self, x: Tensor, *, index: Tensor) -> Tensor:
+        images = self.program[0].images[int(index)]
+        seconds = self.program[0].work.forward_s(self.tower, self.llm, images)
+        return Sleep.apply(x.float(), self.weight, self.shape, seconds)
+
+
+class StockSleep:
+    """Steps under torch's schedules."""
+
+    def __init__(self, name: str, work: Work, split: Split) -> None:
+        self.name, self.work, self.split = name, work, split
+        self.images: list[int] = []
+        self.most = max(count for step in work.images for count in step)
+        self.schedule = StockSchedule(
+            lambda start, stop: ChainSleeper(self, start, stop),
+            split,
+            self.shape,
+            len(work.images[0]),
+            lambda: 1.0,
+        )
+
+    def shape(self, start: int) -> tuple[int, ...]:
+        """Of what the stage with layers from `start` on receives; tower messages are padded."""
+        if start == TOWER_LAYERS + LLM_LAYERS:
+            return (1,)
+        return (self.most * ROWS_PER_IMAGE if start < TOWER_LAYERS else ROWS), WIDTH
+
+    def step(self, index: int) -> float:
+        self.images = self.work.images[index]
+        return self.schedule.run()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a recipe can set for separated modules."""
+
+    tower_segments: int
+    llm_segments: int
+    images: int
+    """Per sub-microbatch, at most."""
+
+    def __str__(self) -> str:
+        return (
+            f"segments {self.tower_segments} (tower) and {self.llm_segments} (LLM), "
+            f"{self.images} images per sub-microbatch"
+        )
+
+    def graph(self, work: Work, index: int) -> StageGraph:
+        """Tasks of a step."""
+        segments = {"vision": self.tower_segments, "llm": self.llm_segments}
+        layout = separated_layout(chain_modules(work), RANKS, segments)
+        images = work.images[index]
+        return StageGraph(
+            layout, len(images), {"vision": tuple(ceil(i / self.images) for i in images)}
+        )
+
+
+class SleepStage(PipelineStage):
+    """One of our stages; a microbatch is its number of images."""
+
+    def __init__(self, work: Work, tower: int, llm: int) -> None:
+        super().__init__(Sleeper().requires_grad_(not (tower and work.frozen)))
+        self.work, self.tower, self.llm = work, tower, llm
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        images = images_of(task, graph, microbatch)
+        seconds = self.work.forward_s(self.tower, self.llm, images)
+        weight = self.module.weight
+        x = torch.cat([x for (x,) in inputs]) if inputs else torch.zeros(1, WIDTH)
+        messages = graph.outgoing(task)
+        shape = message_rows(task, graph, microbatch), WIDTH
+        output = Sleep.apply(x, weight, shape, seconds)
+        return StageOutput([(output,)] * len(messages), None if messages else output.sum())
+
+
+def images_of(task: Task, graph: StageGraph, images: int) -> int:
+    """Images of a task: its share of the microbatch's."""
+    if not graph.layout.has_parts(task.stage):
+        return 0
+    return len(even_ranges(images, graph.parts(task.stage, task.microbatch))[task.sub_microbatch])
+
+
+def message_rows(task: Task, graph: StageGraph, images: int) -> int:
+    """Of a task's output."""
+    own = images_of(task, graph, images)
+    return own * ROWS_PER_IMAGE if graph.layout.has_parts(task.stage) else ROWS
+
+
+class OurSleep:
+    """Steps through our runtime. Plans are made before: in training, beside the step before."""
+
+    def __init__(self, name: str, work: Work, choice: Choice) -> None:
+        self.name, self.work, self.choice = name, work, choice
+        self.plans = [self._plan(index) for index in range(len(work.images))]
+        layout = self.plans[0].graph.layout
+        rank = dist.get_rank()
+        stages = {
+            s.index: SleepStage(work, *layers_of(s.module, s.stop - s.start))
+            for s in layout.stages
+            if rank in s.ranks
+        }
+        channels = P2PChannels(torch.device("cpu"), range(RANKS), 120)
+        channels.warm_up(channel_pairs(layout))
+        self.runtime = PipelineRuntime(rank, stages, channels)
+
+    def _plan(self, index: int) -> PipelinePlan:
+        graph = self.choice.graph(self.work, index)
+        images = self.work.images[index]
+        specs = {
+            message: (
+                TensorSpec(
+                    (message_rows(task, graph, images[task.microbatch]), WIDTH), torch.float32
+                ),
+            )
+            for task in graph.tasks()
+            for message in graph.outgoing(task)
+        }
+        order = separated(graph, durations(graph, self.work, index))
+        plan = lower_plan(order, graph, specs)
+        validate_plan(plan).raise_for_problems()
+        return plan
+
+    def step(self, index: int) -> float:
+        result = self.runtime.step(self.plans[index], self.work.images[index], record=True)
+        done = (r for r in result.records or () if r.action.type in COMPUTE)
+        return sum(r.end_ms - r.start_ms for r in done) / 1e3
+
+
+def layers_of(module: str, layers: int) -> tuple[int, int]:
+    """(of the tower, of the LLM)"""
+    return (layers, 0) if module == "vision" else (0, layers)
+
+
+def durations(graph: StageGraph, work: Work, index: int) -> Callable[[Action], float]:
+    """Seconds of the actions of a step."""
+
+    def seconds(action: Action) -> float:
+        stage = graph.layout.stages[action.stage]
+        images = work.images[index][action.microbatch]
+        own = images_of(Task(*action[1:4]), graph, images)
+        forward_s = work.forward_s(*layers_of(stage.module, stage.stop - stage.start), own)
+        return ACTION_S + forward_s * (1 if action.type is ActionType.F else 2)
+
+    return seconds
+
+
+def chain_modules(work: Work) -> list[ModuleLayers]:
+    """Costs of an average microbatch."""
+    images = mean(count for step in work.images for count in step)
+    images /= 3 if work.frozen else 1  # of a forward and a backward twice as long, one is left
+    trained = not work.frozen
+    return [
+        ModuleLayers(
+            "vision",
+            "encoder",
+            (images * work.image_s,) * TOWER_LAYERS,
+            True,
+            trainable=(trained,) * TOWER_LAYERS,
+            pre_trainable=trained,
+            post_trainable=trained,
+        ),
+        ModuleLayers("llm", "llm", (work.layer_s,) * LLM_LAYERS),
+    ]

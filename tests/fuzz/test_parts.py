@@ -1,0 +1,156 @@
+"""Parts of tests/fuzz: which keys are drawn, how failures shrink, how refusals are worded."""
+
+import re
+from pathlib import Path
+
+import pytest
+from torch import Tensor, arange, ones
+
+from fuzz.compare import BOUNDS, differences
+from fuzz.draw import Draw, Layout, draw_recipe
+from fuzz.judge import Verdict
+from fuzz.refusals import page
+from fuzz.shrink import shrink
+from fuzz.wording import names_a_key, refusal
+from torchmm.recipe.recipe import (
+    ActivationCheckpointConfig,
+    ModuleParallelConfig,
+    ParallelConfig,
+    SearchConfig,
+)
+
+DOCS = Path(__file__).parents[2] / "docs" / "refused.md"
+NOT_DRAWN = {
+    "parallel.timeout_s": "always 60",
+    "activation_checkpoint.offload": "for devices with memory of their own",
+}
+"""Keys beside layouts, and why."""
+DRAWN = 400
+
+
+def keys(table: dict, prefix: str = "") -> set[str]:
+    """Dotted names; all modules are NAME."""
+    found = set()
+    for key, value in table.items():
+        named = re.sub(r"^(parallel\.)(llm|vision|second|generator)$", r"\1NAME", f"{prefix}{key}")
+        found |= {named} | (keys(value, f"{named}.") if isinstance(value, dict) else set())
+    return found
+
+
+def test_every_key_that_decides_a_layout_is_drawn():
+    wanted = {f"parallel.{key}" for key in ParallelConfig.model_fields}
+    wanted |= {f"parallel.NAME.{key}" for key in ModuleParallelConfig.model_fields}
+    wanted |= {f"parallel.search.{key}" for key in SearchConfig.model_fields}
+    wanted |= {f"activation_checkpoint.{key}" for key in ActivationCheckpointConfig.model_fields}
+    wanted |= {"freeze.modules", "data.reorder", "training.microbatch_size", "training.dtype"}
+    drawn = set()
+    for index in range(DRAWN):
+        draw = draw_recipe(7, index)
+        drawn |= keys(draw.table(draw.first))
+    assert wanted - drawn == NOT_DRAWN.keys()
+
+
+def test_a_failure_shrinks_to_what_it_needs():
+    def judge(draw: Draw) -> Verdict:
+        parallel = draw.first.sections.get("parallel", {})
+        fails = parallel.get("tensor") == 2 and "vision" in draw.sections["model"].get(
+            "encoders", {}
+        )
+        return Verdict("failed" if fails else "equal", "different" if fails else "")
+
+    draws = (draw_recipe(7, index) for index in range(DRAWN))
+    draw = next(d for d in draws if judge(d).kind == "failed")
+    small, verdict = shrink(draw, judge(draw), judge)
+    assert verdict.kind == "failed"
+    assert small.first == Layout(1, {"parallel": {"tensor": 2}})
+    assert small.then == () and small.sections["freeze"]["modules"] == []
+    assert list(small.sections["model"]["encoders"]) == ["vision"]
+
+
+def seen(**changes: object) -> dict:
+    """What a rank saved whose numbers are those of `WANTED`, with changes."""
+    step = WANTED["steps"][0]
+    found = {
+        "losses": [step["loss"]],
+        "norms": [step["norm"]],
+        "gradients": dict(step["gradients"]),
+        "weights": dict(step["weights"]),
+        "copies": {},
+    }
+    return {**found, **changes}
+
+
+def matrix() -> Tensor:
+    return arange(12.0).view(4, 3)
+
+
+WANTED = {
+    "initial": {"a": matrix(), "frozen": ones(2)},
+    "steps": [
+        {
+            "loss": 2.0,
+            "norm": float(matrix().norm()),
+            "gradients": {"a": matrix()},
+            "weights": {"a": matrix() - 1, "frozen": ones(2)},
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, None),
+        ({"losses": [2.0001]}, "loss 2.0001"),
+        ({"norms": [float("nan")]}, "grad_norm nan"),
+        ({"gradients": {"a": matrix() / 2}}, "gradient of a is off by 0.5"),
+        ({"gradients": {"a": matrix()[[1, 0, 2, 3]]}}, "gradient of a"),
+        ({"gradients": {"a": matrix(), "frozen": ones(2)}}, "frozen has a gradient"),
+        ({"gradients": {}}, "a has no gradient"),
+        ({"weights": {"a": (matrix() - 1)[[0, 2, 1, 3]], "frozen": ones(2)}}, "a is off"),
+        ({"weights": {"a": matrix(), "frozen": ones(2)}}, "a is off"),
+        ({"weights": {"a": matrix() - 1, "frozen": ones(2) * 1.01}}, "frozen is off"),
+        ({"weights": {"a": matrix() - 1}}, "no rank has frozen"),
+    ],
+)
+def test_what_differs_is_told(changes, told):
+    found = list(differences([seen(**changes)], WANTED, 0, BOUNDS["float32"]))
+    if told is None:
+        assert found == []
+    else:
+        assert any(told in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("problem", "parts"),
+    [
+        (
+            "/tmp/x/recipe.toml: parallel.vision.pipeline = 3: but all modules share; remove it",
+            ("parallel.NAME.pipeline", "but all modules share", "remove it"),
+        ),
+        (
+            "[parallel] async_tensor_parallel is not implemented for layers with experts; "
+            "set it to false",
+            (
+                "parallel.async_tensor_parallel",
+                "is not implemented for layers with experts",
+                "set it to false",
+            ),
+        ),
+    ],
+)
+def test_refusals_are_taken_apart(problem, parts):
+    assert refusal(problem) == parts
+    assert names_a_key(problem)
+    assert not names_a_key("something is wrong")
+
+
+def test_the_page_of_refusals_is_as_the_fuzzer_writes_it():
+    text = DOCS.read_text()
+    empty = page([], 0, 0, 0)
+    assert re.sub(r"[\d,]+", "0", text.partition("| key")[0]) == re.sub(
+        r"[\d,]+", "0", empty.partition("| key")[0]
+    )
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) > 20
+    assert all(re.fullmatch(r"\| `[^`]+` \| .+ \| .* \| \d+ \|", row) for row in rows)

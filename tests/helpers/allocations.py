@@ -1,0 +1,55 @@
+"""Following every allocation of a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchmm.common.batch import Microbatch
+
+
+class CountPeak(TorchDispatchMode):
+    """The most bytes in use behind any operator: every allocation counts until it is let go.
+
+    Args:
+        held: tensors that are there from the beginning to the end.
+    """
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._found: dict[int, tuple[int, weakref.ref]] = {}
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in held}
+        self._held = set(storages)
+        self._bytes = self.peak_bytes = sum(s.nbytes() for s in storages.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._found and key not in self._held:
+            self._bytes += size
+            self._found[key] = size, weakref.ref(storage, lambda _: self._let_go(key))
+
+    def _let_go(self, key: int) -> None:
+        self._bytes -= self._found.pop(key)[0]
+
+
+def held_in_a_step(model: nn.Module, batch: Sequence[Microbatch]) -> list[Tensor]:
+    """Parameters with their gradients, buffers, and what is in the microbatches."""
+    found = [*model.buffers(), *model.parameters()]
+    found += [p.grad for p in model.parameters() if p.grad is not None]
+    for m in batch:
+        found += [m.input_ids_T, m.targets_T, m.position_ids, m.target_positions_L]
+        found += [t for e in m.encoders.values() for t in (e.pixels, e.positions_K)]
+    return found

@@ -1,0 +1,357 @@
+"""Tiny models of every supported family, and packed microbatches for them, built by hand."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.recipe.recipe import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+
+IMAGE_TOKEN_ID = 63
+_LLM = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLMS = {
+    "llama": {"model_type": "llama", **_LLM},
+    "llama_tied": {"model_type": "llama", **_LLM, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", **_LLM},
+    "qwen3": {"model_type": "qwen3", **_LLM, "head_dim": 16},
+    "granite": {
+        "model_type": "granite",
+        **_LLM,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.3,
+    },
+    "starcoder2": {"model_type": "starcoder2", **_LLM},
+    "mistral": {"model_type": "mistral", **_LLM, "sliding_window": 4},
+    "olmo2": {"model_type": "olmo2", **_LLM},
+    "gemma": {"model_type": "gemma", **_LLM, "head_dim": 16},
+    "phi3": {"model_type": "phi3", **_LLM, "sliding_window": None},
+    "smollm3": {"model_type": "smollm3", **_LLM, "no_rope_layer_interval": 2},
+    "gemma2": {
+        "model_type": "gemma2",
+        **_LLM,
+        "head_dim": 16,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_LLM,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        **_LLM,
+        "head_dim": 16,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+EXPERTS = ("qwen3_moe",)
+BASIC_LLMS = ("llama", "llama_tied", "qwen2", "qwen3", "granite", "starcoder2")
+"""Enough of them where what is tested does not depend on the family."""
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+ENCODERS = {
+    "clip": {"model_type": "clip_vision_model", **_VISION},
+    "siglip": {"model_type": "siglip_vision_model", **_VISION},
+    "siglip2": {
+        "model_type": "siglip2_vision_model",
+        **{k: v for k, v in _VISION.items() if k != "image_size"},
+        "num_patches": 16,
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+}
+ENCODERS |= {
+    "dinov2": {
+        "model_type": "dinov2",
+        **{k: v for k, v in _VISION.items() if k != "intermediate_size"},
+        "mlp_ratio": 2,
+    },
+    "dinov2_gated": {
+        "model_type": "dinov2",
+        **{k: v for k, v in _VISION.items() if k != "intermediate_size"},
+        "mlp_ratio": 2,
+        "use_swiglu_ffn": True,
+    },
+    "internvl": {
+        "model_type": "internvl_vision",
+        **_VISION,
+        "attention_bias": True,
+        "use_mask_token": True,
+    },
+    "internvl_norms": {
+        "model_type": "internvl_vision",
+        **_VISION,
+        "use_qk_norm": True,
+        "norm_type": "rms_norm",
+        "use_mean_pooling": False,
+    },
+    "idefics3": {"model_type": "idefics3_vision", **_VISION},
+    "qwen2_vl": {
+        "model_type": "qwen2_vl_vision",
+        "depth": 3,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": 4,
+    },
+}
+ENCODERS |= {
+    "whisper": {
+        "model_type": "whisper",
+        "num_mel_bins": 8,
+        "d_model": 32,
+        "encoder_layers": 3,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "max_source_positions": 16,
+    },
+}
+_WAVES = {
+    "model_type": "wav2vec2",
+    **{k: _VISION[k] for k in ("hidden_size", "intermediate_size")},
+    **{k: _VISION[k] for k in ("num_hidden_layers", "num_attention_heads")},
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 2],
+    "conv_kernel": [10, 3],
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 4,
+    "apply_spec_augment": False,
+    **dict.fromkeys(("hidden_dropout", "activation_dropout", "attention_dropout"), 0.0),
+    "layerdrop": 0.0,
+}
+STABLE = {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True}
+ENCODERS |= {"wav2vec2": _WAVES, "wav2vec2_stable": {**_WAVES, **STABLE}}
+AUDIO = ("whisper", "wav2vec2", "wav2vec2_stable")
+BASIC_ENCODERS = ("clip", "siglip", "siglip2", "qwen2_5_vl")
+"""Enough of them where what is tested does not depend on the family."""
+CLASS_TOKEN = ("clip", "dinov2", "dinov2_gated", "internvl", "internvl_norms")
+COMPOSITES = {
+    "llava": {
+        "model_type": "llava",
+        "vision_config": ENCODERS["clip"],
+        "text_config": LLMS["llama"],
+        "image_token_index": IMAGE_TOKEN_ID,
+        "image_seq_length": 16,
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "vision_config": ENCODERS["qwen2_5_vl"],
+        "text_config": {
+            **_LLM,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+            },
+        },
+        "image_token_id": IMAGE_TOKEN_ID,
+        "video_token_id": 62,
+        "vision_start_token_id": 61,
+        "vision_end_token_id": 60,
+    },
+}
+_OF_QWEN2_5 = ("model_type", "vision_config")
+COMPOSITES |= {
+    "internvl": {
+        "model_type": "internvl",
+        "vision_config": ENCODERS["internvl_norms"],
+        "text_config": LLMS["qwen2"],
+        "image_token_id": IMAGE_TOKEN_ID,
+        "image_seq_length": 4,
+    },
+    "idefics3": {
+        "model_type": "idefics3",
+        "vision_config": ENCODERS["idefics3"],
+        "text_config": LLMS["llama"],
+        "image_token_id": IMAGE_TOKEN_ID,
+    },
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "vision_config": {**ENCODERS["idefics3"], "model_type": "smolvlm_vision"},
+        "text_config": LLMS["llama"],
+        "image_token_id": IMAGE_TOKEN_ID,
+    },
+    "paligemma": {
+        "model_type": "paligemma",
+        "vision_config": {**ENCODERS["siglip"], "vision_use_head": False},
+        "text_config": {"model_type": "gemma", **_LLM, "head_dim": 16},
+        "image_token_index": IMAGE_TOKEN_ID,
+        "projection_dim": 32,
+    },
+    "paligemma2": {
+        "model_type": "paligemma",
+        "vision_config": {**ENCODERS["siglip"], "vision_use_head": False},
+        "text_config": {**LLMS["gemma2"], "sliding_window": 64},
+        "image_token_index": IMAGE_TOKEN_ID,
+        "projection_dim": 32,
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        "vision_config": {**ENCODERS["siglip"], "vision_use_head": False},
+        "text_config": LLMS["gemma3_text"],
+        "image_token_index": IMAGE_TOKEN_ID,
+        "boi_token_index": 61,
+        "eoi_token_index": 60,
+        "mm_tokens_per_image": 4,
+    },
+    "qwen2_vl": {
+        "model_type": "qwen2_vl",
+        "vision_config": ENCODERS["qwen2_vl"],
+        **{k: v for k, v in COMPOSITES["qwen2_5_vl"].items() if k not in _OF_QWEN2_5},
+    },
+}
+
+
+GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
+    "siglip2": [(1, 2, 5), (1, 4, 4), (1, 2, 5), (1, 3, 1)],
+    "qwen2_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
+}
+PATCH_VALUES = {
+    "whisper": 2 * 8,
+    "wav2vec2": 5 * 2,
+    "wav2vec2_stable": 5 * 2,
+    "siglip2": 3 * 4 * 4,
+    "qwen2_vl": 3 * 2 * 4 * 4,
+    "qwen2_5_vl": 3 * 2 * 4 * 4,
+}
+
+
+def make_inputs(family: str) -> EncoderInputs:
+    generator = torch.Generator().manual_seed(3)
+    grids = GRIDS[family]
+    if family in PATCH_VALUES:
+        shape: tuple[int, ...] = (sum(map(prod, grids)), PATCH_VALUES[family])
+    else:
+        shape = (len(grids), 3, 16, 16)
+    return EncoderInputs(torch.randn(shape, generator=generator), grids, torch.empty(0))
+
+
+def build(config: ModelConfig, freeze: tuple[str, ...] = (), seed: int = 0) -> MultimodalModel:
+    """A model on the CPU with random weights, biases and norms included."""
+    model = build_model(config, FreezeConfig(modules=list(freeze)))
+    materialize(model, "cpu")
+    init_weights(model, seed)
+    randomize(model)
+    return model
+
+
+def randomize(model: nn.Module) -> None:
+    """Move every parameter off its initial value: zero biases and unit norms hide mistakes."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+def text_model(llm: str, seed: int = 0) -> MultimodalModel:
+    return build(ModelConfig(llm=LlmConfig(config=LLMS[llm])), seed=seed)
+
+
+def pair_config(llm: str, encoder: str, **settings: object) -> ModelConfig:
+    settings = {"modality": "audio" if encoder in AUDIO else "image", **settings}
+    section = EncoderConfig(config=ENCODERS[encoder], **settings)  # type: ignore[arg-type]
+    return ModelConfig(llm=LlmConfig(config=LLMS[llm]), encoders={"eye": section})
+
+
+def composite_config(name: str, **changes: object) -> ModelConfig:
+    return ModelConfig(config={**COMPOSITES[name], **changes})
+
+
+def plain_causal_lm(model: MultimodalModel) -> PreTrainedModel:
+    """Hugging Face's own model with the same weights, eager attention and nothing of ours."""
+    plain = AutoModelForCausalLM.from_config(model.llm.config, attn_implementation="eager")
+    plain.load_state_dict(model.llm.backbone.state_dict())
+    plain.tie_weights()
+    return plain
+
+
+def microbatch(
+    lengths: list[int],
+    images: dict[str, EncoderInputs] | None = None,
+    placeholders: Tensor | None = None,
+    ignored: int = 2,
+    seed: int = 0,
+) -> Microbatch:
+    """Packed samples of random tokens whose first `ignored` positions have no target."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    ids = torch.randint(3, 60, (total,), generator=generator)
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    targets = torch.roll(ids, -1)
+    for start, stop in pairwise(starts):
+        targets[start : start + ignored] = IGNORE_TARGET
+        targets[stop - 1] = IGNORE_TARGET
+    if placeholders is not None:
+        ids[placeholders] = IMAGE_TOKEN_ID
+        targets[placeholders - 1] = IGNORE_TARGET
+        targets[placeholders] = IGNORE_TARGET
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    meta = MicrobatchMeta(samples=(), tokens=total)
+    return Microbatch(ids, targets, positions, starts, images or {}, meta)
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
+
+
+def worst_gradient(ours: nn.Module, theirs: nn.Module, rename: Callable[[str], str]) -> float:
+    """Largest relative difference of a parameter's gradients, over all parameters of `ours`."""
+    reference = dict(theirs.named_parameters())
+    largest = max(p.grad.norm().item() for p in reference.values() if p.grad is not None)
+    worst = 0.0
+    for name, parameter in ours.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        other = reference[rename(name)].grad
+        assert parameter.grad is not None and other is not None, name
+        if other.norm() < 1e-6 * largest:
+            # Zero in exact arithmetic (a key's bias): noise on both sides.
+            assert parameter.grad.norm() < 1e-5 * largest, name
+        else:
+            worst = max(worst, relative_error(parameter.grad, other))
+    return worst

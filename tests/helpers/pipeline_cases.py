@@ -1,0 +1,414 @@
+"""Tiny real models in pipelines: random cuts and orders, compared with the whole model."""
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from random_orders import random_order
+from shared_reference import on_first_rank
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchmm.common.batch import (
+    IGNORE_TARGET,
+    EncoderInputs,
+    ImageMeta,
+    Microbatch,
+    MicrobatchMeta,
+    SampleMeta,
+)
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.fsdp import StepSharding, apply_fsdp
+from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.run.runtime import PipelineRuntime, channel_pairs
+from torchmm.pipelining.run.stage import make_stage
+from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout
+from torchmm.recipe.recipe import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    FreezeConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+
+CPU = torch.device("cpu")
+VOCAB, LAYERS = 64, 4
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+LLM = {
+    "model_type": "qwen3",
+    **SIZES,
+    "vocab_size": VOCAB,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+TOWER = {**SIZES, "num_hidden_layers": LAYERS, "patch_size": 8}
+FOLDED = {"connector": "pixel_shuffle_mlp", "shuffle": 2}
+
+
+class Kind(NamedTuple):
+    """An encoder and the images it takes."""
+
+    section: dict[str, Any]
+    grids: list[tuple[int, int, int]]
+    """To choose from."""
+    pixels: tuple[int, ...]
+    """Shape of an image, or of a patch."""
+    merge: int = 1
+
+
+ANY_GRID = [(1, rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3, 4)]
+KINDS = {
+    "clip": Kind(
+        {"config": {"model_type": "clip_vision_model", **TOWER, "image_size": 16}},
+        [(1, 2, 2)], (3, 16, 16),
+    ),
+    "siglip, folded": Kind(
+        {"config": {"model_type": "siglip_vision_model", **TOWER, "image_size": 32}, **FOLDED},
+        [(1, 4, 4)], (3, 32, 32), 2,
+    ),
+    "siglip2": Kind(
+        {"config": {"model_type": "siglip2_vision_model", **TOWER, "num_patches": 16}},
+        ANY_GRID, (3 * 8 * 8,),
+    ),
+    "qwen2_5_vl": Kind(
+        {"config": {"model_type": "qwen2_5_vl_vision", "depth": LAYERS, "hidden_size": 32,
+                    "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32,
+                    "patch_size": 8, "window_size": 32, "fullatt_block_indexes": [1]}},
+        [(1, 2, 2), (1, 4, 6), (2, 2, 4)], (3 * 2 * 8 * 8,), 2,
+    ),
+    "whisper": Kind(
+        {"modality": "audio", **FOLDED,
+         "config": {"model_type": "whisper", "num_mel_bins": 6, "d_model": 32,
+                    "encoder_layers": LAYERS, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+                    "max_source_positions": 16}},
+        [(1, 1, n) for n in (4, 8, 12, 16)], (2 * 6,), 2,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout; every seed is a step with other microbatches in another order."""
+
+    name: str
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = False
+    encoder: str = "clip"
+    second: str | None = None
+    """Kind of a second encoder, which is always trained."""
+    freeze: tuple[str, ...] = ()
+    tied: bool = True
+    recompute: str = "none"
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-5
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(
+            pipeline=self.pipeline,
+            replicate=self.replicate,
+            shard=self.shard,
+            tensor=self.tensor,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def build(self, dtype: torch.dtype = torch.float32) -> MultimodalModel:
+        """The whole model, on the meta device, with parameters in `dtype`."""
+        config = {
+            "llm": {"config": {**LLM, "tie_word_embeddings": self.tied}},
+            "encoders": {name: kind.section for name, kind in self.kinds.items()},
+        }
+        model = ModelConfig.model_validate(config)
+        return build_model(model, FreezeConfig(modules=list(self.freeze)), dtype)
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Encoders by name."""
+        second = {} if self.second is None else {"glance": KINDS[self.second]}
+        return {"vision": KINDS[self.encoder], **second}
+
+    def modules(self) -> list[ModuleLayers]:
+        """What can be cut, and which of it is trained."""
+        costs, found = (1.0,) * LAYERS, []
+        for name in self.kinds:
+            tower = name not in self.freeze
+            layers = (tower,) * LAYERS
+            found.append(ModuleLayers(name, "encoder", costs, True, layers, pre_trainable=tower))
+        llm = "llm" not in self.freeze
+        trunk = ModuleLayers(
+            "llm", "llm", costs, False, (llm,) * LAYERS,
+            pre_trainable=llm, post_trainable=llm, tied=self.tied,
+        )  # fmt: skip
+        return [*found, trunk]
+
+    def layout(self) -> StageLayout:
+        """Random numbers of stages of random sizes; the LLM's are on all ranks in turn."""
+        rng = random.Random(self.name)
+        cuts = {}
+        for name in self.kinds:
+            parts = sizes(rng, rng.randint(1, LAYERS))
+            cuts[name] = [Cut(n, (rng.randrange(self.pipeline),)) for n in parts]
+        ranks = rng.sample(range(self.pipeline), self.pipeline)
+        laps = rng.randint(1, LAYERS // self.pipeline)
+        if self.pipeline == 1 and self.tied:
+            laps = 1
+        parts = sizes(rng, laps * self.pipeline)
+        cuts["llm"] = [Cut(n, (ranks[i % self.pipeline],)) for i, n in enumerate(parts)]
+        return build_layout(self.modules(), cuts)
+
+
+def sizes(rng: random.Random, parts: int) -> list[int]:
+    """LAYERS in parts, none empty."""
+    ends = sorted(rng.sample(range(1, LAYERS), parts - 1))
+    return [b - a for a, b in pairwise([0, *ends, LAYERS])]
+
+
+def varied_microbatch(
+    seed: int, images: Mapping[str, int], kinds: Mapping[str, Kind]
+) -> Microbatch:
+    """One sample per image, one of text, padding; lengths and images' sizes follow the seed.
+
+    Args:
+        images: number by encoder.
+    """
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    owners: list[str | None] = [name for name, count in images.items() for _ in range(count)]
+    rng.shuffle(owners)
+    starts, samples = [0], []
+    shares: dict[str, tuple[list, list]] = {}
+    for index, owner in enumerate([*owners, None]):
+        shown, tokens = (), 0
+        if owner is not None:
+            grid = rng.choice(kinds[owner].grids)
+            tokens = prod(grid) // kinds[owner].merge ** 2
+            grids, positions = shares.setdefault(owner, ([], []))
+            grids.append(grid)
+            positions += range(starts[-1], starts[-1] + tokens)
+            shown = (ImageMeta(8, 8, prod(grid), tokens),)
+        length = tokens + rng.randint(3, 8)
+        samples.append(SampleMeta("random", index, length, shown, owner))
+        starts.append(starts[-1] + length)
+    total = starts[-1] + rng.randint(1, 9)
+    ids = torch.randint(5, VOCAB, (total,), generator=generator)
+    targets = torch.full((total,), IGNORE_TARGET)
+    for start, sample in zip(starts, samples, strict=False):
+        first, last = start + sum(i.tokens for i in sample.images), start + sample.tokens - 1
+        targets[first:last] = ids[first + 1 : last + 1]
+    inputs = {}
+    for name, (grids, positions) in shares.items():
+        shape = kinds[name].pixels
+        count = len(grids) if len(shape) == 3 else sum(map(prod, grids))
+        pixels = torch.randn((count, *shape), generator=generator)
+        inputs[name] = EncoderInputs(pixels, grids, torch.tensor(positions))
+    position_ids = torch.cat([torch.arange(b - a) for a, b in pairwise([*starts, total])])
+    meta = MicrobatchMeta(tuple(samples), total)
+    return Microbatch(ids, targets, position_ids, [*starts, total], inputs, meta)
+
+
+def step_of(
+    case: Case, seed: int, replica: int = 0
+) -> tuple[list[Microbatch], dict[str, tuple[int, ...]]]:
+    """Microbatches of a data-parallel rank, and sub-microbatches of each by encoder.
+
+    A replica's number of microbatches is its own. In every third step the second replica has no
+    images, in every tenth nobody has.
+    """
+    rng = random.Random(f"{seed} {replica}")
+    without = (replica == 1 and seed % 3 == 0) or seed % 10 == 9
+    batch, parts = [], []
+    for index in range(rng.randint(1, 4)):
+        images = {n: 0 if without else rng.choice((0, 1, 2, 3, 5)) for n in case.kinds}
+        batch.append(varied_microbatch(1000 * seed + 100 * replica + index, images, case.kinds))
+        parts.append(
+            {n: rng.randint(1, min(3, count)) if count else 0 for n, count in images.items()}
+        )
+    return batch, {name: tuple(p[name] for p in parts) for name in case.kinds}
+
+
+class CaseRun:
+    """One rank of a case. Creating it is collective."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.mesh: ParallelMesh = build_mesh(case.parallel, CPU)
+        self.layout = case.layout()
+        self.model = case.build()
+        modules = cut_for_rank(self.model, self.layout, self.mesh.pipeline_rank)
+        recompute = ActivationCheckpointConfig(mode=case.recompute)
+        parallelize(self.model, self.mesh, case.parallel, recompute, CompileConfig(), case.dtype)
+        materialize(self.model, CPU)
+        init_weights(self.model, seed=1)
+        self.sharded = any(isinstance(m, FSDPModule) for m in modules.values())
+        self.stages = {
+            i: make_stage(m, StepSharding(m) if self.sharded else None) for i, m in modules.items()
+        }
+        self.channels = None
+        if case.pipeline > 1:
+            self.channels = P2PChannels(CPU, self.mesh.pipeline_ranks, 60.0)
+            self.channels.warm_up(channel_pairs(self.layout))
+        self.runtime = PipelineRuntime(self.mesh.pipeline_rank, self.stages, self.channels)
+        self.whole = case.build()
+        if case.dtype != torch.float32:
+            alone = init_device_mesh(
+                "cpu", (self.mesh.world_size, 1), mesh_dim_names=("all", "own")
+            )
+            for module in self.whole.modality_modules():
+                apply_fsdp(module, alone["own"], case.dtype)
+        materialize(self.whole, "cpu")
+        init_weights(self.whole, seed=1)
+
+    def plan(self, seed: int) -> tuple[PipelinePlan, list[Microbatch]]:
+        """A random order of this data-parallel rank's step."""
+        batch, parts = step_of(self.case, seed, self.mesh.data_parallel_rank)
+        graph = StageGraph(self.layout, len(batch), parts)
+        modules = {m.name: m for m in self.model.modality_modules()}
+        specs = message_specs(graph, modules, [m.meta for m in batch], self.case.dtype)
+        order = random_order(graph, seed)
+        plan = lower_plan(order, graph, specs, sharding="step" if self.sharded else "none")
+        validate_plan(plan).raise_for_problems()
+        return plan, batch
+
+    def errors(self, seed: int) -> dict[str, float]:
+        """Runs a step; relative errors of losses and gradients beyond the tolerance."""
+        plan, batch = self.plan(seed)
+        size = self.mesh.data_parallel_size
+        every = [step_of(self.case, seed, replica)[0] for replica in range(size)]
+        targets = sum(m.target_count for microbatches in every for m in microbatches)
+        self.model.zero_grad()
+        result = self.runtime.step(plan, batch, loss_scale=1 / targets)
+        of_one = self.case.dtype == torch.float32  # otherwise in FSDP2 units of every rank's own
+        compute = shared_losses if of_one else reference_losses
+        losses = compute(self.whole, every, targets)
+        wanted = losses[self.mesh.data_parallel_rank]
+        errors = {f"loss {i}": abs(x.item() / wanted[i] - 1) for i, x in result.losses.items()}
+        errors |= gradient_errors(self.model, self.whole)
+        return {n: e for n, e in errors.items() if not e <= self.case.tolerance}
+
+    def tied_digest(self) -> str | None:
+        """Of the gradient of this rank's copy of the tied weight."""
+        for name, parameter in self.model.named_parameters():
+            tied = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+            if tied and parameter.grad is not None:
+                data = whole(parameter.grad).numpy().tobytes()
+                return hashlib.sha256(data).hexdigest()
+        return None
+
+    def collectives(self, seed: int) -> tuple[Counter, Counter]:
+        """(counted, wanted) all-gathers and reduce-scatters of one step."""
+        plan, batch = self.plan(seed)
+        self.model.zero_grad()
+        counter = CountCollectives()
+        with counter:
+            self.runtime.step(plan, batch)
+        wanted: Counter = Counter()
+        for stage in self.stages.values():
+            for unit in stage.module.modules():
+                if isinstance(unit, FSDPModule):
+                    own = own_parameters(unit)
+                    wanted["all-gather"] += bool(own)
+                    wanted["reduce-scatter"] += any(p.requires_grad for p in own)
+        return counter.counts, wanted
+
+
+def reference_losses(
+    model: MultimodalModel, every: Sequence[Sequence[Microbatch]], targets: int
+) -> list[list[float]]:
+    """Losses of all replicas' microbatches on the whole model, whose gradients are left there."""
+    model.zero_grad()
+    losses: list[list[float]] = []
+    for batch in every:
+        losses.append([])
+        for microbatch in batch:
+            loss = model(microbatch)
+            losses[-1].append(loss.item())
+            (loss / targets).backward()
+    return losses
+
+
+def shared_losses(
+    model: MultimodalModel, every: Sequence[Sequence[Microbatch]], targets: int
+) -> list[list[float]]:
+    """`reference_losses`, and the gradients it leaves in the model, of rank 0 on every rank."""
+
+    def compute() -> tuple[list[list[float]], dict[str, Tensor | None]]:
+        losses = reference_losses(model, every, targets)
+        return losses, {name: p.grad for name, p in model.named_parameters()}
+
+    losses, gradients = on_first_rank(compute)
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name]
+    return losses
+
+
+def gradient_errors(cut: MultimodalModel, model: MultimodalModel) -> dict[str, float]:
+    """Relative errors of all gradients of a cut model against those of the whole one."""
+    expected = {n: whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+    scale = max([1e-12, *(g.norm().item() for g in expected.values())])
+    copies, errors = cut.tied_copies(), {}
+    for name, parameter in cut.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None, f"frozen {name} has a gradient"
+            continue
+        wanted = expected[copies.get(name, name)]
+        errors[name] = relative_error(whole(parameter.grad), wanted, scale)
+    return errors
+
+
+def own_parameters(unit: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of an FSDP unit that are not those of a unit inside."""
+    inner = {
+        p for m in unit.modules() if m is not unit and isinstance(m, FSDPModule)
+        for p in m.parameters()
+    }  # fmt: skip
+    return [p for p in unit.parameters() if p not in inner]
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts FSDP's collectives, whatever torch calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.name().replace("_", "")
+            self.counts["all-gather"] += "allgather" in name
+            self.counts["reduce-scatter"] += "reducescatter" in name
+        return func(*args, **(kwargs or {}))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def relative_error(found: Tensor, wanted: Tensor, scale: float) -> float:
+    """Against the whole gradient where the reference is zero but for rounding (a key's bias)."""
+    size = wanted.norm().item()
+    return (found - wanted).norm().item() / (size if size > 1e-6 * scale else scale)

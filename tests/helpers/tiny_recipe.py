@@ -1,0 +1,78 @@
+"""The quickstart's recipe shrunk to a model and batch that train in a fraction of a second."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.checkpoint.manifest import list_steps
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "recipes" / "quickstart.toml"
+
+LLM = "--model.llm.config."
+VISION = "--model.encoders.vision.config."
+SIZES = {
+    LLM + "hidden_size": 48,
+    LLM + "intermediate_size": 64,
+    LLM + "num_hidden_layers": 2,
+    LLM + "num_attention_heads": 4,
+    LLM + "num_key_value_heads": 2,
+    VISION + "hidden_size": 48,
+    VISION + "intermediate_size": 64,
+    VISION + "num_hidden_layers": 2,
+    VISION + "num_attention_heads": 4,
+    VISION + "image_size": 32,
+    VISION + "patch_size": 16,
+    "--parallel.pipeline": 1,
+    "--training.global_batch_size": 8,
+    "--training.microbatch_size": 1,
+    "--training.sequence_length": 128,
+    "--optimizer.warmup_steps": 2,
+    "--optimizer.schedule": "constant",
+    "--data.workers": 0,
+    "--validation.interval": 0,
+    "--checkpoint.interval": 0,
+    "--checkpoint.export_hf": "false",
+}
+
+
+def overrides(run_dir: Path, data: Path, **changes: object) -> list[str]:
+    """Command-line overrides; `changes` are keys with "__" for the dot."""
+    values = {
+        **SIZES,
+        "--name": run_dir.name,
+        "--output_dir": run_dir.parent,
+        "--data.index_cache": run_dir.parent / "index",
+        "--model.tokenizer": data / "tokenizer",
+        **{f"--{k.replace('__', '.')}": v for k, v in changes.items()},
+    }
+    sources = [
+        f'--data.sources=[{{path="{data}/tuxpaint_stamps/train"}}]',
+        f'--data.validation=[{{path="{data}/tuxpaint_stamps/validation"}}]',
+    ]
+    return sources + [f"{key}={value}" for key, value in values.items()]
+
+
+def tiny_recipe(run_dir: Path, data: Path, world_size: int = 1, **changes: object) -> Recipe:
+    """The recipe itself."""
+    return load_recipe(QUICKSTART, overrides(run_dir, data, **changes), world_size).recipe
+
+
+def arguments(run_dir: Path, data: Path, **changes: object) -> list[str]:
+    """Command line of train.py for the recipe."""
+    return ["--config", str(QUICKSTART), *overrides(run_dir, data, **changes)]
+
+
+def records(run_dir: Path) -> list[dict]:
+    """Lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run_dir: Path) -> dict[str, Tensor]:
+    """Everything in the newest checkpoint: parameters, optimizer state, random state."""
+    files = sorted(list_steps(run_dir / "checkpoints")[0].glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}

@@ -1,0 +1,37 @@
+"""The benchmark of DistTrain's figures: a small case has all rows, and the optimum wins."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """benchmarks/ is no package."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    found = importlib.import_module("disttrain_figures")
+    monkeypatch.setattr(found, "SMALL", (24, {"9b": 16}))
+    monkeypatch.setattr(found, "SIMULATED", 2)
+    return found
+
+
+def test_the_optimum_beats_the_baselines_on_a_small_cluster(figures):
+    rows = figures.orchestration_rows(["9b"])
+    assert [row.paper for row in rows if row.unit == "x"] == [1.3, 2.7, 1.4, 2.7]
+    for row in rows:
+        assert row.kind == "simulated" and row.ours > 0
+        if row.unit == "s":
+            assert row.ours < row.baseline
+        elif row.unit == "%":
+            assert row.ours < 100
+
+
+def test_reordering_and_frozen_modules_have_their_rows(figures):
+    rows = figures.reordering_rows(["9b"])
+    assert len(rows) == 3 + 2 and rows[2].metric == "throughput, both over random order"
+    assert rows[2].ours >= 0.99
+    figures.FROZEN = {"LLM": ("vision", "generator")}
+    steps = [row for row in figures.frozen_rows(["9b"]) if row.unit == "s"]
+    assert len(steps) == 1
+    assert steps[0].ours < steps[0].baseline

@@ -1,0 +1,58 @@
+"""The benchmark of families: equal losses, rows, and what happens where losses differ."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("families")
+
+
+@pytest.fixture
+def samples(benchmark, tmp_path):
+    return benchmark.renumbered(benchmark.load_captions(3, data=tmp_path), 4)
+
+
+def test_all_supported_families_are_compared(benchmark):
+    cases = benchmark.families(benchmark.QUICK, 64, benchmark.IMAGE)
+    composites = {case.config["model_type"] for case in cases if case.composite}
+    texts = {case.config["model_type"] for case in cases if not case.composite}
+    llms = importlib.import_module("torchmm.models.llm").LLM_FAMILIES
+    assert composites == set(benchmark.COMPOSITES)
+    assert texts == set(llms)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_vl"])
+def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
+    found, vocabulary = samples
+    assert max(max(sample.ids) for sample in found) < vocabulary
+    (case,) = [
+        case
+        for case in benchmark.families(benchmark.QUICK, vocabulary, benchmark.IMAGE)
+        if case.name == name
+    ]
+    rows = benchmark.compare(case, found, pairs=1)
+    assert [row.metric for row in rows] == ["speed ratio", "CPU time ratio", "padding"]
+    assert rows[0].ours > 0 and 0 < rows[2].baseline < 1
+
+
+def test_losses_that_differ_stop_it(benchmark, samples, monkeypatch):
+    found, vocabulary = samples
+    case = benchmark.families(benchmark.QUICK, vocabulary, benchmark.IMAGE)[0]
+    pad = benchmark._pad
+
+    def one_label_less(*args):
+        padded = pad(*args)
+        padded["labels"] = torch.where(padded["labels"] == benchmark.END, -100, padded["labels"])
+        return padded
+
+    monkeypatch.setattr(benchmark, "_pad", one_label_less)
+    with pytest.raises(benchmark.LossMismatchError, match="llama"):
+        benchmark.compare(case, found, pairs=1)

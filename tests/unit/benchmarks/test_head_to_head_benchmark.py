@@ -1,0 +1,74 @@
+"""The head-to-head benchmark: every method on the same step, and which one counts as fastest."""
+
+import importlib
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchmm.balance.costs.profiles import load_profile
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """benchmarks/ is no package."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    return importlib.import_module("head_to_head")
+
+
+@pytest.fixture
+def methods(benchmark):
+    return importlib.import_module("support.cases.head_to_head_methods")
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return load_profile("h100")
+
+
+@pytest.mark.slow
+def test_all_methods_run_the_same_microbatches(benchmark, profile, tmp_path):
+    case = benchmark.Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",))
+    every = list(benchmark.results(case, profile, (None,)))
+    assert [found.method for found in every] == list(benchmark.METHODS[:5])
+    flops = [found.step.model_flops for found in every]
+    assert flops == pytest.approx([flops[0]] * 5, rel=1e-6)
+    assert all(0 < found.mfu < 1 and found.peak_gib > 0 for found in every)
+    whole, optimus = every[2:4]
+    assert all(found.step.plan.graph.replica and "vision" in found.note for found in every[2:4])
+    assert all(0 < found.idle < 1 for found in every) and optimus.step_s < whole.step_s
+    rows = benchmark.case_rows(case, "title", every)
+    fastest = [row for row in rows if row.metric.endswith("(fastest)") and "step" in row.metric]
+    best = min(found.step_s for found in every if found.step.fits)
+    assert [row.ours for row in fastest] == [best]
+    costs = replace(optimus.step.costs, memory_limit_bytes=1)
+    full = optimus._replace(step=replace(optimus.step, costs=costs))
+    assert max([full, every[0]], key=benchmark.key) is full
+    ET.parse(benchmark.draw(case, every, tmp_path))
+
+
+@pytest.mark.slow
+def test_layers_are_tuned_for_the_order_that_is_kept(benchmark, methods):
+    case = benchmark.Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",))
+    recipe = methods.with_pipelines(benchmark.loaded(case), {"vision": 2})
+    forecaster = methods.Forecaster(recipe, case.gpus, load_profile(recipe.simulation.device))
+    step, hidden = methods.Colocated.of(forecaster, recipe).kernels(recipe, "interleaved_1f1b")
+    assert step.fits and 0 < hidden < step.timeline.bubble_fraction
+    lean = methods.tuned(recipe)
+    tuned, _ = methods.Colocated.of(forecaster, lean).kernels(lean, "interleaved_1f1b")
+    assert tuned.fits and tuned.plan.recompute and tuned.makespan_ms < step.makespan_ms
+
+
+@pytest.mark.slow
+def test_the_best_combination_is_the_best_of_all_that_it_knows(benchmark, profile):
+    case = benchmark.Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",))
+    recipe = benchmark.loaded(case)
+    searched = benchmark.forecast("PipeWeaver", recipe, case.gpus, profile, "searched")
+    found = benchmark.combined(recipe, case.gpus, profile, [searched, None])
+    assert found.method == "best combination" and found.note
+    assert benchmark.key(found) <= benchmark.key(searched)
+    assert found.step.model_flops == pytest.approx(searched.step.model_flops, rel=1e-6)
+    instant = searched._replace(step=replace(searched.step, records=[]), method="instant")
+    again = benchmark.combined(recipe, case.gpus, profile, [instant])
+    assert again.note.startswith("instant") and again.step_s == instant.step_s

@@ -1,0 +1,61 @@
+"""PipeWeaver's figures in simulation: every technique adds to those before it."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """benchmarks/ is no package."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    return importlib.import_module("pipeweaver_figures")
+
+
+def test_the_ladder_goes_down(benchmark):
+    setting = benchmark.Setting(8)
+    graph, chain = setting.separated(), setting.megatron()
+    assert max(graph.sub_microbatches["vision"]) > max(chain.sub_microbatches["vision"]) == 1
+    rows = benchmark.ablation_rows(setting, evaluations=40, fixed=False)
+    steps = [row.ours for row in rows if row.metric == "step"]
+    assert len(steps) == 5 and steps[2] >= steps[3] > steps[4]
+    assert steps[0] > steps[2], "interleaved segments are faster than one chain"
+    used = [row.ours for row in rows if row.metric == "memory of the limit"]
+    assert max(used[:4]) < used[4] <= 1
+
+
+def test_sizes_compare_the_best_with_the_worst_order(benchmark):
+    rows = benchmark.size_rows(6, (4, 12), evaluations=20)
+    by_metric = {}
+    for row in rows:
+        by_metric.setdefault(row.metric, []).append(row.ours)
+    assert by_metric["against 12 images"][1] == 1
+    assert all(share >= 0 for share in by_metric["worst order longer by"])
+    assert len(rows) == 6
+
+
+def test_iterations_rise_and_fall_and_ours_is_the_fastest(benchmark):
+    bounds = benchmark.bounds_by_iteration()
+    assert len(bounds) == 40 and bounds[:20] == bounds[20:]
+    assert bounds[0] == (0, 32) and bounds[4] == (16, 32) and bounds[19] == (0, 0)
+    assert all(0 <= least <= most <= 48 for least, most in bounds)
+    rows = benchmark.dynamic_rows(benchmark.Setting(6), every=20, evaluations=20)
+    assert {row.case.split(":")[0].split(", ")[1] for row in rows} == {
+        "iterations 1-10", "iteration 6"
+    }  # fmt: skip
+    assert len(rows) == 10 and all(row.ours > 0.99 for row in rows)
+    assert any(row.paper for row in rows)
+
+
+def test_large_models_have_the_printed_mfu_beside_ours_only(benchmark):
+    assert {model.devices for model in benchmark.LARGE.values()} == {3072, 6144, 8192, 16384}
+    rows = benchmark.large_rows(["T2V-XL-3k"], microbatches=6, evaluations=10)
+    shares = [row for row in rows if row.metric == "MFU"]
+    assert len(shares) == 6 and all(0 < row.ours < 1 for row in shares)
+    assert [row.paper for row in shares if row.case.endswith(": tuned")] == [0.39]
+    assert sum(row.paper is not None for row in shares) == 1
+    gains = {row.case.split(": ")[-1]: row.ours for row in rows if row.metric == "ours faster"}
+    best = rows[-1]
+    assert best.paper == pytest.approx(1.828)
+    assert best.ours == max(gains[n] for n in ("Megatron-LM", "static plan", benchmark.COARSE))

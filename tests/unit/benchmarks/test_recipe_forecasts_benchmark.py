@@ -1,0 +1,68 @@
+"""The benchmark of recipes that are planned only: what it runs, finds and writes."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+TABLE = """| recipe | model | step | MFU | memory per GPU |
+|---|---|---:|---:|---:|
+| `small` | one | | | |
+| `other` | two | 3.00 s | 9.0 % | 7 GiB |
+"""
+RECIPE = """
+[model.llm.config]
+model_type = "llama"
+vocab_size = 64
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 4
+
+[training]
+steps = 1
+global_batch_size = 4
+sequence_length = 64
+
+[simulation]
+gpus = 2
+
+[[simulation.sequences]]
+"""
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("recipe_forecasts")
+
+
+def test_figures_of_a_dry_run_go_into_the_table(benchmark, tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text('name = "small"' + RECIPE)
+    rows = benchmark.forecast(path)
+    assert [row.metric for row in rows] == ["exit code", "iteration", "MFU", "peak memory per GPU"]
+    assert rows[0].met and rows[1].ours > 0 and {row.kind for row in rows[1:]} == {"simulated"}
+    lines = benchmark.with_figures(TABLE, rows).split("\n")
+    seconds, share, gib = (row.ours for row in rows[1:])
+    assert lines[2] == f"| `small` | one | {seconds:.2f} s | {share:.1f} % | {gib:.0f} GiB |"
+    assert [lines[i] for i in (0, 1, 3)] == [TABLE.split("\n")[i] for i in (0, 1, 3)]
+
+
+def test_what_cannot_be_planned_has_a_code_only(benchmark, tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text('name = "small"' + RECIPE + "\n[parallel]\npipeline = 3\n")
+    (row,) = benchmark.forecast(path)
+    assert (row.ours, row.met) == (2, False)
+
+
+def test_every_recipe_has_a_line(benchmark):
+    table = (ROOT / "recipes" / "README.md").read_text()
+    rows = [
+        benchmark.Row(name, metric, "", 1.0)
+        for name in benchmark.RECIPES
+        for metric, _ in benchmark.COLUMNS.values()
+    ]
+    filled = benchmark.with_figures(table, rows)
+    assert filled.count("| 1.00 s | 1.0 % | 1 GiB |") == len(benchmark.RECIPES)

@@ -1,0 +1,43 @@
+"""The benchmark of reordering: equal counts, nearness to bounds, comparisons in the right rows."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """benchmarks/ is no package."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    return importlib.import_module("reordering")
+
+
+def test_groups_are_balanced_in_all_cases(benchmark):
+    rows = benchmark.groups_rows(repetitions=1)
+    assert len(rows) == 3 * 3 * 3
+    for row in rows:
+        if row.metric == "largest load / bound":
+            assert 1 - 1e-12 <= row.ours <= row.goal and row.ours <= row.baseline
+        elif row.metric == "different counts":
+            assert row.ours == 1
+        else:
+            assert row.metric == "time" and row.ours > 0 and row.paper
+
+
+def test_orders_are_compared_with_the_best_known(benchmark, monkeypatch):
+    monkeypatch.setattr(benchmark, "BATCH", 240)
+    monkeypatch.setattr(benchmark, "RANKS", 4)
+    rows = benchmark.orders_rows("images", 30, generator=True, per_rank=1, repetitions=1)
+    by_metric = {row.metric: row for row in rows}
+    assert 0 <= by_metric["above best known"].ours <= by_metric["above best known"].baseline
+    assert by_metric["slowest group, gain"].ours >= 1
+    assert by_metric["time"].ours > by_metric["Algorithm 3, time"].ours > 0
+    assert "30 x 8" in rows[0].case
+
+
+def test_brute_force_is_a_bound(benchmark):
+    rows = benchmark.brute_force_rows(cases=2)
+    assert len(rows) == 4
+    assert all(row.ours >= 0 for row in rows)
+    assert all(row.met for row in rows if row.goal is not None)

@@ -1,0 +1,105 @@
+"""The benchmark of searched pipelines: rows, goals, cores, and a tiny run of what computes."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from torchmm.training.planner import PlanFigures
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+OTHERS = ("1F1B", "static separated", "stock, interleaved")
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a module of benchmarks/, which is no package."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+    def import_module(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return import_module
+
+
+@pytest.mark.slow
+def test_ranks_that_compute_write_rows_with_equal_gradients(tmp_path):
+    file = tmp_path / "rows.json"
+    script = BENCHMARKS / "searched_pipeline.py"
+    options = ["--tiny", "--cases", "model", "planning", "--json", file]
+    run = subprocess.run(
+        [sys.executable, script, *options], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(file.read_text())
+    found = {row["metric"]: row for row in rows}
+    for other in OTHERS:
+        assert found[f"speed ratio, {other}"]["ours"] > 0
+        assert 0 < found[f"idle share, {other}"]["baseline"] < 1
+    assert found["gradient difference"]["met"] is True
+    ratios = [row for row in rows if row["metric"] == "step time, planning beside / replay"]
+    for row in ratios:
+        assert row["goal"] == (None if "no core spare" in row["case"] else 1.02)
+        assert row["ours"] > 0 and row["better"] == "lower"
+    assert ratios
+    assert all(row["kind"] == "measured" for row in rows)
+
+
+def times(load, *walls: float) -> list:
+    return [load("ranks").StepTime(wall, 1.0, 0.0) for wall in walls]
+
+
+def test_goals_hold_against_each_of_the_others(load):
+    ours = times(load, 1.0, 1.0, 2.0)
+    walls = ((1.2, 1.4, 2.2), (0.9, 1.1, 1.8), (1.5, 0.5, 9.0))
+    others = {name: times(load, *wall) for name, wall in zip(OTHERS, walls, strict=True)}
+    comparison = load("ranks").Comparison({"searched": ours, **others}, [0, 0, 0], 2, 0)
+    rows = {row.metric: row for row in load("searched_pipeline").compared("a", comparison, 1.15)}
+    assert len(rows) == 9
+    goals = [
+        (rows[f"speed ratio, {name}"].goal, rows[f"speed ratio, {name}"].met) for name in OTHERS
+    ]
+    assert goals == [(1.15, True), (1.0, False), (1.0, True)]
+    assert rows["step time, 1F1B"].ours == 1.0
+    assert rows["step time, 1F1B"].baseline == 1.4
+
+
+@pytest.mark.parametrize(("planning", "goal", "met"), [({1}, 1.02, False), ({0}, None, None)])
+def test_planning_has_a_goal_where_a_core_is_spare(load, planning, goal, met):
+    beside = load("planning_beside")
+    cores = beside.Cores(frozenset({0}), frozenset(planning))
+    pairs = {"planning": times(load, 1.1, 2.2, 4.0), "replay": times(load, 1.0, 2.0, 5.0)}
+    comparison = load("ranks").Comparison(pairs, [0, 0, 0], 2, 0)
+    found = {"comparison": comparison, "figures": PlanFigures(planner_ms=1100.0)}
+    ratio, seconds, share = beside.rows(cores, 2000, found)
+    assert ratio.ours == pytest.approx(1.1)
+    assert (ratio.goal, ratio.met) == (goal, met)
+    assert (seconds.ours, seconds.baseline) == (2.2, 2.0)
+    assert share.ours == pytest.approx(0.5)
+    assert ("no core spare" in ratio.case) == (goal is None)
+    assert ratio.case.endswith("at most 2,000 orders")
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_cores_are_divided_as_far_as_there_are_any(load, monkeypatch, count):
+    beside = load("planning_beside")
+    monkeypatch.setattr(beside.os, "sched_getaffinity", lambda pid: set(range(count)))
+    *with_spare, without = beside.divisions()
+    assert not without.spare and len(without.ranks) == min(count, 2)
+    assert [c.spare for c in with_spare] == [True] * (count > 1)
+    for cores in with_spare:
+        assert cores.planning == {count - 1} and len(cores.ranks) == min(count - 1, 2)
+
+
+def test_searched_sleep_is_planned_no_slower_than_separated(load):
+    pipeline, sleepers = load("searched_pipeline"), load("sleepers")
+    work = sleepers.Work([[1, 9, 0, 4, 20, 2, 3, 7]], layer_s=4e-3, image_s=1e-3)
+    size = 1, 2, 4
+    played_s = load("bubble_runtime").played_s
+    searched = played_s(work, pipeline.SleepSearched(*size, evaluations=300))
+    static = played_s(work, pipeline.SleepSeparated(*size))
+    assert searched <= 1.01 * static < played_s(work, pipeline.SleepMegatron())

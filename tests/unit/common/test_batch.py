@@ -1,0 +1,67 @@
+"""An encoder's share of a microbatch, cut by images."""
+
+from math import prod
+
+import pytest
+import torch
+
+from torchmm.common.batch import EncoderInputs, even_ranges
+
+GRIDS = [(1, 2, 4), (1, 2, 2), (1, 4, 6), (2, 2, 2), (1, 6, 2)]
+
+
+def inputs_of(layout: str, tokens_per_image: list[int]) -> EncoderInputs:
+    """Pixels that say which image they are of, at positions with gaps between images."""
+    grids = GRIDS if layout == "patches" else [(1, 2, 2)] * 5
+    if layout == "patches":
+        pixels = torch.cat([torch.full((prod(g), 3), float(i)) for i, g in enumerate(grids)])
+    else:
+        pixels = torch.arange(5.0)[:, None, None, None].expand(5, 3, 4, 4)
+    starts = [100 * i for i in range(5)]
+    positions = [s + k for s, n in zip(starts, tokens_per_image, strict=True) for k in range(n)]
+    return EncoderInputs(pixels, grids, torch.tensor(positions))
+
+
+CASES = [
+    ("patches", [prod(g) for g in GRIDS]),
+    ("patches", [prod(g) // 4 for g in GRIDS]),
+    ("fixed", [4] * 5),
+    ("fixed", [5] * 5),  # class token kept
+    ("fixed", [1] * 5),  # folded
+]
+
+
+@pytest.mark.parametrize(("layout", "tokens"), CASES)
+@pytest.mark.parametrize("images", [range(0, 1), range(1, 3), range(4, 5), range(0, 5)])
+def test_selected_images_keep_pixels_grids_and_positions(layout, tokens, images):
+    inputs = inputs_of(layout, tokens)
+    selected = inputs.select(images)
+    assert selected.grids_thw == [inputs.grids_thw[i] for i in images]
+    assert selected.pixels.unique().tolist() == [float(i) for i in images]
+    patches = sum(prod(inputs.grids_thw[i]) for i in images)
+    assert len(selected.pixels) == (patches if layout == "patches" else len(images))
+    assert selected.positions_K.tolist() == [100 * i + k for i in images for k in range(tokens[i])]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_parts_are_even_and_complete(parts):
+    inputs = inputs_of(*CASES[1])
+    split = inputs.split(parts)
+    counts = [len(part.grids_thw) for part in split]
+    assert len(split) == parts
+    assert max(counts) - min(counts) <= 1
+    assert torch.equal(torch.cat([p.pixels for p in split]), inputs.pixels)
+    assert torch.equal(torch.cat([p.positions_K for p in split]), inputs.positions_K)
+    assert [g for p in split for g in p.grids_thw] == inputs.grids_thw
+
+
+@pytest.mark.parametrize("parts", [0, 6])
+def test_parts_without_images_are_refused(parts):
+    with pytest.raises(ValueError, match=f"5 images cannot be processed in {parts} parts"):
+        even_ranges(5, parts)
+
+
+@pytest.mark.parametrize("images", [range(3, 6), range(2, 2), range(0, 4, 2)])
+def test_images_that_are_not_there_are_refused(images):
+    with pytest.raises(ValueError, match="no images"):
+        inputs_of(*CASES[0]).select(images)

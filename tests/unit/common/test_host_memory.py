@@ -1,0 +1,35 @@
+"""Freed memory stays with the process."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import ctypes, resource, sys
+from torchmm.common.host_memory import keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+
+def use(size=40 << 20):
+    block = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size)))
+    ctypes.memset(block, 1, size)
+    libc.free(block)
+
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can keep it")
+def test_a_block_that_was_freed_is_used_again_without_page_faults() -> None:
+    keep, plain = (
+        int(subprocess.check_output([sys.executable, "-c", FAULTS, how], timeout=60))
+        for how in ("keep", "plain")
+    )
+    assert keep < 100 < 5000 < plain

@@ -1,0 +1,59 @@
+"""docs/optimus.md and docs/comparison.md: pictures, figures, recipe and links are up to date."""
+
+import json
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+import tomli
+
+from torchmm.recipe.recipe import ParallelConfig
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+TEXT = (DOCS / "optimus.md").read_text()
+
+
+def block(language: str) -> str:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)[0]
+
+
+def test_the_picture_and_its_figures_are_up_to_date(tmp_path, capsys):
+    arguments = shlex.split(block("sh").replace("\\\n", " "))[2:]
+    place = arguments.index("--out") + 1
+    picture = ROOT / arguments[place]
+    arguments[place] = str(tmp_path / "picture.svg")
+    assert runpy.run_path(str(ROOT / "scripts/draw.py"))["main"](arguments) == 0
+    stale = f"{picture.relative_to(ROOT)} is stale; run the command in docs/optimus.md"
+    assert (tmp_path / "picture.svg").read_text() == picture.read_text(), stale
+    figures = re.findall(r": (\S+) ms,", capsys.readouterr().out)
+    caption = re.sub(r"\s+", " ", TEXT.split("```")[0])
+    assert len(figures) == 3 and all(f"{figure} ms" in caption for figure in figures), figures
+
+
+def test_the_recipe_is_valid():
+    parallel = ParallelConfig.model_validate(tomli.loads(block("toml"))["parallel"])
+    assert parallel.sizes_given("vision") == {"pipeline": 2, "tensor": 1, "replicate": 1}
+
+
+@pytest.mark.parametrize("page", ["optimus.md", "comparison.md"])
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text()):
+        assert (DOCS / target).exists(), target
+
+
+def test_the_comparison_is_that_of_the_results():
+    rows = json.loads((ROOT / "benchmarks/results/head_to_head.json").read_text())
+    steps: dict[str, list[str]] = {}
+    for row in rows:
+        if row["metric"].startswith("step, "):
+            number = f"{row['ours']:.2f}" + " †" * ("does not fit" in row["metric"])
+            number = f"**{number}**" if "fastest" in row["metric"] else number
+            steps.setdefault(row["case"], []).append(number)
+    table = (DOCS / "comparison.md").read_text()
+    for case, numbers in steps.items():
+        model, sizes = case.rsplit(", ", 1)
+        line = f"| {model} | {sizes.removesuffix(' sizes')} | {' | '.join(numbers)} |"
+        assert line in table, line

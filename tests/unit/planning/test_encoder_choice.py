@@ -1,0 +1,132 @@
+"""Encoder plans chosen where a recipe leaves them open, and what fits into memory."""
+
+import re
+from pathlib import Path
+
+import pytest
+import tomli
+
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.common.errors import ConfigError
+from torchmm.planning.dry_run import describe_run
+from torchmm.planning.encoder_pipelines import encoder_combinations
+from torchmm.planning.encoder_sizes import choose_encoders, orchestrated
+from torchmm.planning.forecast import Forecaster
+from torchmm.recipe.recipe import Recipe
+
+ENCODER = """
+[model.encoders.{name}.config]
+model_type = "siglip_vision_model"
+image_size = 64
+patch_size = 16
+hidden_size = 256
+intermediate_size = 512
+num_hidden_layers = 4
+num_attention_heads = 4
+[simulation.images.{name}]
+patches = 16
+tokens = 16
+[[simulation.sequences]]
+encoder = "{name}"
+images = [0, 12]
+"""
+RECIPE = """
+name = "tiny"
+[model.llm.config]
+model_type = "llama"
+vocab_size = 512
+hidden_size = 256
+intermediate_size = 512
+num_hidden_layers = 8
+num_attention_heads = 4
+num_key_value_heads = 2
+[parallel]
+pipeline = 4
+placement = "colocated"
+schedule = "optimus"
+orchestrate = true
+[training]
+sequence_length = 512
+global_batch_size = 16
+steps = 10
+dtype = "bfloat16"
+[simulation]
+device = "a100"
+gpus = 8
+"""
+
+
+def recipe_of(*encoders: str, parallel: str = "") -> Recipe:
+    text = RECIPE.replace("orchestrate = true\n", "orchestrate = true\n" + parallel)
+    text += "".join(ENCODER.format(name=name) for name in encoders)
+    return Recipe.model_validate(tomli.loads(text))
+
+
+def forecaster_of(recipe: Recipe, device: str = "a100") -> Forecaster:
+    return Forecaster(recipe, 8, load_profile(device))
+
+
+def with_memory(directory: Path, nbytes: float) -> str:
+    file = directory / "small.toml"
+    file.write_text(f'base = "a100"\n[device]\nmemory_bytes = {nbytes}\n')
+    return str(file)
+
+
+def test_the_fastest_of_all_pipelines_is_taken():
+    choice = choose_encoders(forecaster_of(recipe_of("vision")))
+    assert sorted(t.pipelines["vision"] for t in choice.tried) == [1, 2, 4]
+    times_ms = [t.forecast.step.makespan_ms for t in choice.tried]
+    assert times_ms == sorted(times_ms) and choice.left_out == 0
+    best = choice.tried[0].pipelines["vision"]
+    assert choice.recipe.parallel.sizes_given("vision") == {"pipeline": best}
+    assert orchestrated(recipe_of("vision"), 8) == choice.recipe
+    assert len(list(choice.lines())) == 3
+
+
+def test_given_sizes_stay_and_every_encoder_has_its_own():
+    recipe = recipe_of("vision", "scans", parallel="vision = {pipeline = 2}\n")
+    found = list(encoder_combinations(forecaster_of(recipe)))
+    assert found == [{"vision": 2, "scans": n} for n in (1, 2, 4)]
+    assert choose_encoders(forecaster_of(recipe)).recipe.parallel.sizes_given("vision") == {
+        "pipeline": 2
+    }
+
+
+def test_tensor_parallel_sizes_are_tried_too():
+    recipe = recipe_of("vision", parallel="tensor = 2\n")
+    choice = choose_encoders(forecaster_of(recipe))
+    tried = [(found.tensor, found.pipelines["vision"]) for found in choice.tried]
+    assert sorted(tried) == [(tensor, size) for tensor in (1, 2) for size in (1, 2, 4)]
+    best = choice.tried[0]
+    sizes = {"tensor": best.tensor, "pipeline": best.pipelines["vision"]}
+    assert choice.recipe.parallel.sizes_given("vision") == sizes
+    assert all("tensor" in line for line in choice.lines())
+    given = recipe_of("vision", parallel="tensor = 2\nvision = {tensor = 1}\n")
+    only = choose_encoders(forecaster_of(given)).tried
+    assert [found.tensor for found in only] == [1, 1, 1]
+
+
+def test_copies_that_do_not_fit_on_the_fullest_rank_are_left_out(tmp_path):
+    recipe = recipe_of("vision")
+    every = choose_encoders(forecaster_of(recipe)).tried
+    peaks = sorted(max(t.forecast.step.peak_bytes) for t in every)
+    assert peaks[0] < peaks[-1]
+    tight = with_memory(tmp_path, (peaks[0] + peaks[-1]) / 2)
+    step = choose_encoders(forecaster_of(recipe, tight)).tried[0].forecast.step
+    assert step.fits and max(step.peak_bytes) < peaks[-1]
+    with pytest.raises(ConfigError, match=r"GiB"):
+        choose_encoders(forecaster_of(recipe, with_memory(tmp_path, peaks[0] * 0.95)))
+    with pytest.raises(ConfigError, match="no encoder plan fits"):
+        choose_encoders(forecaster_of(recipe, with_memory(tmp_path, 1e5)))
+
+
+def test_dry_runs_tell_what_was_tried():
+    text = describe_run(recipe_of("vision"), 8)
+    assert text.count("pipeline ranks of vision") == 3
+    assert re.search(r"ranks of vision +pipeline \d x replicate 1 x shard", text)
+
+
+def test_recipes_that_do_not_ask_stay_as_they_are():
+    recipe = recipe_of("vision")
+    recipe.parallel.__dict__["orchestrate"] = False
+    assert orchestrated(recipe, 8) is recipe

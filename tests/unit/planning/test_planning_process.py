@@ -1,0 +1,170 @@
+"""The planning process: it plans, goes to newer requests, and its end is told."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from pipeline_cases import Case, step_of
+
+from torchmm.balance.costs.layer_costs import module_layers, task_durations
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.recomputation.costs import costs_of_plan
+from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.numbers import decode_plan
+from torchmm.pipelining.run.messages import message_sizes, message_specs
+from torchmm.pipelining.schedules.layouts import separated_layout
+from torchmm.pipelining.schedules.separated import separated
+from torchmm.planning.ahead import (
+    MEASURED,
+    PlanningProcess,
+    PlanningProcessError,
+    PlanningSetup,
+    PlanRequest,
+)
+from torchmm.planning.step import step_graph
+from torchmm.recipe.recipe import ParallelConfig
+
+CASE = Case("planned beside training")
+WAIT_S = 60.0
+
+
+def config(evaluations: int) -> ParallelConfig:
+    return ParallelConfig.model_validate(
+        {"pipeline": 2, "schedule": "searched", "search": {"evaluations": evaluations}}
+    )
+
+
+def setup(evaluations: int) -> PlanningSetup:
+    modules = tuple(m.describe() for m in CASE.build().modality_modules())
+    layout = separated_layout(module_layers(modules, metas(0)), 2)
+    return PlanningSetup(layout, config(evaluations), modules, "none")
+
+
+def metas(seed: int) -> tuple:
+    return tuple(m.meta for m in step_of(CASE, seed)[0]) * 2
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[PlanningProcess]:
+    made = PlanningProcess(setup(60))
+    yield made
+    made.close()
+
+
+def request(step: int, seed: int, rate: float = 0.0) -> PlanRequest:
+    kinds = [(name, kind) for name in ("llm", "vision") for kind in ActionType]
+    rates = dict.fromkeys(kinds, rate) if rate else {}
+    return PlanRequest(step, metas(seed), rates, None)
+
+
+def test_it_plans_the_step_it_was_asked_for(process):
+    process.submit(request(1, 1))
+    planned = process.take(1, WAIT_S)
+    assert (planned.step, planned.finished, planned.in_ms) == (1, True, False)
+    assert planned.evaluations == 60
+    assert 0 < planned.predicted <= planned.natural
+    graph = step_graph(setup(60).layout, config(60), metas(1))
+    plan = decode_plan(planned.numbers, graph, {})
+    assert validate_plan(plan).problems == ()
+    flops = task_durations(graph, setup(60).modules, metas(1))
+    total = sum(flops(a) for row in plan.actions for a in row if a.type in MEASURED)
+    assert planned.flops_RK.shape == (2, 4)
+    assert planned.flops_RK.sum() == pytest.approx(total)
+
+
+def test_it_tunes_the_layers():
+    """Half-way between the least and the most memory that the plan may need."""
+    made = setup(60)
+    sizes = {m.name: message_sizes(m) for m in CASE.build().modality_modules()}
+    model = CostModel(load_profile("cpu"), "float32")
+    tuning = LayerTuning(model, frozenset(m.name for m in made.modules), 0)
+    graph = step_graph(made.layout, made.config, metas(1))
+    specs = message_specs(graph, sizes, metas(1), torch.float32)
+    plain = lower_plan(separated(graph), graph, specs)
+    needs = memory_needs(plain, made.modules, metas(1), tuning)
+    least, most = (max(each) for each in zip(*needs, strict=True))
+    limited = replace(tuning, memory_limit_bytes=(least + most) // 2)
+    process = PlanningProcess(replace(made, sizes=sizes, tuning=limited))
+    process.submit(request(1, 1))
+    plan = decode_plan(process.take(1, WAIT_S).numbers, graph, specs)
+    process.close()
+    assert validate_plan(plan).problems == ()
+    assert {mode for modes in plan.recompute.values() for mode in modes} > {"none"}
+    costs = costs_of_plan(plan, made.modules, metas(1), model)
+    assert max(simulate(plan, costs).peak_bytes) <= limited.memory_limit_bytes
+
+
+def test_rates_give_milliseconds(process):
+    process.submit(request(2, 1))
+    flops = process.take(2, WAIT_S)
+    process.submit(request(3, 1, rate=1e-6))
+    measured = process.take(3, WAIT_S)
+    assert measured.in_ms
+    assert measured.predicted == pytest.approx(1e-6 * flops.predicted, rel=1e-3)
+
+
+def test_only_the_newest_request_counts(process):
+    for step in range(4, 8):
+        process.submit(request(step, step))
+    assert process.take(7, WAIT_S).finished
+    assert process.take(5) is None
+    assert process.take(8) is None
+
+
+def test_what_there_is_can_be_taken_at_any_time():
+    endless = PlanningProcess(setup(10**9))
+    endless.submit(request(1, 1))
+    planned = None
+    while planned is None:
+        planned = endless.take(1, 0.05)
+    assert not planned.finished
+    endless.submit(request(2, 2))  # does not wait for the end of the first
+    while endless.take(2, 0.05) is None:
+        pass
+    endless.close()
+    assert endless.exit_code is not None
+
+
+def test_a_dead_process_is_told():
+    process = PlanningProcess(setup(60))
+    process.submit(request(1, 1))
+    process.take(1, WAIT_S)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(PlanningProcessError, match=r"ended with code -?\d+"):
+        process.take(2, WAIT_S)
+    process.close()
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_it_at_exit():
+    code = """if __name__ == "__main__":
+        import sys
+        sys.path[:0] = [{paths}]
+        from test_planning_process import PlanningProcess, request, setup
+        process = PlanningProcess(setup(10**9))
+        process.submit(request(1, 1))
+        print("made")"""
+    paths = ", ".join(map(repr, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(paths=paths)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "made\n"), done.stderr
+
+
+def test_a_step_that_cannot_be_planned_is_told():
+    process = PlanningProcess(setup(60))
+    process.submit(request(1, 1, rate=float("nan")))
+    with pytest.raises(PlanningProcessError, match="cannot plan a step: "):
+        process.take(1, WAIT_S)
+    process.close()

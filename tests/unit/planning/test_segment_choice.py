@@ -1,0 +1,76 @@
+"""What the partitioner decides in a recipe, and what it leaves alone."""
+
+from dataclasses import replace
+
+import pytest
+from pipeline_cases import LAYERS, Case, step_of
+
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.order_search.best_order import plan_searched
+from torchmm.balance.order_search.search import Budget
+from torchmm.common.errors import ConfigError
+from torchmm.planning.segments import STAGES, describe, with_segments
+from torchmm.planning.step import plan_layout, step_graph
+from torchmm.recipe.recipe import ParallelConfig, Recipe
+
+CASE = Case("segments in a recipe")
+
+
+def chosen(**parallel: object) -> ParallelConfig:
+    recipe = Recipe.model_validate({"parallel": parallel})
+    return with_segments(recipe, *described(), load_profile("cpu"))
+
+
+def described() -> tuple:
+    modules = [module.describe() for module in CASE.build().modality_modules()]
+    return modules, [m.meta for seed in range(4) for m in step_of(CASE, seed)[0]]
+
+
+def test_everything_is_decided_where_nothing_is_given():
+    found = chosen(pipeline=2, schedule="searched")
+    modules, metas = described()
+    assert set(found.modules) == {"vision", "llm"}
+    most = max(meta.images_of("vision") for meta in metas)
+    assert 1 <= found.sub_microbatch_images("vision") <= most
+    assert 1 in (found.segments("vision"), found.segments("llm"))
+    assert f"llm: {found.segments('llm')} segments" in describe(found, modules)
+    assert f"at most {found.sub_microbatch_images('vision')} images" in describe(found, modules)
+
+
+def test_what_is_given_stays():
+    own = {"segments": 2, "sub_microbatch_images": 3}
+    found = chosen(pipeline=2, schedule="searched", virtual_stages=2, vision=own, shard=4)
+    assert (found.segments("vision"), found.segments("llm")) == (2, 2)
+    assert found.sub_microbatch_images("vision") == 3
+    assert (found.pipeline, found.shard, found.schedule) == (2, 4, "searched")
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"pipeline": 2}, {"pipeline": 1, "schedule": "searched"}], ids=str
+)
+def test_other_recipes_stay_as_they_are(parallel):
+    assert chosen(**parallel) == ParallelConfig.model_validate(parallel)
+
+
+def test_too_many_ranks_name_the_schedule():
+    with pytest.raises(ConfigError, match=r'schedule = "searched": .* 4 layers for 8 pipeline'):
+        chosen(pipeline=8, schedule="searched")
+
+
+def test_stages_are_those_of_the_fastest_predicted_step():
+    modules, metas = described()
+    found = chosen(pipeline=2, schedule="searched", search={"stages": "auto"})
+    assert found.search.stages in STAGES
+    model = CostModel(load_profile("cpu"), "float32")
+    predicted = {}
+    for stages in STAGES:
+        own = chosen(pipeline=2, schedule="searched", search={"stages": stages})
+        layout = plan_layout(own, modules, metas)
+        longest = max(s.stop - s.start for s in layout.stages if s.module == "vision")
+        assert stages == "balanced" or (longest == LAYERS) == (stages == "megatron"), stages
+        graph = step_graph(layout, own, metas)
+        costs = replace(plan_costs(graph, modules, metas, model), memory_limit_bytes=None)
+        predicted[stages] = plan_searched(graph, costs, Budget(evaluations=200)).predicted_ms
+    assert predicted[found.search.stages] == min(predicted.values())

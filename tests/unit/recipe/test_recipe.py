@@ -1,0 +1,321 @@
+"""Recipes: inheritance, overrides, and every mistake told at once with its file and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recipe_problems import problems_of
+
+from torchmm.common.errors import ConfigError
+from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_layout
+from torchmm.recipe.recipe import ParallelConfig, Recipe
+from torchmm.training.build import build_unfilled_model
+
+MODEL = """
+[model]
+tokenizer = "gpt2"
+[model.llm.config]
+model_type = "llama"
+num_attention_heads = 6
+[model.encoders.vision.config]
+model_type = "siglip_vision_model"
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def _write(name: str, text: str) -> Path:
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return _write
+
+
+@pytest.fixture
+def valid(write, tmp_path: Path) -> Path:
+    write("train.jsonl", "{}")
+    return write("valid.toml", f'{MODEL}\n[[data.sources]]\npath = "{tmp_path}/train.jsonl"\n')
+
+
+def one_problem(path: Path, *overrides: str, world_size: int | None = None) -> str:
+    problems = problems_of(path, *overrides, world_size=world_size)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_seven_different_mistakes_are_reported_at_once(write, tmp_path):
+    base = write("base.toml", '[optimizer]\nschedule = "cosin"\n[trainin]\nsteps = 5\n')
+    child = write(
+        "child.toml",
+        'base = "base.toml"\n' + MODEL + "[training]\nsteps = 'ten'\nglobal_batch_sise = 4\n"
+        '[freeze]\nmodules = ["visoin"]\n[[data.sources]]\npath = "absent/x.parquet"\n',
+    )
+    found = problems_of(child, "--parallel.tensor", "0", world_size=1)
+    expected = [
+        (base, "optimizer.schedule", "cosine"),
+        (base, "trainin", "training"),
+        (child, "training.steps", "integer"),
+        (child, "training.global_batch_sise", "training.global_batch_size"),
+        (child, "freeze.modules", '"vision"'),
+        (child, "data.sources[0].path", "prepare_data"),
+        ("command line", "parallel.tensor", ">= 1"),
+    ]
+    assert len(found) == len(expected), found
+    for origin, key, remedy in expected:
+        line = next(p for p in found if p.startswith(f"{origin}: {key}") and remedy in p)
+        assert line.count("\n") == 0
+
+
+def test_a_consequence_of_a_faulty_key_is_not_reported(write):
+    path = write("r.toml", '[model.lm]\nsource = "x/y"\n[[data.sources]]\npath = "."\n')
+    assert "did you mean model.llm?" in one_problem(path, world_size=1)
+
+
+def test_tables_merge_and_lists_replace_along_a_chain_of_bases(write, tmp_path):
+    (tmp_path / "bases").mkdir()
+    write("bases/a.toml", "[training]\nsteps = 1\nseed = 1\n[optimizer]\nbetas = [0.1, 0.2]\n")
+    write("bases/b.toml", 'base = "a.toml"\n[training]\nsteps = 2\n')
+    child = write("c.toml", 'base = "bases/b.toml"\n[optimizer]\nbetas = [0.5, 0.6]\n')
+    loaded = load_recipe(child)
+    assert loaded.recipe.training.steps == 2
+    assert loaded.recipe.training.seed == 1
+    assert loaded.recipe.optimizer.betas == [0.5, 0.6]
+    assert loaded.origins["training.seed"] == str(tmp_path / "bases" / "a.toml")
+    assert loaded.origins["optimizer.betas"] == str(child)
+
+
+def test_bases_in_a_circle_are_refused(write):
+    write("a.toml", 'base = "b.toml"\n')
+    assert "circle" in one_problem(write("b.toml", 'base = "a.toml"\n'))
+
+
+def test_a_missing_base_names_the_file_that_wants_it(write, tmp_path):
+    path = write("a.toml", 'base = "gone.toml"\n')
+    problem = one_problem(path)
+    assert str(tmp_path / "gone.toml") in problem
+    assert f"base of {path}" in problem
+
+
+def test_a_duplicate_key_is_told_with_its_line(write):
+    problem = one_problem(write("a.toml", "[training]\nsteps = 1\nsteps = 2\n"))
+    assert "a.toml" in problem
+    assert "line 3" in problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read", "expected"),
+    [
+        (["--training.steps", "7"], lambda r: r.training.steps, 7),
+        (["--parallel.shard=-1"], lambda r: r.parallel.shard, -1),
+        (["--parallel.replicate", "-1"], lambda r: r.parallel.replicate, -1),
+        (["--optimizer.betas", "[0.1, 0.3]"], lambda r: r.optimizer.betas, [0.1, 0.3]),
+        (["--training.deterministic=true"], lambda r: r.training.deterministic, True),
+        (["--name", "123"], lambda r: r.name, "123"),
+        (["--name=my-run"], lambda r: r.name, "my-run"),
+        (["--training.dtype", "bfloat16"], lambda r: r.training.dtype, "bfloat16"),
+        (["--training.steps", "7", "--training.steps", "8"], lambda r: r.training.steps, 8),
+        (
+            ["--optimizer.module_lr.vision.connector", "0.5"],
+            lambda r: r.optimizer.module_lr,
+            {"vision.connector": 0.5},
+        ),
+        (
+            ["--model.llm.config.hidden_size", "64"],
+            lambda r: r.model.llm.config["hidden_size"],
+            64,
+        ),
+        (
+            ["--data.sources", '[{path = "a", weight = 2}]'],
+            lambda r: (r.data.sources[0].path, r.data.sources[0].weight),
+            ("a", 2.0),
+        ),
+        (["--freeze", '{modules = ["llm"]}'], lambda r: r.freeze.modules, ["llm"]),
+    ],
+)
+def test_overrides(valid, arguments, read, expected):
+    assert read(load_recipe(valid, arguments).recipe) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--training.stps", "7"], "command line: training.stps = 7: unknown key; did you mean"),
+        (["--training.steps"], "command line: training.steps: has no value"),
+        (["training.steps=7"], "command line: training.steps=7: not an override"),
+        (["--training.steps", "x"], 'command line: training.steps = "x": must be an integer'),
+        (["--steps", "7"], "command line: steps = 7: unknown key; did you mean training.steps?"),
+        (["--training.steps", "1\nseed = 3"], "must be an integer"),
+    ],
+)
+def test_wrong_overrides_are_named_as_command_line(valid, arguments, expected):
+    assert expected in one_problem(valid, *arguments)
+
+
+def test_resolved_recipe_loads_back_equal(valid, write):
+    recipe = load_recipe(valid, ["--optimizer.module_lr.vision.connector", "0.1"]).recipe
+    again = write("again.toml", dump_recipe(recipe))
+    assert load_recipe(again).recipe == recipe
+
+
+def test_the_default_recipe_loads_back_equal(write):
+    assert load_recipe(write("default.toml", dump_recipe(Recipe()))).recipe == Recipe()
+
+
+def test_a_valid_recipe_has_no_problems(valid):
+    assert check_recipe(load_recipe(valid, [], 2).recipe, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "text"),
+    [
+        ("--parallel.shard 3", "parallel", "replicate 1 x shard 3 x tensor 1 does not make 4"),
+        ("--parallel.replicate -1", "parallel", "only one size may be -1"),
+        ("--parallel.shard 0", "parallel", "use 1"),
+        ("--training.global_batch_size 6", "training.global_batch_size", "use 4 or 8"),
+        ("--training.global_batch_size 1", "training.global_batch_size", "use 4"),
+        ("--parallel.tensor 4", "model.llm.config.num_attention_heads = 6", "parallel.tensor"),
+        ("--optimizer.warmup_steps 101", "optimizer.warmup_steps", "training.steps"),
+        (
+            "--optimizer.schedule wsd --optimizer.warmup_steps 90",
+            "optimizer.warmup_steps",
+            "use 80",
+        ),
+        ("--optimizer.betas [0.9,1.0]", "optimizer.betas", "< 1"),
+        ("--optimizer.module_lr.lm 1", "optimizer.module_lr", 'did you mean "llm"'),
+        ("--compile.modules ['vison']", "compile.modules", 'did you mean "vision"'),
+        (
+            "--activation_checkpoint.modules.audio full",
+            "activation_checkpoint.modules",
+            "known: llm, vision, vision.connector",
+        ),
+        (
+            "--activation_checkpoint.memory_limit 90",
+            "activation_checkpoint.memory_limit",
+            'share of the device ("85%")',
+        ),
+        (
+            "--freeze.modules ['llm','vision','vision.connector']",
+            "freeze.modules",
+            "nothing to train",
+        ),
+        (
+            "--freeze.modules ['llm'] --optimizer.module_lr.llm 1",
+            "optimizer.module_lr.llm",
+            "frozen",
+        ),
+        ("--validation.samples 2", "validation.samples", "[[data.validation]]"),
+        ("--validation.interval 2", "validation.interval", "[[data.validation]]"),
+        ("--data.sources []", "data.sources", "[[data.sources]]"),
+        ("--model.source x/y", "model", "keep one"),
+        ("--model.encoders.audio {}", "model.encoders.audio", "neither source nor config"),
+        ("--model.encoders.llm.source x/y", "model.encoders.llm", "no name"),
+        ("--model.llm.source ./gone", "model.llm.source", "no such directory"),
+        ("--checkpoint.resume gone", "checkpoint.resume", '"auto"'),
+        ("--metrics.profile_step 101", "metrics.profile_step", "earlier"),
+        ("--name a/b", "name", "directory name"),
+        ("--training.device cpu --parallel.backend nccl", "parallel.backend", "auto"),
+        (
+            "--parallel.sequence_parallel true --parallel.tensor 2 --training.sequence_length 9",
+            "training.sequence_length",
+            "multiple",
+        ),
+        (
+            "--parallel.async_tensor_parallel true --parallel.tensor 2",
+            "parallel.async_tensor_parallel",
+            "sequence_parallel = true",
+        ),
+        (
+            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true",
+            "parallel.async_tensor_parallel",
+            "tensor > 1",
+        ),
+        (
+            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true "
+            "--parallel.tensor 2 --parallel.pipeline 2 --parallel.schedule zero_bubble",
+            "parallel.async_tensor_parallel",
+            "another parallel.schedule",
+        ),
+        (
+            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true "
+            "--parallel.tensor 2 --training.device cpu "
+            "--parallel.async_tensor_backend symmetric_memory",
+            "parallel.async_tensor_backend",
+            "needs CUDA",
+        ),
+    ],
+)
+def test_value_checks_name_the_key_and_a_remedy(valid, arguments, key, text):
+    problem = one_problem(valid, *arguments.split(), world_size=4)
+    assert f": {key}" in problem
+    assert text in problem
+
+
+def test_a_composite_has_llm_vision_and_its_connector(write):
+    names = '["vision", "vision.connector"]'
+    path = write(
+        "r.toml",
+        f'[model]\nsource = "a/b"\n[freeze]\nmodules = {names}\n[[data.sources]]\npath = "."\n',
+    )
+    load_recipe(path, [], 1)
+
+
+def test_ranks_may_share_a_key_value_head(valid):
+    arguments = ["--parallel.tensor", "6", "--model.llm.config.num_key_value_heads"]
+    load_recipe(valid, [*arguments, "2"], 6)
+    assert "num_key_value_heads = 4" in one_problem(valid, *arguments, "4", world_size=6)
+
+
+def test_a_model_without_source_needs_a_tokenizer(write):
+    text = '[model.llm.config]\nmodel_type = "llama"\n[[data.sources]]\npath = "."\n'
+    assert "model.tokenizer" in one_problem(write("r.toml", text), world_size=1)
+
+
+def test_an_unquoted_name_with_a_dot_gets_a_hint(valid):
+    valid.write_text(valid.read_text() + "[optimizer.module_lr]\nvision.connector = 1e-4\n")
+    assert "needs quotes" in one_problem(valid)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "expected"),
+    [
+        ({}, 8, (1, 1, 8, 1)),
+        ({"tensor": 2}, 8, (1, 1, 4, 2)),
+        ({"replicate": -1, "shard": 2, "tensor": 2}, 8, (1, 2, 2, 2)),
+        ({"replicate": 2, "shard": 2}, 4, (1, 2, 2, 1)),
+        ({"pipeline": 2, "tensor": 2}, 8, (2, 1, 2, 2)),
+    ],
+)
+def test_layout_fills_in_what_is_left(sizes, world_size, expected):
+    assert resolve_layout(ParallelConfig(**sizes), world_size) == expected
+
+
+SIMULATION = """
+[simulation.images.vision]
+patches = 16
+tokens = 4
+[[simulation.sequences]]
+images = [0, 3]
+"""
+
+
+def test_statistics_stand_in_for_data_and_tokenizer(write):
+    path = write("r.toml", MODEL.replace('tokenizer = "gpt2"', "") + SIMULATION)
+    recipe = load_recipe(path, [], 1).recipe
+    with pytest.raises(ConfigError, match="only describes a simulation") as error:
+        build_unfilled_model(recipe)
+    assert any("tokenizer" in problem for problem in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key", "text"),
+    [
+        ("images.vision", "images.visoin", "simulation.images.visoin", 'did you mean "vision"'),
+        ("[0, 3]", "[3, 0]", "simulation.sequences[0].images", "least and most"),
+        ("[0, 3]", "[0, 300]", "simulation.sequences[0].images", "1200 tokens, more than the 1024"),
+        ("[[sim", "[simulation.generated]\nrows = 2\ncolumns = 2\n[[sim", "generated", "no gene"),
+    ],
+)
+def test_statistics_that_do_not_fit_are_told(write, before, after, key, text):
+    problem = one_problem(write("r.toml", MODEL + SIMULATION.replace(before, after)), world_size=1)
+    assert key in problem and text in problem

@@ -1,0 +1,156 @@
+"""Recipe keys of colocated encoders: sizes that follow from others, and mistakes with a remedy."""
+
+from pathlib import Path
+
+import pytest
+from recipe_problems import problems_of
+
+from torchmm.balance.planners import PLANNERS
+from torchmm.common.errors import ConfigError
+from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.recipe.placement_sizes import encoder_layout
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import COLOCATED_SCHEDULES, ParallelConfig
+from torchmm.recipe.sizes import Layout
+
+MODEL = """
+[model]
+tokenizer = "gpt2"
+[model.llm.config]
+model_type = "llama"
+num_hidden_layers = 6
+[model.encoders.vision.config]
+model_type = "siglip_vision_model"
+num_hidden_layers = 5
+[training]
+global_batch_size = 8
+[[data.sources]]
+path = "."
+[parallel]
+placement = "colocated"
+schedule = "optimus"
+pipeline = 4
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.toml"
+    file.write_text(MODEL)
+    return file
+
+
+def test_the_schedules_are_those_with_planners():
+    assert set(COLOCATED_SCHEDULES) == set(PLANNERS) - {"searched"}
+
+
+@pytest.mark.parametrize(
+    ("own", "layout"),
+    [
+        ({}, (1, 2, 12, 2)),
+        ({"pipeline": 2}, (2, 2, 6, 2)),
+        ({"pipeline": 4, "tensor": 2}, (4, 2, 3, 2)),
+        ({"pipeline": 4, "tensor": 1}, (4, 2, 6, 1)),
+        ({"replicate": 8}, (1, 8, 3, 2)),
+        ({"shard": 1}, (1, 24, 1, 2)),
+        ({"pipeline": 2, "replicate": 3, "shard": 4}, (2, 3, 4, 2)),
+    ],
+)
+def test_own_sizes(own, layout):
+    parallel = ParallelConfig(vision=own)
+    assert encoder_layout(parallel, "vision", Layout(4, 2, 3, 2)) == layout
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ({"pipeline": 3}, "use one of 1, 2, 4"),
+        ({"tensor": 4}, "use one of 1, 2"),
+        ({"replicate": 5}, "does not make the LLM's 48 ranks"),
+        ({"shard": 7}, "does not make the LLM's 48 ranks"),
+        ({"replicate": 0}, "does not make the LLM's 48 ranks"),
+        ({"replicate": 4, "shard": 4}, "replicate 4 x shard 4"),
+    ],
+)
+def test_own_sizes_that_do_not_fit(own, text):
+    with pytest.raises(ConfigError, match=text):
+        encoder_layout(ParallelConfig(vision=own), "vision", Layout(4, 2, 3, 2))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "--parallel.vision.pipeline 2 --parallel.vision.segments 2",
+        "--parallel.vision.pipeline 4 --parallel.bubbles coarse --parallel.llm_schedule gpipe",
+        "--parallel.vision.replicate 8 --parallel.vision.shard 1",
+        "--parallel.pipeline 1",
+        "--parallel.pipeline 2 --parallel.tensor 2 --parallel.vision.tensor 1 "
+        "--parallel.tensor_bubbles 0.2",
+    ],
+)
+def test_valid_recipes(recipe, arguments):
+    load_recipe(recipe, arguments.split(), 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "text"),
+    [
+        ("--parallel.placement interleaved", "parallel.schedule", 'placement = "colocated"'),
+        ("--parallel.schedule separated", "parallel.placement", '"optimus"'),
+        ("--parallel.vision.pipeline 3", "parallel.vision.pipeline", "use one of 1, 2, 4"),
+        ("--parallel.vision.tensor 2", "parallel.vision.tensor", "use one of 1"),
+        ("--parallel.vision.replicate 3", "parallel.vision", "what is left"),
+        ("--parallel.tensor_bubbles 0.2", "parallel.tensor_bubbles", "tensor > 1"),
+        (
+            "--parallel.tensor 2 --parallel.tensor_bubbles 0.2",
+            "parallel.tensor_bubbles",
+            "vision.tensor = 1",
+        ),
+        ("--parallel.llm.pipeline 2", "parallel.llm.pipeline", "those of [parallel]"),
+        ("--parallel.vision.segments 6", "parallel.vision.segments", "has 5 layers"),
+        (
+            "--parallel.vision.pipeline 2 --parallel.vision.segments 3",
+            "parallel.vision.segments",
+            "2 ranks of its own x 3",
+        ),
+        (
+            "--parallel.llm_schedule 1f1b --parallel.virtual_stages 2 --parallel.pipeline 2",
+            "parallel.virtual_stages",
+            "one stage per rank",
+        ),
+        (
+            "--parallel.llm_schedule zero_bubble --compile.enabled true",
+            "parallel.llm_schedule",
+            "compile.enabled = false",
+        ),
+    ],
+)
+def test_mistakes_are_told_with_a_remedy(recipe, arguments, key, text):
+    found = problems_of(recipe, *arguments.split(), world_size=8)
+    assert [p for p in found if key in p and text in p], found
+
+
+def test_a_model_without_encoders_has_nothing_to_colocate(recipe):
+    before, _, after = MODEL.partition("[model.encoders.vision.config]")
+    recipe.write_text(before + "[training]" + after.partition("[training]")[2])
+    with pytest.raises(ConfigError, match="no encoders"):
+        load_recipe(recipe, [], 4)
+
+
+def test_stages_are_single_layers_unless_the_recipe_wants_fewer():
+    modules = [
+        ModuleLayers("vision", "encoder", (1.0,) * 6, sub_microbatched=True),
+        ModuleLayers("llm", "llm", (1.0,) * 4),
+    ]
+
+    def sizes(**vision: int) -> list[int]:
+        config = ParallelConfig(
+            pipeline=2, placement="colocated", schedule="optimus", vision=vision
+        )
+        stages = PLANNERS["optimus"].layout(config, modules).stages
+        return [s.stop - s.start for s in stages if s.module == "vision"]
+
+    assert sizes() == sizes(pipeline=2) == [1] * 6
+    assert sizes(segments=2) == [3, 3]
+    assert sizes(pipeline=2, segments=1) == [3, 3]

@@ -1,0 +1,182 @@
+"""Recipe keys of the pipeline: tables by module name, and mistakes told with a remedy."""
+
+from pathlib import Path
+
+import pytest
+from recipe_problems import problems_of
+
+from torchmm.pipelining.schedules import names as schedules
+from torchmm.recipe.check_parallel import check_pipeline
+from torchmm.recipe.read import dump_recipe, load_recipe
+from torchmm.recipe.recipe import SCHEDULES, ParallelConfig, Recipe
+
+MODEL = """
+[model]
+tokenizer = "gpt2"
+[model.llm.config]
+model_type = "llama"
+num_hidden_layers = 6
+[model.encoders.vision.config]
+model_type = "siglip_vision_model"
+num_hidden_layers = 4
+[training]
+global_batch_size = 8
+[[data.sources]]
+path = "."
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.toml"
+    file.write_text(MODEL)
+    return file
+
+
+def test_settings_of_a_module(recipe: Path) -> None:
+    recipe.write_text(MODEL + "[parallel]\npipeline = 2\n[parallel.vision]\nsegments = 2\n")
+    arguments = ["--parallel.vision.sub_microbatch_images", "3", "--parallel.virtual_stages=3"]
+    loaded = load_recipe(recipe, arguments, 4).recipe
+    assert {name: loaded.parallel.segments(name) for name in ("vision", "llm")} == {
+        "vision": 2,
+        "llm": 3,
+    }
+    assert loaded.parallel.sub_microbatch_images("vision") == 3
+    (recipe.parent / "again.toml").write_text(dump_recipe(loaded))
+    assert load_recipe(recipe.parent / "again.toml").recipe == loaded
+
+
+def test_defaults_follow_the_schedule() -> None:
+    separated = ParallelConfig(pipeline=2, virtual_stages=2)
+    assert (separated.segments("llm"), separated.segments("vision")) == (2, 1)
+    assert separated.sub_microbatch_images("vision") == 4
+    assert ParallelConfig(schedule="csv:x").sub_microbatch_images("vision") == 4
+    assert ParallelConfig(schedule="1f1b").sub_microbatch_images("vision") is None
+
+
+def test_the_schedules_are_those_that_exist() -> None:
+    assert set(SCHEDULES) == {*schedules.SCHEDULES, "searched"}
+    separating = {name for name in SCHEDULES if ParallelConfig(schedule=name).separates_modules}
+    separated = {n for n, s in schedules.SCHEDULES.items() if s.layout == "separated"}
+    assert separating == {*separated, "searched"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--parallel.pipeline 4",
+        "--parallel.pipeline 2 --parallel.virtual_stages 3",
+        "--parallel.pipeline 4 --parallel.schedule megatron_balanced --parallel.virtual_stages 2",
+        "--parallel.pipeline 2 --parallel.schedule megatron --parallel.virtual_stages 3",
+        "--parallel.pipeline 2 --parallel.tensor 2 --parallel.reshard_after_forward never",
+        "--parallel.pipeline 2 --parallel.llm.segments 3 --parallel.vision.segments 2",
+    ],
+)
+def test_valid_pipelines(recipe: Path, arguments: str) -> None:
+    load_recipe(recipe, arguments.split(), 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "text"),
+    [
+        ("--parallel.pipeline 3", "parallel: ", "pipeline 3 x replicate 1 x shard -1"),
+        ("--parallel.schedule 1f1", "parallel.schedule", 'did you mean "1f1b"'),
+        ("--parallel.schedule csv:gone.csv", "parallel.schedule", "no such file"),
+        ("--parallel.placement scattered", "parallel.placement", "must be one of interleaved"),
+        ("--parallel.virtual_stages 2", "parallel.virtual_stages", "parallel.pipeline > 1"),
+        (
+            "--parallel.pipeline 2 --parallel.schedule 1f1b --parallel.virtual_stages 2",
+            "parallel.virtual_stages",
+            "interleaved_1f1b",
+        ),
+        (
+            "--parallel.pipeline 2 --parallel.reshard_after_forward always",
+            "parallel.reshard_after_forward",
+            'use "default"',
+        ),
+        (
+            "--parallel.pipeline 2 --parallel.schedule zero_bubble --compile.enabled true",
+            "parallel.schedule",
+            "compile.enabled = false",
+        ),
+        ("--parallel.tensr 2", "parallel.tensr", "did you mean parallel.tensor?"),
+        ("--parallel.visoin.segments 2", 'parallel = "visoin"', 'did you mean "vision"'),
+        ("--parallel.vision.segmnts 2", "parallel.vision.segmnts", "parallel.vision.segments?"),
+        ("--parallel.vision.segments 0", "parallel.vision.segments", ">= 1"),
+        ("--parallel.vision.segments 2", "parallel.vision.segments", "parallel.pipeline > 1"),
+        (
+            "--parallel.pipeline 2 --parallel.schedule megatron --parallel.vision.segments 2",
+            "parallel.vision.segments",
+            'use "separated"',
+        ),
+        (
+            "--parallel.llm.sub_microbatch_images 2",
+            "parallel.llm.sub_microbatch_images",
+            "for an encoder",
+        ),
+        ("--data.pipeline 2", "data.pipeline", "did you mean parallel.pipeline?"),
+        ("--data.anything 2", "data.anything", "known here"),
+        (
+            "--parallel.pipeline 4 --parallel.vision.segments 2",
+            "parallel.pipeline",
+            "vision has 4 layers, fewer than 4 ranks x 2 stages per rank = 8",
+        ),
+        (
+            "--parallel.pipeline 4 --parallel.virtual_stages 2",
+            "parallel.pipeline",
+            "llm has 6 layers",
+        ),
+        (
+            "--parallel.pipeline 4 --parallel.schedule megatron --parallel.virtual_stages 2",
+            "parallel.pipeline",
+            "llm has 6 layers",
+        ),
+        (
+            "--parallel.pipeline 4 --parallel.schedule gpipe --parallel.virtual_stages 3",
+            "parallel.pipeline",
+            "all modules together have 10 layers",
+        ),
+        (
+            "--parallel.pipeline 4 --model.encoders.vision.feature_layer -2",
+            "parallel.pipeline",
+            "vision has 3 layers",
+        ),
+    ],
+)
+def test_mistakes_name_the_key_and_a_remedy(
+    recipe: Path, arguments: str, key: str, text: str
+) -> None:
+    found = problems_of(recipe, *arguments.split(), world_size=4)
+    assert len(found) == 1, found
+    assert f": {key}" in found[0]
+    assert text in found[0]
+
+
+def test_an_encoder_must_not_be_named_like_a_key(recipe: Path) -> None:
+    recipe.write_text(MODEL.replace("encoders.vision", "encoders.tensor"))
+    (problem,) = problems_of(recipe, world_size=4)
+    assert 'model.encoders = "tensor": is a key of [parallel]' in problem
+
+
+@pytest.mark.parametrize(
+    ("config", "vision"),
+    [
+        ({"model_type": "llava", "vision_config": {"num_hidden_layers": 4}}, None),
+        (
+            {
+                "model_type": "llava",
+                "vision_config": {"num_hidden_layers": 4},
+                "vision_feature_layer": -2,
+            },
+            3,
+        ),
+        ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 4}}, 4),
+    ],
+)
+def test_layers_of_composites(config: dict, vision: int | None) -> None:
+    table = {"model": {"config": {**config, "text_config": {"num_hidden_layers": 9}}}}
+    table["parallel"] = {"pipeline": 9}
+    found = [str(problem) for problem in check_pipeline(Recipe.model_validate(table))]
+    assert found == ([] if vision is None else found)
+    assert not any("llm" in problem for problem in found)
+    assert any(f"vision has {vision} layers" in problem for problem in found) == bool(vision)

@@ -1,0 +1,160 @@
+"""Recipe keys of modules on ranks of their own: sizes that make the world, and mistakes."""
+
+from pathlib import Path
+
+import pytest
+from recipe_problems import problems_of
+
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.common.errors import ConfigError
+from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.planning.dry_run import describe_run
+from torchmm.planning.forecast import Forecaster
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.recipe_units import DISAGGREGATED_SCHEDULES, resolve_units
+from torchmm.recipe.sizes import Layout, replica_groups
+
+MODEL = """
+[model]
+tokenizer = "gpt2"
+[model.llm.config]
+model_type = "llama"
+num_hidden_layers = 6
+num_attention_heads = 4
+hidden_size = 64
+intermediate_size = 64
+[model.encoders.vision.config]
+model_type = "siglip_vision_model"
+num_hidden_layers = 5
+num_attention_heads = 4
+hidden_size = 64
+intermediate_size = 64
+[training]
+global_batch_size = 8
+sequence_length = 256
+[simulation]
+device = "a100"
+[simulation.images.vision]
+patches = 196
+tokens = 49
+[[simulation.sequences]]
+samples = 2
+images = [1, 3]
+[parallel]
+placement = "disaggregated"
+"""
+NAMES = ["vision", "llm", "generator"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.toml"
+    file.write_text(MODEL)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "units"),
+    [
+        ({}, 5, [(1, 1, 1, 1), (1, 1, 3, 1), (1, 1, 1, 1)]),
+        ({"vision": {"shard": 3}, "pipeline": 2}, 8, [(1, 1, 3, 1), (2, 1, 2, 1), (1, 1, 1, 1)]),
+        (
+            {"llm": {"tensor": 2, "shard": 1}, "vision": {"replicate": -1}},
+            6,
+            [(1, 3, 1, 1), (1, 1, 1, 2), (1, 1, 1, 1)],
+        ),
+        (
+            {"shard": 2, "generator": {"pipeline": 2, "shard": 3}, "vision": {"tensor": 2}},
+            10,
+            [(1, 1, 1, 2), (1, 1, 2, 1), (2, 1, 3, 1)],
+        ),
+    ],
+)
+def test_sizes_make_the_world(sizes, world_size, units) -> None:
+    parallel = ParallelConfig.model_validate({"placement": "disaggregated", **sizes})
+    found = resolve_units(parallel, NAMES, world_size)
+    assert found == {name: Layout(*unit) for name, unit in zip(NAMES, units, strict=True)}
+    assert sum(layout.ranks for layout in found.values()) == world_size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "message"),
+    [
+        ({"shard": 2}, 5, "vision (1 rank), llm (shard 2), generator (1 rank) make 4 ranks, not 5"),
+        ({"vision": {"shard": -1}}, 4, "parallel.vision.shard and parallel.shard are -1"),
+        ({"pipeline": 2}, 5, "of 5 ranks, 3 are left for llm, which takes a multiple of 2"),
+        ({"vision": {"shard": 4}}, 4, "0 are left for llm"),
+        ({"llm": {"replicate": 0}}, 4, "a size is 0"),
+    ],
+)
+def test_sizes_that_do_not_make_the_world(sizes, world_size, message) -> None:
+    parallel = ParallelConfig.model_validate({"placement": "disaggregated", **sizes})
+    with pytest.raises(ConfigError) as error:
+        resolve_units(parallel, NAMES, world_size)
+    assert message in str(error.value)
+
+
+def test_replicas_that_do_not_divide_form_one_group() -> None:
+    def units(*sizes: int) -> dict[str, Layout]:
+        return {str(size): Layout(1, 1, size, 1) for size in sizes}
+
+    assert replica_groups(units(3, 2)) == 1
+    assert replica_groups(units(8, 4, 6)) == 2
+    assert replica_groups(units(4, 4)) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "message"),
+    [
+        ("--parallel.schedule megatron", "parallel.schedule", "use one of separated, 1f1b"),
+        ("--parallel.vision.shard 4", "parallel", "0 are left for llm"),
+        ("--training.global_batch_size 7", "training.global_batch_size", "use 6 or 9"),
+        ("--parallel.vision.tensor 3", "model.encoders.vision.config.num_attention_heads", "split"),
+        ("--parallel.vision.pipeline 6", "parallel.vision.pipeline", "vision has 5 layers"),
+        (
+            "--parallel.virtual_stages 2 --parallel.schedule 1f1b --parallel.pipeline 3",
+            "parallel.virtual_stages",
+            'schedule = "interleaved_1f1b"',
+        ),
+        (
+            "--parallel.virtual_stages 3 --parallel.schedule gpipe --parallel.pipeline 3",
+            "parallel.pipeline",
+            "llm has 6 layers, fewer than its 3 pipeline ranks x 3",
+        ),
+        ("--parallel.reshard_after_forward always", "parallel.reshard_after_forward", "default"),
+        (
+            "--parallel.schedule zero_bubble --compile.enabled true",
+            "parallel.schedule",
+            "compile.enabled = false",
+        ),
+        ("--parallel.visoin.shard 2", "parallel", "visoin"),
+    ],
+)
+def test_mistakes_are_told_with_a_remedy(recipe, arguments, key, message) -> None:
+    found = problems_of(recipe, *arguments.split(), world_size=4)
+    assert any(f": {key}" in problem and message in problem for problem in found), found
+
+
+def test_the_schedules_are_classic_ones() -> None:
+    assert set(DISAGGREGATED_SCHEDULES) <= set(SCHEDULES)
+
+
+def test_dry_run_tells_ranks_groups_and_a_simulated_step(recipe) -> None:
+    loaded = load_recipe(recipe, ["--parallel.vision.shard", "2", "--parallel.pipeline", "2"], 10)
+    text = " ".join(describe_run(loaded.recipe, 10).split())
+    assert "10 = 2 for vision + 8 for llm" in text
+    assert "ranks of llm pipeline 2 x shard 4" in text
+    assert "2 with replicas: 1 of vision, 2 of llm" in text
+    assert "first step" in text
+
+
+def test_forecasts_of_all_schedules(recipe) -> None:
+    loaded = load_recipe(recipe, ["--parallel.vision.shard", "3"], 5)
+    forecaster = Forecaster(loaded.recipe, 5, load_profile("a100"))
+    found = forecaster.forecast_all()
+    assert [forecast.schedule for forecast in found] == list(DISAGGREGATED_SCHEDULES)
+    for forecast in found:
+        assert forecast.step is not None, forecast.problem
+        assert len(forecast.step.peak_bytes) == 5
+        assert 0 < forecast.mfu < 1

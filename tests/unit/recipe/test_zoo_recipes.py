@@ -1,0 +1,52 @@
+"""Recipes of models that people train: they can be built, at the size that they state."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchmm.models.registry import build_model
+from torchmm.recipe.read import load_recipe
+
+ZOO = Path(__file__).parents[3] / "recipes" / "zoo"
+RECIPES = sorted(p for p in ZOO.glob("*.toml") if p.name != "base.toml")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_parameters_are_those_of_the_comment(path: Path) -> None:
+    recipe = load_recipe(path, []).recipe
+    world_size = recipe.simulation.gpus
+    recipe = load_recipe(path, [], world_size).recipe  # sizes divide
+    comment = path.read_text().split("base =")[0]
+    assert f"{world_size} GPUs of 80 GB" in comment.replace("\n# ", " ")
+    model = build_model(recipe.model, recipe.freeze)
+    counts = model.parameter_counts().values()
+    every, trained = (sum(column) for column in zip(*counts, strict=True))
+    text = comment.replace("\n# ", " ")
+    stated = re.search(r"([\d.]+) B parameters(?:, ([\d.]+) ([BM]) of them trained)?", text)
+    if stated is None:  # the base's model
+        assert "base.toml" not in path.read_text().split("\n\n")[0]
+        return
+    assert every / 1e9 == pytest.approx(float(stated[1]), abs=0.06)
+    if stated[2]:
+        unit = {"B": 1e9, "M": 1e6}[stated[3]]
+        assert trained / unit == pytest.approx(float(stated[2]), rel=0.05)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_a_sibling_trains_here(path: Path) -> None:
+    named = re.search(r"^# Trains here as (recipes/\S+\.toml)\.$", path.read_text(), re.MULTILINE)
+    assert named is not None
+    sibling, recipe = (load_recipe(p).recipe for p in (ZOO.parents[1] / named[1], path))
+    assert sibling.data.sources and sibling.data.validation and sibling.validation.interval
+    ours, theirs = (
+        sorted(encoder.modality for encoder in r.model.encoders.values()) for r in (sibling, recipe)
+    )
+    assert ours == theirs or sibling.model.source is not None  # files, made before
+
+
+def test_the_tables_list_every_recipe() -> None:
+    table = (ZOO.parent / "README.md").read_text()
+    every = [p for p in ZOO.parent.rglob("*.toml") if "bases" not in p.parts]
+    names = [f"tiny/{p.stem}" if p.parent.name == "tiny" else p.stem for p in every]
+    assert not [n for n in names if not n.endswith("base") and f"`{n}`" not in table]

@@ -1,0 +1,208 @@
+"""The shape of the code: who may import whom, sizes within sight, constructs that are banned."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MODULES = sorted((ROOT / "torchmm").rglob("*.py"))
+ALL_CODE = [
+    *MODULES,
+    *(f for d in ("scripts", "benchmarks", "tests") for f in sorted((ROOT / d).rglob("*.py"))),
+    *sorted(ROOT.glob("*.py")),
+]
+PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve"}
+OWN_PROCESSES = {ROOT / "tests" / "distributed" / "launch.py"}  # hands functions to its children
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
+
+GROUND_FLOOR = {"__init__", "common", "recipe"}
+LEVELS = {"data": 1, "models": 1, "parallel": 2, "pipelining": 3, "balance": 4}
+LEVEL_OF_OTHERS = 5  # planning, training, measure
+NEVER_TOGETHER = ({"data", "models"}, {"data", "balance"}, {"models", "balance"})
+NO_DISTRIBUTED = {"data", "models", "balance", *GROUND_FLOOR}
+PROGRAMS = {"torchmm/data/serve.py"}  # like train.py: they see everything, and nobody imports them
+MEETS_SHARDS = {"export.py"}  # gathers sharded parameters into files
+
+
+def short(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Dotted names of all imports, TYPE_CHECKING ones and those inside functions included."""
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part(dotted: str) -> str:
+    """torchmm.data.loader -> data."""
+    return [*dotted.split("."), "__init__"][1]
+
+
+def part_of(file: Path) -> str:
+    first = file.relative_to(ROOT / "torchmm").parts[0]
+    return first.removesuffix(".py")
+
+
+def level(name: str) -> int:
+    return 0 if name in GROUND_FLOOR else LEVELS.get(name, LEVEL_OF_OTHERS)
+
+
+def own_imports(file: Path) -> list[str]:
+    return [name for name in imports_of(file) if name.split(".")[0] == "torchmm"]
+
+
+@pytest.mark.parametrize("file", MODULES, ids=short)
+def test_imports_point_downwards(file):
+    own = part_of(file)
+    for name in own_imports(file):
+        other = part(name)
+        assert name.replace(".", "/") + ".py" not in PROGRAMS, f"{short(file)} imports a program"
+        if short(file) in PROGRAMS:
+            continue
+        assert level(other) <= level(own), f"{short(file)} must not import {name}"
+        if other != own:
+            assert {own, other} not in NEVER_TOGETHER, f"{short(file)} must not import {name}"
+
+
+PURE = [f for f in MODULES if part_of(f) in NO_DISTRIBUTED and f.name not in MEETS_SHARDS]
+
+
+@pytest.mark.parametrize("file", PURE, ids=short)
+def test_pure_parts_know_no_process_group(file):
+    used = [n for n in imports_of(file) if n.startswith("torch.distributed") and "tensor" not in n]
+    assert not used, f"{short(file)} imports {used}"
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    names = {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts): f
+        for f in MODULES
+        if f.name != "__init__.py"
+    }
+    graph = {n: {i for i in own_imports(f) if i in names and i != n} for n, f in names.items()}
+    while leaves := {n for n, targets in graph.items() if not targets & graph.keys()}:
+        graph = {n: targets for n, targets in graph.items() if n not in leaves}
+    assert not graph, f"circle among {sorted(graph)}"
+
+
+@pytest.mark.parametrize("file", [f for f in MODULES if f.name == "__init__.py"], ids=short)
+def test_packages_import_nothing(file):
+    assert not list(imports_of(file))
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("torchmm", "torch pydantic numpy transformers rich"), ("torchmm.recipe.read", "torch numpy")],
+)
+def test_importing_is_light(module, heavy):
+    code = f"import sys, {module}; print(*[m for m in {heavy.split()!r} if m in sys.modules])"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert loaded.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("file", MODULES, ids=short)
+def test_files_and_functions_are_within_sight(file):
+    tree = parse(file)
+    assert ast.get_docstring(tree), f"{short(file)} has no docstring"
+    lines = len(file.read_text().splitlines())
+    assert lines <= MAX_FILE_LINES, f"{short(file)} has {lines} lines, at most {MAX_FILE_LINES}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{short(file)}: {node.name} has {length} lines"
+
+
+def banned(file: Path) -> Iterator[str]:
+    source = file.read_text().splitlines()
+    for name in imports_of(file):
+        if name.split(".")[0] in PICKLING and file not in OWN_PROCESSES:
+            yield f"imports {name}: pickled data runs code; use JSON or safetensors"
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.Call):
+            yield from banned_call(node)
+            if ROOT / "tests" not in file.parents:
+                yield from undecided_call(node)
+        elif isinstance(node, ast.ExceptHandler) and ROOT / "tests" not in file.parents:
+            yield from banned_handler(node, source[node.lineno - 1])
+
+
+def banned_handler(handler: ast.ExceptHandler, line: str) -> Iterator[str]:
+    """Catching everything is for handlers that raise, or say who counts or raises later."""
+    caught = "" if handler.type is None else ast.unparse(handler.type)
+    raises = any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+    explained = re.search(r"#.*\b(counted|raised|raises)\b", line)
+    if caught in ("", "Exception", "BaseException") and not raises and not explained:
+        yield f"line {handler.lineno}: catches everything without saying what limits it"
+
+
+def banned_call(call: ast.Call) -> Iterator[str]:
+    named = {k.arg: ast.unparse(k.value) for k in call.keywords}
+    if ast.unparse(call.func) == "torch.load" and named.get("weights_only") != "True":
+        yield f"line {call.lineno}: torch.load without weights_only=True"
+    for key in ("shell", "trust_remote_code"):
+        if named.get(key, "False") != "False":
+            yield f"line {call.lineno}: {key} = {named[key]}"
+
+
+def undecided_call(call: ast.Call) -> Iterator[str]:
+    """Left to itself transformers asks in a terminal whether to run a model's own code."""
+    function = ast.unparse(call.func)
+    loads = function.rpartition(".")[2] in ("from_pretrained", "from_config")
+    decided = any(keyword.arg == "trust_remote_code" for keyword in call.keywords)
+    if loads and not decided and function != "GenerationConfig.from_pretrained":  # has no code
+        yield f"line {call.lineno}: {function} without trust_remote_code=False"
+
+
+@pytest.mark.parametrize("file", ALL_CODE, ids=short)
+def test_nothing_banned_is_used(file):
+    assert not list(banned(file))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from cloudpickle import dumps",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "subprocess.run(c, shell=True)",
+        "AutoModel.from_pretrained(x, trust_remote_code=trust)",
+        "AutoTokenizer.from_pretrained(x)",
+        "kind.from_config(x, **options)",
+        "try:\n    f()\nexcept Exception:\n    pass",
+        "try:\n    f()\nexcept:\n    pass",
+    ],
+)
+def test_the_ban_finds(tmp_path, code):
+    (tmp_path / "code.py").write_text(code)
+    assert list(banned(tmp_path / "code.py"))
+
+
+def test_recipe_reference_is_up_to_date():
+    script = ROOT / "scripts" / "recipe_reference.py"
+    spec = importlib.util.spec_from_file_location("recipe_reference", script)
+    assert spec is not None and spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert (ROOT / "docs" / "recipes.md").read_text() == reference.render(), (
+        "docs/recipes.md is stale: run python scripts/recipe_reference.py"
+    )

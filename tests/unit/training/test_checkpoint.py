@@ -1,0 +1,265 @@
+"""Checkpoints of one process: what comes back, what does not fit, what is kept."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoint_runs import (
+    Model,
+    build,
+    everything,
+    same,
+    saved,
+    snapshot,
+    steps,
+    train,
+)
+from safetensors.torch import load_file
+from torch import nn
+
+from torchmm.common.errors import CheckpointError
+from torchmm.common.rng import restore_rng
+from torchmm.training.checkpoint import manager as checkpoint
+from torchmm.training.checkpoint.manager import CheckpointManager
+from torchmm.training.checkpoint.manifest import find_problems, list_steps
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_everything_comes_back_bit_for_bit(manager, asynchronous, fused):
+    first = manager(asynchronous=asynchronous)
+    model, optimizer = build(fused=fused)
+    train(model, optimizer)
+    first.save(1, model, optimizer, {"position": [1, "a"]})
+    first.wait()
+    other, other_optimizer = build(seed=1, fused=fused)
+    restored = first.resume(other, other_optimizer)
+    assert (restored.step, restored.state) == (1, {"position": [1, "a"]})
+    for _ in range(2):
+        assert same(everything(model, optimizer), everything(other, other_optimizer))
+        train(model, optimizer)
+        train(other, other_optimizer)
+
+
+def test_a_checkpoint_before_the_first_step_has_no_optimizer_state(manager):
+    first = manager()
+    model, optimizer = build()
+    first.save(0, model, optimizer, {})
+    train(model, optimizer)
+    first.resume(model, optimizer)
+    assert not optimizer.state
+    assert same(model.state_dict(), build()[0].state_dict())
+
+
+def test_saving_changes_neither_model_nor_optimizer(manager):
+    model, optimizer = build()
+    before = snapshot(model, optimizer)
+    manager().save(0, model, optimizer, {})
+    assert same(before, everything(model, optimizer))
+
+
+def test_random_state_comes_back(manager):
+    first = manager()
+    torch.manual_seed(5)
+    first.save(1, *build(), {})
+    expected = torch.rand(4)
+    torch.rand(9)
+    restored = first.resume(*build())
+    restore_rng(restored.rng)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_asynchronous_save_keeps_the_values_of_the_call(manager, monkeypatch):
+    """The writer is held back until after the values have changed."""
+    gate = checkpoint.threading.Event()
+    write = CheckpointManager._write
+    monkeypatch.setattr(CheckpointManager, "_write", lambda *a: (gate.wait(30), write(*a)))
+    first = manager(asynchronous=True)
+    model, optimizer = build()
+    train(model, optimizer)
+    at_call = snapshot(model, optimizer)
+    first.save(1, model, optimizer, {})
+    train(model, optimizer)
+    with torch.no_grad():
+        model.embed.weight.fill_(7)
+    gate.set()
+    first.wait()
+    first.resume(model, optimizer)
+    assert same(everything(model, optimizer), at_call)
+
+
+def test_the_next_save_waits_for_the_one_before(manager, tmp_path):
+    first = manager(asynchronous=True, keep=9)
+    model, optimizer = build()
+    for step in range(4):
+        first.save(step, model, optimizer, {})
+        assert len(steps(tmp_path)) >= step
+    first.close()
+    assert all(not find_problems(path) for path in list_steps(tmp_path / "checkpoints"))
+
+
+def test_a_step_is_not_saved_twice(manager):
+    first = manager()
+    model, optimizer = build()
+    first.save(1, model, optimizer, {"n": 1})
+    before = snapshot(model, optimizer)
+    train(model, optimizer)
+    first.save(1, model, optimizer, {"n": 2})
+    assert first.resume(model, optimizer).state == {"n": 1}
+    assert same(before, everything(model, optimizer))
+
+
+def test_retention_keeps_the_newest(manager, tmp_path):
+    saved(manager(keep=2), 1, 2, 10)
+    assert steps(tmp_path) == ["step-10", "step-2"]
+
+
+def test_torn_and_damaged_directories_never_push_out_the_good_one(manager, tmp_path):
+    first = manager(keep=2)
+    last = saved(first, 1)
+    for number in (2, 3, 4):
+        (tmp_path / f"checkpoints/step-{number}").mkdir()
+        (tmp_path / f"checkpoints/step-{number}/rank-00000.safetensors").write_bytes(b"torn")
+    model, optimizer = build(seed=1)
+    first.save(5, model, optimizer, {})
+    assert {"step-1", "step-5"} <= set(steps(tmp_path))
+    (tmp_path / "checkpoints/step-5/index.json").unlink()
+    assert first.resume(model, optimizer).step == 1
+    assert same(everything(model, optimizer), last)
+
+
+def test_temporary_directories_of_dead_runs_are_removed(manager, tmp_path):
+    stale = tmp_path / "checkpoints/step-7.tmp-0123"
+    stale.mkdir(parents=True)
+    (stale / "rank-00000.safetensors").write_bytes(b"half")
+    first = manager()
+    assert steps(tmp_path) == []
+    assert first.resume(*build()) is None
+
+
+def test_a_second_process_is_kept_out(manager, tmp_path, monkeypatch):
+    manager()
+    code = f"""
+import logging, pathlib
+from torchmm import checkpoint_directory as d
+d._CLAIM_WAIT_S = 0.1
+d.CheckpointDirectory(pathlib.Path({str(tmp_path / "checkpoints")!r}), logging).claim()
+"""
+    second = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
+    assert f"in use by another run (process {os.getpid()} on" in second.stderr
+
+
+def test_a_fresh_start_sets_old_checkpoints_aside(manager, tmp_path):
+    first = manager(resume="none", keep=2)
+    saved(first, 5, 6)
+    assert first.resume(*build()) is None
+    saved(first, 1)
+    assert "step-1" in steps(tmp_path) and "step-6" not in steps(tmp_path)
+    assert len(steps(tmp_path)) == 3
+
+
+def test_a_named_checkpoint_is_resumed_and_later_ones_set_aside(manager, tmp_path):
+    saved(manager(keep=3), 1, 2, 3)
+    second = manager(resume=str(tmp_path / "checkpoints/step-2"))
+    assert second.resume(*build()).step == 2
+    assert "step-3" not in steps(tmp_path)
+    assert [n.partition(".")[0] for n in steps(tmp_path)] == ["step-1", "step-2", "step-3"]
+
+
+@pytest.mark.parametrize("resume", ["none", "step-1"])
+def test_a_restarted_process_takes_the_newest_whatever_the_first_start_was(
+    manager, tmp_path, resume
+):
+    choice = resume if resume == "none" else str(tmp_path / "checkpoints/step-1")
+    first = manager(resume=choice)
+    saved(first, 1, 2)
+    assert first.resume(*build(), restarted=True).step == 2
+
+
+def test_another_recipe_is_logged(manager, caplog):
+    saved(manager(recipe="one", table={"training": {"steps": 4, "seed": 1}}), 1)
+    manager(recipe="two", table={"training": {"steps": 9, "seed": 1}}).resume(*build())
+    assert "step-1 was saved under another recipe: training.steps 4 -> 9\n" in caplog.text
+
+
+def test_another_recipe_is_logged_where_only_its_digest_is_known(manager, caplog):
+    saved(manager(recipe="one"), 1)
+    manager(recipe="two").resume(*build())
+    assert "another recipe, which it does not hold" in caplog.text
+
+
+class Wider(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(2))
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+
+
+def test_missing_and_extra_names_are_refused_and_listed(manager, tmp_path):
+    first = manager(keep=2)
+    wider = Wider()
+    first.save(1, wider, optimizer_of(wider), {})
+    with pytest.raises(CheckpointError, match=r"not in the model: model\.extra"):
+        first.load(tmp_path / "checkpoints/step-1", *build())
+    saved(first, 2)
+    with pytest.raises(CheckpointError, match=r"missing from the checkpoint: model\.extra"):
+        first.load(tmp_path / "checkpoints/step-2", wider, optimizer_of(wider))
+
+
+def test_other_shapes_and_dtypes_are_refused_before_anything_is_loaded(manager, tmp_path):
+    first = manager()
+    saved(first, 1)
+    path = tmp_path / "checkpoints/step-1"
+    for kwargs, message in [
+        ({"width": 4}, r"model\.embed\.weight: shape \[5, 6\] saved, \[5, 4\] wanted"),
+        ({"dtype": torch.bfloat16}, r"model\.embed\.weight: torch\.float32 saved, torch\.bfloat16"),
+    ]:
+        model, optimizer = build(**kwargs)
+        before = snapshot(model, optimizer)
+        with pytest.raises(CheckpointError, match=message):
+            first.load(path, model, optimizer)
+        assert same(before, everything(model, optimizer))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_another_choice_of_frozen_parameters_is_refused(manager, tmp_path, stepped):
+    first = manager()
+    model, optimizer = build()
+    if stepped:
+        train(model, optimizer)
+    first.save(1, model, optimizer, {})
+    path = tmp_path / "checkpoints/step-1"
+    model.scale.requires_grad_(False)
+    with pytest.raises(CheckpointError, match="trained when saved, frozen now: scale"):
+        first.load(path, model, optimizer_of(model))
+    model.requires_grad_(True)
+    with pytest.raises(CheckpointError, match=r"frozen when saved, trained now: frozen\.bias"):
+        first.load(path, model, optimizer_of(model))
+    first.load(path, model, None)
+
+
+def test_state_that_is_not_json_is_refused_at_the_call(manager):
+    with pytest.raises((TypeError, ValueError)):
+        manager().save(1, *build(), {"position": float("nan")})
+
+
+def test_files_are_readable_by_any_safetensors_reader(manager, tmp_path):
+    last = saved(manager(), 1)
+    tensors = load_file(tmp_path / "checkpoints/step-1/rank-00000.safetensors")
+    assert torch.equal(tensors["model.embed.weight[0,0]"], last["embed.weight"])
+    assert torch.equal(tensors["model.scale[]"], last["scale"])
+
+
+def test_the_manifest_says_where_it_comes_from(manager, tmp_path):
+    saved(manager(), 4)
+    manifest = json.loads((tmp_path / "checkpoints/step-4/MANIFEST.json").read_bytes())
+    assert manifest["step"] == 4 and manifest["layout"] == {"shard": 1}
+    assert manifest["torch"] == torch.__version__ and manifest["recipe_sha256"] == "recipe"

@@ -1,0 +1,272 @@
+"""Damaged, hostile and unwritable checkpoints."""
+
+import errno
+import hashlib
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_runs import build, saved, steps
+
+from torchmm.common.errors import CheckpointError
+from torchmm.training.checkpoint import manager as checkpoint
+from torchmm.training.checkpoint import storage as checkpoint_storage
+from torchmm.training.checkpoint.manifest import WrittenFile, find_problems, read_manifest
+
+ROOT = Path(__file__).parents[3]
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """One random injury to one random file of a checkpoint."""
+    file = rng.choice(sorted(path.iterdir()))
+    data = bytearray(file.read_bytes())
+    kind = rng.choice(["flip", "zero", "truncate", "grow", "missing", "swap"])
+    at = rng.randrange(len(data))
+    if kind == "flip":
+        data[at] ^= 1 << rng.randrange(8)
+    elif kind == "zero":
+        page = slice(at, at + 4096)
+        data[page] = bytes(255 - b if b == 0 else 0 for b in data[page])
+    elif kind == "truncate":
+        del data[at:]
+    elif kind == "grow":
+        data.append(0)
+    if kind == "swap":
+        other = rng.choice([p for p in sorted(path.iterdir()) if p != file])
+        file.rename(path / "aside")
+        other.rename(file)
+        (path / "aside").rename(other)
+    elif kind == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data)
+    return f"{kind} {file.name}"
+
+
+def test_fifty_injuries_are_all_found_and_the_previous_step_is_used(manager, tmp_path):
+    first = manager(keep=2)
+    saved(first, 1, 2)
+    good = {p.name: p.read_bytes() for p in (tmp_path / "checkpoints/step-2").iterdir()}
+    rng = random.Random(0)
+    for _ in range(50):
+        injury = damage(tmp_path / "checkpoints/step-2", rng)
+        assert find_problems(tmp_path / "checkpoints/step-2"), injury
+        assert first.latest_valid() == tmp_path / "checkpoints/step-1", injury
+        for name, data in good.items():
+            (tmp_path / "checkpoints/step-2" / name).write_bytes(data)
+        assert not find_problems(tmp_path / "checkpoints/step-2")
+
+
+def test_shards_of_another_step_are_refused(manager, tmp_path):
+    first = manager()
+    saved(first, 1, 2)
+    one, two = (tmp_path / f"checkpoints/step-{n}/rank-00000.safetensors" for n in (1, 2))
+    two.write_bytes(one.read_bytes())
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors was altered"):
+        first.load(two.parent, *build())
+
+
+def test_a_renamed_step_is_refused(manager, tmp_path):
+    saved(manager(), 1)
+    (tmp_path / "checkpoints/step-1").rename(tmp_path / "checkpoints/step-9")
+    assert "holds step 1" in find_problems(tmp_path / "checkpoints/step-9")[0]
+
+
+def test_fallback_is_logged_loudly_and_the_damaged_step_is_set_aside(manager, tmp_path, caplog):
+    first = manager()
+    saved(first, 1, 2)
+    (tmp_path / "checkpoints/step-2/state.json").unlink()
+    restored = first.resume(*build())
+    assert restored.step == 1
+    assert "SKIPPING DAMAGED CHECKPOINT" in caplog.text and "state.json" in caplog.text
+    assert [n for n in steps(tmp_path) if "set-aside" in n] and "step-2" not in steps(tmp_path)
+
+
+def test_only_damaged_checkpoints_are_an_error_not_a_fresh_start(manager, tmp_path):
+    first = manager()
+    saved(first, 1)
+    (tmp_path / "checkpoints/step-1/MANIFEST.json").unlink()
+    with pytest.raises(CheckpointError, match=r'checkpoint\.resume = "none"'):
+        first.resume(*build())
+    assert steps(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("name", [".metadata", "state.json", "index.json", "MANIFEST.json"])
+def test_pickles_never_run(manager, tmp_path, name):
+    """Also with a manifest that vouches for them, as an attacker would write it."""
+    first = manager()
+    saved(first, 1)
+    sentinel, path = tmp_path / "ran", tmp_path / "checkpoints/step-1"
+    bomb = f"cos\nsystem\n(S'touch {sentinel}'\ntR.".encode()
+    (path / name).write_bytes(bomb)
+    (path / "rank-00000.safetensors").write_bytes(bomb)
+    for_show = {"files": {}, "step": 1, **first._facts}
+    if name != "MANIFEST.json":
+        (path / "MANIFEST.json").unlink()
+        checkpoint.write_manifest(path, [], for_show)
+    with pytest.raises((CheckpointError, ValueError)):
+        first.load(path, *build())
+    assert not sentinel.exists()
+
+
+def rewrite(path: Path, **facts) -> None:
+    """Another manifest for the same files, hashed as its writer would; None takes a fact away."""
+    manifest = read_manifest(path)
+    files = [WrittenFile(n, f["bytes"], f["sha256"]) for n, f in manifest.pop("files").items()]
+    (path / "MANIFEST.json").unlink()
+    merged = {**manifest, **facts}
+    checkpoint.write_manifest(path, files, {k: v for k, v in merged.items() if v is not None})
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.glob("step-*/*")}
+
+
+def test_a_checkpoint_of_a_newer_version_stops_the_start(manager, tmp_path):
+    """Going on from an older step would give up what the newer version has trained."""
+    first = manager(keep=3)
+    saved(first, 1, 2)
+    newer = tmp_path / "checkpoints/step-2"
+    rewrite(newer, format=2, layout=None, of_tomorrow=True)
+    before = contents(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"has format 2, .* reads 1: a newer one") as caught:
+        first.resume(*build())
+    assert str(newer / "MANIFEST.json") in str(caught.value)
+    assert "checkpoint.resume" in str(caught.value)
+    with pytest.raises(CheckpointError, match="has format 2, this version of torchmm reads 1"):
+        first.load(newer, *build())
+    assert contents(tmp_path / "checkpoints") == before
+
+
+def test_what_the_user_names_goes_on_beside_a_newer_version(manager, tmp_path):
+    saved(manager(keep=3), 1, 2)
+    rewrite(tmp_path / "checkpoints/step-2", format=2)
+    again = manager(resume=str(tmp_path / "checkpoints/step-1"))
+    assert again.resume(*build()).step == 1
+    assert [n for n in steps(tmp_path) if n.startswith("step-2.set-aside")]
+
+
+def test_retention_leaves_checkpoints_of_newer_versions_alone(manager, tmp_path, caplog):
+    first = manager(keep=1)
+    saved(first, 2)
+    rewrite(tmp_path / "checkpoints/step-2", format=2)
+    first = manager(keep=1)
+    saved(first, 1, 3, 4)
+    assert steps(tmp_path) == ["step-2", "step-4"]
+    assert "damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("fact", ["layout", "world_size", "recipe_sha256", "format"])
+def test_a_manifest_without_a_fact_is_damaged(manager, tmp_path, fact):
+    first = manager(keep=2)
+    saved(first, 1, 2)
+    rewrite(tmp_path / "checkpoints/step-2", **{fact: "x" if fact == "format" else None})
+    assert fact in find_problems(tmp_path / "checkpoints/step-2")[0]
+    assert first.resume(*build()).step == 1
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "state.json", "index.json"])
+def test_deeply_nested_files_are_damaged(manager, tmp_path, name):
+    """Also where the manifest vouches for them."""
+    first = manager(keep=2)
+    saved(first, 1, 2)
+    path = tmp_path / "checkpoints/step-2"
+    deep = b"[" * 100_000 + b"]" * 100_000
+    manifest = read_manifest(path)
+    (path / name).write_bytes(deep)
+    if name != "MANIFEST.json":
+        entry = WrittenFile(name, len(deep), hashlib.sha256(deep).hexdigest())
+        others = {k: v for k, v in manifest.pop("files").items() if k != name}
+        files = [WrittenFile(n, f["bytes"], f["sha256"]) for n, f in others.items()]
+        (path / "MANIFEST.json").unlink()
+        checkpoint.write_manifest(path, [*files, entry], manifest)
+    assert len(find_problems(path)) == 1 and name in find_problems(path)[0]
+    assert first.resume(*build()).step == 1
+
+
+class FullDisk:
+    """Stands in for `Path.open`: what is written to files named `name` goes to /dev/full."""
+
+    def __init__(self, name: str, monkeypatch) -> None:
+        real = Path.open
+
+        def patched(path, mode="r", *args, **kwargs):
+            full = "x" in mode and path.name.startswith(name)
+            if not full:
+                return real(path, mode, *args, **kwargs)
+            return real(Path("/dev/full"), "wb", buffering=0)
+
+        monkeypatch.setattr(Path, "open", patched)
+
+
+@pytest.mark.parametrize("file", ["rank-", "index.json", "state.json", "MANIFEST.json"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_is_named_and_harms_nothing(manager, tmp_path, monkeypatch, file, asynchronous):
+    first = manager(asynchronous=asynchronous)
+    saved(first, 1)
+    first.wait()
+    model, optimizer = build(seed=3)
+    with monkeypatch.context() as context:
+        FullDisk(file, context)
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            first.save(2, model, optimizer, {})
+            first._thread.join()
+            assert first.failed
+            first.wait()
+    assert re.search(
+        rf"needs \d+ bytes, \d+ bytes free: '.*/step-2\.tmp-\w+/{file}", str(caught.value)
+    )
+    assert steps(tmp_path) == ["step-1"]
+    first.save(3, model, optimizer, {})
+    first.wait()
+    assert first.latest_valid() == tmp_path / "checkpoints/step-3"
+
+
+def test_a_really_full_disk(manager, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    (tmp_path / "checkpoints").symlink_to(disk)
+    first = manager(keep=3)
+    try:
+        saved(first, 1)
+        filler = disk / "filler"
+        with pytest.raises(CheckpointError, match="No space left on device: needs"):
+            filler.write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize - 9000))
+            first.save(2, *build(), {})
+        assert first.latest_valid().name == "step-1"
+        filler.unlink()
+        first.save(3, *build(), {})
+        assert first.latest_valid().name == "step-3"
+    finally:
+        first.close()
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_other_write_errors_keep_their_name(manager, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_storage.os, "fsync", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        manager().save(1, *build(), {})
+
+
+def test_verify_script_finds_the_damaged_step(manager, tmp_path):
+    saved(manager(keep=2), 1, 2)
+    command = [sys.executable, str(ROOT / "scripts/verify_checkpoint.py"), str(tmp_path)]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+    (tmp_path / "checkpoints/step-2/index.json").write_text("{}")
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert run.returncode == 4
+    assert "step-1: valid" in run.stdout and "index.json has 2 bytes" in run.stdout
+    assert "step-2: DAMAGED" in run.stdout
+    rewrite(tmp_path / "checkpoints/step-2", format=2)
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert run.returncode == 4 and "step-2: NOT CHECKED" in run.stdout

@@ -1,0 +1,92 @@
+"""A model that cannot be split as its recipe says is refused before ranks meet."""
+
+from pathlib import Path
+
+import pytest
+import tomli_w
+from fuzz.data import make_data
+from fuzz.draw import Table, merged
+from fuzz.recipes import complete
+
+from torchmm.common.errors import ConfigError
+from torchmm.recipe.read import load_recipe
+from torchmm.training.build import build_unfilled_model
+from torchmm.training.layout_checks import check_layout
+
+LLM = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    make_data(directory)
+    return directory
+
+
+def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table) -> None:
+    """As train.py does."""
+    model = {
+        "llm": {"config": LLM | llm},
+        "encoders": {"vision": {"config": VISION, "connector": "mlp"}},
+    }
+    table = {"model": model, "training": {"sequence_length": 64}, "parallel": parallel}
+    whole = merged(complete(table, "images", data, run_dir, steps=1), {})
+    (run_dir / "recipe.toml").write_text(tomli_w.dumps(whole))
+    recipe = load_recipe(run_dir / "recipe.toml", [], world_size).recipe
+    check_layout(recipe, *build_unfilled_model(recipe), world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "llm", "parallel", "told"),
+    [
+        (2, {"tie_word_embeddings": True}, {"pipeline": 2}, None),
+        (2, EXPERTS, {"tensor": 2}, "tensor = 2 does not divide the 3 experts"),
+        (
+            2,
+            EXPERTS | {"num_experts": 4},
+            {"tensor": 2, "sequence_parallel": True, "async_tensor_parallel": True},
+            "async_tensor_parallel is not implemented for layers with experts",
+        ),
+        (4, {"model_type": "olmo2"}, {"tensor": 4}, "more than the 2 key and value heads"),
+        (
+            2,
+            {"tie_word_embeddings": True},
+            {"pipeline": 2, "virtual_stages": 2, "schedule": "megatron_balanced"},
+            "its input and output embeddings are tied",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_told_without_ranks(
+    data, tmp_path, world_size, llm, parallel, told
+):
+    if told is None:
+        check(data, tmp_path, world_size, llm, parallel)
+        return
+    with pytest.raises(ConfigError) as raised:
+        check(data, tmp_path, world_size, llm, parallel)
+    assert told in str(raised.value)

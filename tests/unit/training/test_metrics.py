@@ -1,0 +1,385 @@
+"""Step records, phase times, sinks: right figures, and trackers that cannot stop training."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchmm.recipe.recipe import MetricsConfig
+from torchmm.training.metrics import (
+    MetricsRecorder,
+    PhaseTimer,
+    RankStep,
+    gather_rank_steps,
+    make_record,
+    peak_flops,
+    peak_memory_bytes,
+)
+from torchmm.training.report import describe_step, print_summary
+from torchmm.training.trackers import BackgroundSink
+
+CPU = torch.device("cpu")
+LOG = logging.getLogger("torchmm.test")
+RANK = RankStep(tokens=1000, samples=10, images=5, flops=10**9, step_ms=500.0, data_wait_ms=10.0)
+NAMES = (  # names that users' scripts rely on
+    "step loss grad_norm lr tokens_per_s samples_per_s images_per_s mfu step_ms data_wait_ms "
+    "encoder_ms llm_ms bubble_fraction peak_memory_bytes slowest_rank epoch skipped_samples "
+    "validation_loss loss_text loss_image validation_loss_text validation_loss_image generator_ms "
+    "generated_per_s word_error_rate predicted_ms planner_ms planner_evaluations gain_over_natural"
+)
+
+
+def record(step: int = 1, **changes):
+    made = make_record(step, [RANK], epoch=0, loss=2.5, grad_norm=1.0, lr=1e-3, peak_flops=1e10)
+    return replace(made, **changes)
+
+
+def recorder(run_dir: Path, console: Console | None = None, start_step: int = 0, **config):
+    return MetricsRecorder(
+        MetricsConfig(**config),
+        run_dir,
+        name="run",
+        steps=20,
+        start_step=start_step,
+        recipe={"name": "run"},
+        console=console or Console(file=io.StringIO()),
+        log=LOG,
+    )
+
+
+def lines_of(run_dir: Path):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def test_records_have_the_names_users_rely_on(tmp_path):
+    made = recorder(tmp_path)
+    made.record(record())
+    made.close()
+    assert set(lines_of(tmp_path)[0]) == set(NAMES.split())
+
+
+def test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest():
+    slow = replace(RANK, step_ms=1000.0, data_wait_ms=700.0, peak_memory_bytes=7, skipped_samples=2)
+    made = make_record(3, [RANK, slow], epoch=1, loss=2.0, grad_norm=1.0, lr=0.1, peak_flops=4e9)
+    assert made.step_ms == 1000.0
+    assert made.tokens_per_s == 2000.0
+    assert made.samples_per_s == 20.0
+    assert made.images_per_s == 10.0
+    assert made.mfu == pytest.approx(2e9 / (2 * 4e9))
+    assert made.data_wait_ms == 700.0
+    assert made.slowest_rank == 1
+    assert made.peak_memory_bytes == 7
+    assert made.skipped_samples == 2
+    assert made.encoder_ms is None
+
+
+def test_mfu_is_null_for_an_unknown_device():
+    made = make_record(1, [RANK], epoch=0, loss=2.5, grad_norm=1.0, lr=1e-3, peak_flops=None)
+    assert made.mfu is None
+
+
+def test_without_a_process_group_a_rank_gathers_itself():
+    assert gather_rank_steps(RANK) == [RANK]
+
+
+def test_phases_repeat_nest_and_exclude_what_is_inside():
+    timer = PhaseTimer(CPU)
+    for _ in range(2):
+        with timer.phase("llm"):
+            time.sleep(0.02)
+            with timer.phase("encoder"):
+                time.sleep(0.05)
+    time.sleep(0.03)
+    times_ms = timer.finish_step()
+    assert set(times_ms) == {"llm", "encoder"}
+    assert 40 <= times_ms["llm"] < 90
+    assert 100 <= times_ms["encoder"] < 150
+
+
+def test_a_finished_step_leaves_nothing_to_the_next():
+    timer = PhaseTimer(CPU)
+    with timer.phase("llm"):
+        pass
+    timer.finish_step()
+    assert timer.finish_step() == {}
+
+
+class FakeEvent:
+    """A CUDA event on a device clock that advances 10 ms per recorded event."""
+
+    clock_ms = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        FakeEvent.clock_ms += 10.0
+        self.time_ms = FakeEvent.clock_ms
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return end.time_ms - self.time_ms
+
+
+def test_device_phases_are_those_of_the_step_before(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    timer = PhaseTimer(torch.device("cuda"))
+    with timer.phase("llm"), timer.phase("encoder"):
+        pass
+    assert timer.finish_step() == {}
+    with timer.phase("data"):
+        pass
+    assert timer.finish_step() == {"llm": 20.0, "encoder": 10.0}
+    assert timer.finish_step() == {"data": 10.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_phases_are_read_one_step_late():
+    timer = PhaseTimer(torch.device("cuda"))
+    a = torch.ones(4096, 4096, device="cuda")
+    with timer.phase("llm"):
+        for _ in range(10):
+            a = a @ a * 1e-4
+    assert timer.finish_step() == {}
+    assert timer.finish_step()["llm"] > 0
+
+
+def test_cpu_peak_is_what_a_matrix_product_reaches():
+    flops = peak_flops(CPU)
+    assert flops is not None
+    assert 1e8 < flops < 1e14
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA GB200", 2500.0),
+    ],
+)
+def test_gpu_peaks_go_by_device_name(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == tflops * 1e12
+
+
+def test_an_unknown_gpu_has_no_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    assert peak_flops(torch.device("cuda")) is None
+
+
+def test_peak_memory_of_the_process_is_in_bytes():
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    resident_bytes = resident_pages * os.sysconf("SC_PAGE_SIZE")
+    assert 0.9 * resident_bytes <= peak_memory_bytes(CPU) < 100 * resident_bytes
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def test_a_step_line_names_all_figures():
+    values = asdict(record(encoder_ms=12.0, llm_ms=80.0, validation_loss=3.0))
+    line = describe_step(values, eta_s=80.0)
+    for part in (
+        "loss 2.5000",
+        "held-out loss 3.0000",
+        "2,000 tokens/s",
+        "20.0 samples/s",
+        "10.0 images/s",
+        "MFU 20.0 %",
+        "GiB",
+        "data wait 2 %",
+        "encoder 12 ms",
+        "LLM 80 ms",
+        "ETA 0:01:20",
+    ):
+        assert part in line
+
+
+def test_without_a_terminal_each_step_is_one_plain_line(tmp_path):
+    text = io.StringIO()
+    made = recorder(tmp_path, Console(file=text, width=40), log_interval=2)
+    for step in range(1, 5):
+        made.record(record(step))
+    made.close()
+    lines = text.getvalue().splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["step 2/20", "step 4/20"]
+    assert "\x1b" not in text.getvalue()
+
+
+def test_on_a_terminal_the_bar_and_the_figures_are_shown(tmp_path):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=80)
+    made = recorder(tmp_path, console)
+    made.record(record(7))
+    made.close()
+    assert "7/20" in text.getvalue()
+    assert "tokens/s" in text.getvalue()
+
+
+def test_summary_shows_labels_and_values():
+    text = io.StringIO()
+    print_summary(Console(file=text), "Run", {"llm": "1.0 M parameters", "ranks": "2"})
+    assert "Run" in text.getvalue()
+    assert "1.0 M parameters" in text.getvalue()
+
+
+def test_the_loss_picture_covers_the_run_before_a_resume(tmp_path):
+    first = recorder(tmp_path)
+    for step in (1, 2, 3):
+        first.record(record(step, validation_loss=3.0 if step == 3 else None))
+    first.close()
+    made = recorder(tmp_path, start_step=2)
+    made.record(record(3))
+    made.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+    header = (tmp_path / "loss.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width_px, height_px = struct.unpack(">II", header[16:])
+    assert width_px > 400
+    assert height_px > 200
+
+
+# --- trackers ------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Accepts two records, then fails."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def emit(self, record):
+        self.seen += 1
+        if self.seen > 2:
+            raise ConnectionResetError("gone")
+
+    def close(self):
+        pass
+
+
+class Hanging:
+    """Never returns from its first record."""
+
+    def emit(self, record):
+        threading.Event().wait()
+
+    def close(self):
+        pass
+
+
+def test_a_tracker_that_dies_is_warned_of_once(caplog):
+    failing = Failing()
+    sink = BackgroundSink("tracker", lambda: failing, LOG)
+    for step in range(100):
+        sink.emit({"step": step})
+    sink.close()
+    assert failing.seen == 3
+    assert [r.message for r in caplog.records].count(
+        "tracker failed: ConnectionResetError: gone; it is off from here on, metrics.jsonl goes on"
+    ) == len(caplog.records)
+
+
+def test_a_tracker_that_cannot_start_is_warned_of_once(caplog):
+    def start():
+        raise OSError("no network")
+
+    sink = BackgroundSink("tracker", start, LOG)
+    sink.emit({"step": 1})
+    sink.close()
+    assert len(caplog.records) == 1
+
+
+def test_a_hanging_tracker_neither_slows_steps_nor_the_end(caplog):
+    sink = BackgroundSink("tracker", Hanging, LOG)
+    for step in range(5000):
+        sink.emit({"step": step})
+    sink.close(timeout_s=0.2)
+    assert len(caplog.records) == 1
+    assert "does not keep up" in caplog.text
+
+
+def test_a_tracker_that_does_not_finish_is_left_behind(caplog):
+    sink = BackgroundSink("tracker", Hanging, LOG)
+    sink.emit({"step": 1})
+    sink.close(timeout_s=0.2)
+    assert "did not finish" in caplog.text
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def unreachable_wandb(monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def test_unreachable_wandb_records_offline_and_leaves_training_alone(
+    tmp_path, caplog, unreachable_wandb
+):
+    made = recorder(tmp_path, wandb="online")
+    for step in range(1, 21):
+        made.record(record(step))
+    assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, 21))
+    made.close()
+    assert "cannot be reached" in caplog.text
+    assert "is off from here on" not in caplog.text
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def test_wandb_offline_writes_a_run(tmp_path, caplog, unreachable_wandb):
+    made = recorder(tmp_path, wandb="offline")
+    made.record(record())
+    made.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert file.stat().st_size > 0
+    assert not [r for r in caplog.records if r.name == LOG.name]
+
+
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, unreachable_wandb):
+    identities = []
+    for start_step in (0, 5, 0):
+        made = recorder(tmp_path, start_step=start_step, wandb="offline")
+        made.record(record(start_step + 1))
+        made.close()
+        identities.append((tmp_path / "wandb_run_id").read_text().strip())
+    first, resumed, fresh = identities
+    assert first == resumed != fresh
+    found = [file.stem for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
+    assert {f"run-{first}", f"run-{fresh}"} <= set(found)
+
+
+def test_tensorboard_events_hold_the_loss(tmp_path):
+    made = recorder(tmp_path, tensorboard=True)
+    made.record(record(4))
+    made.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (scalar,) = events.Scalars("loss")
+    assert (scalar.step, scalar.value) == (4, 2.5)

@@ -1,0 +1,115 @@
+"""Parameter groups, learning rate schedules, gradient norm."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torchmm.recipe.recipe import OptimizerConfig
+from torchmm.training.optim import (
+    build_optimizer,
+    clip_factor,
+    global_grad_norm,
+    lr_factor,
+    scale_gradients,
+    set_learning_rate,
+)
+
+
+def _model() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {"llm": nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4)), "vision": nn.Linear(3, 4)}
+    )
+
+
+def _module_of(name: str) -> str:
+    return name.split(".", maxsplit=1)[0]
+
+
+def test_groups_split_by_module_and_decay():
+    model = _model()
+    config = OptimizerConfig(lr=1.0, module_lr={"vision": 0.5}, weight_decay=0.1)
+    groups = build_optimizer(model, _module_of, config).param_groups
+    found = {(g["module"], g["lr"], g["weight_decay"]): len(g["params"]) for g in groups}
+    # LLM: the matrix decays; embedding and bias do not. Vision: likewise, at its own rate.
+    assert found == {
+        ("llm", 1.0, 0.1): 1,
+        ("llm", 1.0, 0.0): 2,
+        ("vision", 0.5, 0.1): 1,
+        ("vision", 0.5, 0.0): 1,
+    }
+
+
+def test_frozen_parameters_are_in_no_group():
+    model = _model()
+    model["llm"].requires_grad_(False)
+    groups = build_optimizer(model, _module_of, OptimizerConfig()).param_groups
+    assert {g["module"] for g in groups} == {"vision"}
+
+
+def test_a_copy_of_an_embedding_does_not_decay():
+    model = _model()
+    copy = model["llm"][1].weight
+    groups = build_optimizer(model, _module_of, OptimizerConfig(), [copy]).param_groups
+    decays = {id(p): g["weight_decay"] > 0 for g in groups for p in g["params"]}
+    assert not decays[id(copy)] and decays[id(model["vision"].weight)]
+
+
+def test_a_rank_may_have_nothing_to_train():
+    model = _model().requires_grad_(False)
+    optimizer = build_optimizer(model, _module_of, OptimizerConfig(lr=2.0))
+    set_learning_rate(optimizer, 0.5)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert [(g["lr"], g["params"]) for g in optimizer.param_groups] == [(1.0, [])]
+
+
+def test_a_copy_is_not_counted_in_the_norm():
+    model = _model()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    copy = model["llm"][1].weight
+    count = sum(p.numel() for p in model.parameters()) - copy.numel()
+    norm = global_grad_norm(model.parameters(), copies=[copy]).item()
+    assert norm == pytest.approx(2.0 * math.sqrt(count))
+
+
+def test_learning_rate_follows_each_group_peak():
+    model = _model()
+    optimizer = build_optimizer(model, _module_of, OptimizerConfig(lr=2.0, module_lr={"llm": 4.0}))
+    set_learning_rate(optimizer, 0.5)
+    assert {g["module"]: g["lr"] for g in optimizer.param_groups} == {"llm": 2.0, "vision": 1.0}
+
+
+def test_warmup_is_linear_and_reaches_the_peak():
+    config = OptimizerConfig(warmup_steps=4, schedule="constant")
+    assert [lr_factor(s, 10, config) for s in range(1, 7)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_cosine_ends_at_the_floor_and_is_half_way_in_the_middle():
+    config = OptimizerConfig(warmup_steps=0, schedule="cosine", min_lr_ratio=0.2)
+    assert lr_factor(100, 100, config) == pytest.approx(0.2)
+    assert lr_factor(50, 100, config) == pytest.approx(0.6)
+
+
+def test_wsd_is_flat_then_linear_to_the_floor():
+    config = OptimizerConfig(schedule="wsd", decay_fraction=0.2, min_lr_ratio=0.0)
+    factors = [lr_factor(s, 10, config) for s in range(1, 11)]
+    assert factors[:8] == [1.0] * 8
+    assert factors[8:] == pytest.approx([0.5, 0.0])
+
+
+def test_global_norm_and_clipping():
+    model = _model()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    count = sum(p.numel() for p in model.parameters())
+    norm = global_grad_norm(model.parameters()).item()
+    assert norm == pytest.approx(2.0 * math.sqrt(count))
+    scale_gradients(model.parameters(), clip_factor(norm, 1.0))
+    assert global_grad_norm(model.parameters()).item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_small_gradients_are_not_scaled_up():
+    assert clip_factor(0.5, 1.0) == 1.0

@@ -1,0 +1,394 @@
+"""When an LLM's pipeline computes, and the bubbles it leaves for encoders (Optimus §2.2, §4.2-4.3).
+
+Input is any order of the LLM's actions: 1F1B, interleaved, zero bubble, from a file. Their earliest
+times are one longest path. Then every forward is deferred as far as no backward moves: the bubbles
+of the warm-up come to stand before forwards, where encoder forwards still help. That is Optimus'
+adjusted warm-up (Fig. 12), found as slack instead of by a formula for one schedule. The *dependency
+points* are those times: F_i, when the LLM's first stage takes microbatch i, and B_i, when its
+gradient is there.
+
+Rejected: reading bubbles off a simulated plan's records. They say when actions ran, not how late
+they could have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from torchmm.balance.bubbles.free_time import (
+    FreeTime,
+    Pieces,
+    Spans,
+    complement,
+    layer_pieces,
+    spans_of,
+)
+from torchmm.balance.compiled import Int32s, Int64s, compiled
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.operator_graph import (
+    PICOSECONDS_PER_MS,
+    CompiledGraph,
+    OperatorGraph,
+    SimulationError,
+    to_picoseconds,
+)
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import Message, StageGraph, Task
+from torchmm.pipelining.plan.lowering import Sharding
+from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.view.timeline import Bubble, BubbleClass
+
+
+class RankActions(NamedTuple):
+    """One rank's actions in their order."""
+
+    actions: tuple[Action, ...]
+    start_ps: Int64s
+    end_ps: Int64s
+
+
+@dataclass(frozen=True, eq=False)
+class LlmTimeline:
+    """A step's LLM without encoders. Times count from the begin of the step.
+
+    Attributes:
+        graph: of the whole step; stages without an action are encoders'.
+        ranks: by rank: actions and when they run.
+        entry_rank: of the LLM's first stage.
+        needed_ps: by microbatch: F_i.
+        returned_ps: by microbatch: B_i; -1 without one.
+        gathered_ps: by rank: when the encoders' parameters are there.
+        llm_gathered_ps: by rank: when all parameters are.
+        reduce_ps: by rank: reduction of gradients after the last action.
+        reduction_hides: whether encoders may compute while the LLM's gradients are reduced.
+        pieces: what actions consist of.
+    """
+
+    graph: StageGraph
+    ranks: tuple[RankActions, ...]
+    entry_rank: int
+    needed_ps: Int64s
+    returned_ps: Int64s
+    gathered_ps: Int64s
+    llm_gathered_ps: Int64s
+    reduce_ps: Int64s
+    reduction_hides: bool
+    pieces: Pieces
+    compiled: CompiledGraph
+    nodes: dict[Action, int]
+
+    @property
+    def ends_ps(self) -> list[int]:
+        """By rank: when its last action ends."""
+        return [int(own.end_ps[-1]) for own in self.ranks]
+
+    @cached_property
+    def llm_ps(self) -> int:
+        """Duration of the step without encoders."""
+        return self.step_end_ps([0] * len(self.ranks))
+
+    def step_end_ps(self, encoder_ends_ps: Sequence[int]) -> int:
+        """End of the step.
+
+        Args:
+            encoder_ends_ps: by rank: of its last encoder kernel.
+        """
+        rows = zip(self.ends_ps, encoder_ends_ps, self.reduce_ps.tolist(), strict=True)
+        if self.reduction_hides:
+            return max(max(llm + reduce, encoder) for llm, encoder, reduce in rows)
+        return max(max(llm, encoder) + reduce for llm, encoder, reduce in rows)
+
+    @cached_property
+    def spans(self) -> tuple[Spans, ...]:
+        """By rank: communication and computation inside its actions."""
+        return tuple(spans_of(*own, self.pieces) for own in self.ranks)
+
+    def free_compute(self) -> FreeTime:
+        """By rank: when it computes nothing."""
+        return complement([own.computation_ps for own in self.spans])
+
+    def free_links(self) -> FreeTime:
+        """By rank: when no tensor-parallel communication runs."""
+        return complement([own.communication_ps for own in self.spans])
+
+    def free_outside(self) -> FreeTime:
+        """By rank: the time before all its computation, and that behind it."""
+        first = [[int(own.start_ps[0]), int(own.end_ps[-1])] for own in self.ranks]
+        return complement([np.array(both, np.int64).reshape(2, 1) for both in first])
+
+    def bubbles(self) -> list[Bubble]:
+        """Idle time of all ranks by class (Optimus, Table 1), in order."""
+        return [b for rank in range(len(self.ranks)) for b in self._bubbles(rank)]
+
+    def _bubbles(self, rank: int) -> Iterator[Bubble]:
+        own, end_ps = self.ranks[rank], self.llm_ps
+        first, last = int(own.start_ps[0]), int(own.end_ps[-1])
+        gathered, reduced = int(self.llm_gathered_ps[rank]), last + int(self.reduce_ps[rank])
+        spans: list[tuple[BubbleClass, int, int]] = [
+            ("dp_all_gather", 0, min(gathered, first)),
+            ("warmup", min(gathered, first), first),
+        ]
+        inside: list[tuple[BubbleClass, int, int]] = [
+            ("tp", start, end) for start, end in self.spans[rank].communication_ps.T.tolist()
+        ]
+        for start, end in zip(own.end_ps[:-1].tolist(), own.start_ps[1:].tolist(), strict=True):
+            until = min(max(start, gathered), end)  # it waits for a later stage's parameters
+            inside += [("dp_all_gather", start, until), ("other", until, end)]
+        spans += sorted(inside, key=lambda span: span[1:])
+        spans += [("dp_reduce_scatter", last, reduced), ("cooldown", reduced, end_ps)]
+        for kind, start, end in spans:
+            if end > start:
+                yield Bubble(rank, kind, start / PICOSECONDS_PER_MS, end / PICOSECONDS_PER_MS)
+
+    def waiting(self, released_ps: Mapping[Action, int]) -> LlmTimeline:
+        """The timeline as early as possible when some actions may not start before given times."""
+        graph = self.compiled
+        release = np.zeros(len(graph.duration_ps), np.int64)
+        for action, time_ps in released_ps.items():
+            release[graph.place[self.nodes[action]]] = time_ps
+        start_ps, end_ps = np.empty_like(release), np.empty_like(release)
+        _earliest(graph.duration_ps, graph.pointers, graph.sources, release, start_ps, end_ps)
+        order = [own.actions for own in self.ranks]
+        ranks = tuple(_by_rank(order, self.nodes, graph, start_ps, end_ps))
+        needed, returned, _ = _dependency_points(self.graph, ranks)
+        return replace(self, ranks=ranks, needed_ps=needed, returned_ps=returned)
+
+    def entries(self) -> list[Action]:
+        """Forwards of the LLM's first stage."""
+        own = self.ranks[self.entry_rank].actions
+        first = min(action.stage for action in own)
+        return [a for a in own if a.stage == first and a.type is ActionType.F]
+
+
+def llm_timeline(
+    graph: StageGraph,
+    order: ComputeOrder,
+    costs: PlanCosts,
+    *,
+    sharding: Sharding = "none",
+    reduction_hides: bool = False,
+    defer: bool = True,
+    pieces: Pieces | None = None,
+) -> LlmTimeline:
+    """Times of an LLM's actions.
+
+    Args:
+        graph: of the step.
+        order: by rank: of all stages but the encoders'.
+        costs: of the graph. Transfers take their time, and never wait for each other.
+        sharding: "step" if parameters are gathered before and gradients reduced after all
+            computation; encoders' parameters come first, as their stages do.
+        reduction_hides: whether reductions of the LLM run beside encoder computation (Optimus); if
+            not, as in `lower_plan`, they stand behind all computation, those of encoders too.
+        defer: whether forwards run as late as no backward moves, or as early as possible.
+        pieces: what actions consist of; None: `layer_pieces` of the costs.
+
+    Raises:
+        SimulationError: the order cannot run, or a cost is missing or no duration.
+        ValueError: a rank has no LLM action.
+    """
+    if idle := [rank for rank, program in enumerate(order) if not program]:
+        raise ValueError(f"ranks {idle} run nothing of the LLM; give it a stage on every rank")
+    builder = _Builder(graph, order, costs)
+    if sharding == "step":
+        builder.add_gathers()
+    builder.add_actions()
+    compiled = builder.compile()
+    start_ps, end_ps = np.empty_like(compiled.duration_ps), np.empty_like(compiled.duration_ps)
+    none = np.zeros(len(start_ps), np.int64)
+    _earliest(compiled.duration_ps, compiled.pointers, compiled.sources, none, start_ps, end_ps)
+    gathered, encoders_gathered = builder.gathered(compiled, end_ps)
+    if defer:
+        moves = np.array([name != "fixed" for name in compiled.names], bool)[compiled.node_at]
+        _defer(compiled.pointers, compiled.sources, moves, start_ps, end_ps)
+    nodes = builder.nodes
+    ranks = _by_rank(order, nodes, compiled, start_ps, end_ps)
+    needed, returned, entry = _dependency_points(graph, ranks)
+    return LlmTimeline(
+        graph,
+        tuple(ranks),
+        entry,
+        needed,
+        returned,
+        encoders_gathered,
+        gathered,
+        builder.reductions(reduction_hides) * (sharding == "step"),
+        reduction_hides,
+        pieces or layer_pieces(graph, costs),
+        compiled,
+        nodes,
+    )
+
+
+class _Builder:
+    """The LLM's actions, its transfers and gathers as operators."""
+
+    def __init__(self, graph: StageGraph, order: ComputeOrder, costs: PlanCosts) -> None:
+        self.graph, self.order, self.costs = graph, order, costs
+        self.operators = OperatorGraph()
+        self.nodes: dict[Action, int] = {}
+        ranks = range(len(order))
+        self.gathers: list[list[int]] = [[] for _ in ranks]
+        self.encoder_gathers: list[list[int]] = [[] for _ in ranks]
+        self._gather_of: dict[tuple[int, int], int] = {}
+        self._own = {action.stage for program in order for action in program}
+        self._problems: list[str] = []
+
+    def _stages_of(self, rank: int) -> tuple[int, ...]:
+        """Of a pipeline rank, or of the first of its mirrors."""
+        return self.graph.layout.stages_of(rank * self.graph.layout.mirrors)
+
+    def add_gathers(self) -> None:
+        for rank in range(len(self.order)):
+            for stage in self._stages_of(rank):
+                duration_ms = self.costs.gather_ms.get(stage, 0.0)
+                node = self.operators.add(("gather", rank), duration_ms, name="fixed")
+                self._gather_of[rank, stage] = node
+                self.gathers[rank].append(node)
+                if stage not in self._own:
+                    self.encoder_gathers[rank].append(node)
+
+    def add_actions(self) -> None:
+        for rank, program in enumerate(self.order):
+            for action in program:
+                if action not in self.costs.compute_ms:
+                    self._problems.append(f"{action} on rank {rank} has no duration")
+                name = "" if action.type is ActionType.F else "fixed"
+                duration_ms = self.costs.compute_ms.get(action, 0.0)
+                gather = self._gather_of.get((rank, action.stage))
+                after = [] if gather is None else [gather]
+                self.nodes[action] = self.operators.add(("rank", rank), duration_ms, after, name)
+        # I hands gradients on as B does.
+        self.gradients = {
+            Task(*a[1:4]): node
+            for a, node in self.nodes.items()
+            if a.type in (ActionType.B, ActionType.I)
+        }
+        for action in self.nodes:
+            self._add_needs(action)
+
+    def _add_needs(self, action: Action) -> None:
+        task, node = Task(*action[1:4]), self.nodes[action]
+        if action.type is ActionType.F:
+            for message in self.graph.incoming(task):
+                producer = self.graph.producer(message)
+                if producer.stage in self._own:
+                    before = self.nodes.get(Action(ActionType.F, *producer))
+                    self._connect(action, before, node, (message, False))
+            return
+        own = Action(ActionType.F, *task)
+        before = self.gradients.get(task) if action.type is ActionType.W else self.nodes.get(own)
+        self._connect(action, before, node)
+        for message in self.graph.outgoing(task) if action.type is not ActionType.W else ():
+            if self.graph.carries_gradient(message):
+                before = self.gradients.get(self.graph.consumer(message))
+                self._connect(action, before, node, (message, True))
+
+    def _connect(
+        self, action: Action, before: int | None, node: int, key: tuple[Message, bool] | None = None
+    ) -> None:
+        if before is None:
+            self._problems.append(f"{action} needs what is not in the order")
+            return
+        wire_ms = self.costs.transfer_ms.get(key, 0.0) if key else 0.0
+        if key and wire_ms:
+            ends = (self.graph.producer(key[0]), self.graph.consumer(key[0]))
+            if self.graph.rank(ends[0]) != self.graph.rank(ends[1]):
+                name = "fixed" if key[1] else ""
+                before = self.operators.add(None, wire_ms, [before], name)
+        self.operators.add_edge(before, node)
+
+    def compile(self) -> CompiledGraph:
+        if self._problems:
+            raise SimulationError(self._problems)
+        return self.operators.compile()
+
+    def gathered(self, graph: CompiledGraph, end_ps: Int64s) -> list[Int64s]:
+        """By rank: when all parameters are there, and when those of encoders are."""
+        every = [
+            [[end_ps[graph.place[node]] for node in nodes] for nodes in of_ranks]
+            for of_ranks in (self.gathers, self.encoder_gathers)
+        ]
+        return [np.array([max(e, default=0) for e in ends], np.int64) for ends in every]
+
+    def reductions(self, hides: bool) -> Int64s:
+        stages = self.graph.layout.stages
+        sums = [
+            sum(
+                to_picoseconds(self.costs.reduce_ms.get(stage, 0.0))
+                for stage in self._stages_of(rank)
+                if stages[stage].trainable and (stage in self._own or not hides)
+            )
+            for rank in range(len(self.order))
+        ]
+        return np.array(sums, np.int64)
+
+
+def _dependency_points(
+    graph: StageGraph, ranks: Sequence[RankActions]
+) -> tuple[Int64s, Int64s, int]:
+    """F_i and B_i, and the rank they are on."""
+    stages = {action.stage for own in ranks for action in own.actions}
+    first = min(stages)
+    entry = graph.layout.stages[first].ranks[0] // graph.layout.mirrors
+    needed = np.zeros(graph.microbatches, np.int64)
+    returned = np.full(graph.microbatches, -1, np.int64)
+    actions, starts, ends = ranks[entry]
+    for action, start, end in zip(actions, starts.tolist(), ends.tolist(), strict=True):
+        if action.stage == first and action.type is ActionType.F:
+            needed[action.microbatch] = start
+        elif action.stage == first and action.type is not ActionType.W:
+            returned[action.microbatch] = end
+    return needed, returned, entry
+
+
+def _by_rank(
+    order: Sequence[Sequence[Action]],
+    nodes: dict[Action, int],
+    graph: CompiledGraph,
+    start_ps: Int64s,
+    end_ps: Int64s,
+) -> list[RankActions]:
+    found = []
+    for program in order:
+        places = graph.place[[nodes[action] for action in program]]
+        found.append(RankActions(tuple(program), start_ps[places], end_ps[places]))
+    return found
+
+
+@compiled
+def _earliest(
+    duration_ps: Int64s,
+    pointers: Int32s,
+    sources: Int32s,
+    release_ps: Int64s,
+    start_ps: Int64s,
+    end_ps: Int64s,
+) -> None:
+    """Earliest times not before a release; arrays in topological order."""
+    for node in range(len(duration_ps)):
+        start = release_ps[node]
+        for edge in range(pointers[node], pointers[node + 1]):
+            start = max(start, end_ps[sources[edge]])
+        start_ps[node] = start
+        end_ps[node] = start + duration_ps[node]
+
+
+@compiled
+def _defer(
+    pointers: Int32s, sources: Int32s, moves: np.ndarray, start_ps: Int64s, end_ps: Int64s
+) -> None:
+    """Lets nodes that may move run as late as those that may not stay where they are."""
+    last = end_ps.max()
+    latest = np.full(len(moves), last, np.int64)
+    for node in range(len(moves) - 1, -1, -1):
+        if moves[node]:
+            start_ps[node] += latest[node] - end_ps[node]
+            end_ps[node] = latest[node]
+        for edge in range(pointers[node], pointers[node + 1]):
+            latest[sources[edge]] = min(latest[sources[edge]], start_ps[node])

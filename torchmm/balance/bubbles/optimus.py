@@ -1,0 +1,222 @@
+"""Plans with encoders in the LLM's bubbles: from a layout and costs to an order of actions.
+
+The bubble scheduler (`bubble_filling`) says when each action runs; here its times become the order
+of every rank and the replica of every encoder task, which is all that a plan knows. The runtime
+then runs everything as early as that order allows: where transfers take no time, the simulated step
+is not longer than what the scheduler promises. Where they do, it can be: messages between two ranks
+wait for each other and for receives, which the scheduler leaves out.
+
+A plan places whole actions: slicing encoder stages makes them small enough for bubbles between LLM
+actions. Those inside an LLM action (tensor parallelism) count as one, at its begin. Encoder actions
+are placed in pieces, as groups of their kernels, so that they go through several of them; in the
+order they stand directly in front of the LLM action in which their first piece is, for it and those
+behind it to be filled (`torchmm.pipelining.schedules.fillers`). There a step may take longer than
+the
+promise: what does not fit beside LLM actions runs in front of them.
+
+Which microbatch the LLM takes when is free: a step's loss is the sum over all. Where microbatches
+have different numbers of images, small encoder tasks are wanted first, before a wide lead of the
+encoder has been built up, and last, when nothing hides backwards any more (the idea of DistTrain's
+reordering inside a group). A few such sequences are tried and the shortest step is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from torchmm.balance.bubbles.encoder_kernels import whole_actions
+from torchmm.balance.bubbles.encoder_sizes import ColocatedPlan
+from torchmm.balance.bubbles.encoder_work import (
+    EncoderWork,
+    encoder_work,
+    in_pieces,
+    pipeline_stages,
+)
+from torchmm.balance.bubbles.llm_timeline import LlmTimeline, llm_timeline
+from torchmm.balance.bubbles.scheduler import BubbleSchedule, Granularity, fill_bubbles
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import Sharding
+from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
+from torchmm.pipelining.schedules.names import schedule_named
+
+PIECES = 8
+"""Of an encoder action where bubbles inside of the LLM's actions count: a layer has four products
+forward, twice as many backward."""
+
+
+class PlannedStep(NamedTuple):
+    """What `optimus` returns."""
+
+    graph: StageGraph
+    """The step's, with the replica that runs each encoder task."""
+    order: ComputeOrder
+    schedule: BubbleSchedule
+
+
+def optimus(
+    graph: StageGraph,
+    costs: PlanCosts,
+    *,
+    llm_schedule: str = "interleaved_1f1b",
+    granularity: Granularity = "fine",
+    sharding: Sharding = "none",
+    evaluations: int = 256,
+    reorder: bool = True,
+    inside: bool = False,
+) -> PlannedStep:
+    """The shortest step found.
+
+    Args:
+        graph: of a colocated layout (`torchmm.pipelining.schedules.colocated`).
+        costs: of the graph.
+        llm_schedule: name of a classic schedule for the LLM alone.
+        granularity: coarse: encoders before and behind the LLM only.
+        sharding: as the plan will be lowered.
+        evaluations: as for `fill_bubbles`.
+        reorder: whether the LLM may take microbatches in another order.
+        inside: whether encoders may run while an LLM action communicates, for its `tensor_ms`.
+
+    Raises:
+        SimulationError: a cost is missing or no duration.
+        ValueError: the layout is not colocated, or does not suit the LLM's schedule.
+    """
+    encoders = encoder_names(graph.layout)
+    works = [encoder_work(graph, costs, name) for name in encoders]
+    placed_works = [in_pieces(work, PIECES) for work in works] if inside else works
+
+    def pieces(action: Action) -> tuple[float, float]:
+        tensor_ms = costs.tensor_ms.get(action, 0.0) if inside else 0.0
+        return tensor_ms, costs.compute_ms[action] - tensor_ms
+
+    best: BubbleSchedule | None = None
+    for sequence in sequences(graph, costs) if reorder else [range(graph.microbatches)]:
+        order = backbone_order(graph, schedule_named(llm_schedule).order, sequence)
+        timeline = llm_timeline(graph, order, costs, sharding=sharding, pieces=pieces)
+        found = fill_bubbles(timeline, placed_works, granularity, evaluations=evaluations)
+        if best is None or found.total_ms < best.total_ms:
+            best = found
+    assert best is not None
+    if inside:
+        best = whole_actions(best, works, kernel=0)
+    placed = place_encoders(graph, best)
+    return PlannedStep(placed, order_of(best, placed), best)
+
+
+def place_encoders(graph: StageGraph, schedule: BubbleSchedule) -> StageGraph:
+    """The graph with the replica that a schedule gives each encoder task."""
+    replicas = {
+        (work.name, *task): int(pipeline)
+        for work, pipelines in zip(schedule.works, schedule.pipeline_N, strict=True)
+        for task, pipeline in zip(work.tasks, pipelines, strict=True)
+    }
+    return replace(graph, replica=replicas)
+
+
+def choose_plan(
+    plans: Sequence[ColocatedPlan],
+    works_of: Callable[[ColocatedPlan], Sequence[EncoderWork]],
+    timeline: LlmTimeline,
+    granularity: Granularity = "fine",
+    *,
+    evaluations: int = 256,
+) -> tuple[ColocatedPlan, BubbleSchedule]:
+    """The encoder plans with the shortest step, and that step (Optimus, algorithm 1); of equally
+    long ones, the leanest.
+
+    Plans that give encoders different tensor-parallel sizes are passed over: their devices differ.
+
+    Args:
+        plans: that fit, see `colocated_plans`.
+        works_of: the encoders' kernels under a plan, on its `devices_MS`.
+        timeline: of the LLM.
+        evaluations: as for `fill_bubbles`.
+
+    Raises:
+        ValueError: there are no plans with one tensor-parallel size.
+    """
+    alike = [plan for plan in plans if len({own.parts for own in plan.encoders}) == 1]
+    if not alike:
+        raise ValueError(
+            f"none of {len(plans)} plans has one tensor-parallel size for all encoders; allow more "
+            "memory, or fewer heads per rank"
+        )
+    schedules = (
+        fill_bubbles(timeline, works_of(plan), granularity, evaluations=evaluations)
+        for plan in alike
+    )
+    return min(
+        zip(alike, schedules, strict=True), key=lambda both: (both[1].total_ms, both[0].worst_bytes)
+    )
+
+
+def sequences(graph: StageGraph, costs: PlanCosts) -> Iterator[Sequence[int]]:
+    """Orders in which the LLM may take the microbatches: as they are, and if encoder work differs
+    between them, small ones first, and small ones at both ends."""
+    natural = list(range(graph.microbatches))
+    yield natural
+    encoders = set(encoder_names(graph.layout))
+    work_ms = [0.0] * graph.microbatches
+    for action, duration_ms in costs.compute_ms.items():
+        if graph.layout.stages[action.stage].module in encoders:
+            work_ms[action.microbatch] += duration_ms
+    rising = sorted(natural, key=work_ms.__getitem__)
+    if len(set(work_ms)) > 1:
+        yield rising
+        yield rising[::2] + rising[1::2][::-1]
+
+
+def order_of(schedule: BubbleSchedule, graph: StageGraph) -> ComputeOrder:
+    """Each rank's actions in the order of a schedule's times.
+
+    Args:
+        graph: with the replicas of the schedule.
+    """
+    layout = graph.layout
+    rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in range(layout.rank_count)]
+    for rank, own in enumerate(schedule.llm):
+        for action, start in zip(own.actions, own.start_ps.tolist(), strict=True):
+            for mirror, same in enumerate(layout.mirrored[action.stage]):
+                # All mirrors come to it at one place, or they would wait for each other.
+                entry = (*_place(action, start), 1), action._replace(stage=same)
+                rows[rank * layout.mirrors + mirror].append(entry)
+    starts = zip(schedule.forward_start_ps, schedule.backward_start_ps, strict=True)
+    for work, (forward, backward) in zip(schedule.works, starts, strict=True):
+        for position, slices in enumerate(pipeline_stages(graph, work.name)):
+            for index, stage in enumerate(slices):
+                for row, task in enumerate(work.tasks):
+                    key = (work.name, *task)
+                    rank = stage.ranks[graph.replica[key]]
+                    action = Action(ActionType.F, stage.index, *task)
+                    place = _around(schedule, rank, action, int(forward[row, position, index]))
+                    rows[rank].append((place, action))
+                    if not graph.needs_backward(stage.index, task[0]):
+                        continue
+                    action = Action(ActionType.B, stage.index, *task)
+                    start = int(backward[row, position, len(slices) - 1 - index])
+                    rows[rank].append((_around(schedule, rank, action, start), action))
+    return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)
+
+
+def _around(schedule: BubbleSchedule, rank: int, action: Action, start_ps: int) -> tuple[int, ...]:
+    """Sorts an encoder's action: before the LLM action of its rank that it starts inside of."""
+    own = schedule.llm[rank // schedule.works[0].parts]
+    index = int(np.searchsorted(own.start_ps, start_ps, side="right")) - 1
+    if index < 0 or start_ps >= own.end_ps[index]:
+        return _place(action, start_ps)
+    inside = _place(own.actions[index], int(own.start_ps[index]))
+    return *inside, 0, *_place(action, start_ps)
+
+
+def _place(action: Action, start_ps: int) -> tuple[int, ...]:
+    """Sorts actions; of those that start together, some take no time and come first, in the order
+    of the data."""
+    forward = action.type is ActionType.F
+    return start_ps, not forward, action.stage if forward else -action.stage

@@ -1,0 +1,168 @@
+"""What devices can do at most, from their makers' data sheets.
+
+Numbers per device: dense matrix products by dtype (no sparsity), memory bandwidth and size, one
+direction of the fast link inside a node (NVLink), of the network between nodes and of the way to
+the host's memory (PCIe), and how much of that memory there is per device. How much of it
+an operator reaches is another matter: see `torchmm.balance.costs.operators` and
+`scripts/calibrate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Link = Literal["node", "network"]
+"""Between devices of one node, or of several."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device and its links to others.
+
+    Attributes:
+        name: as users write it.
+        peak_flops: FLOP/s of matrix products by dtype ("bfloat16", "float32").
+        memory_bytes_per_s: bandwidth of its own memory.
+        memory_bytes: size of its own memory.
+        node_bytes_per_s: to other devices of its node, one direction.
+        network_bytes_per_s: to devices of other nodes, one direction, per device.
+        devices_per_node: how many share the fast link.
+        asynchronous: whether the host queues kernels and goes on (GPUs); if not, every call's
+            overhead adds to its time.
+        source: where the numbers come from.
+        host_bytes_per_s: to the host's memory (PCIe), one direction; 0: it is the host's own.
+        host_memory_bytes: of that, per device.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes_per_s: float
+    memory_bytes: float
+    node_bytes_per_s: float
+    network_bytes_per_s: float
+    devices_per_node: int
+    asynchronous: bool
+    source: str
+    host_bytes_per_s: float = 0.0
+    host_memory_bytes: float = 0.0
+
+    def bytes_per_s(self, link: Link) -> float:
+        """Bandwidth of a link, one direction."""
+        return self.node_bytes_per_s if link == "node" else self.network_bytes_per_s
+
+
+def _gpu(  # noqa: PLR0913 - what a data sheet prints
+    name: str,
+    *,
+    bf16_tflops: float,
+    fp32_tflops: float,
+    memory_gb: float,
+    memory_gb_per_s: float,
+    nvlink_gb_per_s: float,
+    network_gb_per_s: float,
+    pcie_gb_per_s: float,
+    source: str,
+) -> Device:
+    """A GPU in a node of eight; NVLink and PCIe as printed: both directions together."""
+    return Device(
+        name=name,
+        peak_flops={"bfloat16": bf16_tflops * 1e12, "float32": fp32_tflops * 1e12},
+        memory_bytes_per_s=memory_gb_per_s * 1e9,
+        memory_bytes=memory_gb * 1e9,
+        node_bytes_per_s=nvlink_gb_per_s * 1e9 / 2,
+        network_bytes_per_s=network_gb_per_s * 1e9,
+        devices_per_node=8,
+        asynchronous=True,
+        source=source,
+        host_bytes_per_s=pcie_gb_per_s * 1e9 / 2,
+        host_memory_bytes=2e12 / 8,
+    )
+
+
+_HOPPER_NETWORK = (
+    "DGX H100/H200: one 400 Gb/s port per GPU, 2 TB of host memory (NVIDIA DGX H100 data sheet), "
+    "PCIe 5 x16"
+)
+_AMPERE_NETWORK = (
+    "DGX A100: one 200 Gb/s port per GPU, 2 TB of host memory (NVIDIA DGX A100 data sheet), "
+    "PCIe 4 x16"
+)
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        _gpu(
+            "h100",
+            bf16_tflops=989.4,
+            fp32_tflops=66.9,
+            memory_gb=80,
+            memory_gb_per_s=3350,
+            nvlink_gb_per_s=900,
+            network_gb_per_s=50,
+            pcie_gb_per_s=128,
+            source="NVIDIA H100 SXM5 data sheet and Hopper white paper; " + _HOPPER_NETWORK,
+        ),
+        _gpu(
+            "h200",
+            bf16_tflops=989.4,
+            fp32_tflops=66.9,
+            memory_gb=141,
+            memory_gb_per_s=4800,
+            nvlink_gb_per_s=900,
+            network_gb_per_s=50,
+            pcie_gb_per_s=128,
+            source="NVIDIA H200 SXM data sheet; " + _HOPPER_NETWORK,
+        ),
+        _gpu(
+            "h800",
+            bf16_tflops=989.4,
+            fp32_tflops=66.9,
+            memory_gb=80,
+            memory_gb_per_s=3350,
+            nvlink_gb_per_s=400,
+            network_gb_per_s=50,
+            pcie_gb_per_s=128,
+            source="H100 SXM5 with NVLink cut to 400 GB/s (DeepSeek-V3, arXiv 2412.19437, and "
+            "2505.09343, section 4.1); network as DGX H100",
+        ),
+        _gpu(
+            "a100",
+            bf16_tflops=312,
+            fp32_tflops=19.5,
+            memory_gb=80,
+            memory_gb_per_s=2039,
+            nvlink_gb_per_s=600,
+            network_gb_per_s=25,
+            pcie_gb_per_s=64,
+            source="NVIDIA A100 80GB SXM data sheet; " + _AMPERE_NETWORK,
+        ),
+        _gpu(
+            "a800",
+            bf16_tflops=312,
+            fp32_tflops=19.5,
+            memory_gb=80,
+            memory_gb_per_s=2039,
+            nvlink_gb_per_s=400,
+            network_gb_per_s=25,
+            pcie_gb_per_s=64,
+            source="NVIDIA A800 80GB data sheet: A100 with NVLink cut to 400 GB/s; "
+            + _AMPERE_NETWORK,
+        ),
+        Device(
+            name="cpu",
+            peak_flops={"float32": 96e9, "bfloat16": 96e9},
+            memory_bytes_per_s=25.6e9,
+            memory_bytes=16e9,
+            node_bytes_per_s=2e9,
+            network_bytes_per_s=1.25e9,
+            devices_per_node=64,
+            asynchronous=False,
+            source="nominal: one core at 3 GHz with two 256-bit FMA units (32 FLOP per cycle), one "
+            "channel of DDR4-3200, gloo over loopback inside and 10 Gb/s between machines; CPUs "
+            "differ too much for a table: run scripts/calibrate.py",
+        ),
+    )
+}
+"""By name."""

@@ -1,0 +1,141 @@
+"""FLOPs of one microbatch, forward and backward, for the LLM, the encoders *and* the generator.
+
+Counted is what the mathematics needs, not what a kernel executes: two FLOPs per multiply-add of
+matrix products; norms, softmax and element-wise work are left out, padding and recomputed
+activations count nothing. Attention among L tokens costs 4 * heads * head_dim * L * min(L, window)
+with L per packed segment (or per image), *without* halving it for causal masks: the convention
+of `torch.utils.flop_counter` and of PaLM's formula (arXiv 2204.02311, appendix B).
+
+Backward costs once the forward per gradient that is needed: weight gradients (trainable module),
+input gradients (something upstream is trainable). Attention products have two inputs and no
+weights: twice. So a frozen encoder has no backward, and a frozen LLM behind a trainable encoder
+has only input gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchmm.balance.costs.parts import Flag, Part, gradients, layer_linears, stage_parts
+from torchmm.balance.costs.sizes import (
+    Array,
+    TaskSizes,
+    encoder_sizes,
+    generator_sizes,
+    llm_sizes,
+)
+from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription
+
+
+class ModuleFlops(NamedTuple):
+    """FLOPs of one module for one microbatch, over all tensor-parallel ranks together."""
+
+    forward: int
+    backward: int
+
+
+class PassFlops(NamedTuple):
+    """FLOPs of the passes over consecutive parts, by task."""
+
+    forward_N: Array
+    inputs_N: Array
+    """Backward for inputs."""
+    weights_N: Array
+    """Backward for weights."""
+
+
+def microbatch_flops(
+    modules: Sequence[ModuleDescription], meta: MicrobatchMeta, targets: int | None = None
+) -> dict[str, ModuleFlops]:
+    """FLOPs by module name.
+
+    Args:
+        modules: encoders, LLM and generator.
+        meta: what the microbatch contains.
+        targets: positions that count in the loss, for the LM head; None: all used tokens.
+    """
+    count = meta.used_tokens if targets is None else targets
+    reached = gradients_arrive(modules, meta)
+    result = {}
+    for module in modules:
+        sizes = module_sizes(module, meta, count)
+        if sizes is None:
+            result[module.name] = ModuleFlops(0, 0)
+            continue
+        parts = stage_parts(module, 0, len(module.layers))
+        flops = pass_flops(module, parts, sizes, reached[module.name])
+        backward = flops.inputs_N + flops.weights_N
+        result[module.name] = ModuleFlops(round(flops.forward_N.sum()), round(backward.sum()))
+    return result
+
+
+def gradients_arrive(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> dict[str, bool]:
+    """By module: whether something trained before it feeds it in a microbatch."""
+    encoders = any(
+        meta.images_read_by(m.name) and (m.trainable or m.connector_trainable)
+        for m in modules
+        if m.kind == "encoder"
+    )
+    llm = encoders or any(m.trainable for m in modules if m.kind == "llm")
+    return {m.name: {"encoder": False, "llm": encoders, "generator": llm}[m.kind] for m in modules}
+
+
+def module_sizes(module: ModuleDescription, meta: MicrobatchMeta, targets: int) -> TaskSizes | None:
+    """A whole microbatch as one task, without padding; None if there is nothing to process."""
+    if module.kind == "llm":
+        return llm_sizes([meta], [targets], padding=False)
+    if module.kind == "generator":
+        return generator_sizes([meta.generated]) if meta.generated else None
+    images = meta.images_read_by(module.name)
+    return encoder_sizes(module, [images]) if images else None
+
+
+def pass_flops(
+    module: ModuleDescription, parts: Sequence[Part], sizes: TaskSizes, arrives: Flag
+) -> PassFlops:
+    """FLOPs of a chain of parts.
+
+    Args:
+        arrives: whether a gradient goes back to what stands before the chain; an array: by task.
+    """
+    forward_N, inputs_N, weights_N = (sizes.inputs_N * 0.0 for _ in range(3))
+    for part, inputs, weights in gradients(parts, arrives):
+        dense_N, attention_N = part_flops(module, part, sizes)
+        forward_N += dense_N + attention_N
+        inputs_N += inputs * (dense_N + 2 * attention_N)
+        weights_N += weights * dense_N
+    return PassFlops(forward_N, inputs_N, weights_N)
+
+
+def part_flops(module: ModuleDescription, part: Part, sizes: TaskSizes) -> tuple[Array, Array]:
+    """Forward FLOPs: (products with weights, products between activations)."""
+    nothing_N = sizes.inputs_N * 0.0
+    if part.layer is not None:
+        return _layer_flops(part.layer, part.count, sizes)
+    rows_N = {"embedding": sizes.inputs_N, "context": sizes.contexts_N, "output": sizes.outputs_N}
+    dense_N = nothing_N.copy()
+    if part.linear is not None:
+        dense_N += 2 * part.linear[0] * part.linear[1] * rows_N[part.role]
+    if part.role == "embedding" and part.leaf:
+        dense_N += module.flops_per_image * sizes.images_N
+    return dense_N, nothing_N
+
+
+def _layer_flops(layer: LayerDescription, count: int, sizes: TaskSizes) -> tuple[Array, Array]:
+    linears = layer_linears(layer)
+    weights = sum(inputs * outputs for inputs, outputs in linears.values())
+    dense_N = 2 * weights * sizes.units_N
+    pairs_N = sizes.pairs_N(layer.window)
+    if layer.cross_attention:
+        for name, rows_N in cross_rows(sizes).items():
+            dense_N = dense_N + 2 * linears[name][0] * linears[name][1] * rows_N
+        pairs_N = pairs_N + sizes.cross_pairs_N
+    attention_N = 4 * layer.heads * layer.head_dim * pairs_N
+    return count * dense_N, count * attention_N
+
+
+def cross_rows(sizes: TaskSizes) -> dict[str, Array]:
+    """Rows of each linear of a layer's attention to the context, which has the sizes of its own."""
+    own_N, context_N = sizes.units_N, sizes.contexts_N
+    return {"query": own_N, "key": context_N, "value": context_N, "attention_output": own_N}

@@ -1,0 +1,382 @@
+"""What stages cost: time, memory, communication, from sizes alone.
+
+A `CostModel` is a device profile and how each module is run on such devices. From a module's
+description (its Hugging Face config, no weights) and what microbatches contain it gives, for each
+stage, how long F, B, I and W take, what they keep, and what sharding and transfers cost. It covers
+tensor parallelism with and without sequence parallelism, FSDP2 (HSDP), activation checkpointing
+(which adds time but no model FLOPs) and frozen parts. PipeWeaver §4: operators, then a graph.
+
+Rejected: one measured time per layer, which says nothing about other sizes, dtypes or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from torchmm.balance.costs.activation_bytes import (
+    gradients_kept_bytes,
+    kept_bytes,
+    layer_kept_bytes,
+    shared_bytes,
+)
+from torchmm.balance.costs.devices import Link
+from torchmm.balance.costs.execution import Execution, stage_parameters
+from torchmm.balance.costs.flops import PassFlops, pass_flops
+from torchmm.balance.costs.layer_operators import Setting, all_reduce_bytes, part_operators
+from torchmm.balance.costs.operators import HOST_KINDS, Operator, Profile, Times, Work, operator_ms
+from torchmm.balance.costs.parts import Flag, Part, gradients, stage_parts
+from torchmm.balance.costs.sizes import Array, TaskSizes
+from torchmm.balance.costs.temporaries import layer_temporary_bytes, part_temporary_bytes
+from torchmm.common.batch import ModuleDescription
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+CHECKPOINT_CALLS: dict[str, tuple[int, int]] = {
+    "none": (0, 0),
+    "full": (27, 55),
+    "selective": (119, 180),
+}
+"""What activation checkpointing itself takes per layer, in forward and in backward, beside running
+operators again: hooks for every tensor that is kept and, where only some results are, every call
+through Python. In calls of an operator, as measured on layers too small to compute anything."""
+
+
+class PartWork(NamedTuple):
+    """Work of one piece of a part, by pass."""
+
+    forward: Work
+    inputs: Work
+    weights: Work
+    again: Work
+
+
+PartCache = dict[Part, PartWork]
+"""Of one module's parts, for tasks of the same sizes."""
+
+
+class StageCosts(NamedTuple):
+    """Costs of the tasks of one stage; arrays over tasks."""
+
+    forward: Times
+    backward: Times
+    inputs: Times
+    """I; the whole backward where layers are recomputed, which cannot be split."""
+    weights: Times
+    kept_bytes: Array
+    kept_for_weights_bytes: Array
+    workspace_bytes: Array
+    """Largest temporary, see `torchmm.balance.costs.temporaries`; with it, activations of a layer
+    that is recomputed or has no backward."""
+    flops: PassFlops
+
+    def sharded(self, gather_ms: float, reduce_ms_N: Array, pieces: int, hides: bool) -> StageCosts:
+        """The same where FSDP2 gathers parameters layer by layer in every forward and backward.
+
+        Where communication runs beside computing, nothing hides the first piece to be gathered and
+        the last to be reduced, nor what takes longer than computing.
+
+        Args:
+            reduce_ms_N: reducing gradients, in the backwards that do; else 0.
+            pieces: in which the stage is gathered.
+            hides: whether communication runs beside computing.
+        """
+
+        def longer(times: Times, sent_ms: Array | float) -> Times:
+            alone_ms = sent_ms / pieces if hides else sent_ms
+            total_ms = np.maximum(times.total_ms, sent_ms - alone_ms) + alone_ms
+            return times._replace(total_ms=np.where(times.total_ms > 0, total_ms, 0.0))
+
+        backward = longer(self.backward, gather_ms + reduce_ms_N)
+        return self._replace(forward=longer(self.forward, gather_ms), backward=backward)
+
+
+def gather_operators(
+    module: ModuleDescription,
+    start: int,
+    stop: int,
+    execution: Execution,
+    element_bytes: int,
+    link: Link,
+) -> list[Operator]:
+    """Of gathering the parameters of layers [start, stop) and of what stands around them.
+
+    Args:
+        link: between the shards' ranks.
+    """
+    count = stage_parameters(module, start, stop, execution.tensor).all
+    calls = stop - start + 1
+    sent = count * element_bytes * (execution.shard - 1) / execution.shard
+    # Casting the shard, and copies into and out of the collective's buffer.
+    copied = count * (4 / execution.shard + 3 * element_bytes)
+    return [
+        Operator("copy", memory_bytes=copied, calls=2 * calls),
+        Operator("all_gather", network_bytes=sent, calls=calls, link=link),
+        Operator("shard_unit", calls=calls),
+    ]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of modules on a device.
+
+    Attributes:
+        profile: the device and what operators reach on it.
+        dtype: in which modules compute; parameters, gradients and their sums are float32.
+        executions: by module name; `Execution()` where missing.
+
+    Raises:
+        ValueError: the dtype is unknown, or the device has no peak for it.
+    """
+
+    profile: Profile
+    dtype: str = "bfloat16"
+    executions: Mapping[str, Execution] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        device = self.profile.device
+        if self.dtype not in ELEMENT_BYTES or self.dtype not in device.peak_flops:
+            known = sorted(set(ELEMENT_BYTES) & set(device.peak_flops))
+            raise ValueError(
+                f"dtype {self.dtype!r}: device {device.name!r} has peaks for {', '.join(known)}"
+            )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return ELEMENT_BYTES[self.dtype]
+
+    def execution(self, module: str) -> Execution:
+        """How a module is run."""
+        return self.executions.get(module, Execution())
+
+    def execution_of(self, module: ModuleDescription) -> Execution:
+        """How a module is run; generators are whole on every tensor-parallel rank."""
+        execution = self.execution(module.name)
+        if module.kind == "generator" and execution.tensor > 1:
+            return replace(execution, tensor=1, sequence_parallel=False, async_tensor=False)
+        return execution
+
+    def stage_costs(
+        self,
+        module: ModuleDescription,
+        start: int,
+        stop: int,
+        sizes: TaskSizes,
+        arrives: Flag,
+        useful: TaskSizes | None = None,
+        cache: PartCache | None = None,
+    ) -> StageCosts:
+        """Costs of the stage with layers [start, stop).
+
+        Args:
+            module: whole.
+            sizes: of the stage's tasks, as computed.
+            arrives: whether a gradient goes back to the stage before; an array: by task.
+            useful: the same without padding, for FLOPs; None: there is none.
+            cache: for other stages of the module with the same sizes.
+        """
+        parts = stage_parts(module, start, stop)
+        execution = self.execution_of(module)
+        forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
+        kept_N, waiting_N = np.zeros(sizes.tasks), np.zeros(sizes.tasks)
+        workspace_N = np.zeros(sizes.tasks)
+        first_layers = next((part for part in parts if part.layer is not None), None)
+        for part, needs_inputs, needs_weights in gradients(parts, arrives):
+            own = self._part_work(module, part, sizes, {} if cache is None else cache)
+            back_N = np.asarray(needs_inputs, float)
+            has_backward = np.asarray(needs_inputs | needs_weights, float)
+            forward = forward.plus(own.forward, part.count)
+            inputs = inputs.plus(own.inputs, part.count * back_N)
+            weights = weights.plus(own.weights, float(part.count * needs_weights))
+            again = again.plus(own.again, part.count * has_backward)
+            found_N = kept_bytes(
+                module, part, sizes, execution, self.element_bytes, needs_inputs, needs_weights
+            )
+            kept_N += found_N + self._received(part, sizes, has_backward, first=part is parts[0])
+            if part is first_layers:
+                kept_N += has_backward * shared_bytes(module, sizes, self.element_bytes)
+            if needs_weights:
+                waiting_N += found_N + gradients_kept_bytes(
+                    part, sizes, execution, self.element_bytes
+                )
+            own_N = self._workspace(module, part, sizes, has_backward)
+            workspace_N = np.maximum(workspace_N, own_N)
+        backward = inputs.plus(weights).plus(again)
+        split = execution.recompute == "none"
+        none = Work.none(sizes.tasks)
+        return StageCosts(
+            forward=self._times(module, "F", forward),
+            backward=self._times(module, "B", backward),
+            inputs=self._times(module, "I", inputs.plus(again) if split else backward),
+            weights=self._times(module, "W", weights if split else none),
+            kept_bytes=kept_N,
+            kept_for_weights_bytes=waiting_N if split else np.zeros(sizes.tasks),
+            workspace_bytes=workspace_N,
+            flops=pass_flops(module, parts, useful or sizes, arrives),
+        )
+
+    def _part_work(
+        self, module: ModuleDescription, part: Part, sizes: TaskSizes, cache: PartCache
+    ) -> PartWork:
+        key = replace(part, count=1)
+        if key not in cache:
+            found = part_operators(module, part, sizes, self.setting(module, sizes.tasks))
+            for own in (found.forward, found.again):
+                made = sum(o.calls for o in own if o.kind not in HOST_KINDS)
+                own.append(Operator("forward_call", calls=made))
+            if part.layer is not None:  # behind the above: these calls are all that they take
+                calls = CHECKPOINT_CALLS[self.execution_of(module).recompute]
+                for own, count in zip((found.forward, found.again), calls, strict=True):
+                    own.append(Operator("elementwise", calls=count))
+            cache[key] = PartWork(
+                *(Work.of(own, self.profile, self.dtype, sizes.tasks) for own in found)
+            )
+        return cache[key]
+
+    def setting(self, module: ModuleDescription, tasks: int) -> Setting:
+        """What a module's operators depend on beside sizes."""
+        execution = self.execution_of(module)
+        return Setting(
+            execution,
+            self.element_bytes,
+            self._link(execution.tensor),
+            segment_calls=not self.profile.device.asynchronous,
+            accumulated=1 - 1 / max(1, tasks),
+        )
+
+    def _times(self, module: ModuleDescription, action_type: str, work: Work) -> Times:
+        execution = self.execution_of(module)
+        hidden = 1 - 1 / execution.tensor if execution.async_tensor else 0.0
+        factor = self.profile.factor(module.name, action_type)
+        found = work.times(self.profile, hidden)
+        return Times(factor * found.total_ms, factor * found.tensor_ms)
+
+    def _received(self, part: Part, sizes: TaskSizes, has_backward: Array, first: bool) -> Array:
+        """A received input, which is kept beside the float32 copy that an RMSNorm makes of it."""
+        beside = first and part.layer is not None and part.layer.norm == "rms"
+        width = part.layer.hidden_size if beside and part.layer and self.element_bytes < 4 else 0
+        return self.element_bytes * sizes.units_N * width * has_backward
+
+    def _workspace(
+        self, module: ModuleDescription, part: Part, sizes: TaskSizes, has_backward: Array
+    ) -> Array:
+        """Temporaries of one piece of a part, by task."""
+        if part.layer is None:
+            return part_temporary_bytes(module, part, sizes, self.element_bytes)
+        execution = self.execution_of(module)
+        whole = replace(execution, recompute="none")
+        layer_N, kept_N = (
+            layer_kept_bytes(part.layer, sizes, e, self.element_bytes, weights=part.trained)
+            for e in (whole, execution)
+        )
+        own_N = layer_temporary_bytes(
+            part.layer, sizes, execution, self.element_bytes, weights=part.trained
+        )
+        return (layer_N - kept_N) * has_backward + own_N
+
+    def _link(self, ranks: int) -> Link:
+        """What connects so many neighbouring ranks."""
+        return "node" if ranks <= self.profile.device.devices_per_node else "network"
+
+    def gather_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
+        """Gathering a stage's parameters in the compute dtype from all shards (UNSHARD)."""
+        execution = self.execution_of(module)
+        link = self._link(execution.tensor * execution.shard)
+        return self._sum_ms(
+            *gather_operators(module, start, stop, execution, self.element_bytes, link)
+        )
+
+    def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
+        """Averaging a stage's float32 gradients over data-parallel ranks (REDUCE_GRAD)."""
+        execution = self.execution_of(module)
+        whole = 4 * stage_parameters(module, start, stop, execution.tensor).trained
+        calls = stop - start + 1
+        shards, copies = execution.shard, execution.replicate
+        inner = self._link(execution.tensor * shards)
+        outer = self._link(execution.tensor * shards * copies)
+        if not whole:
+            return 0.0
+        scattered = whole * (shards - 1) / shards
+        summed = all_reduce_bytes(whole / shards, copies)
+        return self._sum_ms(
+            Operator("copy", memory_bytes=3 * whole, calls=calls),
+            Operator("reduce_scatter", network_bytes=scattered, calls=calls, link=inner),
+            Operator("all_reduce", network_bytes=summed, calls=calls, link=outer),
+            Operator("shard_unit", calls=calls),
+        )
+
+    def update_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
+        """The optimizer's part of a stage: norm of the gradients, clipping, fused AdamW."""
+        execution = self.execution_of(module)
+        trained = stage_parameters(module, start, stop, execution.tensor).trained
+        # Squares are written and summed; clipping reads and writes; AdamW has four tensors and
+        # writes three of them.
+        return self._sum_ms(
+            Operator("elementwise", memory_bytes=(12 + 8 + 28) * trained / execution.shard)
+        )
+
+    def pipeline_link(self, source: int, destination: int) -> Link:
+        """What connects two ranks of a plan."""
+        stride, size = self._pipeline_stride, self.profile.device.devices_per_node
+        return "node" if source * stride // size == destination * stride // size else "network"
+
+    @cached_property
+    def _pipeline_stride(self) -> int:
+        """Ranks of one place in the pipeline, which neighbours of a plan are apart."""
+        groups = (e.tensor * e.shard * e.replicate for e in self.executions.values())
+        return max(groups, default=1)
+
+    def transfers_ms(self, message_bytes: Sequence[float], links: Sequence[Link]) -> list[float]:
+        """Times of messages on the wire."""
+        times_N = np.zeros(len(links))
+        for link in set(links):
+            chosen = [i for i, found in enumerate(links) if found == link]
+            sent_N = np.array([message_bytes[i] for i in chosen])
+            operator = Operator("p2p", network_bytes=sent_N, link=link)
+            times_N[chosen] = operator_ms(operator, self.profile, self.dtype)
+        return times_N.tolist()
+
+    def tied_ms(self, module: ModuleDescription, link: Link) -> float:
+        """Exchanging the gradient of a module's table of embeddings, and adding it."""
+        execution = self.execution_of(module)
+        whole = 4 * module.pre_parameters / (execution.tensor * execution.shard)
+        return self._sum_ms(
+            Operator("p2p", network_bytes=whole, link=link),
+            Operator("elementwise", memory_bytes=3 * whole),
+        )
+
+    def _sum_ms(self, *operators: Operator) -> float:
+        """Time of operators; collectives without anything to send are not made."""
+        made = [
+            o
+            for o in operators
+            if o.kind in HOST_KINDS or np.any(o.network_bytes) or np.any(o.memory_bytes)
+        ]
+        return sum(float(operator_ms(o, self.profile, self.dtype)) for o in made)
+
+    def static_bytes(
+        self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
+    ) -> int:
+        """Weights, gradients and optimizer state of a stage on one rank, while it computes.
+
+        float32 master weights, AdamW with two moments and gradients that stay whole during a step;
+        beside them, where parameters are sharded or computing is not in float32, the gathered ones.
+
+        Args:
+            layerwise: whether FSDP2 gathers layer by layer, so that a layer and the next are there.
+        """
+        execution = self.execution_of(module)
+        count = stage_parameters(module, start, stop, execution.tensor)
+        shards = execution.shard
+        gathered = 0.0
+        if shards > 1 or self.element_bytes < 4:
+            share = min(1.0, 2 / max(1, stop - start)) if layerwise else 1.0
+            gathered = count.all * self.element_bytes * share
+        state = 4 * count.all / shards + 8 * count.trained / shards
+        return round(state + 4 * count.trained + gathered)

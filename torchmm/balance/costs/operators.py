@@ -1,0 +1,240 @@
+"""Operators and how long a device takes for them.
+
+    time = calls * overhead + max(FLOPs / (a_f F), bytes / (a_m B), network bytes / (a_n B_n))
+
+(PipeWeaver §4) with the device's peaks F, B, B_n and efficiencies a by class of operator. The
+efficiency of a class is a function of how much one call does of what the class is about (FLOPs of
+a matrix product, bytes of a copy), because small calls reach much less of the peak. Overheads are
+what a call costs however little it does.
+
+Where the host only queues work (GPUs), it takes `launch_us` per call, and whoever is slower, host
+or device, sets the time of an action; elsewhere calls follow each other.
+
+Quantities are arrays over tasks; shape suffix N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from torchmm.balance.costs.devices import Device, Link
+from torchmm.balance.costs.sizes import Array
+
+Kind = Literal[
+    "matmul",
+    "attention",
+    "attention_backward",
+    "norm",
+    "elementwise",
+    "activation",
+    "gelu_tanh",
+    "gelu_tanh_backward",
+    "copy",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "p2p",
+    "tensor_linear",
+    "sequence_exchange",
+    "shard_unit",
+    "forward_call",
+]
+"""Classes of operators. attention: fused kernels; activation: element-wise with an exponential;
+gelu_tanh: GELU in its tanh form, on CPUs five times as much work per element as others. The last
+four are what the host does beside operators: for a linear of DTensors, for gathering or scattering
+slices of the sequence, for gathering or reducing a unit of FSDP2; for any call of a forward, which
+comes from Python, while those of backwards come from autograd's C++."""
+STAND_INS: dict[Kind, Kind] = {"gelu_tanh": "activation", "gelu_tanh_backward": "activation"}
+"""What a class is taken for where a profile has no efficiency of it."""
+HOST_KINDS: tuple[Kind, ...] = (
+    "tensor_linear",
+    "sequence_exchange",
+    "shard_unit",
+    "forward_call",
+)
+"""Python's time for calls, nothing else: no bytes, no efficiency."""
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in HOST_KINDS)
+COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "attention_backward")
+NETWORK_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "p2p")
+
+
+class Operator(NamedTuple):
+    """Equal calls of one class; numbers are sums over the calls, by task."""
+
+    kind: Kind
+    flops: Array | float = 0.0
+    memory_bytes: Array | float = 0.0
+    network_bytes: Array | float = 0.0
+    """Sent by each device."""
+    calls: Array | float = 1.0
+    link: Link = "node"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Efficiency by size of a call; linear in the logarithm of the size, constant outside.
+
+    Attributes:
+        sizes: FLOPs or bytes, rising.
+        values: share of the peak; above 1 where caches are faster than memory.
+
+    Raises:
+        ValueError: sizes do not rise, or a value is not positive.
+    """
+
+    sizes: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in zip(self.sizes, self.sizes[1:], strict=False))
+        positive = all(0 < v < np.inf for v in (*self.sizes, *self.values))
+        if not (self.sizes and len(self.sizes) == len(self.values) and rising and positive):
+            raise ValueError(
+                f"efficiencies {list(self.values)} at sizes {list(self.sizes)}: give as many "
+                "values as sizes, all positive, sizes rising"
+            )
+
+    def at(self, size: Array | float) -> Array:
+        """Efficiency of calls of a size."""
+        logs = np.log(np.maximum(size, 1.0))
+        return np.interp(logs, np.log(self.sizes), self.values)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A device with what operators reach of its peaks.
+
+    Attributes:
+        efficiency: by class, of what the class is about: FLOP/s, memory or network bandwidth.
+        call_us: by class: overhead of a call on the device; 0 where missing.
+        launch_us: what the host takes per call, on asynchronous devices.
+        factors: by module and action type ("F", "B", "I", "W"): measured over predicted time, as
+            learned from recorded steps; 1 where missing.
+        measured_on: where and how it was measured; empty: assumed.
+    """
+
+    device: Device
+    efficiency: Mapping[Kind, Curve]
+    call_us: Mapping[Kind, float] = field(default_factory=dict)
+    launch_us: float = 0.0
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    measured_on: str = ""
+
+    def factor(self, module: str, action_type: str) -> float:
+        """Learned correction of a module's actions."""
+        return self.factors.get(module, {}).get(action_type, 1.0)
+
+
+def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
+    """Time on the device, by task.
+
+    Args:
+        dtype: in which it computes; names a peak of the device.
+    """
+    device, kind = profile.device, operator.kind
+    calls = np.asarray(operator.calls, float)
+    if kind in HOST_KINDS:
+        return calls * (0.0 if device.asynchronous else profile.call_us.get(kind, 0.0) * 1e-3)
+    per_call = 1 / np.maximum(calls, 1e-9)
+    main = main_quantity(operator)
+    reached = profile.efficiency[kind].at(main * per_call)
+    memory = profile.device.memory_bytes_per_s
+    if kind in COMPUTE_KINDS:
+        beside = profile.efficiency["copy"].at(operator.memory_bytes * per_call)
+        seconds = np.maximum(
+            main / (reached * device.peak_flops[dtype]),
+            operator.memory_bytes / (beside * memory),
+        )
+    elif kind in NETWORK_KINDS:
+        seconds = main / (reached * device.bytes_per_s(operator.link))
+    else:
+        seconds = main / (reached * memory)
+    return calls * profile.call_us.get(kind, 0.0) * 1e-3 + seconds * 1e3
+
+
+def main_quantity(operator: Operator) -> Array:
+    """What the class is about: FLOPs, memory bytes or network bytes."""
+    if operator.kind in COMPUTE_KINDS:
+        return np.asarray(operator.flops, float)
+    of_network = operator.kind in NETWORK_KINDS
+    return np.asarray(operator.network_bytes if of_network else operator.memory_bytes, float)
+
+
+class Quantities(NamedTuple):
+    """What operators do in all, on one rank, by task."""
+
+    flops: Array | float
+    memory_bytes: Array | float
+    network_bytes: Array | float
+    calls: Array | float
+
+    @classmethod
+    def of(cls, operators: Iterable[Operator]) -> Quantities:
+        """Sums over operators."""
+        rows = [(o.flops, o.memory_bytes, o.network_bytes, o.calls) for o in operators]
+        return (
+            cls(*(sum(column) for column in zip(*rows, strict=True))) if rows else cls(0, 0, 0, 0)
+        )
+
+
+class Times(NamedTuple):
+    """Time of operators that follow each other, by task."""
+
+    total_ms: Array
+    tensor_ms: Array
+    """Of it, communication that nothing hides."""
+
+
+class Work(NamedTuple):
+    """What operators add up to, by task, before it is known what hides what."""
+
+    compute_ms: Array
+    matmul_ms: Array
+    """Of `compute_ms`: matrix products, beside which communication may run."""
+    network_ms: Array
+    host_ms: Array
+    """What the host takes to queue it, on asynchronous devices."""
+
+    @classmethod
+    def none(cls, tasks: int) -> Work:
+        """No work."""
+        return cls(*(np.zeros(tasks) for _ in cls._fields))
+
+    @classmethod
+    def of(cls, operators: Iterable[Operator], profile: Profile, dtype: str, tasks: int) -> Work:
+        """Work of operators."""
+        work = cls.none(tasks)
+        for operator in operators:
+            time_N = operator_ms(operator, profile, dtype)
+            if profile.device.asynchronous:
+                own = operator.kind in HOST_KINDS
+                call_us = profile.call_us.get(operator.kind, 0.0) if own else profile.launch_us
+                work.host_ms[:] += np.asarray(operator.calls) * call_us * 1e-3
+            if operator.kind in NETWORK_KINDS:
+                work.network_ms[:] += time_N
+                continue
+            work.compute_ms[:] += time_N
+            if operator.kind == "matmul":
+                work.matmul_ms[:] += time_N
+        return work
+
+    def plus(self, other: Work, times: Array | float = 1.0) -> Work:
+        """The sum of both, with the other counted several times."""
+        return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    def times(self, profile: Profile, hidden_share: float = 0.0) -> Times:
+        """How long it takes.
+
+        Args:
+            hidden_share: how much of communication may run beside matrix products.
+        """
+        hidden_ms = np.minimum(hidden_share * self.network_ms, self.matmul_ms)
+        exposed_ms = self.network_ms - hidden_ms
+        total_ms = self.compute_ms + exposed_ms
+        if profile.device.asynchronous:
+            total_ms = np.maximum(total_ms, self.host_ms)
+        return Times(total_ms, exposed_ms)

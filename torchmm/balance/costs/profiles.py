@@ -1,0 +1,233 @@
+"""Device profiles by name or from a file: assumed, measured by scripts/calibrate.py, or your own.
+
+A profile file is JSON or TOML:
+
+    base = "h100"                     # start from this device or file; needed unless all is given
+    [device]                          # fields of `Device` that differ
+    memory_bytes = 94e9
+    [efficiency]                      # by operator class: a number, or [[size, value], ...]
+    matmul = 0.7
+    [call_us]                         # overhead of a call on the device, by operator class
+    [factors.llm]                     # corrections learned from steps, by module and action type
+    F = 1.04
+
+What is assumed for GPUs: large matrix products reach about 0.75 to 0.85 of the data sheet (780 of
+989 TFLOP/s measured on an H100, gist.github.com/Chillee/2ec89696db8b7ed1c24461159e325405);
+FlashAttention-2, which torch's varlen attention is, reaches up to 0.73 forward and 0.63 backward
+on A100 (arXiv 2307.08691), and 0.35 to 0.40 on H100 (arXiv 2407.08608); streams reach 0.9 of
+memory bandwidth, collectives 0.65 of NVLink (Calculon's A100 system file,
+github.com/calculon-ai/calculon).
+How fast small calls fall off, and overheads, are guesses. Calibrate before you trust milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torchmm.balance.costs.devices import DEVICES, Device
+from torchmm.balance.costs.operators import (
+    HOST_KINDS,
+    KINDS,
+    NETWORK_KINDS,
+    STAND_INS,
+    Curve,
+    Kind,
+    Profile,
+)
+from torchmm.common.files import replace_atomically
+
+FORMAT = "torchmm device profile 1"
+_KEYS = ("format", "base", "device", "efficiency", "call_us", "launch_us", "factors", "measured_on")
+_ACTION_TYPES = ("F", "B", "I", "W")
+HOST_US: dict[Kind, float] = {
+    "tensor_linear": 300.0,
+    "sequence_exchange": 300.0,
+    "shard_unit": 800.0,
+}
+"""What Python takes beside CPUs that compute, as measured (torch 2.13). Assumed GPUs have none: the
+papers' systems know no DTensors, and how fast a host is, only calibration tells."""
+
+
+def load_profile(name: str | Path) -> Profile:
+    """The profile of a device of the table, or of a file.
+
+    Args:
+        name: as in `DEVICES`, or the path of a .json or .toml file.
+
+    Raises:
+        ValueError: no such device or file, or everything that is wrong with the file.
+    """
+    if str(name) in DEVICES:
+        return assumed_profile(DEVICES[str(name)])
+    path = Path(name)
+    if path.suffix not in (".json", ".toml") or not path.is_file():
+        raise ValueError(
+            f"no device or profile {str(name)!r}; devices: {', '.join(DEVICES)}; profiles are "
+            ".json or .toml files, such as scripts/calibrate.py writes"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable as {path.suffix[1:].upper()}: {error}") from error
+    return profile_from(content, str(path))
+
+
+def save_profile(path: Path, profile: Profile) -> None:
+    """Writes a profile as JSON; an existing file is replaced in one go."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "device": asdict(profile.device),
+        "efficiency": {
+            kind: [list(point) for point in zip(curve.sizes, curve.values, strict=True)]
+            for kind, curve in profile.efficiency.items()
+        },
+        "call_us": dict(profile.call_us),
+        "launch_us": profile.launch_us,
+        "factors": {name: dict(own) for name, own in profile.factors.items()},
+        "measured_on": profile.measured_on,
+    }
+    replace_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def assumed_profile(device: Device) -> Profile:
+    """A device that nobody has measured; see the module's docstring."""
+    hopper = device.name.startswith("h")
+    ceiling = {"matmul": 0.77, "attention": 0.37, "attention_backward": 0.32}
+    if not hopper:
+        ceiling = {"matmul": 0.85, "attention": 0.65, "attention_backward": 0.55}
+    if not device.asynchronous:
+        ceiling = {"matmul": 0.8, "attention": 0.4, "attention_backward": 0.35}
+    # 1 GFLOP has too few tiles for all of a GPU; a CPU core is busy long before.
+    small, large = (1e8, 3e10) if device.asynchronous else (1e5, 1e7)
+    curves: dict[Kind, Curve] = {}
+    for kind in KINDS:
+        if kind in ceiling:
+            value = ceiling[kind]
+            curves[kind] = Curve(
+                (small, large / 10, large, large * 10),
+                (
+                    0.05 * value,
+                    0.6 * value,
+                    0.9 * value,
+                    value,
+                ),
+            )
+        elif kind in NETWORK_KINDS:
+            curves[kind] = Curve((1e4, 1e6, 1e8), (0.05, 0.4, 0.65))
+        else:
+            curves[kind] = Curve((1e5, 1e7, 1e8), (0.3, 0.75, 0.9))
+    overhead = 2.0 if device.asynchronous else 3.0
+    network = 15.0 if device.asynchronous else 100.0
+    calls: dict[Kind, float] = {k: network if k in NETWORK_KINDS else overhead for k in KINDS}
+    calls |= {} if device.asynchronous else HOST_US
+    return Profile(device, curves, calls, launch_us=5.0 if device.asynchronous else 0.0)
+
+
+def profile_from(content: Mapping[str, Any], where: str) -> Profile:
+    """The profile that a file's content describes.
+
+    Args:
+        where: for messages.
+
+    Raises:
+        ValueError: everything that is wrong with it.
+    """
+    problems = [
+        f"unknown key {key!r}; known: {', '.join(_KEYS)}" for key in content if key not in _KEYS
+    ]
+    if content.get("format", FORMAT) != FORMAT:
+        problems.append(f"format {content['format']!r}; this version reads {FORMAT!r}")
+    base = load_profile(content["base"]) if "base" in content else None
+    device = _device(content.get("device", {}), base.device if base else None, problems)
+    curves: dict[Kind, Curve] = dict(base.efficiency) if base else {}
+    _read_curves(content.get("efficiency", {}), curves, problems)
+    for kind, other in STAND_INS.items():
+        if kind not in curves and other in curves:
+            curves[kind] = curves[other]
+    if lacking := [kind for kind in KINDS if kind not in curves]:
+        problems.append(f"no efficiency of {', '.join(lacking)}; give them or a base")
+    calls: dict[Kind, float] = dict(base.call_us) if base else {}
+    for key, value in content.get("call_us", {}).items():
+        if key not in (*KINDS, *HOST_KINDS) or not _is_number(value) or value < 0:
+            problems.append(f"call_us.{key} = {value!r}: needs an operator class and >= 0")
+        else:
+            calls[key] = float(value)
+    factors = _factors(content.get("factors", {}), problems)
+    launch_us = content.get("launch_us", base.launch_us if base else 0.0)
+    if not _is_number(launch_us) or launch_us < 0:
+        problems.append(f"launch_us = {launch_us!r}: needs a number >= 0")
+    if problems or device is None:
+        raise ValueError("\n".join(f"{where}: {problem}" for problem in problems))
+    return Profile(
+        device,
+        curves,
+        calls,
+        float(launch_us),
+        {**(base.factors if base else {}), **factors},
+        str(content.get("measured_on", base.measured_on if base else "")),
+    )
+
+
+def _device(given: Mapping[str, Any], base: Device | None, problems: list[str]) -> Device | None:
+    known = {f.name for f in fields(Device)}
+    problems += (
+        f"device.{key}: no such field; known: {', '.join(sorted(known))}"
+        for key in given
+        if key not in known
+    )
+    for key in (
+        "memory_bytes_per_s",
+        "memory_bytes",
+        "node_bytes_per_s",
+        "network_bytes_per_s",
+        "devices_per_node",
+    ):
+        if key in given and not (_is_number(given[key]) and given[key] > 0):
+            problems.append(f"device.{key} = {given[key]!r}: needs a number > 0")
+    peaks = given.get("peak_flops", {})
+    if not isinstance(peaks, Mapping) or not all(_is_number(v) and v > 0 for v in peaks.values()):
+        problems.append(f"device.peak_flops = {peaks!r}: needs FLOP/s > 0 by dtype")
+    for key in ("host_bytes_per_s", "host_memory_bytes"):
+        if key in given and not (_is_number(given[key]) and given[key] >= 0):
+            problems.append(f"device.{key} = {given[key]!r}: needs a number >= 0")
+    needed = {f.name for f in fields(Device) if f.default is MISSING}
+    if base is None and (missing := needed - set(given)):
+        problems.append(f"device lacks {', '.join(sorted(missing))}; give them or a base")
+    if problems:
+        return None
+    return replace(base, **given) if base else Device(**given)
+
+
+def _read_curves(given: Mapping[str, Any], curves: dict[Kind, Curve], problems: list[str]) -> None:
+    for key, value in given.items():
+        if key not in KINDS:
+            known = ", ".join(KINDS)
+            problems.append(f"efficiency.{key}: no operator class; known: {known}")
+            continue
+        points = [[1.0, value]] if _is_number(value) else value
+        try:
+            sizes, values = zip(*((float(a), float(b)) for a, b in points), strict=True)
+            curves[key] = Curve(sizes, values)
+        except (TypeError, ValueError) as error:
+            problems.append(f"efficiency.{key} = {value!r}: {error}")
+
+
+def _factors(given: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, float]]:
+    factors: dict[str, dict[str, float]] = {}
+    for module, own in given.items():
+        for kind, value in own.items() if isinstance(own, Mapping) else [("", own)]:
+            if kind not in _ACTION_TYPES or not _is_number(value) or not value > 0:
+                problems.append(f"factors.{module}.{kind} = {value!r}: needs F, B, I or W and > 0")
+            else:
+                factors.setdefault(module, {})[kind] = float(value)
+    return factors
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,186 @@
+"""How much there is to process in tasks: positions, attention segments, outputs.
+
+Everything that costs are made of is an array over tasks, so one pass over a layer's operators gives
+the costs of all tasks of a step. Sizes follow from metadata alone.
+
+Shape suffix: N tasks of one module; S attention segments of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, ModuleDescription
+from torchmm.common.generated import GeneratedMeta
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class TaskSizes:
+    """Sizes of the tasks of one module.
+
+    Attributes:
+        inputs_N: units before the layers: patches, or the LLM's tokens.
+        outputs_N: units behind the layers: an encoder's tokens for the LLM, positions with a
+            target, a generator's patches.
+        images_N: images or clips.
+        lengths_S: positions in the layers, by segment in which attention works, task after task.
+        task_S: which task a segment belongs to; rises.
+        contexts_S: generators: tokens a segment attends to beside its own; else zeros.
+    """
+
+    inputs_N: Array
+    outputs_N: Array
+    images_N: Array
+    lengths_S: Array
+    task_S: NDArray[np.int64]
+    contexts_S: Array
+
+    @property
+    def tasks(self) -> int:
+        """N."""
+        return len(self.inputs_N)
+
+    @cached_property
+    def units_N(self) -> Array:
+        """Positions in the layers."""
+        return self._sum(self.lengths_S)
+
+    @cached_property
+    def contexts_N(self) -> Array:
+        """Tokens attended to across."""
+        return self._sum(self.contexts_S)
+
+    @cached_property
+    def cross_pairs_N(self) -> Array:
+        """Pairs of a position and a token that it attends to across."""
+        return self._sum(self.lengths_S * self.contexts_S)
+
+    def pairs_N(self, window: int | None) -> Array:
+        """Pairs of positions of which one attends to the other, without a causal mask."""
+        return self._pairs(window)
+
+    def causal_pairs_N(self, window: int | None, block: int) -> Array:
+        """Pairs that a kernel computes which skips the masked half in blocks of keys."""
+        reach_S = self._reach(window)
+        return self._sum(self.lengths_S * np.minimum(reach_S, (reach_S + block) / 2))
+
+    def calls_N(self, window: int | None) -> Array:
+        """Runs of equally long neighbouring segments: calls of a kernel for equal lengths."""
+        reach_S = self._reach(window)
+        new_S = np.ones(len(reach_S))
+        new_S[1:] = (reach_S[1:] != reach_S[:-1]) | (self.task_S[1:] != self.task_S[:-1])
+        return self._sum(new_S)
+
+    @cached_property
+    def _pairs(self):  # type: ignore[no-untyped-def]  # a cache per object, not per class
+        return cache(lambda window: self._sum(self.lengths_S * self._reach(window)))
+
+    def _reach(self, window: int | None) -> Array:
+        return self.lengths_S if window is None else np.minimum(self.lengths_S, window)
+
+    def _sum(self, values_S: Array) -> Array:
+        return np.bincount(self.task_S, weights=values_S, minlength=self.tasks).astype(float)
+
+
+def encoder_sizes(module: ModuleDescription, tasks: Sequence[Sequence[ImageMeta]]) -> TaskSizes:
+    """Sizes of an encoder's tasks from the images of each; none: a stand-in for an image."""
+    dummy = ImageMeta(0, 0, module.dummy_patches, module.dummy_patches // module.merge**2)
+    shown = [list(images) or [dummy] for images in tasks]
+    lengths = [
+        [length for i in images for length in _frames(i, module.extra_tokens)] for images in shown
+    ]
+    return _sizes(
+        inputs=[sum(i.patches for i in images) for images in shown],
+        outputs=[sum(i.tokens for i in images) for images in shown],
+        images=[len(images) for images in shown],
+        lengths=lengths,
+        contexts=[[0] * len(of_task) for of_task in lengths],
+    )
+
+
+def llm_sizes(
+    microbatches: Sequence[MicrobatchMeta], targets: Sequence[int], *, padding: bool
+) -> TaskSizes:
+    """Sizes of the LLM's tasks.
+
+    Args:
+        targets: positions that count in the loss, by microbatch.
+        padding: whether padding, which is computed as a segment of its own, counts.
+    """
+    lengths = [[sample.tokens for sample in meta.samples] for meta in microbatches]
+    if padding:
+        gaps = [meta.tokens - meta.used_tokens for meta in microbatches]
+        lengths = [[*own, gap] if gap > 0 else own for own, gap in zip(lengths, gaps, strict=True)]
+    return _sizes(
+        inputs=[sum(own) for own in lengths],
+        outputs=list(targets),
+        images=[meta.image_count for meta in microbatches],
+        lengths=lengths,
+        contexts=[[0] * len(own) for own in lengths],
+    )
+
+
+def generator_sizes(tasks: Sequence[Sequence[GeneratedMeta]]) -> TaskSizes:
+    """Sizes of a generator's tasks from what each has to draw."""
+    lengths = [[image.patches for image in images] for images in tasks]
+    return _sizes(
+        inputs=[sum(own) for own in lengths],
+        outputs=[sum(own) for own in lengths],
+        images=[len(own) for own in lengths],
+        lengths=lengths,
+        contexts=[[image.context for image in images] for images in tasks],
+    )
+
+
+def pack_sizes(
+    module: ModuleDescription, packs: Sequence[MicrobatchMeta]
+) -> tuple[NDArray[np.int64], TaskSizes | None]:
+    """Which packs, each a microbatch of its own, have something for a module, and how much.
+
+    Returns:
+        indices of these packs; sizes of one task for each, None if there are none.
+    """
+    if module.kind == "llm":
+        targets = [text_tokens(pack) for pack in packs]
+        return np.arange(len(packs)), llm_sizes(packs, targets, padding=True)
+    if module.kind == "generator":
+        drawn = [pack.generated for pack in packs]
+        at = np.flatnonzero([bool(own) for own in drawn])
+        return at, generator_sizes([drawn[i] for i in at]) if len(at) else None
+    shown = [pack.images_read_by(module.name) for pack in packs]
+    at = np.flatnonzero([bool(own) for own in shown])
+    return at, encoder_sizes(module, [shown[i] for i in at]) if len(at) else None
+
+
+def text_tokens(meta: MicrobatchMeta) -> int:
+    """Tokens that may be targets: no images, no padding."""
+    return meta.used_tokens - sum(i.tokens for s in meta.samples for i in s.images)
+
+
+def _frames(image: ImageMeta, extra_tokens: int) -> list[int]:
+    """Attention segments of an image: one, or one per frame of a video."""
+    return [image.patches // image.frames + extra_tokens] * image.frames
+
+
+def _sizes(
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    images: Sequence[int],
+    lengths: Sequence[Sequence[int]],
+    contexts: Sequence[Sequence[int]],
+) -> TaskSizes:
+    return TaskSizes(
+        np.array(inputs, float),
+        np.array(outputs, float),
+        np.array(images, float),
+        np.array([n for own in lengths for n in own], float),
+        np.repeat(np.arange(len(lengths)), [len(own) for own in lengths]),
+        np.array([n for own in contexts for n in own], float),
+    )

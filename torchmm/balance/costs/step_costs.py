@@ -1,0 +1,315 @@
+"""What a step's plan costs, as data: the one thing a simulator needs beside the plan itself.
+
+Durations, bytes and FLOPs are kept by action, task, stage, message and rank of the plan, so that
+whoever simulates, searches or draws a plan knows nothing of devices or layers, and tests can write
+costs by hand. PipeWeaver §4 (SEMU): operator costs first, then the simulation of a graph of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from torchmm.balance.costs.devices import Link
+from torchmm.balance.costs.model import CostModel, PartCache, StageCosts
+from torchmm.balance.costs.sizes import text_tokens
+from torchmm.balance.costs.step_tasks import ModuleTasks, module_tasks
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
+from torchmm.pipelining.plan.transfers import tied_stages, transfers
+
+TOKEN_BYTES = 40
+"""Of a token of a microbatch: id, target, position, places of targets and of images."""
+
+
+@dataclass(frozen=True)
+class PlanCosts:
+    """Costs of every action of one step, whatever the order they are planned in.
+
+    Attributes:
+        compute_ms: of every F, B, I and W that a plan of the step may hold: the whole duration,
+            exposed tensor-parallel communication included.
+        tensor_ms: of these, exposed tensor-parallel communication; 0 where missing.
+        gather_ms: by stage: gathering its parameters over data-parallel ranks (UNSHARD).
+        reduce_ms: by stage: reducing its gradients (REDUCE_GRAD).
+        tied_ms: by stage: exchanging the gradient of a weight that another stage has a copy of
+            (REDUCE_TIED); 0 where missing.
+        transfer_ms: by (message, whether it is the gradient that goes back): time on the wire;
+            0 where missing, as for messages that stay on a rank.
+        kept_bytes: by task: activations from its F until its B or W (until the end of F for a task
+            without a backward).
+        kept_for_weights_bytes: by task: what stays between its I and its W; with gradients that
+            wait there, it may be more than `kept_bytes`.
+        temporary_bytes: by action: more while it runs, beyond the temporaries in `static_bytes`; 0
+            where missing.
+        static_bytes: by rank of the plan: weights, gradients, optimizer state, the step's
+            microbatches, and the largest temporary of any of its tasks.
+        memory_limit_bytes: of every rank; None: unlimited.
+        runs_beside: whether fillers run beside the LLM actions that they fill, as on GPUs; if not,
+            in front of them.
+        flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
+            a tensor-parallel group together; of a mirror, its share.
+    """
+
+    compute_ms: Mapping[Action, float]
+    tensor_ms: Mapping[Action, float] = field(default_factory=dict)
+    gather_ms: Mapping[int, float] = field(default_factory=dict)
+    reduce_ms: Mapping[int, float] = field(default_factory=dict)
+    tied_ms: Mapping[int, float] = field(default_factory=dict)
+    transfer_ms: Mapping[tuple[Message, bool], float] = field(default_factory=dict)
+    kept_bytes: Mapping[Task, int] = field(default_factory=dict)
+    kept_for_weights_bytes: Mapping[Task, int] = field(default_factory=dict)
+    temporary_bytes: Mapping[Action, int] = field(default_factory=dict)
+    static_bytes: tuple[int, ...] = ()
+    memory_limit_bytes: int | None = None
+    flops: Mapping[Action, float] = field(default_factory=dict)
+    runs_beside: bool = False
+
+
+def plan_costs(
+    graph: StageGraph,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+    *,
+    targets: Sequence[int] | None = None,
+    layerwise: bool = False,
+) -> PlanCosts:
+    """Costs of all actions that a step can consist of.
+
+    Args:
+        graph: of the step.
+        modules: encoders, LLM and generator, whole.
+        microbatches: of the graph.
+        model: of the device all stages run on; its memory is the limit.
+        targets: positions that count in the loss, by microbatch; None: all text.
+        layerwise: whether FSDP2 gathers layer by layer, in every forward and backward, and reduces
+            in the last backward, not once per step; beside computing where devices queue work.
+
+    Raises:
+        ValueError: the graph has another number of microbatches, more sub-microbatches than there
+            are images, or a module that is not given.
+    """
+    counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
+    layout = graph.layout
+    if missing := {s.module for s in layout.stages} - {m.name for m in modules}:
+        raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
+    tasks = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
+    caches: dict[str, PartCache] = {name: {} for name in tasks}
+    collected, gather, reduce = _Collected(), {}, {}
+    workspace = [0.0] * layout.rank_count
+    static = [sum(map(_input_bytes, tasks.values()))] * layout.rank_count
+    for stage in layout.stages:
+        own = tasks[stage.module]
+        span = own.module, stage.start, stage.stop
+        arrives_N = own.gradient_arrives_N(graph, stage.index)
+        found = model.stage_costs(*span, own.sizes, arrives_N, own.useful, caches[stage.module])
+        gather[stage.index], reduce[stage.index] = model.gather_ms(*span), model.reduce_ms(*span)
+        if layerwise:
+            found = _sharded(found, graph, stage, own, model)
+        collected.add(graph, stage, own, found, arrives_N)
+        for rank in stage.ranks:
+            workspace[rank] = max(workspace[rank], found.workspace_bytes.max(initial=0.0))
+            static[rank] += model.static_bytes(*span, layerwise=layerwise)
+    _keep_features(collected.kept, graph, tasks, model.element_bytes)
+    return PlanCosts(
+        compute_ms=collected.compute_ms,
+        tensor_ms=collected.tensor_ms,
+        gather_ms=gather,
+        reduce_ms=reduce,
+        tied_ms=_tied(graph, tasks, model),
+        transfer_ms=_transfers(graph, tasks, model),
+        kept_bytes=collected.kept,
+        kept_for_weights_bytes=collected.kept_for_weights,
+        static_bytes=tuple(a + round(b) for a, b in zip(static, workspace, strict=True)),
+        memory_limit_bytes=round(model.profile.device.memory_bytes),
+        flops=collected.flops,
+        runs_beside=model.profile.device.asynchronous,
+    )
+
+
+def of_meeting_replicas(costs: Sequence[PlanCosts]) -> PlanCosts:
+    """Costs of data-parallel replicas that FSDP2 gathers layer by layer: they meet in every layer,
+    so in each action all take as long as the slowest.
+
+    Args:
+        costs: one for each replica, of the same actions.
+    """
+    slowest = {
+        action: max(own.compute_ms[action] for own in costs) for action in costs[0].compute_ms
+    }
+    return replace(costs[0], compute_ms=slowest)
+
+
+def slowest_update_ms(
+    layout: StageLayout, modules: Sequence[ModuleDescription], model: CostModel
+) -> float:
+    """The optimizer's time behind a plan, on the rank where it takes longest.
+
+    Args:
+        modules: of the layout, whole.
+    """
+    by_name = {module.name: module for module in modules}
+    times_ms = [0.0] * layout.rank_count
+    for stage in layout.stages:
+        own_ms = model.update_ms(by_name[stage.module], stage.start, stage.stop)
+        for rank in stage.ranks:
+            times_ms[rank] += own_ms
+    return max(times_ms)
+
+
+def _sharded(
+    costs: StageCosts, graph: StageGraph, stage: StageSpec, tasks: ModuleTasks, model: CostModel
+) -> StageCosts:
+    """A stage's costs with the communication of FSDP2 layer by layer in them."""
+    span = tasks.module, stage.start, stage.stop
+    execution = model.execution(stage.module)
+    if execution.shard * execution.replicate == 1:
+        return costs
+    gather_ms = model.gather_ms(*span) if execution.shard > 1 else 0.0
+    reduce_ms_N = np.zeros(len(tasks.keys))
+    back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
+    reduce_ms_N[back[-1:]] = model.reduce_ms(*span)  # the step's last backward reduces
+    hides = model.profile.device.asynchronous
+    return costs.sharded(gather_ms, reduce_ms_N, stage.stop - stage.start + 1, hides)
+
+
+@dataclass
+class _Collected:
+    """Costs of stages, put together by action and task."""
+
+    compute_ms: dict[Action, float] = field(default_factory=dict)
+    tensor_ms: dict[Action, float] = field(default_factory=dict)
+    flops: dict[Action, float] = field(default_factory=dict)
+    kept: dict[Task, int] = field(default_factory=dict)
+    kept_for_weights: dict[Task, int] = field(default_factory=dict)
+
+    def add(
+        self,
+        graph: StageGraph,
+        stage: StageSpec,
+        tasks: ModuleTasks,
+        costs: StageCosts,
+        arrives_N: np.ndarray,
+    ) -> None:
+        """Adds a stage's tasks: F of all, B of those with a backward, I and W where it splits."""
+        index = stage.index
+        keys = [Task(index, *key) for key in tasks.keys]
+        needs = [graph.needs_backward(index, i) for i in range(graph.microbatches)]
+        backward = [needs[task.microbatch] for task in keys]
+        splits = arrives_N.tolist()
+        flops = costs.flops
+        both_N = flops.inputs_N + flops.weights_N
+        for kind, times, flops_N, present in (
+            (ActionType.F, costs.forward, flops.forward_N, [True] * len(keys)),
+            (ActionType.B, costs.backward, both_N, backward),
+            (ActionType.I, costs.inputs, flops.inputs_N, splits),
+            (ActionType.W, costs.weights, flops.weights_N, splits if stage.trainable else []),
+        ):
+            actions = [Action(kind, *t) for t, p in zip(keys, present, strict=False) if p]
+            chosen = [i for i, p in enumerate(present) if p]
+            self.compute_ms.update(zip(actions, times.total_ms[chosen].tolist(), strict=True))
+            shares_N = flops_N[chosen] / len(graph.layout.mirrored[index])
+            self.flops.update(zip(actions, shares_N.tolist(), strict=True))
+            if times.tensor_ms.any():
+                self.tensor_ms.update(zip(actions, times.tensor_ms[chosen].tolist(), strict=True))
+        for task, kept, waiting, has in zip(
+            keys,
+            costs.kept_bytes.tolist(),
+            costs.kept_for_weights_bytes.tolist(),
+            backward,
+            strict=True,
+        ):
+            self.kept[task] = round(kept) if has else 0
+            self.kept_for_weights[task] = round(waiting) if has else 0
+
+
+def _keep_features(
+    kept: dict[Task, int], graph: StageGraph, tasks: Mapping[str, ModuleTasks], element_bytes: int
+) -> None:
+    """Adds encoders' outputs to what the LLM's first stage keeps: they are leaves, and those of
+    several sub-microbatches are also kept behind each other."""
+    stages = graph.layout.stages
+    for source, destination in graph.layout.edges:
+        module = tasks[stages[source].module].module
+        if module.kind != "encoder" or stages[destination].module == module.name:
+            continue
+        own = tasks[module.name]
+        width = tasks[stages[destination].module].module.layers[0].hidden_size
+        for key, tokens in zip(own.keys, own.sizes.outputs_N.tolist(), strict=True):
+            if graph.differentiates(Message(source, destination, *key)):
+                copies = 1 + (graph.parts(source, key[0]) > 1)
+                task = Task(destination, key[0], 0)
+                kept[task] = kept.get(task, 0) + round(copies * element_bytes * tokens * width)
+
+
+def _input_bytes(tasks: ModuleTasks) -> int:
+    """What a step's microbatches take on a rank: ids, targets and positions, or pixels."""
+    module = tasks.module
+    if module.kind == "llm":
+        return round(TOKEN_BYTES * tasks.sizes.inputs_N.sum())
+    values = module.pre_linears[0][0] if module.pre_linears else 0
+    return round(4 * values * tasks.sizes.inputs_N.sum())
+
+
+def _transfers(
+    graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
+) -> dict[tuple[Message, bool], float]:
+    """Times of all messages and gradients that leave their rank."""
+    layout = graph.layout
+    bytes_of = {
+        edge: dict(zip(own.keys, _message_bytes(layout, edge, own, model), strict=True))
+        for edge in layout.edges
+        for own in [tasks[_sized_by(layout, edge)]]
+    }
+    found: dict[tuple[Message, bool], tuple[float, Link]] = {}
+    for transfer in transfers(graph):
+        if transfer.source == transfer.destination:
+            continue
+        message = transfer.message
+        edge = message.source, message.destination
+        found[message, transfer.backward] = (
+            bytes_of[edge][message.microbatch, message.sub_microbatch],
+            model.pipeline_link(transfer.source, transfer.destination),
+        )
+    times_ms = model.transfers_ms([n for n, _ in found.values()], [k for _, k in found.values()])
+    return dict(zip(found, times_ms, strict=True))
+
+
+def _sized_by(layout: StageLayout, edge: tuple[int, int]) -> str:
+    """The module whose tasks a message over an edge is as large as."""
+    source, destination = (layout.stages[i] for i in edge)
+    divided = layout.has_parts(destination.index) and not layout.has_parts(source.index)
+    return destination.module if divided else source.module
+
+
+def _message_bytes(
+    layout: StageLayout, edge: tuple[int, int], tasks: ModuleTasks, model: CostModel
+) -> list[float]:
+    """Bytes of the messages over an edge, by task of the module that sizes them."""
+    source, destination = (layout.stages[i] for i in edge)
+    module, sizes = tasks.module, tasks.sizes
+    hidden = module.layers[0].hidden_size
+    if source.module == destination.module:
+        values_N = (sizes.units_N + sizes.contexts_N) * hidden  # generators pass their context on
+    elif module.kind == "encoder":
+        values_N = sizes.outputs_N * (module.post_linears[-1][1] if module.post_linears else hidden)
+    else:  # from the LLM to a generator
+        values_N = sizes.contexts_N * hidden
+    return (model.element_bytes * values_N).tolist()
+
+
+def _tied(
+    graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
+) -> dict[int, float]:
+    """Times of exchanging the gradients of weights that two stages hold."""
+    found: dict[int, float] = {}
+    for pair in tied_stages(graph):
+        ranks = [graph.layout.stages[stage].ranks[0] for stage in pair]
+        module = tasks[graph.layout.stages[pair[0]].module].module
+        time_ms = model.tied_ms(module, model.pipeline_link(*ranks))
+        found |= dict.fromkeys(pair, time_ms)
+    return found

@@ -1,0 +1,220 @@
+"""Searches the order of segments under which a step is shortest, within a budget: PipeWeaver §6.1.
+
+    found = search(dispatcher, Budget(evaluations=2000), seed=0)
+    order = dispatcher.dispatch(found.order).order
+
+A candidate is a permutation of the step's segments; the dispatcher makes a schedule of it and times
+it, so every candidate that fits into memory can be run. All strategies share this interface, start
+with the natural order, keep the best they have seen, and may be stopped at any time: nothing that
+`search` returns is worse than the natural order. With a budget of evaluations the result depends on
+the seed and the number of workers alone; with one of seconds, on the machine too.
+
+Workers are threads: an evaluation runs without Python's lock. They go on in rounds, behind each of
+which all know the best order so far. Rejected: worker processes, which have to be started, fed and
+ended for searches of a second.
+
+Candidates that run out of memory are worse than any that does not, and the better the further they
+come, so a search may begin where nothing fits. If nothing does in the end, `Found.fits` is False.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from torchmm.balance.compiled import Uint32s
+from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.strategies import STRATEGIES, Strategy, Trial
+
+ROUND = 64
+"""Evaluations of a worker between two exchanges."""
+NEAR = 1e-9
+"""Relative: as good as the bound."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a search ends: as soon as either is spent.
+
+    Attributes:
+        evaluations: of all workers together.
+        seconds: since the search began.
+
+    Raises:
+        ValueError: neither is given, or one is not positive.
+    """
+
+    evaluations: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.evaluations, self.seconds) if value is not None]
+        if not given or min(given) <= 0:
+            raise ValueError(
+                f"a budget of {self.evaluations} evaluations and {self.seconds} seconds; give at "
+                "least one of them, more than 0"
+            )
+
+    def spent_share(self, evaluations: int, seconds: float) -> float:
+        """How much of it is used up, 1 and more at the end."""
+        shares = [0.0]
+        if self.evaluations is not None:
+            shares.append(evaluations / self.evaluations)
+        if self.seconds is not None:
+            shares.append(seconds / self.seconds)
+        return max(shares)
+
+
+class Improvement(NamedTuple):
+    """A new best order."""
+
+    evaluations: int
+    """Of all workers, up to the exchange in which it came up."""
+    seconds: float
+    makespan_ms: float
+    """Infinite while nothing fits into memory."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        order: of the segments, those with the highest priority first; for `Dispatcher.dispatch`.
+        makespan_ms: of the step in this order; infinite if it does not fit into memory.
+        natural_ms: in natural order; infinite if that does not fit.
+        evaluations: that were made.
+        seconds: that passed.
+        history: every new best, the natural order first.
+    """
+
+    order: Uint32s
+    makespan_ms: float
+    natural_ms: float
+    evaluations: int
+    seconds: float
+    history: tuple[Improvement, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any order was found with which the step can be finished within memory."""
+        return self.makespan_ms < float("inf")
+
+
+def search(
+    dispatcher: Dispatcher,
+    budget: Budget,
+    *,
+    strategy: str = "annealing",
+    seed: int = 0,
+    workers: int = 1,
+    bound_ms: float = 0.0,
+    on_round: Callable[[Found], bool] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Found:
+    """The best order of segments that a strategy finds.
+
+    Args:
+        dispatcher: of the step, with its costs and memory limits.
+        budget: when to stop.
+        strategy: one of `STRATEGIES`.
+        seed: of all that is random.
+        workers: threads; at most half of the machine's cores are used.
+        bound_ms: a time that no order undercuts (`lower_bound_ms`): the search ends there.
+        on_round: called between rounds with what was found so far; the search ends if it returns
+            False.
+        clock: what seconds are counted with; `time.process_time` for those of an idle core.
+
+    Raises:
+        ValueError: there is no such strategy, or workers is less than 1.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
+    if workers < 1:
+        raise ValueError(f"workers = {workers}; give 1 or more")
+    run = _Run(dispatcher, budget, bound_ms, clock)
+    count = min(workers, max(1, (os.cpu_count() or 1) // 2))
+    trials = [Trial(dispatcher) for _ in range(count)]
+    seeds = np.random.SeedSequence(seed).spawn(count)
+    made: list[Strategy] = [
+        STRATEGIES[strategy](trial, np.random.default_rng(own))
+        for trial, own in zip(trials, seeds, strict=True)
+    ]
+    with ThreadPoolExecutor(count) as pool:
+        while run.goes_on(trials):
+            share, each = run.share(trials), run.next_round(trials)
+            if count == 1:
+                made[0].advance(each[0], share)
+            else:
+                list(pool.map(lambda own, n, share=share: own.advance(n, share), made, each))
+            best = run.exchange(trials)
+            if on_round is not None and not on_round(run.found(trials)):
+                break
+            for own in made:
+                own.adopt(best)
+    return run.found(trials)
+
+
+class _Run:
+    """Budget and history of one search."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        budget: Budget,
+        bound_ms: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.budget, self.bound_ms, self.clock = budget, bound_ms, clock
+        self.begin_s = clock()
+        self.natural_ms = dispatcher.evaluate()
+        self.history = [Improvement(1, 0.0, self.natural_ms)]
+
+    def evaluations(self, trials: list[Trial]) -> int:
+        return sum(trial.evaluations for trial in trials)
+
+    def seconds(self) -> float:
+        return self.clock() - self.begin_s
+
+    def share(self, trials: list[Trial]) -> float:
+        return self.budget.spent_share(self.evaluations(trials), self.seconds())
+
+    def goes_on(self, trials: list[Trial]) -> bool:
+        exhausted = all(trial.exhausted for trial in trials)
+        optimal = self.best(trials).best_score <= self.bound_ms * (1 + NEAR)
+        return not exhausted and not optimal and self.share(trials) < 1.0
+
+    def next_round(self, trials: list[Trial]) -> list[int]:
+        """Evaluations of every worker."""
+        left = ROUND * len(trials)
+        if self.budget.evaluations is not None:
+            left = min(left, self.budget.evaluations - self.evaluations(trials))
+        return [left // len(trials) + (i < left % len(trials)) for i in range(len(trials))]
+
+    def best(self, trials: list[Trial]) -> Trial:
+        """The trial with the best order; the first of several."""
+        return min(trials, key=lambda trial: trial.best_score)
+
+    def exchange(self, trials: list[Trial]) -> Trial:
+        """The trial with the best order so far, which is noted if it is new."""
+        best = self.best(trials)
+        if best.best_ms < self.history[-1].makespan_ms:
+            self.history.append(Improvement(self.evaluations(trials), self.seconds(), best.best_ms))
+        return best
+
+    def found(self, trials: list[Trial]) -> Found:
+        best = self.best(trials)
+        return Found(
+            best.best.copy(),
+            best.best_ms,
+            self.natural_ms,
+            self.evaluations(trials),
+            self.seconds(),
+            tuple(self.history),
+        )

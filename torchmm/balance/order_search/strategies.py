@@ -1,0 +1,272 @@
+"""Strategies of schedule search: what to try next.
+
+- "natural": the order of microbatches, nothing else.
+- "random": permutations of segment groups.
+- "dfs": permutations of segment groups in lexicographic order, from the natural one on: what
+  a depth-first search sees.
+- "mcts": the paper's Monte Carlo tree search.
+- "annealing": simulated annealing, the default: the best of a few dozen constructed orders is
+  changed step by step, first groups, then single segments. See docs/searched_schedules.md for
+  what each of them reaches.
+
+PipeWeaver's algorithm (§6.1) as printed leaves open what is decided so: the earlier a group, the
+higher its priority; groups are tried in natural order; a path of the tree is as good as the best
+rollout below it; visits are counted on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import exp, inf, log, sqrt
+
+import numpy as np
+
+from torchmm.balance.compiled import Uint32s
+from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher_kernel import play
+from torchmm.balance.order_search.search_starts import constructed_orders
+from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
+
+ROLLOUTS = 10
+"""By expansion of the tree, as in the paper."""
+ALPHA, BETA = 1.0, 0.05
+"""Of the paper's UCB; it does not say which. Scores of good orders differ by hundredths."""
+HOT, COLD = 1e-4, 1e-5
+"""Temperatures at begin and end, as shares of the step's time."""
+GROUPS_SHARE = 0.6
+"""Of the budget; the rest is for single segments."""
+REACH = 24
+"""Places that a change moves something by, on average."""
+
+
+class Trial:
+    """Evaluations of one worker, and the best of them. The natural order is the first."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.evaluations = 0
+        self.exhausted = False
+        """Nothing is left to be tried."""
+        tables = dispatcher.tables
+        self._sequence = np.empty(len(dispatcher.actions), np.uint32)
+        self._peak, self._used = (np.empty(len(tables.limit_bytes), np.int64) for _ in range(2))
+        self._horizon_ms = float(tables.duration_ps.sum() + tables.wire_ps.sum()) / (
+            PICOSECONDS_PER_MS
+        )
+        """No order takes longer that fits into memory."""
+        self.best, self.best_score = dispatcher.natural_order, inf
+        self.score(self.best)
+
+    @property
+    def best_ms(self) -> float:
+        """Time of the best order; infinite if none fits into memory."""
+        return self.best_score if self.best_score <= self._horizon_ms else inf
+
+    def score(self, order: Uint32s) -> float:
+        """Time of a step in milliseconds; more than any, if it does not fit into memory."""
+        self.evaluations += 1
+        makespan_ps, done = play(
+            order, self.dispatcher.tables, self._sequence, self._peak, self._used
+        )
+        score = makespan_ps / PICOSECONDS_PER_MS
+        if done < len(self._sequence):
+            score = self._horizon_ms * (2.0 - done / len(self._sequence)) + 1.0
+        if score < self.best_score:
+            self.best, self.best_score = order.copy(), score
+        return score
+
+
+class Strategy:
+    """Tries orders; the base tries none."""
+
+    def __init__(self, trial: Trial, rng: np.random.Generator) -> None:
+        self.trial, self.rng = trial, rng
+        self.dispatcher = trial.dispatcher
+
+    def advance(self, evaluations: int, share: float) -> None:
+        """Makes so many evaluations.
+
+        Args:
+            share: of the budget that was spent before.
+        """
+        self.trial.exhausted = True
+
+    def adopt(self, best: Trial) -> None:
+        """What another worker has found."""
+
+
+class RandomSearch(Strategy):
+    """Permutations of groups."""
+
+    def advance(self, evaluations: int, share: float) -> None:
+        """See `Strategy`."""
+        for _ in range(evaluations):
+            groups = self.rng.permutation(len(self.dispatcher.groups))
+            self.trial.score(self.dispatcher.order_of_groups(groups.tolist()))
+
+
+class DepthFirst(Strategy):
+    """Permutations of groups, one after the other; workers begin with different first groups."""
+
+    def __init__(self, trial: Trial, rng: np.random.Generator) -> None:
+        super().__init__(trial, rng)
+        self.groups = list(range(len(self.dispatcher.groups)))
+
+    def advance(self, evaluations: int, share: float) -> None:
+        """See `Strategy`."""
+        for _ in range(evaluations):
+            if not _next_permutation(self.groups):
+                self.trial.exhausted = True
+                return
+            self.trial.score(self.dispatcher.order_of_groups(self.groups))
+
+
+def _next_permutation(values: list[int]) -> bool:
+    """The lexicographically next one, in place; False behind the last."""
+    pivot = len(values) - 2
+    while pivot >= 0 and values[pivot] > values[pivot + 1]:
+        pivot -= 1
+    if pivot < 0:
+        return False
+    other = len(values) - 1
+    while values[other] < values[pivot]:
+        other -= 1
+    values[pivot], values[other] = values[other], values[pivot]
+    values[pivot + 1 :] = reversed(values[pivot + 1 :])
+    return True
+
+
+@dataclass
+class _Node:
+    """The groups up to its depth are fixed."""
+
+    children: dict[int, _Node] = field(default_factory=dict)
+    visits: int = 0
+    score: float = 0.0
+
+
+class TreeSearch(Strategy):
+    """Monte Carlo tree search over groups: a node at depth d says which group is the d-th."""
+
+    def __init__(self, trial: Trial, rng: np.random.Generator) -> None:
+        super().__init__(trial, rng)
+        tables = self.dispatcher.tables
+        ranks = len(tables.limit_bytes)
+        self.busy_ms = float(tables.duration_ps.sum()) / PICOSECONDS_PER_MS / ranks
+        self.root = _Node()
+
+    def advance(self, evaluations: int, share: float) -> None:
+        """See `Strategy`."""
+        target = self.trial.evaluations + evaluations
+        while self.trial.evaluations < target:
+            prefix, path = self._select()
+            rollouts = min(ROLLOUTS, target - self.trial.evaluations)
+            score = max(self._roll_out(prefix) for _ in range(rollouts))
+            for node in path:
+                node.visits += 1
+                node.score = max(node.score, score)
+
+    def _select(self) -> tuple[list[int], list[_Node]]:
+        """Goes down to a node with a child that is still missing, and adds that."""
+        node, path = self.root, [self.root]
+        prefix: list[int] = []
+        count = len(self.dispatcher.groups)
+        while len(prefix) < count:
+            left = [g for g in range(count) if g not in set(prefix)]
+            missing = [group for group in left if group not in node.children]
+            if missing:
+                group = missing[int(self.rng.integers(len(missing)))]
+                node.children[group] = _Node()
+                return [*prefix, group], [*path, node.children[group]]
+            logarithm = log(node.visits)
+            children = node.children
+            group = max(left, key=lambda g: _upper_bound(children[g], logarithm))
+            prefix.append(group)
+            node = node.children[group]
+            path.append(node)
+        return prefix, path
+
+    def _roll_out(self, prefix: list[int]) -> float:
+        """Share of the ranks' time that is no bubble, with the rest in random order."""
+        rest = np.setdiff1d(np.arange(len(self.dispatcher.groups)), prefix)
+        groups = [*prefix, *self.rng.permutation(rest).tolist()]
+        return self.busy_ms / self.trial.score(self.dispatcher.order_of_groups(groups))
+
+
+def _upper_bound(node: _Node, logarithm: float) -> float:
+    return node.score**ALPHA + BETA * sqrt(logarithm / node.visits)
+
+
+class Annealing(Strategy):
+    """Simulated annealing from the best of many constructed orders."""
+
+    def __init__(self, trial: Trial, rng: np.random.Generator) -> None:
+        super().__init__(trial, rng)
+        self.starts = constructed_orders(self.dispatcher)
+        self.by_segment = False
+        self.current = np.arange(len(self.dispatcher.groups))
+        self.score = trial.best_score
+
+    def advance(self, evaluations: int, share: float) -> None:
+        """See `Strategy`."""
+        for _ in range(min(evaluations, len(self.starts))):
+            self._keep(self.starts.pop(0), inf)
+            evaluations -= 1
+        temperature = self.trial.best_score * HOT * (COLD / HOT) ** min(share, 1.0)
+        if share >= GROUPS_SHARE and not self.by_segment:
+            self.by_segment = True
+            self._begin_with(self.trial.best, self.trial.best_score)
+        for _ in range(evaluations):
+            self._keep(self._changed(), temperature)
+
+    def _begin_with(self, order: np.ndarray, score: float) -> None:
+        self.current, self.score = order.copy(), score
+
+    def _keep(self, candidate: np.ndarray, temperature: float) -> None:
+        """Goes on with a candidate if it is better, or by chance.
+
+        Args:
+            temperature: infinite: only if it is better.
+        """
+        order = (
+            candidate if self.by_segment else self.dispatcher.order_of_groups(candidate.tolist())
+        )
+        score = self.trial.score(order)
+        worse = score - self.score
+        if worse <= 0 or (
+            temperature < inf and self.rng.random() < exp(-min(worse / temperature, 700.0))
+        ):
+            self.current, self.score = candidate, score
+
+    def _changed(self) -> np.ndarray:
+        """Moves one element elsewhere, or exchanges two."""
+        count = len(self.current)
+        first = int(self.rng.integers(count))
+        way = int(self.rng.geometric(1 / REACH))
+        second = first + (way if self.rng.random() < 0.5 else -way)
+        second = min(max(second, 0), count - 1)
+        new = self.current.copy()
+        if self.rng.random() < 0.5:
+            new[first], new[second] = self.current[second], self.current[first]
+        elif first < second:
+            new[first:second] = self.current[first + 1 : second + 1]
+            new[second] = self.current[first]
+        else:
+            new[second + 1 : first + 1] = self.current[second:first]
+            new[second] = self.current[first]
+        return new
+
+    def adopt(self, best: Trial) -> None:
+        """Single segments are changed from the best order of all workers on."""
+        if self.by_segment and best is not self.trial and best.best_score < self.score:
+            self._begin_with(best.best, best.best_score)
+
+
+STRATEGIES: dict[str, Callable[[Trial, np.random.Generator], Strategy]] = {
+    "natural": Strategy,
+    "random": RandomSearch,
+    "dfs": DepthFirst,
+    "mcts": TreeSearch,
+    "annealing": Annealing,
+}

@@ -1,0 +1,124 @@
+"""Whether actions still take as long as steps are planned with, and what to plan with otherwise.
+
+Planners weigh actions by FLOPs; how fast a device does those of each module and kind of action
+follows from measured steps, as one rate each (Optimus §6, "online scheduling"). Rates are smoothed
+over steps, so that one interrupted step changes little. Only rates beside each other count: a
+device that does everything slower needs no other plan.
+
+Rejected: new plans after every step, which would differ by noise and hide what changed; rates by
+rank, as a rank that is slow for good is to be replaced, not planned around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.plan import ActionRecord
+
+SMOOTHING = 0.5
+"""Share of the newest step in a rate."""
+NEGLIGIBLE = 0.01
+"""Share of a step's time below which a kind of action drifts unnoticed."""
+
+Kind = tuple[str, ActionType]
+"""A module's name and F, B, I or W."""
+Durations = Callable[[Action], float]
+
+
+class Total(NamedTuple):
+    """All actions of a kind in a step."""
+
+    measured_ms: float
+    flops: float
+
+
+class Change(NamedTuple):
+    """A kind whose time moved."""
+
+    kind: Kind
+    times: float
+    """What it takes now, as a multiple of what was planned with, relative to the whole step."""
+
+
+@dataclass
+class DriftMonitor:
+    """Factors on FLOPs with which to plan, kept up to date.
+
+    Args:
+        threshold: relative change of a kind's time, beside the others', that asks for new plans.
+
+    Attributes:
+        factors: by kind; of 1 where none is given.
+    """
+
+    threshold: float
+    factors: dict[Kind, float] = field(default_factory=dict)
+    _rates: dict[Kind, float] = field(default_factory=dict)
+
+    def observe(self, totals: Mapping[Kind, Total]) -> list[Change]:
+        """Takes in a step.
+
+        Args:
+            totals: of all ranks together, by kind.
+
+        Returns:
+            What drifted too far, worst first; then `factors` are new. Empty otherwise.
+        """
+        ran = {kind: t for kind, t in totals.items() if t.flops > 0 and t.measured_ms > 0}
+        for kind, (measured_ms, flops) in ran.items():
+            rate = measured_ms / flops
+            old = self._rates.get(kind, rate)
+            self._rates[kind] = SMOOTHING * rate + (1 - SMOOTHING) * old
+        now_ms = {kind: self._rates[kind] * total.flops for kind, total in ran.items()}
+        planned = {kind: self.factors.get(kind, 1.0) * t.flops for kind, t in ran.items()}
+        if not ran:
+            return []
+        scale = sum(now_ms.values()) / sum(planned.values())
+        times = {kind: now_ms[kind] / (scale * planned[kind]) for kind in ran}
+        least_ms = NEGLIGIBLE * sum(now_ms.values())
+        changes = [
+            Change(kind, value)
+            for kind, value in times.items()
+            if now_ms[kind] >= least_ms and abs(value - 1) > self.threshold
+        ]
+        if changes:
+            mean = sum(now_ms.values()) / sum(total.flops for total in ran.values())
+            self.factors = {kind: rate / mean for kind, rate in self._rates.items()}
+        return sorted(changes, key=lambda change: -abs(change.times - 1))
+
+
+def step_totals(
+    records: Iterable[ActionRecord], graph: StageGraph, durations: Durations
+) -> dict[Kind, Total]:
+    """Measured time and FLOPs of a rank's actions by kind.
+
+    Args:
+        durations: FLOPs of the step's actions, without factors.
+    """
+    found: dict[Kind, Total] = {}
+    for record in records:
+        action = record.action
+        if action.type in COMPUTE:
+            kind = graph.layout.stages[action.stage].module, action.type
+            measured_ms, flops = found.get(kind, Total(0.0, 0.0))
+            measured_ms += record.end_ms - record.start_ms
+            found[kind] = Total(measured_ms, flops + durations(action))
+    return found
+
+
+def scaled(
+    durations: Durations, graph: StageGraph, factors: Mapping[Kind, float] | None
+) -> Durations:
+    """Durations with the factors of their kinds."""
+    if not factors:
+        return durations
+    modules = [stage.module for stage in graph.layout.stages]
+
+    def found(action: Action) -> float:
+        return durations(action) * factors.get((modules[action.stage], action.type), 1.0)
+
+    return found

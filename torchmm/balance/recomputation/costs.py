@@ -1,0 +1,330 @@
+"""What it costs and saves to let layers run again in backward, task by task.
+
+`plan_costs` knows one mode of recomputation per module. Where a plan chooses for itself
+(`PipelinePlan.recompute`), its costs are those of keeping everything, and what each layer's mode
+changes: a longer backward, fewer bytes kept, no backward in two halves, and the layer's own
+activations once more while its backward runs.
+
+Layers in front are the best to recompute: when their turn comes, those behind them have let go of
+theirs. So only a task that recomputes its last layers needs memory beyond what it kept.
+
+Where a device has memory of its own, a recomputed layer's input may wait in the host's ("offload").
+It is copied there and back between kernels, so all of the copies' time counts. What a stage
+received stays on the device all the same, as the runtime holds it: its first layer gains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchmm.balance.compiled import Float64s
+from torchmm.balance.costs.activation_bytes import layer_kept_bytes
+from torchmm.balance.costs.execution import Recompute
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.sizes import text_tokens
+from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
+from torchmm.balance.costs.step_tasks import ModuleTasks, module_tasks
+from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageSpec, Task
+from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan
+
+LAYER_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Of any device."""
+ALL_MODES: tuple[LayerMode, ...] = (*LAYER_MODES, "offload")
+"""Of devices with memory of their own."""
+Modes = tuple[LayerMode, ...]
+PINNED_SHARE = 0.8
+"""Of a link's bandwidth that copies to and from pinned memory reach; assumed."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageRecompute:
+    """Choices of one stage. N tasks with a backward, K kinds of layers, in M modes: `ALL_MODES`, or
+    the first of them.
+
+    Attributes:
+        tasks: N of them.
+        kinds: by layer: which kind it is.
+        forward_ms_KMN: what a layer's mode adds to the forward.
+        again_ms_KMN: what it adds to the backward.
+        tensor_ms_KMN: of that, exposed tensor-parallel communication.
+        kept_bytes_KMN: what the layer keeps on the device.
+        received_bytes_N: of the first layer's input, stays there whatever its mode.
+    """
+
+    tasks: tuple[Task, ...]
+    kinds: tuple[int, ...]
+    forward_ms_KMN: Float64s
+    again_ms_KMN: Float64s
+    tensor_ms_KMN: Float64s
+    kept_bytes_KMN: Float64s
+    received_bytes_N: Float64s | float = 0.0
+
+    def extra_ms_N(self, modes: Modes) -> Float64s:
+        """What modes of all layers add to forward and backward together."""
+        return self.extra_forward_ms_N(modes) + self.extra_backward_ms_N(modes)
+
+    def extra_forward_ms_N(self, modes: Modes) -> Float64s:
+        """What they add to the forward."""
+        return self._sum(self.forward_ms_KMN, modes)
+
+    def extra_backward_ms_N(self, modes: Modes) -> Float64s:
+        """What they add to the backward."""
+        return self._sum(self.again_ms_KMN, modes)
+
+    def extra_tensor_ms_N(self, modes: Modes) -> Float64s:
+        """Of it, exposed tensor-parallel communication."""
+        return self._sum(self.tensor_ms_KMN, modes)
+
+    def saved_bytes_N(self, modes: Modes) -> Float64s:
+        """What is not kept, compared with keeping everything."""
+        saved_N = self._sum(self.kept_bytes_KMN[:, :1] - self.kept_bytes_KMN, modes)
+        return saved_N - self.received_bytes_N * (modes[0] == "offload")
+
+    def host_bytes_N(self, modes: Modes) -> Float64s:
+        """What waits in the host's memory."""
+        if "offload" not in modes:
+            return np.zeros(len(self.tasks))
+        inputs_KMN = np.zeros_like(self.kept_bytes_KMN)
+        inputs_KMN[:, ALL_MODES.index("offload")] = self.kept_bytes_KMN[:, ALL_MODES.index("full")]
+        return self._sum(inputs_KMN, modes)
+
+    def passing_bytes_N(self, modes: Modes) -> Float64s:
+        """What backward needs beyond what was kept, while it runs."""
+        most_N, behind_N = np.zeros(len(self.tasks)), np.zeros(len(self.tasks))
+        for index, kind in reversed(list(enumerate(self.kinds))):
+            kept_N = self.kept_bytes_KMN[kind, ALL_MODES.index(modes[index])]
+            if index == 0 and modes[0] == "offload":
+                kept_N = kept_N + self.received_bytes_N
+            whole_N = self.kept_bytes_KMN[kind, 0]
+            most_N = np.maximum(most_N, whole_N - kept_N - behind_N)
+            behind_N = behind_N + kept_N
+        return most_N
+
+    def _sum(self, table_KMN: Float64s, modes: Modes) -> Float64s:
+        if len(modes) != len(self.kinds):
+            raise ValueError(f"{len(modes)} modes for {len(self.kinds)} layers")
+        found_N = np.zeros(len(self.tasks))
+        counted: dict[tuple[int, int], int] = {}
+        for kind, mode in zip(self.kinds, modes, strict=True):
+            key = kind, ALL_MODES.index(mode)
+            counted[key] = counted.get(key, 0) + 1
+        for (kind, mode_index), count in counted.items():
+            found_N += count * table_KMN[kind, mode_index]
+        return found_N
+
+
+_LayerTables = tuple[Float64s, Float64s, Float64s, Float64s]
+_Tables = dict[tuple[object, ...], _LayerTables]
+
+
+def stage_choices(
+    graph: StageGraph,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+    *,
+    names: frozenset[str],
+    offloads: frozenset[str] = frozenset(),
+    targets: Sequence[int] | None = None,
+) -> dict[int, StageRecompute]:
+    """What recomputing would cost and save, by stage; none for stages without backwards.
+
+    Args:
+        modules: encoders, LLM and generator, whole.
+        names: modules whose tasks may choose.
+        offloads: of them, those that may use the host's memory.
+        targets: positions that count in the loss, by microbatch; None: all text.
+    """
+    counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
+    tables: _Tables = {}
+    found = {}
+    for module in modules:
+        if module.name not in names:
+            continue
+        own = module_tasks(graph, module, microbatches, counts)
+        modes: Modes = ALL_MODES if module.name in offloads else LAYER_MODES
+        for stage in graph.layout.stages:
+            if stage.module == module.name:
+                choices = _stage(graph, stage, own, model, modes, tables)
+                if choices is not None:
+                    found[stage.index] = choices
+    return found
+
+
+def _stage(
+    graph: StageGraph,
+    stage: StageSpec,
+    own: ModuleTasks,
+    model: CostModel,
+    modes: Modes,
+    tables: _Tables,
+) -> StageRecompute | None:
+    module = own.module
+    needed_N = np.array([graph.needs_backward(stage.index, i) for i, _ in own.keys], bool)
+    if stage.stop == stage.start or not needed_N.any():
+        return None
+    layers = module.layers[stage.start : stage.stop]
+    distinct = list(dict.fromkeys(layers))
+    arrives_N = own.gradient_arrives_N(graph, stage.index)
+    if stage.start == 0 and module.kind == "generator" and module.connector_trainable:
+        arrives_N = np.ones_like(arrives_N)  # to the connector, in front of the layers
+    rows = []
+    for layer in distinct:
+        key = module.name, layer, arrives_N.tobytes()
+        if key not in tables:
+            tables[key] = _layer(layer, own, model, arrives_N, modes)
+        rows.append(tables[key])
+    forward, again, tensor, kept = (
+        np.stack(each)[:, :, needed_N] for each in zip(*rows, strict=True)
+    )
+    tasks = [Task(stage.index, *key) for key, n in zip(own.keys, needed_N, strict=True) if n]
+    kinds = tuple(map(distinct.index, layers))
+    received: Float64s | float = 0.0
+    if stage.start > 0 and "offload" in modes:
+        received = kept[kinds[0], modes.index("full")]
+    return StageRecompute(tuple(tasks), kinds, forward, again, tensor, kept, received)
+
+
+def _layer(
+    layer: LayerDescription,
+    own: ModuleTasks,
+    model: CostModel,
+    arrives_N: np.ndarray,
+    modes: Modes,
+) -> _LayerTables:
+    """Time added to forward and backward, communication of the latter, and kept bytes of one layer,
+    by mode and task."""
+    module, sizes = own.module, own.sizes
+    index = module.layers.index(layer)
+    has_backward_N = arrives_N | module.trainable
+    forward, again, tensor, kept = [], [], [], []
+    for mode in LAYER_MODES:
+        execution = replace(model.execution(module.name), recompute=mode)
+        changed = replace(model, executions={**model.executions, module.name: execution})
+        costs = changed.stage_costs(module, index, index + 1, sizes, arrives_N)
+        forward.append(costs.forward.total_ms)
+        again.append(costs.backward.total_ms)
+        tensor.append(costs.backward.tensor_ms)
+        kept.append(
+            has_backward_N
+            * layer_kept_bytes(
+                layer,
+                sizes,
+                changed.execution_of(module),
+                model.element_bytes,
+                weights=module.trainable,
+            )
+        )
+    if "offload" in modes:
+        copy_ms_N = _copy_ms(kept[-1], model)
+        for times in (forward, again):
+            times.append(times[-1] + copy_ms_N)
+        tensor.append(tensor[-1])
+        kept.append(kept[-1] * (model.profile.device.host_bytes_per_s == 0))
+    forward_MN, again_MN, tensor_MN = (
+        np.maximum(np.stack(each) - each[0], 0.0) for each in (forward, again, tensor)
+    )
+    return forward_MN, again_MN, tensor_MN, np.stack(kept)
+
+
+def _copy_ms(nbytes_N: Float64s, model: CostModel) -> Float64s:
+    """To the host's memory or back; nothing where that is the device's own."""
+    rate = PINNED_SHARE * model.profile.device.host_bytes_per_s
+    if rate == 0:
+        return 0 * nbytes_N
+    return nbytes_N / rate * 1e3 + model.profile.call_us["copy"] / 1e3 * (nbytes_N > 0)
+
+
+def costs_of_plan(
+    plan: PipelinePlan,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+    *,
+    targets: Sequence[int] | None = None,
+    layerwise: bool = False,
+) -> PlanCosts:
+    """`plan_costs` of a plan's graph, and of what the plan lets tasks run again.
+
+    Args:
+        model: modules whose tasks choose keep everything in it.
+
+    Raises:
+        ValueError: as `plan_costs`.
+    """
+    costs = plan_costs(
+        plan.graph, modules, microbatches, model, targets=targets, layerwise=layerwise
+    )
+    if not plan.recompute:
+        return costs
+    names = frozenset(plan.graph.layout.stages[task.stage].module for task in plan.recompute)
+    offloads = frozenset(
+        plan.graph.layout.stages[task.stage].module
+        for task, modes in plan.recompute.items()
+        if "offload" in modes
+    )
+    choices = stage_choices(
+        plan.graph, modules, microbatches, model, names=names, offloads=offloads, targets=targets
+    )
+    return charged(costs, plan.recompute, choices)
+
+
+def charged(
+    costs: PlanCosts, recompute: Mapping[Task, Modes], choices: Mapping[int, StageRecompute]
+) -> PlanCosts:
+    """Costs with what tasks run again.
+
+    Args:
+        costs: of keeping everything.
+        recompute: by task: modes of its stage's layers.
+        choices: by stage.
+    """
+    compute, tensor = dict(costs.compute_ms), dict(costs.tensor_ms)
+    kept, waiting = dict(costs.kept_bytes), dict(costs.kept_for_weights_bytes)
+    temporary = dict(costs.temporary_bytes)
+    places = {index: {t: i for i, t in enumerate(own.tasks)} for index, own in choices.items()}
+    for (stage, modes), tasks in _alike(recompute).items():
+        own = choices[stage]
+        times = own.extra_forward_ms_N(modes), own.extra_backward_ms_N(modes)
+        rows = *times, own.extra_tensor_ms_N(modes), own.saved_bytes_N(modes)
+        before, extra, exposed, saved, passing = (
+            row.tolist() for row in (*rows, own.passing_bytes_N(modes))
+        )
+        for task in tasks:
+            place = places[stage][task]
+            whole, half, rest = (Action(kind, *task) for kind in _BACKWARDS)
+            compute[Action(ActionType.F, *task)] += before[place]
+            compute[whole] += extra[place]
+            tensor[whole] = tensor.get(whole, 0.0) + exposed[place]
+            temporary[whole] = round(passing[place])
+            if half in compute:  # recomputed layers cannot be done in halves
+                compute[half], tensor[half] = compute[whole], tensor[whole]
+                temporary[half] = temporary[whole]
+            if rest in compute:
+                compute[rest] = tensor[rest] = 0.0
+            kept[task], waiting[task] = max(0, kept[task] - round(saved[place])), 0
+    return replace(
+        costs,
+        compute_ms=compute,
+        tensor_ms=tensor,
+        kept_bytes=kept,
+        kept_for_weights_bytes=waiting,
+        temporary_bytes=temporary,
+    )
+
+
+_BACKWARDS = (ActionType.B, ActionType.I, ActionType.W)
+
+
+def _alike(recompute: Mapping[Task, Modes]) -> dict[tuple[int, Modes], list[Task]]:
+    """Tasks that run anything again, by stage and modes."""
+    found: dict[tuple[int, Modes], list[Task]] = {}
+    for task, modes in recompute.items():
+        if any(mode != "none" for mode in modes):
+            found.setdefault((task.stage, modes), []).append(task)
+    return found

@@ -1,0 +1,383 @@
+"""Layer tuning: what each task's layers recompute, so that a plan fits into memory and is fast.
+
+PipeWeaver §6.3. The order of a plan is given, and with it which tasks are in memory together. Each
+pair of a forward and its backward has candidates (`layer_tuning_candidates`), each rank is a
+problem of its own (`layer_tuning_problem`), solved by prices of memory with a bound on what is lost
+(`layer_tuning_kernels`) or by the paper's integer program (`layer_tuning_ilp`). Any schedule's plan
+will do; the choice is a part of the plan (`PipelinePlan.recompute`).
+
+Counted against the limit are weights, gradients, optimizer state, messages, what tasks keep, and
+what a layer that runs again needs. Not counted: temporaries inside of layers, and what the
+allocator and the framework take; leave room for them in the limit.
+
+Where the device has memory of its own, inputs of recomputed layers may wait in the host's. A plan
+that would need more than half of that is tuned without. Rejected: limits for two memories in one
+problem, of which the second hardly ever binds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from torchmm.balance.compiled import Int64s
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
+from torchmm.balance.recomputation.costs import Modes, StageRecompute, charged, stage_choices
+from torchmm.balance.recomputation.layer_tuning_candidates import (
+    MOST_CANDIDATES,
+    ordered,
+    stage_candidates,
+)
+from torchmm.balance.recomputation.prices import solve_quickly
+from torchmm.balance.recomputation.problem import TuningProblem, TuningSolution
+from torchmm.balance.simulation.simulator import memory_changes
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.errors import PlanError
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.plan.plan import PipelinePlan
+
+Solver = Callable[[TuningProblem], TuningSolution | None]
+HOST_SHARE = 0.5
+"""Of the host's memory that activations may take; the rest is for data and checkpoints."""
+
+
+@dataclass(frozen=True)
+class LayerTuning:
+    """How plans are tuned.
+
+    Attributes:
+        model: costs on the device; modules in `names` keep everything in it.
+        names: modules whose tasks may choose; all others stay as `model` has them.
+        memory_limit_bytes: of every rank.
+        layerwise: whether FSDP2 gathers layer by layer.
+        candidates: most of them for a task.
+        solver: of one rank.
+        offloads: modules whose layers' inputs may wait in the host's memory; none on devices that
+            share it.
+    """
+
+    model: CostModel
+    names: frozenset[str]
+    memory_limit_bytes: int
+    layerwise: bool = False
+    candidates: int = MOST_CANDIDATES
+    solver: Solver = solve_quickly
+    offloads: frozenset[str] = frozenset()
+
+    @property
+    def host_limit_bytes(self) -> float:
+        """Of the host's memory, for a rank."""
+        return HOST_SHARE * self.model.profile.device.host_memory_bytes
+
+    def choices(
+        self,
+        graph: StageGraph,
+        modules: Sequence[ModuleDescription],
+        microbatches: Sequence[MicrobatchMeta],
+        targets: Sequence[int] | None = None,
+    ) -> dict[int, StageRecompute]:
+        """`stage_choices`."""
+        shares = self.model.profile.device.host_bytes_per_s == 0
+        return stage_choices(
+            graph,
+            modules,
+            microbatches,
+            self.model,
+            names=self.names,
+            offloads=frozenset() if shares else self.names & self.offloads,
+            targets=targets,
+        )
+
+
+@dataclass(frozen=True)
+class TunedPlan:
+    """A plan with what its tasks recompute.
+
+    Attributes:
+        plan: with `recompute`.
+        costs: of this plan.
+        peak_bytes: by rank: no more than this is in use at any time.
+        extra_ms: what is recomputed takes so long, by rank.
+        bound_ms: what would fit takes at least so long, by rank.
+        host_bytes: by rank: no more than this waits in the host's memory.
+    """
+
+    plan: PipelinePlan
+    costs: PlanCosts
+    peak_bytes: tuple[int, ...]
+    extra_ms: tuple[float, ...]
+    bound_ms: tuple[float, ...]
+    host_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankProblem:
+    """What there is to choose on one rank.
+
+    Attributes:
+        problem: in numbers.
+        tasks: by pair.
+        stage_candidates: modes of layers, by stage.
+        keeping: by stage: which of them recompute nothing.
+        index_NC: by pair and candidate: which of its stage's candidates it is.
+        host_bytes_NC: by pair and candidate: what waits in the host's memory.
+        actions: by position; one fewer than there are positions, as the last is the step's end.
+    """
+
+    problem: TuningProblem
+    tasks: list[Task]
+    stage_candidates: Mapping[int, list[Modes]]
+    keeping: Mapping[int, set[int]]
+    index_NC: Int64s
+    host_bytes_NC: Int64s
+    actions: list[Action]
+
+    def host_bytes(self, choice_N: Int64s) -> int:
+        """The most that waits in the host's memory at any time."""
+        own_N = self.host_bytes_NC[np.arange(len(self.tasks)), choice_N]
+        change_T = np.zeros(self.problem.positions + 1, np.int64)
+        np.add.at(change_T, self.problem.start_N, own_N)
+        np.add.at(change_T, self.problem.middle_N + 1, -own_N)
+        return int(np.cumsum(change_T).max())
+
+    def recompute(self, choice_N: Int64s) -> dict[Task, Modes]:
+        """Tasks that run anything again, with modes of their layers."""
+        chosen = self.index_NC[np.arange(len(self.tasks)), choice_N].tolist()
+        return {
+            task: self.stage_candidates[task.stage][index]
+            for task, index in zip(self.tasks, chosen, strict=True)
+            if index not in self.keeping[task.stage]
+        }
+
+
+def tune_layers(
+    plan: PipelinePlan,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    tuning: LayerTuning,
+    targets: Sequence[int] | None = None,
+) -> TunedPlan:
+    """Chooses for each task of a plan what its layers recompute.
+
+    Args:
+        plan: for training; without specs, messages take no memory.
+        modules: encoders, LLM and generator, whole.
+        microbatches: of the plan.
+        targets: positions that count in the loss, by microbatch; None: all text.
+
+    Raises:
+        PlanError: a rank cannot stay within the limit; all such are listed.
+    """
+    limit_bytes = tuning.memory_limit_bytes
+    given = plan.graph, modules, microbatches
+    costs = plan_costs(*given, tuning.model, targets=targets, layerwise=tuning.layerwise)
+    choices = tuning.choices(*given, targets)
+    problems = rank_problems(plan, costs, choices, limit_bytes, tuning.candidates)
+    solutions = [tuning.solver(each.problem) for each in problems]
+    if short := [
+        _shortage(rank, each, limit_bytes)
+        for rank, (each, found) in enumerate(zip(problems, solutions, strict=True))
+        if found is None
+    ]:
+        raise PlanError(short)
+    recompute: dict[Task, Modes] = {}
+    peaks, extra, bounds, hosts = [], [], [], []
+    for each, solution in zip(problems, solutions, strict=True):
+        assert solution is not None
+        recompute |= each.recompute(solution.choice_N)
+        free_T = each.problem.free_bytes_T
+        room = free_T - each.problem.used_bytes_T(solution.choice_N)
+        peaks.append(limit_bytes - int(room.min()))
+        extra.append(solution.extra_ms)
+        bounds.append(solution.bound_ms)
+        hosts.append(each.host_bytes(solution.choice_N))
+    if any(hosts) and max(hosts) > tuning.host_limit_bytes:
+        return tune_layers(
+            plan, modules, microbatches, replace(tuning, offloads=frozenset()), targets
+        )
+    return TunedPlan(
+        replace(plan, recompute=recompute),
+        charged(replace(costs, memory_limit_bytes=limit_bytes), recompute, choices),
+        tuple(peaks),
+        tuple(extra),
+        tuple(bounds),
+        tuple(hosts),
+    )
+
+
+class MemoryNeeds(NamedTuple):
+    """Peaks of one rank, in bytes."""
+
+    least_bytes: int
+    """With everything recomputed that may be."""
+    most_bytes: int
+    """With everything kept that may be."""
+
+
+def memory_needs(
+    plan: PipelinePlan,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    tuning: LayerTuning,
+    targets: Sequence[int] | None = None,
+) -> list[MemoryNeeds]:
+    """Between what limits there is something to choose, by rank; arguments as of `tune_layers`."""
+    given = plan.graph, modules, microbatches
+    costs = plan_costs(*given, tuning.model, targets=targets, layerwise=tuning.layerwise)
+    choices = tuning.choices(*given, targets)
+    found = []
+    for each in rank_problems(plan, costs, choices, 0, tuning.candidates):
+        problem = each.problem
+        peaks = [
+            int((problem.used_bytes_T(choice_N) - problem.free_bytes_T).max())
+            for choice_N in (problem.leanest_N, problem.fastest_N)
+        ]
+        found.append(MemoryNeeds(*peaks))
+    return found
+
+
+def rank_problems(
+    plan: PipelinePlan,
+    costs: PlanCosts,
+    choices: Mapping[int, StageRecompute],
+    memory_limit_bytes: int,
+    candidates: int = MOST_CANDIDATES,
+) -> list[RankProblem]:
+    """What there is to choose, by rank of the plan.
+
+    Args:
+        costs: of keeping everything.
+        choices: by stage.
+    """
+    open_tasks = {task for own in choices.values() for task in own.tasks}
+    fixed = replace(
+        costs,
+        kept_bytes={t: n for t, n in costs.kept_bytes.items() if t not in open_tasks},
+        kept_for_weights_bytes={
+            t: n for t, n in costs.kept_for_weights_bytes.items() if t not in open_tasks
+        },
+    )
+    rows = _Rows(costs, choices, candidates)
+    static = costs.static_bytes or (0,) * len(plan.actions)
+    return [
+        _rank_problem(program, changes, memory_limit_bytes - own, rows)
+        for program, changes, own in zip(
+            plan.actions, memory_changes(plan, fixed), static, strict=True
+        )
+    ]
+
+
+class _Rows:
+    """Times and bytes of every task's candidates."""
+
+    def __init__(
+        self, costs: PlanCosts, choices: Mapping[int, StageRecompute], candidates: int
+    ) -> None:
+        self.costs = costs
+        self.stage_candidates: dict[int, list[Modes]] = {}
+        self.of_task: dict[Task, tuple[np.ndarray, ...]] = {}
+        alike: dict[tuple[bytes, ...], list[Modes]] = {}
+        self.width = 1
+        for stage, own in choices.items():
+            tables = own.forward_ms_KMN, own.again_ms_KMN, own.kept_bytes_KMN
+            key = bytes(own.kinds), *(table.tobytes() for table in tables)
+            if key not in alike:
+                alike[key] = stage_candidates(own, candidates)
+            self.stage_candidates[stage] = alike[key]
+            self.width = max(self.width, len(alike[key]))
+        for stage, own in choices.items():
+            self._add(own, self.stage_candidates[stage])
+        self.keeping = {
+            stage: {i for i, modes in enumerate(found) if set(modes) == {"none"}}
+            for stage, found in self.stage_candidates.items()
+        }
+
+    def _add(self, own: StageRecompute, modes: list[Modes]) -> None:
+        kept_N = np.array([self.costs.kept_bytes[t] for t in own.tasks], float)
+        columns = [
+            (
+                own.extra_ms_N(m),
+                kept_N - own.saved_bytes_N(m),
+                own.passing_bytes_N(m),
+                own.host_bytes_N(m),
+            )
+            for m in modes
+        ]
+        extra, kept, passing, host = (np.stack(each, 1) for each in zip(*columns, strict=True))
+        kept_NC = np.maximum(np.rint(kept), 0).astype(np.int64)
+        index_NC = ordered(extra, kept_NC)
+        pad = np.minimum(np.arange(self.width), len(modes) - 1)
+        index_NC = index_NC[:, pad]
+        tables = [
+            np.take_along_axis(table, index_NC, 1)
+            for table in (extra, kept_NC, *(np.rint(t).astype(np.int64) for t in (passing, host)))
+        ]
+        for task, *row in zip(own.tasks, *tables, index_NC, strict=True):
+            self.of_task[task] = tuple(row)
+
+
+def _rank_problem(
+    program: Sequence[Action], changes: Int64s, available_bytes: int, rows: _Rows
+) -> RankProblem:
+    """One rank's pairs; what the rest of its memory holds is taken off what is free."""
+    used = np.cumsum(changes)[::2]  # while each action runs
+    actions: list[Action] = []
+    base, highest = [], 0
+    spans: dict[Task, list[int]] = {}
+    for index, action in enumerate(program):
+        highest = max(highest, int(used[index]))
+        if action.type not in COMPUTE:
+            continue
+        task = Task(*action[1:4])
+        if task in rows.of_task:
+            spans.setdefault(task, []).append(len(actions))
+        actions.append(action)
+        base.append(highest)
+        highest = 0
+    base.append(highest)
+    tasks = list(spans)
+    extra, *numbers = (
+        np.array([rows.of_task[task][i] for task in tasks]).reshape(len(tasks), rows.width)
+        for i in range(5)
+    )
+    kept, passing, host_NC, index_NC = (table.astype(np.int64) for table in numbers)
+    later = np.zeros_like(kept)
+    for pair, task in enumerate(tasks):
+        if actions[spans[task][1]].type is not ActionType.I:
+            continue
+        # Only what recomputes nothing is done in halves, and then keeps gradients too.
+        whole = np.isin(index_NC[pair], list(rows.keeping[task.stage]))
+        split = spans[task][-1] > spans[task][1]
+        waiting = whole * split * rows.costs.kept_for_weights_bytes[task]
+        later[pair] = waiting
+        passing[pair] = np.where(whole, np.maximum(0, waiting - kept[pair]), passing[pair])
+    starts, middles, ends = (
+        np.array([own[i] for own in spans.values()], np.int64) for i in (0, 1, -1)
+    )
+    free_T = available_bytes - np.array(base, np.int64)
+    problem = TuningProblem(
+        starts, middles, ends, extra.astype(float), kept, passing, later, free_T
+    )
+    return RankProblem(
+        problem, tasks, rows.stage_candidates, rows.keeping, index_NC, host_NC, actions
+    )
+
+
+def _shortage(rank: int, each: RankProblem, limit_bytes: int) -> str:
+    """Where the leanest choice needs the most."""
+    problem = each.problem
+    over_T = problem.used_bytes_T(problem.leanest_N) - problem.free_bytes_T
+    position = int(over_T.argmax())
+    where = str(each.actions[position]) if position < len(each.actions) else "the end of the step"
+    needed, gib = limit_bytes + int(over_T[position]), 1 / 2**30
+    return (
+        f"rank {rank}, {where}: needs {needed * gib:.3f} GiB ({needed} bytes) even if all layers "
+        f"recompute what they can; {limit_bytes * gib:.3f} GiB ({limit_bytes} bytes) are "
+        "available; raise activation_checkpoint.memory_limit, let fewer microbatches be in flight, "
+        "make them smaller, or use more ranks (shard, tensor, pipeline)"
+    )

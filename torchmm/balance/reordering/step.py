@@ -1,0 +1,205 @@
+"""Where the packs of a global batch go: balanced data-parallel groups, ordered microbatches.
+
+DistTrain §6 as one function of metadata, for whatever placement: `balance_groups` deals packs to
+groups of equal count and work (INTRA), `reorder_microbatches` orders those of each group for its
+pipeline (INTER). A pack's size is the time a cost model gives all modules for it, vision, text and
+generation alike, so samples with long texts count as much as samples with many images.
+
+What the order depends on is a *chain*: the places in the pipeline with what each does for a
+microbatch. Classic schedules are such chains. Others are taken as 1F1B over their ranks, each with
+its stages of all modules: orders found so are good there, not best. Modules on ranks of their own
+are places of their own; where a replica serves several microbatches at a time, its place takes that
+many times as long. Encoders in an LLM's bubbles have no place in the chain; their planner orders
+microbatches itself, so there only groups are balanced.
+
+Rejected: FLOPs as sizes, which rank text and images wrongly wherever efficiencies differ; ordering
+packs before they are grouped, as microbatches of several packs would mix them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from torchmm.balance.compiled import Float64s, Int64s
+from torchmm.balance.costs.flops import gradients_arrive
+from torchmm.balance.costs.model import CostModel, PartCache
+from torchmm.balance.costs.sizes import pack_sizes
+from torchmm.balance.reordering.groups import balance_groups
+from torchmm.balance.reordering.microbatches import reorder_microbatches
+from torchmm.balance.reordering.program import StepProgram, compile_order
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
+
+CLASSIC = ("1f1b", "interleaved_1f1b", "megatron", "megatron_balanced")
+"""Schedules whose virtual stages are the places of the chain."""
+SEED = 0
+NS_PER_MS = 1e6
+"""Durations are whole nanoseconds, so that ranks with other processors arrange the same."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Places of a pipeline.
+
+    Attributes:
+        stages: by place: the stages that a microbatch passes there.
+        ranks: of each place, from 0 on.
+    """
+
+    stages: tuple[tuple[StageSpec, ...], ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: StageLayout, schedule: str) -> Chain:
+        """The chain of a run.
+
+        Args:
+            schedule: by the recipe's name.
+        """
+        if schedule in CLASSIC:
+            found = cls._of([[layout.stages[i] for i in own] for own in layout.virtual_stages])
+            if found.regular:
+                return found
+        by_rank: dict[int, list[StageSpec]] = {}
+        for stage in layout.stages:
+            by_rank.setdefault(stage.ranks[0], []).append(stage)
+        return cls._of(list(by_rank.values()))
+
+    @classmethod
+    def _of(cls, places: Sequence[Sequence[StageSpec]]) -> Chain:
+        numbers: dict[int, int] = {}
+        for own in places:
+            numbers.setdefault(own[0].ranks[0], len(numbers))
+        ranks = tuple(numbers[own[0].ranks[0]] for own in places)
+        return cls(tuple(tuple(own) for own in places), ranks)
+
+    @property
+    def regular(self) -> bool:
+        """Whether every rank has as many places, which come in turn."""
+        pipeline = 1 + max(self.ranks)
+        places = range(len(self.ranks))
+        return len(places) % pipeline == 0 and self.ranks == tuple(i % pipeline for i in places)
+
+    def program(self, microbatches: int) -> StepProgram | None:
+        """1F1B, or interleaved 1F1B, over the places; None where no order is better than others."""
+        pipeline = 1 + max(self.ranks)
+        if pipeline == 1 or microbatches == 1:
+            return None
+        places = tuple(
+            StageSpec(i, "chain", i, i + 1, (rank,)) for i, rank in enumerate(self.ranks)
+        )
+        layout = StageLayout(places, tuple(pairwise(range(len(places)))))
+        graph = StageGraph(layout, microbatches)
+        if len(places) == pipeline:
+            return compile_order(one_f_one_b(graph), graph)
+        if microbatches % pipeline:
+            return None  # not interleaved 1F1B
+        return compile_order(interleaved_1f1b(graph), graph)
+
+
+class StepReorder:
+    """Arranges the packs of one global batch after the other.
+
+    Args:
+        modules: encoders, LLM and generator, whole.
+        model: of the devices the run has.
+        layout: how modules are cut.
+        schedule: by the recipe's name.
+        groups: data-parallel ranks, as the loader counts them.
+        microbatch_size: packs per microbatch.
+        balance: whether packs change groups.
+        order: whether a group's microbatches change places.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[ModuleDescription],
+        model: CostModel,
+        layout: StageLayout,
+        schedule: str,
+        groups: int,
+        microbatch_size: int,
+        *,
+        balance: bool,
+        order: bool,
+    ) -> None:
+        self._modules = list(modules)
+        self._model = model
+        self._chain = Chain.of(layout, schedule)
+        replicas = {stage.module: len(stage.ranks) for stage in layout.stages}
+        # Replicas of the LLM inside one plan take its microbatches in turn.
+        self._waves = replicas["llm"]
+        self._shares = {name: replicas["llm"] / count for name, count in replicas.items()}
+        self._groups = groups
+        self._microbatch_size = microbatch_size
+        self._balance = balance
+        colocated = replicas["llm"] == 1 < max(replicas.values())
+        self._order = order and not colocated
+        self._programs: dict[int, StepProgram | None] = {}
+
+    def __call__(self, packs: Sequence[MicrobatchMeta]) -> list[list[list[int]]]:
+        """Indices of packs by group and microbatch.
+
+        Args:
+            packs: a global batch, each as a microbatch of its own.
+        """
+        forward_SN, backward_SN = (np.round(NS_PER_MS * ms_SN) for ms_SN in self.pack_ms(packs))
+        pipelines = self._groups * self._waves
+        per_pipeline = len(packs) // pipelines
+        members = np.arange(len(packs)).reshape(pipelines, per_pipeline)
+        sizes_N = (forward_SN + backward_SN).sum(axis=0)
+        if self._balance:
+            members = balance_groups(sizes_N, pipelines)
+        microbatches = self._form(members, sizes_N)
+        count = microbatches.shape[1]
+        if count not in self._programs:
+            self._programs[count] = self._chain.program(count) if self._order else None
+        program = self._programs[count]
+        if program is not None:
+            durations = [
+                np.moveaxis(of_N[:, microbatches].sum(axis=-1), 0, 1)
+                for of_N in (forward_SN, backward_SN)
+            ]
+            found = reorder_microbatches(program, *durations, seed=SEED)
+            microbatches = np.take_along_axis(microbatches, found.orders_GM[:, :, None], axis=1)
+        by_group = microbatches.reshape(self._groups, self._waves, count, -1)
+        in_turn = np.swapaxes(by_group, 1, 2).reshape(self._groups, self._waves * count, -1)
+        return in_turn.tolist()
+
+    def _form(self, members: Int64s, sizes_N: Float64s) -> Int64s:
+        """(pipelines, microbatches, packs): equally large microbatches where packs may move."""
+        pipelines, per_pipeline = members.shape
+        count = per_pipeline // self._microbatch_size
+        if not self._balance or self._microbatch_size == 1 or count == 1:
+            return members.reshape(pipelines, count, self._microbatch_size)
+        return np.stack([own[balance_groups(sizes_N[own], count)] for own in members])
+
+    def pack_ms(self, packs: Sequence[MicrobatchMeta]) -> tuple[Float64s, Float64s]:
+        """Forwards and backwards (S, N) of packs at the places of the chain; of all modules, also
+        those that have no place of their own there."""
+        places = len(self._chain.stages)
+        forward_SN, backward_SN = (np.zeros((places, len(packs))) for _ in range(2))
+        arrives = [gradients_arrive(self._modules, pack) for pack in packs]
+        for module in self._modules:
+            at, sizes = pack_sizes(module, packs)
+            if sizes is None:
+                continue
+            arrives_N = np.array([arrives[i][module.name] for i in at], bool)
+            cache: PartCache = {}
+            for place, stages in enumerate(self._chain.stages):
+                for stage in stages:
+                    if stage.module != module.name:
+                        continue
+                    reaches_N = arrives_N | (stage.start > 0 and module.trainable)
+                    costs = self._model.stage_costs(
+                        module, stage.start, stage.stop, sizes, reaches_N, cache=cache
+                    )
+                    share = self._shares[module.name]
+                    forward_SN[place, at] += share * costs.forward.total_ms
+                    backward_SN[place, at] += share * costs.backward.total_ms
+        return forward_SN, backward_SN

@@ -1,0 +1,1 @@
+"""torchmm/balance/simulation."""

@@ -1,0 +1,246 @@
+"""A pipeline plan as a graph of operators: what `PipelineRuntime` does, as queues and edges.
+
+- Every rank has a queue for what its program computes or waits for, in the program's order.
+- Every channel (ordered pair of ranks) is a queue, for the runtime has one communicator for each
+  direction: a transfer starts when its send and its receive are posted and the one before it is
+  through, and never waits for another channel.
+- Gathers of parameters run on a queue of their own; the first action of a stage waits for its
+  gather. Reductions stand in the program, behind all computation.
+
+- Where the device can (`PlanCosts.runs_beside`), fillers have a queue of their own beside the LLM
+  actions they fill (`torchmm.pipelining.run.side_stream`). They compute while those communicate, so
+  they take longer by the ratio of both; LLM actions take no longer for it.
+
+Posting takes no time, so SEND and RECV are no operators: they happen when the action before them
+ends. Rejected: one queue for all transfers of a rank. The order in which they come to the wire
+depends on other ranks, and a fixed one could make a plan that runs wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph, SimulationError
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import Message
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.plan.transfers import RECV, SEND, WAIT, WAIT_SEND
+from torchmm.pipelining.schedules.fillers import filled
+
+NONE = -1
+TransferKey = tuple[Message, bool]
+"""A message, and whether it is its gradient that travels."""
+
+_POSTS = (*SEND, *RECV)
+_WAITS = (*WAIT, *WAIT_SEND)
+_BACKWARD = (SEND[1], RECV[1], WAIT[1], WAIT_SEND[1])
+_COMPUTED_BY = {
+    SEND[0]: ActionType.F, WAIT[0]: ActionType.F, SEND[1]: ActionType.B, WAIT[1]: ActionType.B,
+}  # fmt: skip
+_AT_SOURCE = (SEND[0], WAIT_SEND[0], RECV[1], WAIT[1])
+"""Transfers seen from the stage that makes the message, which is where its gradient goes."""
+
+
+def transfer_key(action: Action) -> TransferKey:
+    """What a SEND, RECV or wait is about."""
+    ends = (action.stage, action.other)
+    source, destination = ends if action.type in _AT_SOURCE else ends[::-1]
+    message = Message(source, destination, action.microbatch, action.sub_microbatch)
+    return message, action.type in _BACKWARD
+
+
+class PlanAction(NamedTuple):
+    """How the record of an action follows from the times of operators."""
+
+    rank: int
+    action: Action
+    node: int
+    """The operator whose end is the action's end; NONE for the begin of the step."""
+    before: int
+    """The operator whose end is the action's start, if it is a post or a wait; NONE for the begin
+    of the step. Other actions start with their operator."""
+    instant: bool
+    """Whether `before` says when it starts."""
+
+
+@dataclass(frozen=True)
+class PlanGraph:
+    """A plan's operators.
+
+    Attributes:
+        graph: the operators.
+        actions: of all ranks, rank by rank in the order of the programs.
+        compute: the operator of each F, B, I and W.
+        transfers: the operator of each transfer.
+    """
+
+    graph: CompiledGraph
+    actions: list[PlanAction]
+    compute: dict[Action, int]
+    transfers: dict[TransferKey, int]
+    stretch: Mapping[Action, float]
+    """By filler that runs beside: by how much longer it takes there."""
+
+
+def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
+    """The graph of a valid plan.
+
+    Raises:
+        SimulationError: a cost is missing, negative or no number, or ranks wait for each other or
+            for what nobody sends. All problems are listed.
+    """
+    builder = _Builder(plan, costs)
+    builder.add_transfers()
+    for rank in range(len(plan.actions)):
+        builder.add_program(rank)
+    return builder.finish()
+
+
+@dataclass
+class _Builder:
+    plan: PipelinePlan
+    costs: PlanCosts
+    graph: OperatorGraph = field(default_factory=OperatorGraph)
+    compute: dict[Action, int] = field(default_factory=dict)
+    transfers: dict[TransferKey, int] = field(default_factory=dict)
+    gathers: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By rank and stage, until an action waits for it."""
+    meetings: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """By tied pair of (stage, rank)s: the operator at which both ends are there."""
+    actions: list[PlanAction] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    stretch: dict[Action, float] = field(default_factory=dict)
+
+    first: set[Action] = field(default_factory=set)
+    """Of the fillers of one place each."""
+
+    def __post_init__(self) -> None:
+        for llm, fillers in filled(self.plan) if self.costs.runs_beside else ():
+            tensor_ms = sum(self.costs.tensor_ms.get(action, 0.0) for action in llm)
+            whole_ms = sum(self.costs.compute_ms.get(action, 0.0) for action in llm)
+            if tensor_ms > 0 and whole_ms < inf:
+                self.stretch |= dict.fromkeys(fillers, whole_ms / tensor_ms)
+                self.first.add(fillers[0])
+
+    def add_transfers(self) -> None:
+        """First of all, since receives may stand before their sends; in the order of sending."""
+        for rank, program in enumerate(self.plan.actions):
+            for action in program:
+                if action.type in SEND:
+                    key = transfer_key(action)
+                    self.transfers[key] = self.graph.add(
+                        ("channel", rank, action.peer),
+                        self.costs.transfer_ms.get(key, 0.0),
+                        name=f"transfer of {action} from rank {rank}",
+                    )
+
+    def add_program(self, rank: int) -> None:
+        """The actions of one rank."""
+        previous = NONE  # the last operator of the program
+        side: list[int] = []  # the last one beside it, until the program waits for that
+        for action in self.plan.actions[rank]:
+            kind, aside = action.type, self._is_aside(action)
+            before = side[-1] if aside and side else previous
+            if kind in _POSTS:
+                for transfer in self._transfer(rank, action) if before != NONE else ():
+                    self.graph.add_edge(before, transfer)
+                self.actions.append(PlanAction(rank, action, before, before, True))
+                continue
+            if kind is ActionType.UNSHARD:
+                node = self._add_gather(rank, action, previous)
+                self.actions.append(PlanAction(rank, action, node, NONE, False))
+                continue
+            if side and self._joins(action, aside):
+                previous = self.graph.add(("rank", rank), 0.0, side, "main waits for side")
+                side = []
+            node = self._add_action(rank, action, previous, aside)
+            if aside:
+                side = [node]
+            else:
+                previous = node
+            waits = kind in _WAITS or kind is ActionType.REDUCE_TIED
+            self.actions.append(PlanAction(rank, action, node, before, waits))
+
+    def _add_action(self, rank: int, action: Action, previous: int, aside: bool) -> int:
+        """The operator of a computation, a wait or a reduction."""
+        after = self._needs(rank, action, previous)
+        if action.type is not ActionType.REDUCE_TIED and action.type not in _WAITS:
+            gather = self.gathers.pop((rank, action.stage), NONE)
+            after += [gather] if gather != NONE else []
+        if aside and previous != NONE:
+            after.append(previous)
+        queue = ("side" if aside else "rank", rank)
+        name = f"{action} on rank {rank}"
+        node = self.graph.add(queue, self._duration_ms(rank, action), after, name)
+        if action.type in COMPUTE:
+            self.compute[action] = node
+        return node
+
+    def _is_aside(self, action: Action) -> bool:
+        """Whether it runs beside the program: a filler, its waits and sends."""
+        kind = _COMPUTED_BY.get(action.type, action.type)
+        return bool(self.stretch) and Action(kind, *action[1:4]) in self.stretch
+
+    def _joins(self, action: Action, aside: bool) -> bool:
+        """Whether the program waits for what runs beside it before an action (`SideStream`)."""
+        return (
+            action in self.first
+            if aside
+            else not (action.type in _WAITS or action in self.plan.fillers)
+        )
+
+    def _needs(self, rank: int, action: Action, previous: int) -> list[int]:
+        """What an action waits for beside the one before it."""
+        if action.type in _WAITS:
+            return self._transfer(rank, action)
+        if action.type is ActionType.REDUCE_TIED:
+            ends = sorted([(action.stage, rank), (action.other, action.peer)])
+            key = (*ends[0], *ends[1])
+            if key not in self.meetings:
+                self.meetings[key] = self.graph.add(None, 0.0, name=f"both ends of {action}")
+            if previous != NONE:
+                self.graph.add_edge(previous, self.meetings[key])
+            return [self.meetings[key]]
+        return []
+
+    def _transfer(self, rank: int, action: Action) -> list[int]:
+        found = self.transfers.get(transfer_key(action))
+        if found is None:
+            self.problems.append(f"{action} on rank {rank}: nobody sends that; validate the plan")
+            return []
+        return [found]
+
+    def _add_gather(self, rank: int, action: Action, previous: int) -> int:
+        gather_ms = self.costs.gather_ms.get(action.stage, 0.0)
+        after = [] if previous == NONE else [previous]
+        node = self.graph.add(("gather", rank), gather_ms, after, f"{action} on rank {rank}")
+        self.gathers[rank, action.stage] = node
+        return node
+
+    def _duration_ms(self, rank: int, action: Action) -> float:
+        if action.type in COMPUTE:
+            duration_ms = self.costs.compute_ms.get(action)
+            if duration_ms is None:
+                self.problems.append(
+                    f"{action} on rank {rank} has no duration; compute the costs from the graph "
+                    "of this plan"
+                )
+            return self.stretch.get(action, 1.0) * (duration_ms or 0.0)
+        if action.type is ActionType.REDUCE_GRAD:
+            return self.costs.reduce_ms.get(action.stage, 0.0)
+        if action.type is ActionType.REDUCE_TIED:
+            return self.costs.tied_ms.get(action.stage, 0.0)
+        return 0.0
+
+    def finish(self) -> PlanGraph:
+        try:
+            graph = self.graph.compile()
+        except SimulationError as error:
+            raise SimulationError([*self.problems, *error.problems]) from None
+        if self.problems:
+            raise SimulationError(self.problems)
+        return PlanGraph(graph, self.actions, self.compute, self.transfers, self.stretch)

@@ -1,0 +1,298 @@
+"""Simulates a training step: the plan that the runtime executes, with costs instead of tensors.
+
+The result has the runtime's own records, so whatever draws, analyses or compares measured steps
+takes simulated ones (PipeWeaver §4, SEMU). `simulate` does it once; a `PlanSimulation` stays for
+more: it takes other costs of a few actions, or goes back to a checkpoint, and times only what that
+affects.
+
+Memory is counted as `validate_plan` does: static bytes, messages, and what tasks keep, changed in
+the order of each rank's program. The order decides the peak, not the times.
+
+A plan stands for all data- and tensor-parallel copies of its ranks at once: they do the same at
+the same time, so each is simulated for all of them (SEMU's spatial reuse).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from torchmm.balance.compiled import Int64s
+from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.simulation.incremental import Checkpoint, IncrementalTimes
+from torchmm.balance.simulation.operator_graph import (
+    PICOSECONDS_PER_MS,
+    MemoryTimeline,
+    SimulationError,
+    duration_problem,
+)
+from torchmm.balance.simulation.plan_graph import PlanGraph, TransferKey, build_plan_graph
+from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import Task
+from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
+from torchmm.pipelining.schedules.fillers import filled
+from torchmm.pipelining.view.timeline import Bubble, Timeline, analyze_timeline
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """What a step does, as predicted.
+
+    Attributes:
+        plan: that was simulated.
+        costs: that it was simulated with.
+        records: of all ranks, each in the order of its program, as `PipelineRuntime` gives them.
+            UNSHARD lasts as long as the gather, which runs beside computation.
+        memory: by rank of the plan: used bytes over time.
+    """
+
+    plan: PipelinePlan
+    costs: PlanCosts
+    records: list[ActionRecord]
+    memory: tuple[MemoryTimeline, ...]
+
+    @property
+    def makespan_ms(self) -> float:
+        """End of the last action."""
+        return max((record.end_ms for record in self.records), default=0.0)
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """By rank of the plan: the most memory used."""
+        return tuple(timeline.peak_bytes for timeline in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no rank needs more memory than there is."""
+        limit = self.costs.memory_limit_bytes
+        return limit is None or max(self.peak_bytes, default=0) <= limit
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of all actions, recomputation left out: divided by time and peak, the MFU."""
+        return sum(self.costs.flops.get(record.action, 0.0) for record in self.records)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Busy time and bubbles by class. Exposed tensor-parallel communication is a bubble (tp),
+        drawn at the end of its action, and not busy; `module_ms` has it."""
+        timeline = analyze_timeline(self.records, self.plan.graph.layout)
+        busy_ms, bubbles = list(timeline.busy_ms), list(timeline.bubbles)
+        covered = self._filled_share()
+        for rank, action, start_ms, end_ms in self.records:
+            tensor_ms = min(self.costs.tensor_ms.get(action, 0.0), end_ms - start_ms)
+            tensor_ms *= 1 - covered.get(action, 0.0)
+            if tensor_ms > 0:
+                busy_ms[rank] -= tensor_ms
+                bubbles.append(Bubble(rank, "tp", end_ms - tensor_ms, end_ms))
+        return replace(timeline, busy_ms=tuple(busy_ms), bubbles=tuple(bubbles))
+
+    def _filled_share(self) -> dict[Action, float]:
+        """By LLM action: the share of its communication beside which fillers compute."""
+        shares: dict[Action, float] = {}
+        for llm, fillers in filled(self.plan) if self.costs.runs_beside else ():
+            tensor_ms = sum(self.costs.tensor_ms.get(action, 0.0) for action in llm)
+            busy_ms = sum(self.costs.compute_ms[action] for action in fillers)
+            shares |= dict.fromkeys(llm, min(1.0, busy_ms / tensor_ms) if tensor_ms else 0.0)
+        return shares
+
+
+def simulate(plan: PipelinePlan, costs: PlanCosts) -> SimulatedStep:
+    """Predicts a step.
+
+    Args:
+        plan: valid (see `validate_plan`); without specs, messages take no memory.
+        costs: of its graph.
+
+    Raises:
+        SimulationError: a cost is missing, negative or no number, or ranks wait for each other.
+            All problems are listed.
+    """
+    return PlanSimulation(plan, costs).step()
+
+
+class PlanCheckpoint(NamedTuple):
+    """State of a `PlanSimulation`: times, and the costs that were changed."""
+
+    times: Checkpoint
+    compute_ms: dict[Action, float]
+    transfer_ms: dict[TransferKey, float]
+
+
+class PlanSimulation:
+    """A plan's simulation that can be asked again with other costs of some actions.
+
+    Attributes:
+        nodes: the plan as a graph of operators.
+
+    Raises:
+        SimulationError: as `simulate` does.
+    """
+
+    def __init__(self, plan: PipelinePlan, costs: PlanCosts) -> None:
+        problems = _problems(plan, costs)
+        try:
+            self.nodes: PlanGraph = build_plan_graph(plan, costs)
+        except SimulationError as error:
+            raise SimulationError([*problems, *error.problems]) from None
+        if problems:
+            raise SimulationError(problems)
+        self.plan = plan
+        self._costs = costs
+        self._compute_ms: dict[Action, float] = {}
+        self._transfer_ms: dict[TransferKey, float] = {}
+        self.times = IncrementalTimes(self.nodes.graph)
+
+    @property
+    def makespan_ms(self) -> float:
+        """End of the last action under the present costs."""
+        return self.times.makespan_ms
+
+    @property
+    def costs(self) -> PlanCosts:
+        """The present costs."""
+        return replace(
+            self._costs,
+            compute_ms={**self._costs.compute_ms, **self._compute_ms},
+            transfer_ms={**self._costs.transfer_ms, **self._transfer_ms},
+        )
+
+    def change(
+        self,
+        compute_ms: Mapping[Action, float],
+        transfer_ms: Mapping[TransferKey, float] | None = None,
+    ) -> None:
+        """Gives actions and transfers other durations.
+
+        Raises:
+            SimulationError: a duration is negative or no number, or the plan does not have what it
+                is for; nothing is changed then.
+        """
+        nodes, transfer_ms = self.nodes, transfer_ms or {}
+        given = (compute_ms, nodes.compute), (transfer_ms, nodes.transfers)
+        unknown = [f"the plan has no {key}" for new, own in given for key in new if key not in own]
+        if unknown:
+            raise SimulationError(unknown)
+        stretch = nodes.stretch
+        changed = {nodes.compute[a]: ms * stretch.get(a, 1.0) for a, ms in compute_ms.items()}
+        changed |= {nodes.transfers[key]: ms for key, ms in transfer_ms.items()}
+        self.times.set_durations(changed)
+        self._compute_ms.update(compute_ms)
+        self._transfer_ms.update(transfer_ms)
+
+    def checkpoint(self) -> PlanCheckpoint:
+        """The present state; later changes do not touch it."""
+        times = self.times.checkpoint()
+        return PlanCheckpoint(times, dict(self._compute_ms), dict(self._transfer_ms))
+
+    def restore(self, checkpoint: PlanCheckpoint) -> None:
+        """Goes back to a checkpoint."""
+        self.times.restore(checkpoint.times)
+        self._compute_ms = dict(checkpoint.compute_ms)
+        self._transfer_ms = dict(checkpoint.transfer_ms)
+
+    def step(self) -> SimulatedStep:
+        """Records and memory under the present costs."""
+        start_ps, end_ps = self.times.times_ps()
+        start_ms = (start_ps / PICOSECONDS_PER_MS).tolist()
+        end_ms = [*(end_ps / PICOSECONDS_PER_MS).tolist(), 0.0]  # NONE, the last: the step's begin
+        records = [
+            ActionRecord(rank, action, end_ms[before] if instant else start_ms[node], end_ms[node])
+            for rank, action, node, before, instant in self.nodes.actions
+        ]
+        return SimulatedStep(self.plan, self.costs, records, self._memory(records))
+
+    @cached_property
+    def _changes(self) -> list[Int64s]:
+        """By rank: bytes each action adds when it starts, then those it gives back at its end."""
+        return memory_changes(self.plan, self._costs)
+
+    def _memory(self, records: list[ActionRecord]) -> tuple[MemoryTimeline, ...]:
+        static = self._costs.static_bytes or (0,) * len(self.plan.actions)
+        timelines, begin = [], 0
+        for rank, program in enumerate(self.plan.actions):
+            own = records[begin : begin + len(program)]
+            begin += len(program)
+            times = np.array([0.0] + [t for record in own for t in record[2:]])
+            used = np.cumsum(np.concatenate((np.array([static[rank]]), self._changes[rank])))
+            changed = np.concatenate((np.array([True]), self._changes[rank] != 0))
+            timelines.append(MemoryTimeline(times[changed], used[changed]))
+        return tuple(timelines)
+
+
+def memory_changes(plan: PipelinePlan, costs: PlanCosts) -> list[Int64s]:
+    """Two changes per action of each rank's program: by the rules of validation."""
+
+    def later_bytes(task: Task) -> int:
+        return costs.kept_for_weights_bytes.get(task, costs.kept_bytes.get(task, 0))
+
+    memory = MemoryModel(lambda task: costs.kept_bytes.get(task, 0), later_bytes)
+    kinds = {action.type for program in plan.actions for action in program}
+    book = RuleBook(plan.graph, plan.specs, plan.training, kinds, memory)
+    changes = []
+    for rank, program in enumerate(plan.actions):
+        rows = np.zeros((len(program), 2), np.int64)
+        for position, action in enumerate(program):
+            if action not in book.rules[rank]:
+                raise SimulationError(
+                    [f"{action} has no place on rank {rank}; validate_plan says why"]
+                )
+            _, _, allocates, frees, *_ = book.rules[rank][action]
+            passing = _passing_bytes(plan, costs, action)
+            rows[position] = allocates + passing, -frees - passing
+        changes.append(rows.reshape(-1))
+    return changes
+
+
+def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
+    """What an action needs while it runs; a forward without a backward: what it would keep."""
+    temporary = costs.temporary_bytes.get(action, 0)
+    if action.type is not ActionType.F:
+        return temporary
+    if plan.training and plan.graph.needs_backward(action.stage, action.microbatch):
+        return temporary
+    return temporary + costs.kept_bytes.get(Task(*action[1:4]), 0)
+
+
+def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
+    """What is wrong with costs beside durations, which building the graph finds."""
+    problems = []
+    if costs.static_bytes and len(costs.static_bytes) != len(plan.actions):
+        problems.append(
+            f"static_bytes of {len(costs.static_bytes)} ranks for a plan of {len(plan.actions)}"
+        )
+    for rank, nbytes in enumerate(costs.static_bytes):
+        if not 0 <= nbytes < inf:
+            problems.append(f"rank {rank} has {nbytes} static bytes; give 0 or more")
+    for task in plan.graph.tasks():
+        kept, later = costs.kept_bytes.get(task, 0), costs.kept_for_weights_bytes.get(task, 0)
+        if not (0 <= kept < inf and 0 <= later < inf):
+            problems.append(
+                f"{task} keeps {kept} bytes, {later} between its I and W; give 0 or more"
+            )
+    for program in plan.actions:
+        for action in program:
+            if action.type in COMPUTE and action in costs.tensor_ms:
+                problems += _tensor_problems(costs, action)
+    limit = costs.memory_limit_bytes
+    if limit is not None and not limit > 0:
+        problems.append(f"a memory limit of {limit} bytes; give more than 0, or None for no limit")
+    return problems
+
+
+def _tensor_problems(costs: PlanCosts, action: Action) -> list[str]:
+    tensor_ms, whole_ms = costs.tensor_ms[action], costs.compute_ms.get(action, inf)
+    if text := duration_problem(tensor_ms):
+        return [f"{action}: its exposed communication has {text}"]
+    if tensor_ms > whole_ms:
+        return [
+            f"{action}: {tensor_ms} ms of exposed communication in {whole_ms} ms; the whole "
+            "duration includes it"
+        ]
+    return []

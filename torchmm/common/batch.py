@@ -1,0 +1,388 @@
+"""The types that data, models and planners share: samples, microbatches, module descriptions.
+
+`torchmm.data` produces these and `torchmm.models` consumes them; neither imports the other.
+A microbatch is *packed*: the samples of one or more sequences stand behind each other in one
+row of T tokens, and `cu_seqlens` says where each sample starts, so attention never crosses
+from one sample into the next. Padding, if any, is the last segment of a sequence and has no
+targets. Rejected: a (B, S) layout with a dense mask, which costs S x S memory and hides leaks
+(see `torchmm.models.layers.attention`).
+
+Shape legend: T tokens of a microbatch, N images, P patches of all images of an encoder,
+K encoder output tokens of all images, D features, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torchmm.common.generated import GeneratedMeta, GeneratorInputs
+from torchmm.recipe.model_section import GENERATOR
+
+IGNORE_TARGET = -100
+"""Target value of a position that does not count in the loss."""
+
+
+@dataclass(frozen=True)
+class ImageMeta:
+    """What planning needs to know of one image, known from its header without decoding it.
+
+    A sound is an "image" too, of one row: its patches are the positions that the encoder sees. So
+    is a clip, or each of its frames, for encoders that read single ones.
+    """
+
+    width_px: int
+    """0 for sounds."""
+    height_px: int
+    patches: int
+    """Patches the encoder processes, after resizing."""
+    tokens: int
+    """Tokens the image takes in the LLM's sequence (placeholders only, no marker tokens)."""
+    frames: int = 1
+    """Frames of a clip, or groups of as many as make one patch, which share its patches evenly."""
+    encoder: str | None = None
+    """Name of the encoder that reads it, where a model has several; None: the sample's."""
+    duration_ms: int = 0
+    """Of a sound or clip; of a clip's single frame, of what it stands for."""
+    frame_pixels: int = 0
+    """Most pixels of a clip's frame after resizing; 0: as many as any image may have."""
+
+
+@dataclass(frozen=True)
+class SampleMeta:
+    """One sample: where it comes from and how large it is.
+
+    `index` is the position inside its source, so that (source, index) names it for ever.
+    """
+
+    source: str
+    index: int
+    tokens: int
+    """Length in the LLM's sequence: text, markers and image placeholders."""
+    images: tuple[ImageMeta, ...] = ()
+    encoder: str | None = None
+    """Name of the encoder that reads the images; None for a text-only sample, or where each image
+    names its own."""
+    generated: tuple[GeneratedMeta, ...] = ()
+    """Images and clips that the generator has to draw; they take no tokens."""
+
+    def images_read_by(self, encoder: str) -> list[ImageMeta]:
+        """Those that `encoder` reads, in order."""
+        return [i for i in self.images if (i.encoder or self.encoder) == encoder]
+
+
+@dataclass(frozen=True)
+class MicrobatchMeta:
+    """The samples of one microbatch, in packing order: the planner's only input."""
+
+    samples: tuple[SampleMeta, ...]
+    tokens: int
+    """T, padding included."""
+
+    def images_read_by(self, encoder: str) -> list[ImageMeta]:
+        """Images that `encoder` reads, in order."""
+        return [image for sample in self.samples for image in sample.images_read_by(encoder)]
+
+    def patches(self, encoder: str) -> list[int]:
+        """Patches per image that `encoder` has to process, in order."""
+        return [image.patches for image in self.images_read_by(encoder)]
+
+    @property
+    def generated(self) -> list[GeneratedMeta]:
+        """Images and clips that the generator has to draw, in order."""
+        return [image for sample in self.samples for image in sample.generated]
+
+    def images_of(self, module: str) -> int:
+        """Images that an encoder reads, or that the generator draws."""
+        return len(self.generated) if module == GENERATOR else len(self.patches(module))
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(s.tokens for s in self.samples)
+
+    @property
+    def image_count(self) -> int:
+        """Images in the microbatch that encoders read."""
+        return sum(len(s.images) for s in self.samples)
+
+
+@dataclass
+class EncoderInputs:
+    """One encoder's share of a microbatch: its images and where their outputs go.
+
+    Exactly one pixel layout is used by an encoder, see `ImageSpec.layout`:
+    "fixed" has pixels of shape (N, C, height, width), "patches" has (P, D) with the patches of
+    all images behind each other; a patch of a sound is its mel bins of a few frames. Sizes are
+    plain Python numbers, so that no kernel launch waits for the device.
+    """
+
+    pixels: Tensor
+    """float32, (N, C, height, width) or (P, D)."""
+    grids_thw: list[tuple[int, int, int]]
+    """Patches per image as (frames, rows, columns), one entry per image."""
+    positions_K: Tensor
+    """int64: position in the microbatch's T tokens of each output token, image after image."""
+
+    def select(self, images: range) -> EncoderInputs:
+        """The share of consecutive images; its tensors are views.
+
+        Raises:
+            ValueError: there are no such images.
+        """
+        if not 0 <= images.start < images.stop <= len(self.grids_thw) or images.step != 1:
+            raise ValueError(f"no images {images} among {len(self.grids_thw)}")
+        patches = [prod(grid) for grid in self.grids_thw]
+        start, stop = sum(patches[: images.start]), sum(patches[: images.stop])
+        # An output token stands for the same number of patches in all images of an encoder.
+        tokens, total = len(self.positions_K), sum(patches)
+        at = slice(start, stop) if self.pixels.ndim == 2 else slice(images.start, images.stop)
+        return EncoderInputs(
+            self.pixels[at],
+            self.grids_thw[images.start : images.stop],
+            self.positions_K[start * tokens // total : stop * tokens // total],
+        )
+
+    def split(self, parts: int) -> list[EncoderInputs]:
+        """`parts` groups of consecutive images whose numbers differ by at most one.
+
+        Raises:
+            ValueError: there are fewer images than parts.
+        """
+        return [self.select(images) for images in even_ranges(len(self.grids_thw), parts)]
+
+
+def even_ranges(count: int, parts: int) -> list[range]:
+    """`count` things in `parts` consecutive groups, the larger ones first.
+
+    Raises:
+        ValueError: a group would be empty.
+    """
+    if not 1 <= parts <= count:
+        raise ValueError(
+            f"{count} images cannot be processed in {parts} parts; plan between 1 and {count}"
+        )
+    size, larger = divmod(count, parts)
+    sizes = [size + 1] * larger + [size] * (parts - larger)
+    return [range(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
+
+
+@dataclass
+class Microbatch:
+    """One packed microbatch of one data-parallel rank."""
+
+    input_ids_T: Tensor
+    """int64; image positions hold the placeholder id and are overwritten by encoder outputs."""
+    targets_T: Tensor
+    """int64: the token each position has to predict (already shifted); IGNORE_TARGET elsewhere."""
+    position_ids: Tensor
+    """int64, (T,), restarting at 0 in every sample; (3, T) for models with M-RoPE."""
+    cu_seqlens: list[int]
+    """Start of every packed segment, then T: [0, ..., T]. Padding is a segment of its own."""
+    encoders: dict[str, EncoderInputs]
+    """By encoder name. An encoder without images in this microbatch has no entry."""
+    meta: MicrobatchMeta
+    generator: GeneratorInputs | None = None
+    """None without images to be drawn."""
+
+    @cached_property
+    def target_positions_L(self) -> Tensor:
+        """int64: positions that count in the loss; found on the CPU before `to` moves them."""
+        return (self.targets_T != IGNORE_TARGET).nonzero()[:, 0]
+
+    @property
+    def target_count(self) -> int:
+        """Positions that count in the loss."""
+        return self.target_positions_L.numel()
+
+    @property
+    def generated_count(self) -> int:
+        """Images to be drawn that count in the loss."""
+        return self.generator.count if self.generator else 0
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Microbatch:
+        """Copy with every tensor on `device`; metadata stays in Python."""
+
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=non_blocking)
+
+        encoders = {
+            name: replace(e, pixels=move(e.pixels), positions_K=move(e.positions_K))
+            for name, e in self.encoders.items()
+        }
+        generator = self.generator and self.generator.to(device, non_blocking)
+        tensors = _map_tensors(self, move)
+        moved = replace(self, encoders=encoders, generator=generator, **tensors)
+        moved.target_positions_L = move(self.target_positions_L)
+        return moved
+
+    def pin_memory(self) -> Microbatch:
+        """Copy in page-locked memory (called by the loader on CUDA machines)."""
+        encoders = {
+            name: replace(e, pixels=e.pixels.pin_memory(), positions_K=e.positions_K.pin_memory())
+            for name, e in self.encoders.items()
+        }
+        generator = self.generator and self.generator.pin_memory()
+        tensors = _map_tensors(self, lambda x: x.pin_memory())
+        pinned = replace(self, encoders=encoders, generator=generator, **tensors)
+        pinned.target_positions_L = self.target_positions_L.pin_memory()
+        return pinned
+
+
+def _map_tensors(item: Any, function: Any) -> dict[str, Any]:
+    values = {f.name: getattr(item, f.name) for f in fields(item)}
+    return {name: function(v) for name, v in values.items() if isinstance(v, Tensor)}
+
+
+@dataclass
+class StepBatch:
+    """Everything one data-parallel rank needs for one optimizer step.
+
+    `state` is the loader's state *after* this batch: saving it with the checkpoint of this step
+    makes resume exact whatever the number of workers or the depth of prefetching.
+    """
+
+    microbatches: list[Microbatch]
+    state: dict[str, Any]
+    skipped: list[str] = field(default_factory=list)
+    """One "source[index]: reason" per corrupt sample, the first time this rank meets it; what all
+    ranks find while planning is listed by rank 0 only."""
+    epoch: int = 0
+    """Passes over the data that are complete."""
+
+    def pin_memory(self) -> StepBatch:
+        """Copy with every microbatch in page-locked memory."""
+        return replace(self, microbatches=[m.pin_memory() for m in self.microbatches])
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """How an encoder wants its images, or sounds; made by `torchmm.models`, obeyed by
+    `torchmm.data`."""
+
+    encoder: str
+    layout: Literal["fixed", "patches"]
+    processor_class: str
+    """Name of the Hugging Face image processor or feature extractor, e.g.
+    "CLIPImageProcessor"."""
+    processor: dict[str, Any]
+    """Its settings (the content of preprocessor_config.json)."""
+    patch_size_px: int
+    """Of sounds: samples of a patch."""
+    merge: int = 1
+    """Rows and columns of patches that become one output token: tokens = patches / merge**2. Of
+    sounds merge**2 consecutive ones."""
+    drop_class_token: bool = True
+    """Fixed layout: whether the class token, where there is one, is not handed to the LLM."""
+    extra_tokens: int = 0
+    """Fixed layout: output tokens beyond one per merged patch (a kept class token)."""
+    modality: Literal["image", "audio"] = "image"
+    """What the encoder reads."""
+    max_patches: int = 0
+    """Most patches of a sound, which is cut there."""
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """How the LLM wants its text; made by `torchmm.models`, obeyed by `torchmm.data`."""
+
+    vocab_size: int
+    image_token_id: int | None
+    """Placeholder id written at image positions (its embedding is never used)."""
+    image_prefix_ids: tuple[int, ...] = ()
+    """Marker tokens before each image, e.g. <|vision_start|>."""
+    image_suffix_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int = 0
+    positions: Literal["1d", "mrope"] = "1d"
+    video_token_id: int | None = None
+    """Placeholder id at positions of clips that are read as such; None: that of images."""
+    tokens_per_second: float | None = None
+    """M-RoPE: time positions per second of a clip; None: one per group of frames."""
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """Sizes of one kind of transformer layer, from which FLOPs and bytes follow."""
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_size: int
+    """Of experts: of those together that a token goes through."""
+    gated_ffn: bool
+    causal: bool
+    window: int | None = None
+    """Attention reach in tokens (LLM) or patches per window (encoder); None for full attention."""
+    cross_attention: bool = False
+    """Whether a second attention of the same sizes reads the context (generators), which has
+    `hidden_size` features behind the connector."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Kind of the layer's norms."""
+    norm_place: Literal["before", "behind", "around"] = "before"
+    """Where they stand: before attention and feed-forward part, behind them, or both."""
+    norm_weight_float32: bool = False
+    """Whether their weights multiply float32 values, which are then kept."""
+    activation: str = "silu"
+    """Function inside the feed-forward part, by Hugging Face's name."""
+    rotary: bool = True
+    """Whether queries and keys are rotated."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalized."""
+    packed_qkv: bool = False
+    """Whether one linear gives queries, keys and values."""
+    packed_gate_up: bool = False
+    """Whether one linear gives the gate and what it is for."""
+    experts: int = 0
+    """Among which a router chooses for every token; 0: there is one feed-forward part for all."""
+    batched: bool = False
+    """Whether images of one size are rows of a batch, and not packed into a single row."""
+    parameters: int = 0
+    """All of the layer, with biases and norms; 0: those of its matrix products."""
+
+
+@dataclass(frozen=True)
+class ModuleDescription:
+    """A modality module as the planners see it: layers and what stands around them."""
+
+    name: str
+    kind: Literal["llm", "encoder", "generator"]
+    layers: tuple[LayerDescription, ...]
+    pre_flops_per_unit: int
+    """Forward FLOPs per unit (token or patch) before the layers, e.g. the patch embedding."""
+    post_flops_per_unit: int
+    """Forward FLOPs per output unit behind the layers: an encoder's connector per token, the LM
+    head per target, a generator's output per patch."""
+    parameters: int
+    trainable: bool = True
+    connector_trainable: bool = True
+    """Whether the connector is trained: an encoder's is part of post_flops_per_unit, a generator's
+    has context_flops_per_unit."""
+    merge: int = 1
+    """Patches per row and column that become one output token (encoders)."""
+    tied: bool = False
+    """Whether input and output embeddings are one weight (LLMs)."""
+    pre_linears: tuple[tuple[int, int], ...] = ()
+    """(inputs, outputs) of the matrix products in `pre_flops_per_unit`; for their traffic only."""
+    post_linears: tuple[tuple[int, int], ...] = ()
+    """The same of `post_flops_per_unit`."""
+    pre_parameters: int = 0
+    """What stands before the layers: patch embedding, or the LLM's table of embeddings."""
+    post_parameters: int = 0
+    """What stands behind the layers: connector, or final norm and head, tied or not."""
+    extra_tokens: int = 0
+    """Positions per image beside its patches: a class token (encoders)."""
+    dummy_patches: int = 0
+    """Patches of the image that stands in for none (encoders)."""
+    context_flops_per_unit: int = 0
+    """Generators: forward FLOPs of the connector per context token, before the layers."""
+    flops_per_image: int = 0
+    """Generators: forward FLOPs per image before the layers, whatever its size (time embedding)."""

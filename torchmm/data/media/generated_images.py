@@ -1,0 +1,146 @@
+"""Images and clips that a generator has to draw: sizes, pixels, noise and times.
+
+Every frame is brought to the generator's square (scaled to cover it, then cut around the centre)
+and cut into patches. A clip is an animated GIF, WebP or PNG; of one with too many frames, evenly
+spaced ones are taken.
+
+Noise and time of an image are a pure function of the run's seed, the sample and the epoch, so they
+are the same whatever ranks, workers or microbatches there are, and after resuming. Rejected:
+drawing them on the device that trains, where they would depend on the layout.
+
+Shape legend: P patches of one image, V values of a patch (channels x rows x columns), F frames,
+H, W pixels, C channels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
+from torchmm.data.media.images import count_frames, decode_frames, read_size
+
+
+@dataclass(frozen=True)
+class DecodedTarget:
+    """One image or clip to be drawn, as arrays."""
+
+    meta: GeneratedMeta
+    patches_PV: np.ndarray
+    noise_PV: np.ndarray
+    time: float
+    context_end: int
+    """Tokens of the sample before it; the last of them are its context."""
+    counted: bool
+
+
+class TargetPreprocessor:
+    """Prepares what one generator has to draw.
+
+    Args:
+        spec: the generator's wishes.
+        seed: of noise and times.
+        max_pixels: images with more in their header are corrupt.
+    """
+
+    def __init__(self, spec: GeneratorSpec, seed: int, max_pixels: int) -> None:
+        self.spec = spec
+        self._seed = seed
+        self._max_pixels = max_pixels
+
+    @classmethod
+    def of(
+        cls, spec: GeneratorSpec | None, seed: int, max_pixels: int
+    ) -> TargetPreprocessor | None:
+        """None where there is no generator."""
+        return None if spec is None else cls(spec, seed, max_pixels)
+
+    def meta(self, data: bytes, context_end: int) -> GeneratedMeta:
+        """Sizes from the header alone.
+
+        Raises:
+            CorruptSampleError: not an image of a known format, or of an unacceptable size.
+        """
+        read_size(data, self._max_pixels)
+        frames = count_frames(data, self._max_pixels) if self.spec.frames > 1 else 1
+        context = min(context_end, self.spec.context_tokens)
+        return GeneratedMeta(self.spec.grid(frames), context)
+
+    def decode(
+        self, data: bytes, meta: GeneratedMeta, context_end: int, key: tuple[object, ...]
+    ) -> DecodedTarget:
+        """Pixels, with noise and time.
+
+        Args:
+            key: names the image for ever: source, sample, epoch, number within the sample.
+
+        Raises:
+            CorruptSampleError: the pixels cannot be decoded.
+        """
+        frames = decode_frames(data, self._max_pixels, meta.grid_thw[0])
+        patches_PV = np.concatenate([self._patches(frame) for frame in frames])
+        return self._with_noise(meta, patches_PV, context_end, key, counted=True)
+
+    def blank(self, meta: GeneratedMeta, key: tuple[object, ...]) -> DecodedTarget:
+        """In the place of an image that cannot be decoded: same sizes, does not count."""
+        values = 3 * self.spec.patch_size_px**2
+        patches_PV = np.zeros((meta.patches, values), np.float32)
+        return self._with_noise(meta, patches_PV, meta.context, key, counted=False)
+
+    def _patches(self, frame: Image.Image) -> np.ndarray:
+        size, patch = self.spec.size_px, self.spec.patch_size_px
+        square = ImageOps.fit(frame, (size, size), Image.Resampling.BICUBIC)
+        pixels_HWC = np.asarray(square, np.float32) / 127.5 - 1.0
+        side = size // patch
+        blocks = pixels_HWC.reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3)
+        return blocks.reshape(side * side, -1)
+
+    def _with_noise(
+        self,
+        meta: GeneratedMeta,
+        patches_PV: np.ndarray,
+        context_end: int,
+        key: tuple[object, ...],
+        counted: bool,
+    ) -> DecodedTarget:
+        digest = hashlib.sha256(json.dumps([self._seed, *key]).encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        if self.spec.time_sampling == "uniform":
+            time = torch.rand((), generator=generator)
+        else:
+            time = torch.randn((), generator=generator).sigmoid()
+        noise_PV = torch.randn(patches_PV.shape, generator=generator).numpy()
+        return DecodedTarget(meta, patches_PV, noise_PV, time.item(), context_end, counted)
+
+
+@dataclass
+class TargetRow:
+    """What is to be drawn in a microbatch under construction."""
+
+    targets: list[DecodedTarget] = field(default_factory=list)
+    context_positions: list[np.ndarray] = field(default_factory=list)
+
+    def append(self, target: DecodedTarget, sample_start: int) -> None:
+        """Adds an image of the sample that starts at a position of the microbatch."""
+        self.targets.append(target)
+        end = sample_start + target.context_end
+        self.context_positions.append(np.arange(end - target.meta.context, end))
+
+    def inputs(self) -> GeneratorInputs | None:
+        """All of them; None if there are none."""
+        if not self.targets:
+            return None
+        return GeneratorInputs(
+            patches_PV=torch.from_numpy(np.concatenate([t.patches_PV for t in self.targets])),
+            noise_PV=torch.from_numpy(np.concatenate([t.noise_PV for t in self.targets])),
+            times=[t.time for t in self.targets],
+            grids_thw=[t.meta.grid_thw for t in self.targets],
+            context_positions_K=torch.from_numpy(np.concatenate(self.context_positions)),
+            contexts=[t.meta.context for t in self.targets],
+            counted=[t.counted for t in self.targets],
+        )

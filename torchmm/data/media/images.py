@@ -1,0 +1,308 @@
+"""Image files to encoder inputs: header check, one conversion to RGB, the Hugging Face processor.
+
+Everything that planning needs follows from the header, so nothing is decoded for it, and a file
+that claims 100 megapixels is refused before it costs memory. `docs/data.md` lists the conversions;
+each exists because Pillow's plain `convert("RGB")` silently drops alpha, clips 16-bit values and
+ignores EXIF rotation.
+
+Preprocessing is the Hugging Face image processor itself (Pillow backend), so checkpoints see the
+pixels they were trained with. Rejected: torchvision's backend (one more binary dependency, and its
+resize differs from Pillow's) and own resizing code.
+
+Shape legend: C channels, H height, W width, P patches of one image, D values of one patch.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import transformers
+from PIL import Image, UnidentifiedImageError
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.siglip2.image_processing_pil_siglip2 import (
+    get_image_size_for_max_num_patches,
+)
+
+from torchmm.common.batch import ImageMeta, ImageSpec
+from torchmm.common.errors import ConfigError
+from torchmm.data.sources.corrupt import CorruptSampleError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Pillow decoders that may see untrusted bytes (EPS, for one, would start a PostScript process)."""
+MAX_ASPECT_RATIO = 200
+"""Same bound as Qwen2-VL's processor."""
+EXIF_ORIENTATION = 0x0112
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def read_size(data: bytes, max_pixels: int) -> tuple[int, int]:
+    """Upright (width, height) in pixels from the header alone.
+
+    Raises:
+        CorruptSampleError: not an image of a known format, or of an unacceptable size.
+    """
+    image, orientation = _open(data, max_pixels)
+    width, height = image.size
+    return (height, width) if orientation >= 5 else (width, height)
+
+
+def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
+    """Decode to an upright RGB image, see `docs/data.md` for the conversion of each mode.
+
+    Raises:
+        CorruptSampleError: the header is unacceptable or the pixels cannot be decoded.
+    """
+    image, orientation = _open(data, max_pixels)
+    try:
+        image.load()
+        image = to_rgb(image)
+    except Exception as error:  # decoders of broken files raise anything; counted by CorruptLimit
+        raise CorruptSampleError(f"image cannot be decoded: {_describe(error)}") from error
+    return image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
+
+
+def count_frames(data: bytes, max_pixels: int) -> int:
+    """Frames of an image or animation.
+
+    Raises:
+        CorruptSampleError: not an image of a known format, or of an unacceptable size.
+    """
+    image, _ = _open(data, max_pixels)
+    try:
+        return getattr(image, "n_frames", 1)
+    except Exception as error:  # as in decode_rgb
+        raise CorruptSampleError(f"frames cannot be counted: {_describe(error)}") from error
+
+
+def decode_frames(data: bytes, max_pixels: int, count: int) -> list[Image.Image]:
+    """`count` evenly spaced frames of an animation, or an image as its only frame, as RGB.
+
+    Raises:
+        CorruptSampleError: the header is unacceptable or the pixels cannot be decoded.
+    """
+    if count == 1:
+        return [decode_rgb(data, max_pixels)]
+    image, _ = _open(data, max_pixels)
+    frames = []
+    try:
+        for number in np.linspace(0, image.n_frames - 1, count).round():  # type: ignore[attr-defined]
+            image.seek(int(number))
+            frames.append(to_rgb(image.copy()))
+    except Exception as error:  # as in decode_rgb
+        raise CorruptSampleError(f"frames cannot be decoded: {_describe(error)}") from error
+    return frames
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """RGB version of a loaded image of any mode: alpha over white, high bit depths scaled."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I") or image.mode == "F":
+        return _scale_to_8_bit(image).convert("RGB")
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def _scale_to_8_bit(image: Image.Image) -> Image.Image:
+    values_HW = np.asarray(image).astype(np.float64)
+    if not np.isfinite(values_HW).all():
+        raise ValueError("pixels are not finite")
+    low, high = (0.0, 1.0) if image.mode == "F" else (0.0, 65535.0)
+    if values_HW.min() < low or values_HW.max() > high:
+        low, high = values_HW.min(), values_HW.max()
+    scaled_HW = (values_HW - low) * (255.0 / (high - low))
+    return Image.fromarray(np.rint(scaled_HW).astype(np.uint8))
+
+
+def _open(data: bytes, max_pixels: int) -> tuple[Image.Image, int]:
+    """Header only: (image not yet loaded, EXIF orientation still to be applied)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        # Pillow turns TIFF upright itself. PNG's getexif() would decode the pixels to look for
+        # EXIF behind them; what stands before them is in `info` by now.
+        has_exif = image.format != "TIFF" and "exif" in image.info
+        orientation = image.getexif().get(EXIF_ORIENTATION, 1) if has_exif else 1
+    except Exception as error:  # as above
+        kind = f"{len(data)} bytes starting with {data[:12]!r}"
+        raise CorruptSampleError(f"not an image ({kind}): {_describe(error)}") from error
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise CorruptSampleError(f"image of {width}x{height} pixels")
+    if width * height > max_pixels:
+        raise CorruptSampleError(
+            f"image of {width}x{height} pixels; data.max_image_pixels is {max_pixels}"
+        )
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise CorruptSampleError(f"image of {width}x{height} pixels: aspect ratio above 200")
+    return image, orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return f"none of {', '.join(FORMATS)}"
+    return f"{type(error).__name__}: {str(error)[:120]}"
+
+
+@dataclass(frozen=True)
+class ImageGrid:
+    """Patches of one image after resizing."""
+
+    rows: int
+    columns: int
+
+
+class ImagePreprocessor:
+    """The Hugging Face processor of one encoder, and its output sizes without running it.
+
+    Args:
+        spec: the encoder's wishes.
+
+    Raises:
+        ConfigError: the processor is unknown, or does not fit the spec's layout or patch sizes.
+    """
+
+    def __init__(self, spec: ImageSpec) -> None:
+        self.spec = spec
+        self.processor = _make_processor(spec)
+        probe = Image.new("RGB", (96, 64))
+        outputs = self._run(probe)
+        if spec.layout == "fixed":
+            self._fixed_shape = self._probe_fixed_shape(outputs)
+        elif "image_grid_thw" not in outputs and "spatial_shapes" not in outputs:
+            raise ConfigError(
+                f"encoder {spec.encoder!r}: {spec.processor_class} makes no patches; supported for "
+                "variable sizes are Qwen2VLImageProcessor and Siglip2ImageProcessor"
+            )
+        self._naflex = "spatial_shapes" in outputs
+        self.frames_per_patch: int = getattr(self.processor, "temporal_patch_size", 1)
+        """Frames of a clip that a patch spans; those of an image are the same."""
+        self._check(probe)
+
+    def grid(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageGrid:
+        """Rows and columns of patches for an upright image of this size.
+
+        Args:
+            limit_px: most pixels after resizing, as far as sizes vary; 0: the processor's own.
+        """
+        patch = self.spec.patch_size_px
+        limits = self._limits(limit_px)
+        if self.spec.layout == "fixed":
+            height, width = self._fixed_shape
+        elif self._naflex:
+            height, width = get_image_size_for_max_num_patches(
+                height_px, width_px, patch, limits["max_num_patches"]
+            )
+        else:
+            size = limits["size"]
+            height, width = smart_resize(
+                height_px,
+                width_px,
+                factor=patch * self.spec.merge,
+                min_pixels=size["shortest_edge"],
+                max_pixels=size["longest_edge"],
+            )
+        return ImageGrid(height // patch, width // patch)
+
+    def _limits(self, limit_px: int) -> dict[str, Any]:
+        """The processor's settings that limit sizes."""
+        patch = self.spec.patch_size_px
+        if self.spec.layout == "fixed":
+            return {}
+        if self._naflex:
+            most = self.processor.max_num_patches
+            limit = max(1, limit_px // patch**2) if limit_px else most
+            return {"max_num_patches": min(most, limit)}
+        least, most = (self.processor.size[edge] for edge in ("shortest_edge", "longest_edge"))
+        limit = max(limit_px, least) if limit_px else most
+        return {"size": {"shortest_edge": least, "longest_edge": min(most, limit)}}
+
+    def meta(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageMeta:
+        """What planning needs to know of an upright image of this size."""
+        grid = self.grid(width_px, height_px, limit_px)
+        patches = grid.rows * grid.columns
+        tokens = patches // self.spec.merge**2 + self.spec.extra_tokens
+        return ImageMeta(width_px, height_px, patches, tokens, frame_pixels=limit_px)
+
+    def pixels(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
+        """Encoder input of one RGB image: float32, (C, H, W) or (P, D), padding removed."""
+        outputs = self._run(image, **(self._limits(limit_px) if limit_px else {}))
+        values = np.asarray(outputs["pixel_values"])
+        if self.spec.layout == "fixed":
+            values = values[0]
+        elif self._naflex:
+            rows, columns = outputs["spatial_shapes"][0]
+            values = values[0, : rows * columns]
+        return np.ascontiguousarray(values, dtype=np.float32)
+
+    def blank(self, width_px: int, height_px: int, limit_px: int = 0) -> np.ndarray:
+        """Zeros in the place of an image that turned out to be undecodable, same shape."""
+        grid = self.grid(width_px, height_px, limit_px)
+        if self.spec.layout == "fixed":
+            return np.zeros((3, *self._fixed_shape), np.float32)
+        return np.zeros((grid.rows * grid.columns, self._patch_values), np.float32)
+
+    def _run(self, image: Image.Image, **changes: Any) -> Any:
+        return self.processor(images=[image], return_tensors="np", **changes)
+
+    def _probe_fixed_shape(self, outputs: Any) -> tuple[int, int]:
+        shape = outputs["pixel_values"].shape
+        other = self._run(Image.new("RGB", (40, 90)))["pixel_values"].shape
+        if len(shape) != 4 or shape != other:
+            raise ConfigError(
+                f"encoder {self.spec.encoder!r}: {self.spec.processor_class} gives {shape} and "
+                f"{other} for images of two sizes, but a fixed size is needed: set a square "
+                "`size` or a `crop_size` in model.encoders.*.processor"
+            )
+        return shape[2], shape[3]
+
+    def _check(self, probe: Image.Image) -> None:
+        spec, settings = self.spec, self.processor
+        problems = []
+        if spec.layout == "patches":
+            self._patch_values = self.pixels(probe).shape[1]
+            if settings.patch_size != spec.patch_size_px:
+                problems.append(f"patch size {settings.patch_size}, encoder {spec.patch_size_px}")
+            if self._naflex and spec.merge != 1:
+                problems.append("grids with odd sides, which cannot be merged by pixel shuffle")
+            if not self._naflex and settings.merge_size != spec.merge:
+                problems.append(f"merge size {settings.merge_size}, encoder {spec.merge}")
+            if not settings.do_resize:
+                problems.append("do_resize = false")
+        else:
+            grid = self.grid(probe.width, probe.height)
+            if grid.rows % spec.merge or grid.columns % spec.merge:
+                problems.append(
+                    f"{grid.rows}x{grid.columns} patches, not divisible by {spec.merge}"
+                )
+        if problems:
+            raise ConfigError(
+                [f"encoder {spec.encoder!r}: {spec.processor_class} has {p}" for p in problems]
+            )
+
+
+def _make_processor(spec: ImageSpec) -> Any:
+    name = spec.processor_class.removesuffix("Fast").removesuffix("Pil") + "Pil"
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        raise ConfigError(
+            f"encoder {spec.encoder!r}: transformers {transformers.__version__} has no image "
+            f"processor {name!r} (asked for: {spec.processor_class!r})"
+        )
+    return cls.from_dict(dict(spec.processor))

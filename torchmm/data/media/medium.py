@@ -1,0 +1,91 @@
+"""What encoders read, whatever it is: one interface to the preprocessing of images and sounds.
+
+Clips (`torchmm.data.media.clips`) go through an image encoder's preprocessing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from torchmm.common.batch import ImageMeta, ImageSpec
+from torchmm.data.media.audio import AudioPreprocessor
+from torchmm.data.media.images import ImagePreprocessor, decode_rgb, read_size
+
+
+class MediaPreprocessor(Protocol):
+    """Files to the inputs of one encoder."""
+
+    spec: ImageSpec
+    grouped: bool
+    """Whether inputs are stacked, as all have one shape; else they stand behind each other."""
+
+    def meta(self, data: bytes) -> ImageMeta:
+        """What planning needs to know of a file; raises CorruptSampleError."""
+        ...
+
+    def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
+        """Patches as (frames, rows, columns)."""
+        ...
+
+    def block(self, meta: ImageMeta) -> tuple[int, int, int]:
+        """Output tokens as (frames, rows, columns)."""
+        ...
+
+    def pixels(self, data: bytes, meta: ImageMeta) -> np.ndarray:
+        """float32 inputs of a file; raises CorruptSampleError."""
+        ...
+
+    def blank(self, meta: ImageMeta) -> np.ndarray:
+        """Zeros of the same shape."""
+        ...
+
+
+class ImageMedia:
+    """Image files.
+
+    Args:
+        spec: the encoder's wishes.
+        max_pixels: of the largest image that is decoded.
+
+    Raises:
+        ConfigError: the processor is unknown or does not fit.
+    """
+
+    def __init__(self, spec: ImageSpec, max_pixels: int) -> None:
+        self.spec = spec
+        self.grouped = spec.layout == "fixed"
+        self.preprocessor = ImagePreprocessor(spec)
+        self._max_pixels = max_pixels
+
+    def meta(self, data: bytes) -> ImageMeta:
+        """From the header; raises CorruptSampleError."""
+        return self.preprocessor.meta(*read_size(data, self._max_pixels))
+
+    def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
+        """Patches as (frames, rows, columns)."""
+        grid = self.preprocessor.grid(meta.width_px, meta.height_px)
+        return 1, grid.rows, grid.columns
+
+    def block(self, meta: ImageMeta) -> tuple[int, int, int]:
+        """Output tokens as (frames, rows, columns)."""
+        _, rows, columns = self.grid_thw(meta)
+        return 1, rows // self.spec.merge, columns // self.spec.merge
+
+    def pixels(self, data: bytes, meta: ImageMeta) -> np.ndarray:
+        """(C, H, W) or (P, D); raises CorruptSampleError."""
+        return self.preprocessor.pixels(decode_rgb(data, self._max_pixels))
+
+    def blank(self, meta: ImageMeta) -> np.ndarray:
+        """Zeros of the same shape."""
+        return self.preprocessor.blank(meta.width_px, meta.height_px)
+
+
+def open_media(spec: ImageSpec, max_pixels: int) -> MediaPreprocessor:
+    """What prepares files for an encoder.
+
+    Raises:
+        ConfigError: its processor is unknown, does not fit, or lacks a library.
+    """
+    return AudioPreprocessor(spec) if spec.modality == "audio" else ImageMedia(spec, max_pixels)

@@ -1,0 +1,214 @@
+"""Clips: container headers, evenly spaced frames, decoding of these alone.
+
+Lengths come from the container's list of packets, which is read whole (headers of streamed files
+lack them, and headers of torn files lie), and from the first frame, which alone knows rotation and
+size. Which frames are read follows from these numbers and the recipe, so that a plan can be made
+without decoding; the rule is that of Hugging Face's Qwen processors. Frames far apart are reached
+by their key frames.
+
+Files are read by FFmpeg through PyAV, which brings its own copy, within the process and without
+threads: workers are processes. Rejected: torchcodec (needs the machine's FFmpeg, in a version that
+fits torch's), OpenCV (neither times nor rotation), a pipe to the `ffmpeg` program (a process per
+clip). Only container formats that hold their own data are allowed: playlists name other files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import floor
+from typing import Any
+
+from PIL import Image
+
+from torchmm.common.errors import ConfigError
+from torchmm.data.media.images import MAX_ASPECT_RATIO, to_rgb
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.recipe.config_video import VideoConfig
+
+FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf,gif,apng"
+"""FFmpeg demuxers that may see untrusted bytes."""
+LONGEST_S = 1e6
+"""Of clips whose times are believed."""
+SEEK_FRAMES = 48
+"""Frames to be passed over from which on the next key frame is looked for instead."""
+
+
+class Clip:
+    """One clip: its sizes at once, its frames when they are asked for.
+
+    Args:
+        data: the file.
+        max_pixels: of the largest frame that is decoded.
+
+    Attributes:
+        data: the file.
+        frames: in the file.
+        duration_s: of all of them.
+        width_px, height_px: upright.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+        CorruptSampleError: no clip in a known format, or of an unacceptable size.
+    """
+
+    def __init__(self, data: bytes, max_pixels: int) -> None:
+        if importlib.util.find_spec("av") is None:
+            raise ConfigError("the data have clips; pip install 'torchmm[video]' (PyAV)")
+        self.data = data
+        self._max_pixels = max_pixels
+        with self._opened() as (container, stream):
+            packets = [p for p in container.demux(stream) if p.size and not p.is_discard]
+            if not packets or any(_time(packet) is None for packet in packets):
+                raise CorruptSampleError(
+                    f"clip of {len(packets)} frames, or of frames without times"
+                )
+            packets.sort(key=_time)
+            self._unit_s: Fraction = stream.time_base
+            self._times: list[int] = [_time(packet) for packet in packets]
+            self._keys = [_time(packet) for packet in packets if packet.is_keyframe]
+            last = packets[-1].duration or 0
+        self.frames = len(packets)
+        shown = self._times[-1] - self._times[0]
+        # Without a duration the last frame stays as long as the others. Exact: six frames at three
+        # per second last two seconds, and not a little less.
+        last = last or Fraction(shown, max(1, self.frames - 1)) or 1
+        self.duration_s = float((shown + last) * self._unit_s)
+        if not 0 < self.duration_s < LONGEST_S:
+            raise CorruptSampleError(f"clip of {self.duration_s} seconds")
+        self._wanted: set[int] = set()
+        first = self.decode([0])[0]
+        self.width_px, self.height_px = first.size
+
+    def at_s(self, frame: int) -> float:
+        """When a frame is shown, from the first one on."""
+        return float((self._times[frame] - self._times[0]) * self._unit_s)
+
+    def select(self, frames: Sequence[int]) -> ClipFrames:
+        """Some of its frames; all that were ever selected are decoded together."""
+        self._wanted.update(frames)
+        return ClipFrames(self, tuple(frames))
+
+    @cached_property
+    def decoded(self) -> dict[int, Image.Image]:
+        """RGB of all selected frames. Raises CorruptSampleError."""
+        frames = sorted(self._wanted)
+        return dict(zip(frames, self.decode(frames), strict=True))
+
+    def decode(self, frames: Sequence[int]) -> list[Image.Image]:
+        """Upright RGB of some frames, in ascending order.
+
+        Raises:
+            CorruptSampleError: they cannot be decoded, or the file ends before them.
+        """
+        wanted = [self._times[number] for number in frames]
+        found = self._decode(wanted, seek=True)
+        if [time for time, _ in found] != wanted:  # seeking works in most files
+            found = self._decode(wanted, seek=False)
+        return [image for _, image in found]
+
+    def _decode(self, wanted: Sequence[int], seek: bool) -> list[tuple[int, Image.Image]]:
+        """The first frames at or behind the wanted times, with their own."""
+        found: list[tuple[int, Image.Image]] = []
+        with self._opened() as (container, stream):
+            frames = container.decode(stream)
+            now, sought, frame = -1, -1, None
+            for time in wanted:
+                while frame is None or now < time:
+                    key = self._key_ahead(now, time) if seek and frame is not None else -1
+                    if key > sought:
+                        container.seek(key, stream=stream)
+                        frames, sought = container.decode(stream), key
+                    frame = next(frames, None)
+                    if frame is None:
+                        raise CorruptSampleError(
+                            f"clip ends before one of the {self.frames} frames it should have"
+                        )
+                    now = _time(frame)
+                    if now is None:
+                        raise CorruptSampleError("clip has frames without times")
+                found.append((now, self._rgb(frame)))
+        return found
+
+    def _key_ahead(self, now: int, time: int) -> int:
+        """The key frame to continue from, where it is far ahead; else -1."""
+        at = bisect_right(self._keys, time) - 1
+        if at < 0:
+            return -1
+        passed = bisect_left(self._times, self._keys[at]) - bisect_left(self._times, now)
+        return self._keys[at] if passed > SEEK_FRAMES else -1
+
+    def _rgb(self, frame: Any) -> Image.Image:
+        width, height = frame.width, frame.height
+        if width * height > self._max_pixels:
+            raise CorruptSampleError(
+                f"clip of {width}x{height} pixels; data.max_image_pixels is {self._max_pixels}"
+            )
+        if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+            raise CorruptSampleError(f"clip of {width}x{height} pixels: aspect ratio above 200")
+        if any(component.is_alpha for component in frame.format.components):
+            image = to_rgb(Image.fromarray(frame.to_ndarray(format="rgba")))
+        else:
+            image = frame.to_image()
+        return image.rotate(90 * round(frame.rotation / 90), expand=True)
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[Any, Any]]:
+        import av  # noqa: PLC0415 - an extra
+
+        try:
+            options = {"format_whitelist": FORMATS}
+            with av.open(io.BytesIO(self.data), options=options) as container:
+                if not container.streams.video:
+                    raise CorruptSampleError("clip without pictures")
+                stream = container.streams.video[0]
+                stream.codec_context.thread_count = 1
+                yield container, stream
+        except (av.FFmpegError, OSError, ValueError, MemoryError) as error:
+            kind = f"{len(self.data)} bytes starting with {self.data[:12]!r}"
+            text = f"{type(error).__name__}: {str(error)[:120]}"
+            raise CorruptSampleError(f"not a clip ({kind}): {text}") from error
+
+
+@dataclass(frozen=True)
+class ClipFrames:
+    """Some frames of a clip."""
+
+    clip: Clip
+    numbers: tuple[int, ...]
+
+    def images(self) -> list[Image.Image]:
+        """Upright RGB. Raises CorruptSampleError."""
+        return [self.clip.decoded[number] for number in self.numbers]
+
+
+def sampled_frames(
+    frames: int, duration_s: float, config: VideoConfig, group: int = 1, most: int | None = None
+) -> list[int]:
+    """Which frames of a clip are read: evenly spaced, whole groups where there are enough.
+
+    Args:
+        frames: in the clip.
+        duration_s: of the clip.
+        config: rate and limits.
+        group: frames that make one patch.
+        most: a further limit.
+
+    Returns:
+        ascending numbers, at least one.
+    """
+    limit = min(config.max_frames, frames, most or frames)
+    wanted = min(max(duration_s * config.fps, config.min_frames), limit // group * group)
+    count = max(1, floor(wanted / group) * group)
+    return [number * frames // count for number in range(count)]
+
+
+def _time(packet_or_frame: Any) -> Any:
+    shown = packet_or_frame.pts
+    return packet_or_frame.dts if shown is None else shown

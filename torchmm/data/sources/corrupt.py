@@ -1,0 +1,51 @@
+"""Corrupt samples: the exception that marks one, and the limit on how many a run accepts.
+
+Samples come from outside and any of them may be broken. A broken one is skipped and named, never
+repaired. Rejected: a limit per rank (the run would stop at a point that depends on the number of
+ranks) and a limit on consecutive failures (a source that is 30 % broken passes it).
+"""
+
+from __future__ import annotations
+
+from torchmm.common.errors import DataError
+
+MIN_SAMPLES_FOR_FRACTION = 100
+"""Below this many samples a fraction says nothing and is not checked."""
+
+
+class CorruptSampleError(ValueError):
+    """One sample cannot be used; the message is the reason, without the sample's name."""
+
+
+class CorruptLimit:
+    """Counts samples of the whole run and stops it when too many are corrupt.
+
+    Args:
+        max_samples: corrupt samples accepted.
+        max_fraction: accepted share of corrupt samples, once 100 samples were seen.
+    """
+
+    def __init__(self, max_samples: int, max_fraction: float) -> None:
+        self.max_samples = max_samples
+        self.max_fraction = max_fraction
+        self.corrupt = 0
+        self.seen = 0
+
+    def add(self, corrupt: int, seen: int) -> None:
+        """Add the numbers of one step, summed over data-parallel ranks.
+
+        Raises:
+            DataError: more samples are corrupt than accepted.
+        """
+        self.corrupt += corrupt
+        self.seen += seen
+        many = self.corrupt > self.max_samples
+        share = self.corrupt / max(self.seen, 1)
+        dense = self.seen >= MIN_SAMPLES_FOR_FRACTION and share > self.max_fraction
+        if many or dense:
+            raise DataError(
+                f"{self.corrupt} of {self.seen} samples are corrupt; accepted are "
+                f"data.max_corrupt_samples = {self.max_samples} and "
+                f"data.max_corrupt_fraction = {self.max_fraction}. The log names each of them: "
+                "remove or repair them, or raise the limits"
+            )

@@ -1,0 +1,217 @@
+"""The length index of a source with random access: tokens and image sizes of every sample.
+
+Measured once and cached as an .npz file, it makes sample order, packing and planning independent
+of any data access. The cache file is named by a hash of everything that lengths depend on; ranks
+that race write the same bytes to files of their own and rename them, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, __version__
+
+from torchmm.common.batch import ImageMeta, SampleMeta
+from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.files import check_writable, replace_atomically
+from torchmm.common.generated import GeneratedMeta
+from torchmm.data.identity import SamplesDigest
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.sources.local_and_hub import MapSource
+from torchmm.data.sources.reader import SampleReader
+from torchmm.recipe.recipe import DataConfig, SourceConfig
+
+FORMAT_VERSION = 5
+"""Raised when parsing, tokenising or measuring changes, so that old caches are not used."""
+PROGRESS_INTERVAL_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LengthIndex:
+    """Sizes of N samples with M images and sounds, and G more images to be drawn.
+
+    `tokens_N` is 0 for corrupt samples, whose reasons stand in `corrupt`; `content` identifies all
+    samples, wherever their files lie. The rows of `images_M8`
+    are (width_px, height_px, patches, tokens, frames, encoder, duration_ms, frame_pixels), the
+    encoder as its position in the model; sample n has rows `offsets[n]:offsets[n + 1]`. Those
+    of `generated_G4` are (frames, rows, columns, context), from `generated_offsets`.
+    """
+
+    tokens_N: np.ndarray
+    offsets: np.ndarray
+    images_M8: np.ndarray
+    generated_offsets: np.ndarray
+    generated_G4: np.ndarray
+    corrupt: dict[int, str]
+    content: str = ""
+
+    def meta(self, source: str, index: int, encoders: Sequence[str]) -> SampleMeta:
+        """Metadata of sample `index` for a model with these encoders."""
+        rows = self.images_M8[self.offsets[index] : self.offsets[index + 1]].tolist()
+        several = len(encoders) > 1
+        images = tuple(
+            ImageMeta(w, h, patches, tokens, frames, encoders[e] if several else None, *of_clip)
+            for w, h, patches, tokens, frames, e, *of_clip in rows
+        )
+        first, end = self.generated_offsets[index : index + 2]
+        drawn = self.generated_G4[first:end].tolist()
+        generated = tuple(GeneratedMeta((f, r, c), context) for f, r, c, context in drawn)
+        tokens = int(self.tokens_N[index])
+        encoder = encoders[0] if images and not several else None
+        return SampleMeta(source, index, tokens, images, encoder, generated)
+
+
+def cache_key(
+    source: MapSource,
+    config: SourceConfig,
+    data: DataConfig,
+    sequence_length: int,
+    reader: SampleReader,
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    """Hash of everything that the lengths of a source's samples depend on."""
+    parts = {
+        "format": FORMAT_VERSION,
+        "transformers": __version__,
+        "source": source.fingerprint,
+        "prompt": config.prompt,
+        "generate": config.generate,
+        "generated": dataclasses.asdict(reader.targets.spec) if reader.targets else None,
+        "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
+        "video": data.video.model_dump(),
+        "text": dataclasses.asdict(reader.text_spec),
+        "encoders": [dataclasses.asdict(medium.spec) for medium in reader.media.values()],
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "chat_template": tokenizer.chat_template,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def load_or_build(
+    name: str, source: MapSource, prompt: str, reader: SampleReader, path: Path
+) -> LengthIndex:
+    """The cached index, or a new one that is then cached.
+
+    Args:
+        name: the source's name, for messages.
+        source: its records.
+        prompt: the source's caption prompt.
+        reader: measures records.
+        path: cache file.
+
+    Raises:
+        ConfigError: there is none, and none can be written.
+        DataError: no sample of the source is usable.
+    """
+    index = _load(path)
+    if index is None:
+        with _naming_the_cache(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(path.parent)  # measuring may take hours, in vain
+        index = _build(name, source, prompt, reader)
+        with _naming_the_cache(path.parent):
+            _save(index, path)
+    if not index.tokens_N.any():
+        first = [f"{name}[{i}]: {reason}" for i, reason in list(index.corrupt.items())[:3]]
+        raise DataError(
+            f"source {name!r}: none of its {len(index.tokens_N)} samples is usable. "
+            + "; ".join(first)
+        )
+    return index
+
+
+def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> LengthIndex:
+    tokens: list[int] = []
+    offsets = [0]
+    images: list[tuple[int, ...]] = []
+    generated_offsets = [0]
+    generated: list[tuple[int, ...]] = []
+    corrupt: dict[int, str] = {}
+    digest = SamplesDigest()
+    last = time.monotonic()
+    for i in range(len(source)):
+        try:
+            sample = reader.read(source.read(i), prompt)
+        except CorruptSampleError as error:
+            tokens.append(0)
+            corrupt[i] = str(error)
+            digest.add(None)
+        else:
+            tokens.append(len(sample.text.ids))
+            digest.add(sample)
+            images.extend(_row(image, reader.encoders) for image in sample.images)
+            generated.extend((*g.grid_thw, g.context) for g in sample.generated)
+        offsets.append(len(images))
+        generated_offsets.append(len(generated))
+        if time.monotonic() - last > PROGRESS_INTERVAL_S:
+            last = time.monotonic()
+            logger.info("measuring source %s: %d of %d samples", name, i + 1, len(source))
+    return LengthIndex(
+        np.asarray(tokens, np.int32),
+        np.asarray(offsets, np.int64),
+        np.asarray(images, np.int32).reshape(-1, 8),
+        np.asarray(generated_offsets, np.int64),
+        np.asarray(generated, np.int32).reshape(-1, 4),
+        corrupt,
+        digest.hexdigest(),
+    )
+
+
+@contextmanager
+def _naming_the_cache(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"data.index_cache = {str(directory)!r}: cannot write {error.filename or directory}: "
+            f"{error.strerror}; name a directory that can be written and has room"
+        ) from error
+
+
+def _row(image: ImageMeta, encoders: Sequence[str]) -> tuple[int, ...]:
+    encoder = 0 if image.encoder is None else encoders.index(image.encoder)
+    sizes = (image.width_px, image.height_px, image.patches, image.tokens, image.frames)
+    return (*sizes, encoder, image.duration_ms, image.frame_pixels)
+
+
+def _save(index: LengthIndex, path: Path) -> None:
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        tokens_N=index.tokens_N,
+        offsets=index.offsets,
+        images_M8=index.images_M8,
+        generated_offsets=index.generated_offsets,
+        generated_G4=index.generated_G4,
+        corrupt=np.asarray(json.dumps(index.corrupt)),
+        content=np.asarray(index.content),
+    )
+    replace_atomically(path, buffer.getvalue())
+
+
+def _load(path: Path) -> LengthIndex | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            corrupt = {int(k): v for k, v in json.loads(str(arrays["corrupt"])).items()}
+            tokens, offsets = arrays["tokens_N"], arrays["offsets"]
+            generated = arrays["generated_offsets"], arrays["generated_G4"]
+            content = str(arrays["content"])
+            return LengthIndex(tokens, offsets, arrays["images_M8"], *generated, corrupt, content)
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        logger.warning("index cache %s is unreadable (%s) and is built again", path, error)
+        return None

@@ -1,0 +1,157 @@
+"""Opens a recipe's sources: their order, for planning, and a decoder, for pixels and tokens.
+
+Loaders plan and decode; producers (`torchmm.data.serve`) only decode. Both open samples here, and
+`Samples.fingerprint` tells whether two of them would prepare the same tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.common.batch import ImageSpec, TextSpec
+from torchmm.common.errors import ConfigError
+from torchmm.common.generated import GeneratorSpec
+from torchmm.data.decode import StepDecoder
+from torchmm.data.identity import identity, settings_of, stream_content
+from torchmm.data.media.generated_images import TargetPreprocessor
+from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture
+from torchmm.data.sources.length_index import cache_key, load_or_build
+from torchmm.data.sources.local_and_hub import (
+    MapSource,
+    open_map_source,
+    resolve_files,
+    unique_names,
+)
+from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.streams import StreamFeed, open_stream
+from torchmm.recipe.recipe import DataConfig, SourceConfig, TrainingConfig
+
+VALIDATION_SEED = 0
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """One source."""
+
+    name: str
+    config: SourceConfig
+    records: MapSource | None
+    """Random access for workers; None for streams."""
+    make_feed: Callable[[], Feed]
+    key: str
+    """Names all that the sizes of its samples depend on; empty for streams."""
+    content: str
+    """Identifies its samples, wherever they lie; of streams what can be known of them."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All sources of a run, or those held out."""
+
+    sources: list[OpenSource]
+    decoder: StepDecoder
+    seed: int
+    identity: dict[str, Any] = field(default_factory=dict)
+    """See `torchmm.data.identity`."""
+
+    def mixture(self) -> Mixture:
+        """Their global order, from the start."""
+        feeds = [source.make_feed() for source in self.sources]
+        return Mixture(feeds, [source.config.weight for source in self.sources])
+
+    def feeds(self) -> dict[str, int]:
+        """Number of each source by its name."""
+        return {source.name: number for number, source in enumerate(self.sources)}
+
+    def fingerprint(self) -> str:
+        """Equal for those that prepare the same tensors.
+
+        Raises:
+            ConfigError: a source is a stream, which only the process that reads it can decode.
+        """
+        streams = [source.name for source in self.sources if not source.key]
+        if streams:
+            raise ConfigError(
+                f"data.producers: source {streams[0]!r} is streamed, and producers need random "
+                "access; set streaming = false, or remove data.producers"
+            )
+        keys = [[source.name, source.key] for source in self.sources]
+        return hashlib.sha256(json.dumps([self.seed, keys]).encode()).hexdigest()
+
+
+def open_samples(
+    data: DataConfig,
+    training: TrainingConfig,
+    *,
+    text_spec: TextSpec,
+    image_specs: Mapping[str, ImageSpec],
+    tokenizer: PreTrainedTokenizerBase,
+    validation: bool = False,
+    generator_spec: GeneratorSpec | None = None,
+) -> Samples:
+    """Opens the sources that a recipe trains on, or holds out.
+
+    Args:
+        data: sources and limits.
+        training: sequence length, seed.
+        text_spec: the LLM's wishes.
+        image_specs: the encoders' wishes by encoder name.
+        tokenizer: the LLM's tokenizer (a fast one).
+        validation: those held out.
+        generator_spec: the generator's wishes; None: nothing is drawn.
+
+    Raises:
+        ConfigError: there is none, or specs do not fit.
+        DataError: a source cannot be read or has no usable sample.
+    """
+    seed = VALIDATION_SEED if validation else training.seed
+    targets = TargetPreprocessor.of(generator_spec, seed, data.max_image_pixels)
+    length = training.sequence_length
+    reader = SampleReader(data, length, text_spec, image_specs, tokenizer, targets)
+    settings = settings_of(data, length, reader, tokenizer)
+    sources = _open_sources(data, training, reader, tokenizer, validation, settings)
+    contents = [(source.name, source.config, source.content) for source in sources]
+    whole = identity(data, training, reader, settings, contents)
+    records, prompts = [s.records for s in sources], [s.config.prompt for s in sources]
+    return Samples(sources, StepDecoder(reader, records, prompts, length), seed, whole)
+
+
+def _open_sources(
+    data: DataConfig,
+    training: TrainingConfig,
+    reader: SampleReader,
+    tokenizer: PreTrainedTokenizerBase,
+    validation: bool,
+    settings: Mapping[str, Any],
+) -> list[OpenSource]:
+    section = "data.validation" if validation else "data.sources"
+    configs = data.validation if validation else data.sources
+    if not configs:
+        raise ConfigError(f"{section}: no source; add a [[{section}]] table")
+    opened = []
+    for number, (name, config) in enumerate(zip(unique_names(configs), configs, strict=True)):
+        # Held-out samples have an order of their own, the same for every run: files are often
+        # sorted by topic, and the first samples are to stand for all of them.
+        seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
+        options = FeedOptions(number, name, seed, shuffle, one_epoch=validation)
+        if config.streaming:
+            stream = open_stream(name, config)
+            make = partial(StreamFeed, options, stream, config.prompt, reader, data.shuffle_window)
+            content = stream_content(config, resolve_files(config)[1], settings)
+            opened.append(OpenSource(name, config, None, make, "", content))
+            continue
+        records = open_map_source(config)
+        key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
+        path = Path(data.index_cache) / f"{key}.npz"
+        index = load_or_build(name, records, config.prompt, reader, path)
+        make_feed = partial(IndexFeed, options, index, reader.encoders)
+        opened.append(OpenSource(name, config, records, make_feed, key, index.content))
+    return opened

@@ -1,0 +1,201 @@
+"""One path from a raw record to a tokenised sample, used for measuring and for decoding alike.
+
+Lengths that planning saw and tensors that training gets cannot disagree, because both come from
+`SampleReader.read`; only the pixels are decoded later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.common.batch import ImageMeta, ImageSpec, SampleMeta, TextSpec
+from torchmm.common.errors import ConfigError
+from torchmm.common.generated import GeneratedMeta
+from torchmm.data.media.chat import ChatTemplate
+from torchmm.data.media.clips import ClipMedia
+from torchmm.data.media.generated_images import TargetPreprocessor
+from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
+from torchmm.data.media.text import EncodedSample, TextEncoder
+from torchmm.data.media.video import Clip, ClipFrames
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.sources.records import (
+    FileSegment,
+    GeneratedSegment,
+    ImageSegment,
+    Record,
+    Sample,
+    Segment,
+    TextSegment,
+    VideoSegment,
+    assign_encoders,
+    limit_images,
+    parse_record,
+    without_generated,
+)
+from torchmm.recipe.recipe import DataConfig
+
+
+@dataclass(frozen=True)
+class MeasuredSample:
+    """A tokenised sample whose images are still files."""
+
+    text: EncodedSample
+    images: list[ImageMeta]
+    """Images, sounds, and clips or their frames."""
+    files: list[bytes | ClipFrames]
+    """Not yet decoded, one per entry of `images`."""
+    generated: list[GeneratedMeta] = field(default_factory=list)
+    """Images to be drawn."""
+    generated_files: list[bytes] = field(default_factory=list)
+
+
+class SampleReader:
+    """Turns records into tokenised samples with image sizes.
+
+    Args:
+        data: limits on images, frames of clips.
+        sequence_length: longest sample in tokens.
+        text_spec: the LLM's wishes.
+        image_specs: wishes by encoder name. Every image and clip goes to all that read images,
+            every sound to all that hear; what none reads is left out.
+        tokenizer: the LLM's tokenizer.
+        targets: prepares images to be drawn; without it, they are left out.
+
+    Raises:
+        ConfigError: an encoder's processor does not fit, or there is no placeholder.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        sequence_length: int,
+        text_spec: TextSpec,
+        image_specs: Mapping[str, ImageSpec],
+        tokenizer: PreTrainedTokenizerBase,
+        targets: TargetPreprocessor | None = None,
+    ) -> None:
+        if image_specs and text_spec.image_token_id is None:
+            raise ConfigError("model.image_token: the tokenizer has no such token, but an encoder")
+        self.media = {n: open_media(s, data.max_image_pixels) for n, s in image_specs.items()}
+        self.encoders = tuple(image_specs)
+        self._readers = {
+            kind: [name for name, spec in image_specs.items() if spec.modality == kind]
+            for kind in ("image", "audio")
+        }
+        self._readers["video"] = self._readers["image"]
+        self.clips = {
+            name: ClipMedia(medium.preprocessor, data.video)
+            for name, medium in self.media.items()
+            if isinstance(medium, ImageMedia)
+        }
+        self.targets = targets
+        self.text_spec = text_spec
+        self.max_pixels = data.max_image_pixels
+        self._max_images = data.max_images_per_sample
+        self._text = TextEncoder(tokenizer, text_spec, sequence_length)
+        self._chat = ChatTemplate(tokenizer)
+
+    def read(self, record: Record, prompt: str) -> MeasuredSample:
+        """Parse, check headers of files, tokenise, truncate.
+
+        Raises:
+            ConfigError: it has clips, and no library reads them.
+            CorruptSampleError: the sample cannot be used, with the reason.
+        """
+        sample = limit_images(parse_record(record, prompt, self._chat), self._max_images)
+        sample = assign_encoders(sample, self._readers)
+        if self.targets is None:
+            sample = without_generated(sample)
+        sample, files, metas = self._open_files(sample)
+        text = self._text.encode(sample, [m.tokens for m in metas])
+        generated, generated_files = self._measure_generated(sample, text)
+        if not any(text.loss[1:]) and not generated:
+            raise CorruptSampleError(
+                f"nothing to predict in its first {len(text.ids)} tokens (no text, or cut at "
+                f"training.sequence_length = {self._text.sequence_length})"
+            )
+        kept = len(text.image_starts)
+        return MeasuredSample(text, metas[:kept], files[:kept], generated, generated_files)
+
+    def _open_files(
+        self, sample: Sample
+    ) -> tuple[Sample, list[bytes | ClipFrames], list[ImageMeta]]:
+        """The sample with clips as their encoder reads them; its files; their metadata."""
+        segments: list[Segment] = []
+        files: list[bytes | ClipFrames] = []
+        metas: list[ImageMeta] = []
+        clips: dict[Any, Clip] = {}  # decoded once for all encoders
+        for segment in sample.segments:
+            if isinstance(segment, VideoSegment):
+                key = segment.data, segment.path
+                if key not in clips:
+                    clips[key] = Clip(segment.read(), self.max_pixels)
+                self._open_clip(segment, clips[key], segments, files, metas)
+                continue
+            segments.append(segment)
+            if isinstance(segment, FileSegment):
+                assert segment.encoder is not None
+                data = segment.read()
+                files.append(data)
+                metas.append(self._named(self.media[segment.encoder].meta(data), segment.encoder))
+        return replace(sample, segments=tuple(segments)), files, metas
+
+    def _open_clip(
+        self,
+        segment: VideoSegment,
+        clip: Clip,
+        segments: list[Segment],
+        files: list[bytes | ClipFrames],
+        metas: list[ImageMeta],
+    ) -> None:
+        """Appends a clip, or its frames with their times."""
+        assert segment.encoder is not None
+        medium = self.clips[segment.encoder]
+        for part in medium.parts(clip):
+            if part.before:
+                segments.append(TextSegment(part.before, loss=False))
+            segments.append(segment if medium.whole else ImageSegment(encoder=segment.encoder))
+            files.append(part.file)
+            metas.append(self._named(part.meta, segment.encoder))
+
+    def _named(self, meta: ImageMeta, encoder: str) -> ImageMeta:
+        # Only where there are several, so that equal samples of most models have equal metadata.
+        return replace(meta, encoder=encoder) if len(self.encoders) > 1 else meta
+
+    def pixels(self, file: bytes | ClipFrames, image: ImageMeta) -> np.ndarray:
+        """Encoder input of a file of a sample; raises CorruptSampleError."""
+        name = image.encoder or self.encoders[0]
+        if isinstance(file, ClipFrames):
+            return self.clips[name].pixels(file, image)
+        return self.media[name].pixels(file, image)
+
+    def medium(self, image: ImageMeta) -> MediaPreprocessor | ClipMedia:
+        """What sizes an image, sound or clip of a sample has."""
+        name = image.encoder or self.encoders[0]
+        # Sounds have a duration too, and no clips.
+        return self.clips.get(name, self.media[name]) if image.duration_ms else self.media[name]
+
+    def _measure_generated(
+        self, sample: Sample, text: EncodedSample
+    ) -> tuple[list[GeneratedMeta], list[bytes]]:
+        """Sizes and files of what is to be drawn and was not cut off."""
+        segments = [s.file for s in sample.segments if isinstance(s, GeneratedSegment)]
+        metas, files = [], []
+        for segment, context_end in zip(segments, text.generated_at, strict=False):
+            assert self.targets is not None
+            if context_end == 0:
+                raise CorruptSampleError("nothing stands before the image to be drawn")
+            files.append(segment.read())
+            metas.append(self.targets.meta(files[-1], context_end))
+        return metas, files
+
+    def meta(self, name: str, index: int, sample: MeasuredSample) -> SampleMeta:
+        """Metadata of a sample of source `name`."""
+        encoder = self.encoders[0] if sample.images and len(self.encoders) == 1 else None
+        images, generated = tuple(sample.images), tuple(sample.generated)
+        return SampleMeta(name, index, len(sample.text.ids), images, encoder, generated)

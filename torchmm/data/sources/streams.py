@@ -1,0 +1,273 @@
+"""Sources without random access: read in order, shuffled within a window, resumed by position.
+
+A window of records is read, permuted by (seed, epoch, window) and given out; then the next one.
+Every rank reads the whole stream, in the training process, and measures each record as it is drawn;
+so all ranks know the same global order without a word between them, and workers only decode. Where
+that reading is too slow, index the source (`streaming = false`) or split it into more sources.
+
+Packs that are still open hold samples of windows already left behind. The state therefore names
+the oldest window still needed; resuming reads forward from there. `datasets`' own shuffle buffer
+was rejected: its state does not include its content, so samples would be lost on resume.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tarfile import TarError
+from typing import Any, NamedTuple, Protocol
+
+import datasets
+import pyarrow as pa
+
+from torchmm.common.errors import DataError
+from torchmm.data.order import FeedOptions, Item, Skip, permutation
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.sources.local_and_hub import load, parse_json_line, resolve_files, source_root
+from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.records import Record
+from torchmm.recipe.recipe import SourceConfig
+
+_UNREADABLE = (
+    OSError, EOFError, ValueError, TarError, pa.ArrowException, datasets.exceptions.DatasetsError,
+)  # fmt: skip
+
+
+class RecordStream(Protocol):
+    """Reads one source from the start or from a position."""
+
+    def restart(self, position: Any) -> None:
+        """Continue at a position, from the start if it is None."""
+        ...
+
+    def position(self) -> Any:
+        """JSON-able position of the next record."""
+        ...
+
+    def next(self) -> Record | CorruptSampleError | None:
+        """The next record, or why it is unreadable; None at the end."""
+        ...
+
+
+class ArrowStream:
+    """Records of a streaming `datasets` data set as raw Arrow values."""
+
+    def __init__(self, name: str, dataset: datasets.IterableDataset, root: str | None) -> None:
+        self._name = name
+        self._dataset = dataset
+        self._root = root
+        self.restart(None)
+
+    def restart(self, position: Any) -> None:
+        """Continue at a state of the data set."""
+        self._rows = self._dataset.with_format("arrow")
+        if position is not None:
+            self._rows.load_state_dict(position)
+        self._iterator: Iterator[pa.Table] = iter(self._rows)
+
+    def position(self) -> Any:
+        """State of the data set."""
+        return self._rows.state_dict()
+
+    def next(self) -> Record | CorruptSampleError | None:
+        """The next row."""
+        try:
+            table = next(self._iterator, None)
+        except _UNREADABLE as error:
+            raise DataError(f"source {self._name!r} cannot be read on: {error}") from error
+        return None if table is None else Record(table.to_pylist()[0], self._root)
+
+
+class JsonLinesStream:
+    """Records of JSON-lines files."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = list(files)
+        self._file, self._offset = 0, 0
+
+    def restart(self, position: Any) -> None:
+        """Continue at [file, byte offset]."""
+        self._file, self._offset = position or (0, 0)
+
+    def position(self) -> Any:
+        """[file, byte offset] of the next line."""
+        return [self._file, self._offset]
+
+    def next(self) -> Record | CorruptSampleError | None:
+        """The next line that is not blank."""
+        while self._file < len(self._files):
+            path = self._files[self._file]
+            with path.open("rb") as stream:
+                stream.seek(self._offset)
+                line = stream.readline()
+            self._offset += len(line)
+            if not line:
+                self._file, self._offset = self._file + 1, 0
+            elif line.strip():
+                try:
+                    return parse_json_line(line, path)
+                except CorruptSampleError as error:
+                    return error
+        return None
+
+
+class GeneratingStream:
+    """A stream of whose records one column holds an image or clip that is to be drawn."""
+
+    def __init__(self, stream: RecordStream, column: str) -> None:
+        self._stream = stream
+        self._column = column
+
+    def restart(self, position: Any) -> None:
+        """Continue at a position of the stream."""
+        self._stream.restart(position)
+
+    def position(self) -> Any:
+        """Position of the next record."""
+        return self._stream.position()
+
+    def next(self) -> Record | CorruptSampleError | None:
+        """The next record."""
+        record = self._stream.next()
+        return replace(record, generate=self._column) if isinstance(record, Record) else record
+
+
+def open_stream(name: str, config: SourceConfig) -> RecordStream:
+    """Open a source for reading in order.
+
+    Raises:
+        DataError: nothing readable there.
+    """
+    kind, files = resolve_files(config)
+    stream: RecordStream
+    if kind == "json":
+        stream = JsonLinesStream(files)
+    else:
+        dataset = load(config, kind, files, streaming=True)
+        stream = ArrowStream(name, dataset, source_root(config, files))
+    return stream if config.generate is None else GeneratingStream(stream, config.generate)
+
+
+class _Window(NamedTuple):
+    """Where a window of records begins."""
+
+    epoch: int
+    first_index: int
+    position: Any
+
+
+class StreamFeed:
+    """The samples of a stream, epoch after epoch.
+
+    Args:
+        options: name, seed and kind of order.
+        stream: reads the records.
+        prompt: caption prompt of the source.
+        reader: measures records.
+        window: records shuffled together.
+    """
+
+    def __init__(
+        self,
+        options: FeedOptions,
+        stream: RecordStream,
+        prompt: str,
+        reader: SampleReader,
+        window: int,
+    ) -> None:
+        self.options = options
+        self.draws = 0
+        self.size: int | None = None
+        self._stream = stream
+        self._prompt = prompt
+        self._reader = reader
+        self._window_size = window
+        self.epoch = 0
+        """Complete passes over the stream."""
+        self._next_index = 0
+        stream.restart(None)
+        self._windows: deque[_Window] = deque()
+        """Windows that open packs may still need; the last one is being given out."""
+        self._records: list[tuple[int, Record | CorruptSampleError]] = []
+        """The current window in shuffled order, with the records' indices."""
+        self._given = 0
+
+    def next(self) -> Item | Skip | None:
+        """The next sample of the window, or of the next one."""
+        if self._given == len(self._records) and not self._read_window():
+            return None
+        index, record = self._records[self._given]
+        self._given += 1
+        self.draws += 1
+        return self._measure(index, record)
+
+    def state(self, needed: Sequence[Item]) -> dict[str, Any]:
+        """Position of the oldest window still needed, and how far the current one is given out."""
+        oldest = min(((i.epoch, i.meta.index) for i in needed), default=None)
+        while len(self._windows) > 1 and (oldest is None or self._windows[1][:2] <= oldest):
+            self._windows.popleft()
+        return {
+            "draws": self.draws,
+            "given": self._given,
+            "windows": len(self._windows),
+            "oldest": list(self._windows[0]) if self._windows else None,
+        }
+
+    def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
+        """Read forward from the oldest window; returns the needed items met on the way."""
+        self.draws, self.epoch, self._next_index = state["draws"], 0, 0
+        self._windows.clear()
+        self._records, self._given = [], 0
+        if state["oldest"] is None:
+            self._stream.restart(None)
+            return []
+        self.epoch, self._next_index, position = state["oldest"]
+        self._stream.restart(position)
+        wanted, items = set(needed), []
+        for _ in range(state["windows"]):
+            self._read_window()
+            for index, record in self._records:
+                if (self.epoch, index) in wanted:
+                    item = self._measure(index, record)
+                    if isinstance(item, Item):
+                        items.append(item)
+        self._given = state["given"]
+        return items
+
+    def _read_window(self) -> bool:
+        """Read and shuffle the next window; False at the end of a feed that lasts one epoch."""
+        window = _Window(self.epoch, self._next_index, self._stream.position())
+        records: list[tuple[int, Record | CorruptSampleError]] = []
+        while len(records) < self._window_size and (record := self._stream.next()) is not None:
+            records.append((self._next_index + len(records), record))
+        if not records:
+            return self._start_epoch() and self._read_window()
+        self._windows.append(window)
+        self._next_index += len(records)
+        order = permutation(len(records), self.options, window.epoch, window.first_index)
+        self._records = [records[i] for i in order]
+        self._given = 0
+        return True
+
+    def _start_epoch(self) -> bool:
+        if self._next_index == 0:
+            raise DataError(f"source {self.options.name!r} has no samples")
+        if self.options.one_epoch:
+            return False
+        self.epoch += 1
+        self._next_index = 0
+        self._stream.restart(None)
+        return True
+
+    def _measure(self, index: int, record: Record | CorruptSampleError) -> Item | Skip:
+        name = self.options.name
+        try:
+            if isinstance(record, CorruptSampleError):
+                raise record
+            sample = self._reader.read(record, self._prompt)
+        except CorruptSampleError as error:
+            return Skip(f"{name}[{index}]: {error}")
+        meta = self._reader.meta(name, index, sample)
+        return Item(self.options.feed, self.epoch, meta, record)

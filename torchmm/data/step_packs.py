@@ -1,0 +1,267 @@
+"""The sequence of optimizer steps: which samples, in which packs, on which rank. Sizes only.
+
+Global batch first: all ranks compute the same global batch of packs from the same global order,
+then divide it. The samples of step k therefore do not depend on the number of ranks, microbatches
+or workers, and metadata of all ranks is known before anything is decoded.
+
+    mixture of feeds ─ items ─> packer ─ packs ─> global batch ─ assign ─> rank, microbatch
+
+The state after each step (draws per feed, open packs as references) is JSON-able and small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.errors import CheckpointError, DataError
+from torchmm.data.identity import comparable, find_changes, same_stream
+from torchmm.data.order import Item, Mixture, Skip
+from torchmm.data.packing import Pack, Packer, assign
+from torchmm.recipe.changes import changes
+from torchmm.recipe.recipe import TrainingConfig
+
+STATE_VERSION = 1
+
+PackItems = list[Item]
+Arrange = Callable[[Sequence[MicrobatchMeta]], Sequence[Sequence[Sequence[int]]]]
+"""From the packs of a global batch, each as a microbatch of its own, to their indices by rank and
+microbatch."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step of all data-parallel ranks."""
+
+    ranks: list[list[list[PackItems]]]
+    """Packs by rank and microbatch."""
+    skipped: list[str]
+    """Samples found corrupt while planning; the same on all ranks."""
+    state: dict[str, Any]
+    """The planner's state behind this step."""
+    epoch: int
+    """Complete passes over the source that had fewest."""
+
+    def metas(self, sequence_length: int) -> list[list[MicrobatchMeta]]:
+        """Metadata of every microbatch, by rank."""
+        return [[microbatch_meta(m, sequence_length) for m in rank] for rank in self.ranks]
+
+
+def microbatch_meta(packs: Sequence[PackItems], sequence_length: int) -> MicrobatchMeta:
+    """Metadata of the packs of one microbatch."""
+    samples = tuple(item.meta for pack in packs for item in pack)
+    return MicrobatchMeta(samples, len(packs) * sequence_length)
+
+
+class Planner:
+    """Iterator over step plans, endless unless the feeds last one epoch.
+
+    With feeds of one epoch the last step is filled up with empty packs.
+
+    Args:
+        mixture: the global order of samples.
+        training: batch sizes, sequence length, seed.
+        open_packs: packs kept open.
+        data_parallel_size: ranks that share a global batch.
+        max_skipped: corrupt samples accepted within one step.
+        state: of an earlier planner, to go on behind it.
+        arrange: which pack goes where; None: in natural order.
+        content: what samples and their order depend on (`torchmm.data.identity`).
+        resume_changed: go on behind `state` also where that is different.
+
+    Raises:
+        CheckpointError: the state belongs to other data, or to another order of them.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a position in the data depends on
+        self,
+        mixture: Mixture,
+        training: TrainingConfig,
+        open_packs: int,
+        data_parallel_size: int,
+        max_skipped: int,
+        state: dict[str, Any] | None,
+        arrange: Arrange | None = None,
+        content: Mapping[str, Any] | None = None,
+        *,
+        resume_changed: bool = False,
+    ) -> None:
+        self._mixture = mixture
+        self._arrange = arrange
+        self._training = training
+        self._data_parallel_size = data_parallel_size
+        self._max_skipped = max_skipped
+        self._packer: Packer[Item] = Packer(training.sequence_length, open_packs)
+        self._content = dict(content or {})
+        self.notice = ""
+        """What is worth telling about `state`."""
+        if state is not None:
+            self._restore(state, resume_changed)
+
+    def __iter__(self) -> Planner:
+        return self
+
+    def __next__(self) -> StepPlan:
+        closed = self._packer.closed
+        skipped: list[str] = []
+        wanted = self._training.global_batch_size
+        while len(closed) < wanted:
+            item = self._mixture.next()
+            if item is None:
+                self._packer.flush()
+                if not closed:
+                    raise StopIteration
+                closed.extend([] for _ in range(-len(closed) % wanted))
+            elif isinstance(item, Skip):
+                skipped.append(item.message)
+                self._check_skipped(skipped)
+            else:
+                self._packer.add(item, item.meta.tokens)
+        packs = [closed.popleft() for _ in range(wanted)]
+        ranks = self._assign(packs)
+        epoch = min(feed.epoch for feed in self._mixture.feeds)
+        return StepPlan(ranks, skipped, self._state(), epoch)
+
+    def _assign(self, packs: list[PackItems]) -> list[list[list[PackItems]]]:
+        """Packs by rank and microbatch: the same ones, however they are arranged."""
+        natural = assign(packs, self._data_parallel_size, self._training.microbatch_size)
+        if self._arrange is None:
+            return natural
+        length = self._training.sequence_length
+        places = self._arrange([microbatch_meta([pack], length) for pack in packs])
+        found = sorted(index for rank in places for microbatch in rank for index in microbatch)
+        shape = [[len(m) for m in rank] for rank in natural]
+        if found != list(range(len(packs))) or [[len(m) for m in rank] for rank in places] != shape:
+            raise ValueError(
+                f"{len(packs)} packs for {len(natural)} ranks were arranged as {places}: each has "
+                "to have one place, and all microbatches their size"
+            )
+        return [[[packs[i] for i in microbatch] for microbatch in rank] for rank in places]
+
+    def _check_skipped(self, skipped: list[str]) -> None:
+        if len(skipped) > self._max_skipped:
+            raise DataError(
+                f"more than data.max_corrupt_samples = {self._max_skipped} samples are corrupt, "
+                "beginning with " + "; ".join(skipped[:3])
+            )
+
+    def _state(self) -> dict[str, Any]:
+        packs = [*self._packer.closed, *(p.items for p in self._packer.open)]
+        feeds = {}
+        for feed in self._mixture.feeds:
+            needed = [i for pack in packs for i in pack if i.feed == feed.options.feed]
+            feeds[feed.options.name] = feed.state(needed)
+        return {
+            "version": STATE_VERSION,
+            "identity": self._identity(),
+            "content": self._content,
+            "feeds": feeds,
+            "bases": self._mixture.bases,
+            "closed": [[[*_reference(i)] for i in pack] for pack in self._packer.closed],
+            "open": [[[*_reference(i)] for i in p.items] for p in self._packer.open],
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """What versions before `torchmm.data.identity` compare."""
+        return {
+            "seed": self._training.seed,
+            "sequence_length": self._training.sequence_length,
+            "sources": {f.options.name: f.size for f in self._mixture.feeds},
+        }
+
+    def _restore(self, state: dict[str, Any], resume_changed: bool) -> None:
+        if state.get("version") != STATE_VERSION:
+            raise CheckpointError(
+                f"the checkpoint's data position has version {state.get('version')}, this version "
+                f"of torchmm reads {STATE_VERSION}"
+            )
+        changed = self._changes(state)
+        if not changed and not self._restore_exactly(state):
+            changed = ["sizes of samples in sequences not yet full"]
+        if not changed:
+            return
+        if not resume_changed:
+            raise CheckpointError(
+                f"the checkpoint's data position is of other data: {'; '.join(changed)}. Restore "
+                "the recipe and the data; or go on with the changed ones with "
+                "checkpoint.resume_changed_data = true, or start afresh with "
+                'checkpoint.resume = "none"'
+            )
+        self._restore_what_fits(state, changed)
+
+    def _changes(self, state: dict[str, Any]) -> list[str]:
+        if comparable(state.get("content")):
+            return find_changes(state["content"], self._content)
+        self.notice = (
+            "the checkpoint was saved by another version of torchmm: whether samples and their "
+            "order are those it was trained on could not be compared, only their numbers"
+        )
+        old, new = state.get("identity", {}), self._identity()
+        return changes(
+            {f"training.{k}" if k != "sources" else k: v for k, v in old.items()},
+            {f"training.{k}" if k != "sources" else k: v for k, v in new.items()},
+        )
+
+    def _restore_exactly(self, state: dict[str, Any]) -> bool:
+        """Whether that could be done: not if samples are gone or do not fit any more."""
+        items: dict[tuple[int, int, int], Item] = {}
+        references = _references(state)
+        for number, feed in enumerate(self._mixture.feeds):
+            needed = [(epoch, index) for f, epoch, index in references if f == number]
+            for item in feed.restore(state["feeds"][feed.options.name], needed):
+                items[_reference(item)] = item
+        if not items.keys() >= set(references):
+            return False
+        closed = [[items[tuple(r)] for r in pack] for pack in state["closed"]]
+        opened = [[items[tuple(r)] for r in pack] for pack in state["open"]]
+        free = [self._free_tokens(pack) for pack in opened]
+        if min([*free, *map(self._free_tokens, closed)], default=0) < 0:
+            return False
+        self._packer.closed.extend(closed)
+        self._packer.open.extend(map(Pack, free, opened))
+        self._mixture.bases = state.get("bases") or self._mixture.bases
+        return True
+
+    def _free_tokens(self, pack: PackItems) -> int:
+        return self._training.sequence_length - sum(item.meta.tokens for item in pack)
+
+    def _restore_what_fits(self, state: dict[str, Any], changed: Sequence[str]) -> None:
+        """Sources go on where they were, as far as that still means something."""
+        saved = state["content"] if comparable(state.get("content")) else None
+        # Of feeds, when the state was saved.
+        numbers = {source["name"]: n for n, source in enumerate(saved["sources"] if saved else [])}
+        items: dict[tuple[int, int, int], Item] = {}
+        told = []
+        for feed in self._mixture.feeds:
+            name = feed.options.name
+            past = state["feeds"].get(name)
+            if feed.size is None and not (saved and same_stream(saved, self._content, name)):
+                past = None
+            told.append(
+                f"source {name!r} " + (f"after {past['draws']} samples" if past else "anew")
+            )
+            number = numbers.get(name)
+            needed = [(epoch, index) for f, epoch, index in _references(state) if f == number]
+            for item in feed.restore(past or {"draws": 0, "oldest": None}, needed if past else []):
+                items[number or 0, item.epoch, item.meta.index] = item
+        self._mixture.forget_the_past()
+        kept = [items[r] for r in _references(state) if r in items]
+        for item in kept:  # packed anew: they may have other sizes
+            self._packer.add(item, item.meta.tokens)
+        self.notice = (
+            f"data changed since the checkpoint: {'; '.join(changed)}; going on, as "
+            f"checkpoint.resume_changed_data says, with {', '.join(told)} ({len(kept)} of "
+            f"{len(_references(state))} samples of unfinished sequences kept)"
+        )
+
+
+def _references(state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """Feed, epoch and index of the samples in packs that no step has taken, in order."""
+    packs = [*state["closed"], *state["open"]]
+    return [(feed, epoch, index) for pack in packs for feed, epoch, index in pack]
+
+
+def _reference(item: Item) -> tuple[int, int, int]:
+    return item.feed, item.epoch, item.meta.index

@@ -1,0 +1,131 @@
+"""How each family of audio encoders is cut into pre, context, layers and post.
+
+Sounds of any length stand behind each other, as images of variable sizes do, and attend only to
+themselves. Hugging Face's own forward pads each to 30 s and lets it attend to the silence;
+a model whose `max_source_positions` is the sound's length gives the same numbers as here.
+
+Shape legend: P positions of all sounds, F mel frames of one (two per position), M mel bins,
+D features.
+"""
+
+from __future__ import annotations
+
+import copy
+from math import prod
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.models.families.encoder_family import EncoderFamily, image_starts
+from torchmm.models.layered import LinearSizes
+from torchmm.models.layers.attention import PACKED, Segments
+
+SAMPLES_PER_POSITION = 320
+"""Two mel frames, 10 ms apart, at 16 kHz."""
+
+
+class SoundFamily(EncoderFamily):
+    """What encoders of sounds have in common: positions of all sounds behind each other."""
+
+    modality: Literal["image", "audio"] = "audio"
+    layout = "patches"
+    has_class_token = False
+
+    def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Segments:
+        return Segments.from_starts(image_starts(inputs.grids_thw), device)
+
+    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
+        return hidden[0]
+
+    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
+        return 1, sum(patches), self.width(config)
+
+    def smallest_folded(
+        self, config: Any, shuffle: int
+    ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        (_, values), _ = self.smallest_image(config)
+        return (shuffle**2, values), (1, 1, shuffle**2)
+
+    def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
+        """Consecutive positions, of sounds that are whole groups long."""
+        return x_PD.reshape(-1, shuffle**2 * x_PD.shape[-1])
+
+
+class WhisperFamily(SoundFamily):
+    """Whisper's encoder: two convolutions over mel frames, fixed positions, layers, a norm."""
+
+    processor_class = "WhisperFeatureExtractor"
+    layers = "layers"
+    pre = ("conv1", "conv2", "embed_positions")
+    patch_embedding = "conv1"
+    final_norm = "layer_norm"
+    renames = ((r"(model\.)?encoder\.", "tower."),)
+    tensor_parallel: ClassVar[dict[str, str]] = {
+        "self_attn": "local_heads",
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.out_proj": "rowwise",
+        "fc1": "colwise",
+        "fc2": "rowwise",
+        "self_attn_layer_norm": "sequence",
+        "final_layer_norm": "sequence",
+    }
+
+    def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        tower = WhisperEncoder._from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation=PACKED
+        )
+        return tower
+
+    def linears_before(self, tower: Any) -> LinearSizes:
+        mels, hidden = tower.conv1.in_channels, tower.conv1.out_channels
+        return (2 * 3 * mels, hidden), (3 * hidden, hidden)
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        """(1, P, D); one call per sound, because its edges see zeros and not its neighbours."""
+        positions = [prod(grid) for grid in inputs.grids_thw]
+        weight = tower.conv1.weight
+        mels = tower.conv1.in_channels
+        embedded = []
+        for sound_PD in inputs.pixels.to(weight.dtype).split(positions):
+            mels_MF = sound_PD.reshape(-1, mels).T
+            hidden = functional.gelu(tower.conv1(mels_MF[None]))
+            hidden_PD = functional.gelu(tower.conv2(hidden))[0].T
+            embedded.append(hidden_PD + tower.embed_positions.weight[: len(hidden_PD)])
+        return torch.cat(embedded)[None]
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        return {"feature_size": config.num_mel_bins}
+
+    def patch_size(self, config: Any) -> int:
+        return SAMPLES_PER_POSITION
+
+    def max_patches(self, config: Any) -> int:
+        return config.max_source_positions
+
+    def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        return (1, 2 * config.num_mel_bins), (1, 1, 1)
+
+    def layer_count(self, config: Any) -> int:
+        return config.encoder_layers
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        heads = config.encoder_attention_heads
+        return LayerDescription(
+            hidden_size=config.d_model,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=config.d_model // heads,
+            ffn_size=config.encoder_ffn_dim,
+            gated_ffn=False,
+            causal=False,
+            norm="layer",
+            activation=config.activation_function,
+            rotary=False,
+        )

@@ -1,0 +1,205 @@
+"""How a family of image encoders is cut into pre, context, layers and post.
+
+A family says which Hugging Face class is the tower, what runs before its layers, what every stage
+works out from the image grids alone (`context`), how a layer is called and what leaves the last
+one. Rejected: running the towers' own forwards, in which Qwen's window permutation and SigLIP2's
+padding are inline, so that a stage could not start in the middle.
+
+Shape legend: N images, P patches of all images, S positions of one image (class token included),
+D features, C channels.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+
+from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.errors import ConfigError
+from torchmm.models.layered import LinearSizes
+from torchmm.models.layers.attention import PACKED
+from torchmm.models.layers.connectors import fold_neighbours
+
+
+def side(size: Any) -> int:
+    """Side of a square that a config gives as a number or as two equal ones.
+
+    Raises:
+        ConfigError: the two differ.
+    """
+    sides = {size} if isinstance(size, int) else set(size)
+    if len(sides) != 1:
+        raise ConfigError(f"[model] size {size} is not a square; only square sizes are supported")
+    return int(sides.pop())
+
+
+def patches_per_row(config: Any) -> int:
+    """Of an image of a fixed size."""
+    return side(config.image_size) // side(config.patch_size)
+
+
+class EncoderFamily:
+    """CLIP-like towers on images of a fixed size; base of all families."""
+
+    modality: Literal["image", "audio"] = "image"
+    layout: Literal["fixed", "patches"] = "fixed"
+    processor_class = "CLIPImageProcessor"
+    layers = "encoder.layers"
+    pre: tuple[str, ...] = ("embeddings", "pre_layrnorm")
+    patch_embedding = "embeddings.patch_embedding"
+    final_norm: str = "post_layernorm"
+    """Norm behind the last layer, if any, which only some composites' features pass."""
+    unused: tuple[str, ...] = ()
+    """Other parts that no features pass."""
+    has_class_token = True
+    one_tile = False
+    """Whether its composites' own image processors cut images into tiles, which are not used."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """How files of whole models name the tower, where that is not as most do; see `WeightFiles`."""
+    old_names: tuple[tuple[str, str], ...] = ()
+    """What files call parts of the names, see `WeightFiles.old_names`."""
+    fixed_merge = False
+    """Whether the tower itself merges patches, which fixes its last layer and connectors."""
+    tensor_parallel: ClassVar[dict[str, str]] = {
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.out_proj": "rowwise",
+        "mlp.fc1": "colwise",
+        "mlp.fc2": "rowwise",
+        "layer_norm1": "sequence",
+        "layer_norm2": "sequence",
+    }
+    """Style of each linear and norm of a layer."""
+
+    def variant(self, config: Any) -> EncoderFamily:
+        """The family, where models of one type are not all cut alike: the part of it for `config`.
+
+        Raises:
+            ConfigError: the family has no part for it.
+        """
+        return self
+
+    def styles(self, config: Any) -> dict[str, str]:
+        """Tensor-parallel style of the parts of a layer, by name."""
+        return self.tensor_parallel
+
+    def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        """The tower, whole."""
+        return AutoModel.from_config(
+            config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+        )
+
+    def linears_before(self, tower: Any) -> LinearSizes:
+        """(inputs, outputs) of the matrix products per patch before the layers."""
+        weight = tower.get_submodule(self.patch_embedding).weight
+        return ((weight.numel() // len(weight), len(weight)),)
+
+    def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Any:
+        """What layers need beside hidden states, from the grids alone."""
+        return None
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        """Hidden states before the first layer: (N, S, D)."""
+        return tower.pre_layrnorm(tower.embeddings(inputs.pixels))
+
+    def run_layer(
+        self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any
+    ) -> Tensor:
+        """One layer."""
+        return layer(hidden, context)
+
+    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
+        """(P, D) outputs, image after image, in the order of their placeholders."""
+        return (hidden[:, 1:] if drop_class_token else hidden).flatten(0, 1)
+
+    def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
+        """(P / shuffle**2, D shuffle**2): neighbours that become one token."""
+        return fold_neighbours(x_PD, grids_thw, shuffle)
+
+    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
+        """Shape of the hidden states between layers, from the number of patches of each image."""
+        return len(patches), patches[0] + self.has_class_token, self.width(config)
+
+    def output_size(self, config: Any) -> int:
+        """D of what `finish` returns."""
+        return self.width(config)
+
+    def merge(self, config: Any) -> int:
+        """Patches per row and column that `finish` makes one."""
+        return 1
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        """Settings of the image processor that follow from the config."""
+        size = side(config.image_size)
+        return {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
+
+    def patch_size(self, config: Any) -> int:
+        """Side of a patch in pixels; of sounds, its samples."""
+        return side(config.patch_size)
+
+    def max_patches(self, config: Any) -> int:
+        """Most patches of a sound; 0: any number. 0 for images."""
+        return 0
+
+    def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        """Shape of the pixels and (frames, rows, columns) of the smallest valid image."""
+        size, patches = side(config.image_size), patches_per_row(config)
+        return (1, config.num_channels, size, size), (1, patches, patches)
+
+    def smallest_folded(
+        self, config: Any, shuffle: int
+    ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        """The same of the smallest image that `fold` can fold."""
+        return self.smallest_image(config)
+
+    def width(self, config: Any) -> int:
+        """D in the layers."""
+        return config.hidden_size
+
+    def ffn_size(self, config: Any) -> int:
+        """Hidden size of the feed-forward part."""
+        return config.intermediate_size
+
+    def layer_count(self, config: Any) -> int:
+        """Layers of the whole tower."""
+        return config.num_hidden_layers
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        """Sizes of a layer."""
+        heads, width = config.num_attention_heads, self.width(config)
+        return LayerDescription(
+            hidden_size=width,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=width // heads,
+            ffn_size=self.ffn_size(config),
+            gated_ffn=False,
+            causal=False,
+            norm="layer",
+            activation=config.hidden_act,
+            rotary=False,
+            batched=self.layout == "fixed",
+        )
+
+
+def image_starts(grids_thw: list[tuple[int, int, int]]) -> list[int]:
+    """Starts of segments of one image each, and the end of the last."""
+    return starts_of([prod(grid) for grid in grids_thw])
+
+
+def frame_starts(grids_thw: list[tuple[int, int, int]]) -> list[int]:
+    """The same for frames."""
+    return starts_of([rows * columns for frames, rows, columns in grids_thw for _ in range(frames)])
+
+
+def starts_of(lengths: list[int]) -> list[int]:
+    """The same for segments of given lengths."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    return starts

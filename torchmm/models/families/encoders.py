@@ -1,0 +1,93 @@
+"""Encoders by family: the SigLIPs, and the table of all.
+
+Shape legend: N images, P patches of all images, D features, C channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchmm.common.batch import EncoderInputs
+from torchmm.models.families.audio import WhisperFamily
+from torchmm.models.families.encoder_family import EncoderFamily, image_starts, side
+from torchmm.models.families.qwen_vision import Qwen2_5VisionFamily, Qwen2VisionFamily
+from torchmm.models.families.vision import Dinov2Family, Idefics3Family, InternVisionFamily
+from torchmm.models.families.wav2vec2_family import Wav2Vec2Family
+from torchmm.models.layers.attention import Segments
+
+
+class SiglipFamily(EncoderFamily):
+    """SigLIP: no class token; squares of a fixed size."""
+
+    processor_class = "SiglipImageProcessor"
+    pre = ("embeddings",)
+    unused = ("head",)
+    has_class_token = False
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        return tower.embeddings(inputs.pixels)
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        return {"size": {"height": side(config.image_size), "width": side(config.image_size)}}
+
+
+class Siglip2Family(SiglipFamily):
+    """SigLIP2 NaFlex: patches of images of any size, packed without padding."""
+
+    layout = "patches"
+    processor_class = "Siglip2ImageProcessor"
+
+    def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Segments:
+        return Segments.from_starts(image_starts(inputs.grids_thw), device)
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        embeddings = tower.embeddings
+        weight = embeddings.patch_embedding.weight
+        x_PD = embeddings.patch_embedding(inputs.pixels.to(weight.dtype))
+        side = embeddings.position_embedding_size
+        table = embeddings.position_embedding.weight.view(1, side, side, -1).permute(0, 3, 1, 2)
+        table = table.contiguous()  # interpolate is wrong for one column in channels_last (2.13)
+        if table.device.type == "cpu":
+            table = table.float()  # no half-precision antialiasing on CPU
+        resized = {grid: _resize(table, grid[1:]) for grid in set(inputs.grids_thw)}
+        positions_PD = torch.cat([resized[grid] for grid in inputs.grids_thw])
+        return (x_PD + positions_PD.to(x_PD.dtype))[None]
+
+    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
+        return hidden[0]
+
+    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
+        return 1, sum(patches), config.hidden_size
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        return {"patch_size": config.patch_size, "max_num_patches": config.num_patches}
+
+    def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        return (1, config.num_channels * config.patch_size**2), (1, 1, 1)
+
+
+ENCODER_FAMILIES: dict[str, EncoderFamily] = {
+    "clip_vision_model": EncoderFamily(),
+    "siglip_vision_model": SiglipFamily(),
+    "siglip2_vision_model": Siglip2Family(),
+    "dinov2": Dinov2Family(),
+    "internvl_vision": InternVisionFamily(),
+    "idefics3_vision": Idefics3Family(),
+    "smolvlm_vision": Idefics3Family(),
+    "qwen2_vl_vision": Qwen2VisionFamily(),
+    "qwen2_5_vl_vision": Qwen2_5VisionFamily(),
+    "whisper": WhisperFamily(),
+    "wav2vec2": Wav2Vec2Family(),
+}
+"""Supported families by Hugging Face model_type. One is supported when its parity test passes."""
+
+
+def _resize(table_1DHW: Tensor, size: tuple[int, ...]) -> Tensor:
+    resized = functional.interpolate(
+        table_1DHW, size=size, mode="bilinear", align_corners=False, antialias=True
+    )
+    return resized[0].flatten(1).T

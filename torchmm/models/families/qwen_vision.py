@@ -1,0 +1,194 @@
+"""The vision towers of Qwen: patches of images of any size, packed, with merged outputs.
+
+Shape legend: P patches of all images, D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+
+from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.models.families.encoder_family import EncoderFamily, frame_starts
+from torchmm.models.layers.attention import PACKED, PACKED_UNSPLIT, Segments, to_device
+
+
+class QwenContext(NamedTuple):
+    """Grids of a microbatch as Qwen's vision layers need them."""
+
+    frames: Segments
+    rotary: tuple[Tensor, Tensor]
+    windows: Segments | None = None
+    order: Tensor | None = None
+    """int64: merged units of `merge`**2 patches in window order."""
+
+
+class Qwen2VisionFamily(EncoderFamily):
+    """Qwen2-VL: patches of images of any size; every frame attends to itself."""
+
+    layout = "patches"
+    processor_class = "Qwen2VLImageProcessor"
+    layers = "blocks"
+    pre = ("patch_embed",)
+    patch_embedding = "patch_embed.proj"
+    final_norm = ""
+    has_class_token = False
+    fixed_merge = True
+    tensor_parallel: ClassVar[dict[str, str]] = {
+        "attn": "packed_qkv",
+        "attn.proj": "rowwise",
+        "mlp.fc1": "colwise",
+        "mlp.fc2": "rowwise",
+        "norm1": "sequence",
+        "norm2": "sequence",
+    }
+    tower: ClassVar[Any] = Qwen2VisionTransformerPretrainedModel
+    """Hugging Face's class."""
+
+    def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        tower = self.tower._from_config(config, dtype=dtype, attn_implementation=PACKED)
+        tower.config._attn_implementation = PACKED_UNSPLIT
+        return tower
+
+    def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> QwenContext:
+        frames = Segments.from_starts(frame_starts(inputs.grids_thw), device)
+        return QwenContext(frames, self._rotary(tower, inputs, device))
+
+    def _rotary(
+        self, tower: Any, inputs: EncoderInputs, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        grids = torch.tensor(inputs.grids_thw)
+        merge = tower.config.spatial_merge_size
+        positions = to_device(get_vision_position_ids(grids, merge), device)
+        return tower.rotary_pos_emb(positions, positions)
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: QwenContext) -> Tensor:
+        return tower.patch_embed(inputs.pixels)
+
+    def run_layer(
+        self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: QwenContext
+    ) -> Tensor:
+        segments = self._segments(tower.config, index, context)
+        # max_seqlen would otherwise be computed per layer, and is not read.
+        rotary = context.rotary
+        return layer(hidden, cu_seqlens=segments, max_seqlen=0, position_embeddings=rotary)
+
+    def _segments(self, config: Any, index: int, context: QwenContext) -> Segments:
+        """Within which a layer attends."""
+        return context.frames
+
+    def finish(
+        self, tower: Any, hidden: Tensor, context: QwenContext, drop_class_token: bool
+    ) -> Tensor:
+        return hidden if tower.merger is None else tower.merger(hidden)
+
+    def width(self, config: Any) -> int:
+        return config.embed_dim
+
+    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
+        return sum(patches), self.width(config)
+
+    def output_size(self, config: Any) -> int:
+        return config.hidden_size
+
+    def merge(self, config: Any) -> int:
+        return config.spatial_merge_size
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        return {
+            "patch_size": config.patch_size,
+            "temporal_patch_size": config.temporal_patch_size,
+            "merge_size": config.spatial_merge_size,
+        }
+
+    def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        merge = config.spatial_merge_size
+        values = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        return (merge**2, values), (1, merge, merge)
+
+    def layer_count(self, config: Any) -> int:
+        return config.depth
+
+    def ffn_size(self, config: Any) -> int:
+        return int(config.embed_dim * config.mlp_ratio)
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        sizes = super().describe_layer(config, index)
+        return replace(sizes, rotary=True, packed_qkv=True)
+
+
+class Qwen2_5VisionFamily(Qwen2VisionFamily):  # noqa: N801 - as Hugging Face writes it
+    """Qwen2.5-VL: attention in windows except in a few layers; gated feed-forward parts."""
+
+    tensor_parallel: ClassVar[dict[str, str]] = {
+        "attn": "packed_qkv",
+        "attn.proj": "rowwise",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+        "norm1": "sequence",
+        "norm2": "sequence",
+    }
+    tower: ClassVar[Any] = Qwen2_5_VisionTransformerPretrainedModel
+
+    def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> QwenContext:
+        config = tower.config
+        order, windows = get_vision_window_index(
+            torch.tensor(inputs.grids_thw),
+            spatial_merge_size=config.spatial_merge_size,
+            window_size=config.window_size,
+            patch_size=config.patch_size,
+        )
+        order = to_device(order, device)
+        cos, sin = self._rotary(tower, inputs, device)
+        unit = config.spatial_merge_size**2
+        return QwenContext(
+            Segments.from_starts(frame_starts(inputs.grids_thw), device),
+            (_reorder(cos, order, unit), _reorder(sin, order, unit)),
+            Segments.from_starts(windows.tolist(), device),
+            order,
+        )
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: QwenContext) -> Tensor:
+        assert context.order is not None
+        unit = tower.config.spatial_merge_size**2
+        return _reorder(tower.patch_embed(inputs.pixels), context.order, unit)
+
+    def _segments(self, config: Any, index: int, context: QwenContext) -> Segments:
+        assert context.windows is not None
+        return context.frames if index in config.fullatt_block_indexes else context.windows
+
+    def finish(
+        self, tower: Any, hidden: Tensor, context: QwenContext, drop_class_token: bool
+    ) -> Tensor:
+        assert context.order is not None
+        x_PD = _reorder(hidden, context.order.argsort(), tower.config.spatial_merge_size**2)
+        return super().finish(tower, x_PD, context, drop_class_token)
+
+    def width(self, config: Any) -> int:
+        return config.hidden_size
+
+    def output_size(self, config: Any) -> int:
+        return config.out_hidden_size
+
+    def ffn_size(self, config: Any) -> int:
+        return config.intermediate_size
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        whole = index in config.fullatt_block_indexes
+        window = None if whole else (config.window_size // config.patch_size) ** 2
+        sizes = super().describe_layer(config, index)
+        return replace(sizes, gated_ffn=True, window=window, norm="rms")
+
+
+def _reorder(x_PD: Tensor, order: Tensor, unit: int) -> Tensor:
+    return x_PD.unflatten(0, (-1, unit))[order].flatten(0, 1)

@@ -1,0 +1,122 @@
+"""Image encoders of fixed size beside CLIP and SigLIP: DINOv2, InternViT, Idefics3 and SmolVLM.
+
+Composites that cut images into tiles give each tile to such an encoder; here an image is one tile.
+
+Shape legend: N images, S positions of one image (class token included), D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.models.families.encoder_family import EncoderFamily, side
+
+
+class Dinov2Family(EncoderFamily):
+    """DINOv2, with layer scale and perhaps a gate."""
+
+    processor_class = "BitImageProcessor"
+    layers = "encoder.layer"
+    pre = ("embeddings",)
+    patch_embedding = "embeddings.patch_embeddings.projection"
+    final_norm = "layernorm"
+    unused = ("embeddings.mask_token",)
+    old_names = (
+        (r"attention\.attention\.query\.", "attention.q_proj."),
+        (r"attention\.attention\.key\.", "attention.k_proj."),
+        (r"attention\.attention\.value\.", "attention.v_proj."),
+        (r"attention\.output\.dense\.", "attention.o_proj."),
+    )
+
+    def styles(self, config: Any) -> dict[str, str]:
+        attention = {f"attention.{name}_proj": "colwise" for name in "qkv"}
+        linears = {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+        if config.use_swiglu_ffn:
+            linears = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise"}
+            linears["mlp.down_proj"] = "rowwise"
+        slices = ("norm1", "norm2", "layer_scale1", "layer_scale2")
+        return {
+            **attention,
+            "attention.o_proj": "rowwise",
+            **linears,
+            **dict.fromkeys(slices, "sequence"),
+        }
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        return tower.embeddings(inputs.pixels)
+
+    def ffn_size(self, config: Any) -> int:
+        size = int(config.hidden_size * config.mlp_ratio)
+        # With a gate two thirds of it, in eights.
+        return -(-int(size * 2 / 3) // 8) * 8 if config.use_swiglu_ffn else size
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        gated = config.use_swiglu_ffn
+        sizes = super().describe_layer(config, index)
+        return replace(sizes, gated_ffn=gated, activation="silu" if gated else config.hidden_act)
+
+
+class InternVisionFamily(EncoderFamily):
+    """InternViT as in InternVL, with layer scale."""
+
+    processor_class = "GotOcr2ImageProcessor"
+    one_tile = True
+    layers = "encoder.layer"
+    pre = ("embeddings",)
+    patch_embedding = "embeddings.patch_embeddings.projection"
+    final_norm = "layernorm"
+    unused = ("embeddings.mask_token",)
+    tensor_parallel: ClassVar[dict[str, str]] = {
+        # No norm works on slices of the sequence: the scales of a layer are its own parameters.
+        "attention": "local_heads",
+        "attention.q_proj": "colwise",
+        "attention.k_proj": "colwise",
+        "attention.v_proj": "colwise",
+        "attention.projection_layer": "rowwise",
+        "mlp.fc1": "colwise",
+        "mlp.fc2": "rowwise",
+    }
+
+    def styles(self, config: Any) -> dict[str, str]:
+        norms = ("attention.q_norm", "attention.k_norm") if config.use_qk_norm else ()
+        return self.tensor_parallel | dict.fromkeys(norms, "sharded_norm")
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        return tower.embeddings(inputs.pixels)
+
+    def run_layer(
+        self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any
+    ) -> Tensor:
+        return layer(hidden)
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        size = side(config.image_size)
+        return {"size": {"height": size, "width": size}}
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        norm = "layer" if config.norm_type == "layer_norm" else "rms"
+        sizes = super().describe_layer(config, index)
+        return replace(sizes, norm=norm, qk_norm=config.use_qk_norm)  # type: ignore[arg-type]
+
+
+class Idefics3Family(EncoderFamily):
+    """The SigLIP of Idefics3 and SmolVLM: no class token, positions by fractions of the image."""
+
+    processor_class = "SiglipImageProcessor"
+    one_tile = True
+    pre = ("embeddings",)
+    has_class_token = False
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        grids = [grid[1:] for grid in inputs.grids_thw]
+        shown = torch.ones((len(grids), *grids[0]), dtype=torch.bool, device=inputs.pixels.device)
+        return tower.embeddings(pixel_values=inputs.pixels, patch_attention_mask=shown)
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        size = side(config.image_size)
+        return {"size": {"height": size, "width": size}}

@@ -1,0 +1,140 @@
+"""Hugging Face configs of the recipe: read, overridden, checked."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from torchmm.common.errors import ConfigError
+from torchmm.common.foreign_code import describe_refusal
+
+_ALSO_READ = {
+    "head_dim",
+    "model_type",
+    "rope_scaling",
+    "rope_theta",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "vision_use_head",
+}
+"""Keys that every config class reads although none of them lists them."""
+_DROPOUTS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "drop_path_rate",
+    "hidden_dropout_prob",
+    "projection_dropout",
+    "residual_dropout",
+    "embedding_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "hidden_dropout",
+    "activation_dropout",
+    "feat_proj_dropout",
+    "layerdrop",
+)
+
+
+def load_config(key: str, source: str | None, override: dict[str, Any] | None) -> Any:
+    """Hugging Face config of a section; an encoder's is the vision part of a dual model's.
+
+    Args:
+        key: the section, for messages.
+        source: local directory or hub id; None: `override` is the whole config.
+        override: values laid over those of `source`, tables key by key.
+
+    Raises:
+        ConfigError: there is no such config, or it has unknown keys or bad values.
+    """
+    base: Any
+    if source is None:
+        base, override = _make_config(key, override or {}, override or {}), None
+    else:
+        try:
+            base = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"[{key}] source = {source!r} has no readable config.json; name a local directory "
+                f"or a model of the hub ({describe_refusal(error)})"
+            ) from error
+    if key.startswith("model.encoders."):
+        base = getattr(base, "vision_config", base)
+    if not override:
+        return base
+    return _make_config(key, _merged(base.to_dict(), override), override)
+
+
+def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) -> PreTrainedConfig:
+    """Config from `settings`, of which the user has written `written`."""
+    model_type = str(settings.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING.keys()), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"[{key}] config: model_type = {model_type!r} is unknown{hint}")
+    if unknown := _unknown_keys(f"{key}.config", CONFIG_MAPPING[model_type], written):
+        raise ConfigError(unknown)
+    try:
+        return AutoConfig.for_model(**settings)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"[{key}] config is not a valid {model_type!r} config: {reason}"
+        ) from error
+
+
+def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, Any]) -> list[str]:
+    """Hugging Face accepts any key, so that a misspelt one would silently do nothing."""
+    defaults = vars(kind())
+    known = set(defaults) | set(kind.attribute_map) | _ALSO_READ
+    problems = []
+    for name, value in settings.items():
+        part = defaults.get(name)
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            problems.append(f"[{key}] {name!r} is not a key of {kind.model_type!r}{hint}")
+        elif isinstance(part, PreTrainedConfig) and isinstance(value, dict):
+            inner_type = value.get("model_type", part.model_type)
+            # Not `get`, which knows only the classes that were imported already.
+            inner = CONFIG_MAPPING[inner_type] if inner_type in CONFIG_MAPPING else type(part)
+            problems += _unknown_keys(f"{key}.{name}", inner, value)
+    return problems
+
+
+def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in override.items():
+        old = merged.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[name] = _merged(old, value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def size_problems(key: str, config: Any) -> list[str]:
+    """What the layers of `config` cannot do, whatever the family."""
+    problems = []
+    hidden = getattr(config, "embed_dim", None) or config.hidden_size  # Qwen2-VL's tower
+    heads = config.num_attention_heads
+    if getattr(config, "head_dim", None) is None and hidden % heads:
+        problems.append(f"[{key}] hidden_size = {hidden} is not divisible by its {heads} heads")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % kv_heads:
+        problems.append(
+            f"[{key}] num_attention_heads = {heads} is not divisible by the {kv_heads} "
+            "num_key_value_heads"
+        )
+    problems += [
+        f"[{key}] {name} = {rate} is not implemented; override it with 0.0"
+        for name in _DROPOUTS
+        if (rate := getattr(config, name, 0.0))
+    ]
+    if getattr(config, "use_bidirectional_attention", False):
+        problems.append(
+            f"[{key}] use_bidirectional_attention is not implemented; override it with false"
+        )
+    return problems

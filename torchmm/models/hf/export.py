@@ -1,0 +1,346 @@
+"""A trained model as a Hugging Face directory.
+
+Composites become what they were; a fixed-size encoder with an "mlp" connector and any LLM *is* a
+LLaVA model and becomes one; an LLM alone becomes a causal LM. Hugging Face's own `save_pretrained`
+writes the files, so names, shards and configs are its. Other pairs have no Hugging Face class:
+their parts are written side by side with `torchmm.json`, whose content is the `[model]` section
+of a recipe that puts them together again. A generator is written beside all of it, by diffusers, in
+`generator/`: its connector is what diffusers calls its caption projection.
+
+Parameters are gathered one by one to rank 0's CPU memory; no other rank holds more than one. Those
+of pipeline stages that rank 0 does not run are sent by the first rank that has them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from torchmm.models.encoders import EncoderModule
+from torchmm.models.families.composites import COMPOSITES, LLAVA_LLM, LLAVA_VISION
+from torchmm.models.families.encoder_family import patches_per_row, side
+from torchmm.models.generator import GeneratorModule
+from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
+from torchmm.models.initialize import draw, named_tensors
+from torchmm.models.layered import units
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.recipe.model_section import GENERATOR
+
+PARTS_FILE = "torchmm.json"
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+Prefixes = tuple[tuple[str, str], ...]
+
+
+@dataclass
+class _Target:
+    """One Hugging Face model to be written."""
+
+    directory: Path
+    hf: Any
+    """On the meta device; receives the weights. Of transformers or diffusers."""
+    prefixes: dict[str, Prefixes]
+    """By module name: our parameter names -> Hugging Face's."""
+    generation_source: str | None = None
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def export_hf(
+    model: MultimodalModel, directory: str | Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write `model` in Hugging Face's format; collective, rank 0 writes.
+
+    Raises:
+        ConfigError: the tokenizer lacks the model's placeholder token.
+    """
+    directory = Path(directory)
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    as_one = model.composite is not None or not model.encoders or _is_llava(model)
+    with torch.device("meta"):
+        targets = [_whole(model, directory, tokenizer)] if as_one else _parts(model, directory)
+        if model.generator is not None:
+            targets.append(_generator(model.generator, directory / GENERATOR))
+    connectors = _gather(model, targets, writes)
+    if writes:
+        directory.mkdir(parents=True, exist_ok=True)
+        for target in targets:
+            _save(model, target)
+        if model.generator is not None:
+            scheduler = model.generator.family.scheduler()
+            scheduler.save_pretrained(directory / GENERATOR / "scheduler")
+        for name, weights in connectors.items():
+            save_file(weights, directory / name / CONNECTOR_FILE, metadata={"format": "pt"})
+        tokenizer.save_pretrained(directory if as_one else directory / "llm")
+        if as_one:
+            _save_processor(model, directory, tokenizer)
+        else:
+            _save_parts_description(model, directory)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _is_llava(model: MultimodalModel) -> bool:
+    encoders = [m for m in model.modality_modules() if isinstance(m, EncoderModule)]
+    if len(encoders) != 1 or model.llm.family.own_logits:
+        return False
+    return encoders[0].family.layout == "fixed" and encoders[0].merge == 1
+
+
+def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase) -> _Target:
+    dtype = model.llm.dtype
+    prefixes = {name: p for name, p in hf_prefixes(model).items() if name != GENERATOR}
+    if not model.encoders:
+        hf = model.llm.family.build(model.llm.config, dtype)
+        return _Target(directory, hf, prefixes, model.llm.weights.source)
+    if model.composite is not None:
+        kind: Any = COMPOSITES[model.composite.model_type].kind
+        hf = kind._from_config(model.composite, dtype=dtype)
+        return _Target(directory, hf, prefixes, model.llm.weights.source)
+    image_token_id = model.image_token_id(tokenizer)
+    assert image_token_id is not None
+    (encoder,) = (m for m in model.modality_modules() if isinstance(m, EncoderModule))
+    spec = encoder.spec
+    rows = patches_per_row(spec.config)
+    config = LlavaConfig(
+        vision_config=spec.config,
+        text_config=model.llm.config,
+        image_token_index=image_token_id,
+        image_seq_length=rows**2,
+        projector_hidden_act=spec.connector_act,
+        vision_feature_layer=spec.feature_layer,
+        # "default" drops the first output, which is a patch where there is no class token.
+        vision_feature_select_strategy="default" if spec.family.has_class_token else "full",
+        tie_word_embeddings=model.llm.config.tie_word_embeddings,
+    )
+    prefixes = {"llm": LLAVA_LLM.hf_prefixes, encoder.name: LLAVA_VISION.hf_prefixes}
+    hf = LlavaForConditionalGeneration._from_config(config, dtype=dtype)
+    return _Target(directory, hf, prefixes, model.llm.weights.source)
+
+
+def _parts(model: MultimodalModel, directory: Path) -> list[_Target]:
+    prefixes = hf_prefixes(model)
+    llm = model.llm.family.build(model.llm.config, model.llm.dtype)
+    source = model.llm.weights.source
+    targets = [_Target(directory / "llm", llm, {"llm": prefixes["llm"]}, source)]
+    for module in model.modality_modules():
+        if isinstance(module, EncoderModule):
+            tower = {module.name: prefixes[module.name]}
+            targets.append(_Target(directory / module.name, module.uncut_tower(), tower))
+    return targets
+
+
+def _generator(module: GeneratorModule, directory: Path) -> _Target:
+    prefixes = {module.name: module.weights.hf_prefixes}
+    return _Target(directory, module.whole_transformer(), prefixes)
+
+
+def hf_prefixes(model: MultimodalModel) -> dict[str, Prefixes]:
+    """By module name: (our prefix, Hugging Face's) in the class the module came from."""
+    return {m.name: m.weights.hf_prefixes for m in model.modality_modules()}
+
+
+def hf_name(prefixes: dict[str, Prefixes], module: str, name: str) -> str | None:
+    """Hugging Face's name of a parameter of `module`; None if the class does not have it."""
+    for ours, theirs in prefixes.get(module, ()):
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    return None
+
+
+@torch.no_grad()
+def _gather(
+    model: MultimodalModel, targets: list[_Target], writes: bool
+) -> dict[str, dict[str, Tensor]]:
+    """Fill the targets' weights on the writing rank; returns connectors that are part of none."""
+    connectors: dict[str, dict[str, Tensor]] = {}
+    first_with = _first_ranks_with(model)
+    device = next((t.device for t in model.state_dict().values()), torch.device("cpu"))
+    for prefix, module in model.named_modality_modules():
+        with torch.device("meta"):
+            whole = module.rebuild()
+        tied, ours = whole.tied_parameters(), module.state_dict()
+        for name, like in whole.state_dict().items():
+            if name in tied:
+                continue
+            value = _to_rank_0(ours.get(name), like, first_with[f"{prefix}.{name}"], device)
+            if not writes:
+                continue
+            assert value is not None
+            for target in targets:
+                if (theirs := hf_name(target.prefixes, module.name, name)) is not None:
+                    target.weights[theirs] = value
+                    break
+            else:
+                connectors.setdefault(module.name, {})[name] = value
+    return connectors
+
+
+def _first_ranks_with(model: MultimodalModel) -> dict[str, int]:
+    """Lowest rank that has a part of each parameter or buffer, by name; collective."""
+    own = list(model.state_dict())
+    by_rank: list[Any] = [own]
+    if dist.is_initialized():
+        by_rank = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, own)
+    return {name: rank for rank in reversed(range(len(by_rank))) for name in by_rank[rank]}
+
+
+def _to_rank_0(
+    ours: Tensor | None, like: Tensor, first: int, device: torch.device
+) -> Tensor | None:
+    """The whole of a tensor in rank 0's CPU memory; None on other ranks.
+
+    Args:
+        ours: this rank's part, if any; all ranks that have one must call.
+        like: on the meta device, with the shape and dtype of the whole.
+        first: the rank that sends it, if that is not rank 0.
+        device: where the ranks' parts lie.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    if first == 0:
+        return whole.detach().cpu() if rank == 0 and whole is not None else None
+    if rank == first:
+        assert whole is not None
+        dist.send(whole.detach().contiguous(), dst=0)
+    if rank != 0:
+        return None
+    received = torch.empty_like(like, device=device)
+    dist.recv(received, src=first)
+    return received.cpu()
+
+
+def _save(model: MultimodalModel, target: _Target) -> None:
+    for module in model.modality_modules():
+        if module.unused and module.name in target.prefixes:
+            assert isinstance(module, EncoderModule)
+            for name, value in _unused_weights(module).items():
+                theirs = hf_name(target.prefixes, module.name, name)
+                assert theirs is not None
+                target.weights[theirs] = value
+    loaded = target.hf.load_state_dict(target.weights, strict=False, assign=True)
+    if isinstance(target.hf, PreTrainedModel):
+        target.hf.tie_weights()
+    left = [name for name in loaded.missing_keys if target.hf.get_parameter(name).is_meta]
+    assert not left and not loaded.unexpected_keys, (left, loaded.unexpected_keys)
+    if target.generation_source is not None and target.hf.can_generate():
+        try:
+            found = GenerationConfig.from_pretrained(target.generation_source)
+            found.validate(strict=True)
+            target.hf.generation_config = found
+        except (OSError, ValueError):
+            pass  # none, or one that cannot be saved again: what follows from the config stays
+    target.hf.save_pretrained(target.directory)
+
+
+def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
+    """Weights no output depends on, which the Hugging Face class has nevertheless.
+
+    Those of the source, so that a loaded checkpoint is saved as it was; else random ones.
+    """
+    values: dict[str, Tensor] = {}
+    if module.weights.source is not None:
+        files = open_files(module.weights.source)
+        stored = names_in_files(module, files)
+        for name in module.unused & set(stored):
+            file = files[stored[name]]
+            with safe_open(file.path, "pt") as opened:
+                values[name] = opened.get_tensor(file.name).to(module.spec.dtype)
+    with torch.device("meta"):
+        holder = nn.Module()
+        holder.tower = module.uncut_tower()
+    for fqn, unit in units(holder, module.layers_fqn):
+        wanted = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)
+        if wanted:
+            drawn = draw(unit, module.hf, fqn)
+            values |= {f"{fqn}.{n}": t for n, t in named_tensors(drawn) if f"{fqn}.{n}" in wanted}
+    return values
+
+
+def _save_processor(
+    model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    encoders = [m for m in model.modality_modules() if isinstance(m, EncoderModule)]
+    if not encoders:
+        return
+    source = Path(encoders[0].weights.source or "")
+    if model.composite is not None and model.llm.weights.source is not None:
+        for name in _PROCESSOR_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, directory / name)
+        return
+    (encoder,) = encoders
+    image_processor = _image_processor(encoder)
+    if not _is_llava(model) or isinstance(model.text.image_token, int):
+        image_processor.save_pretrained(directory)
+        return
+    processor = LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=side(encoder.spec.config.patch_size),
+        vision_feature_select_strategy="default" if encoder.family.has_class_token else "full",
+        image_token=model.text.image_token,
+        num_additional_image_tokens=int(encoder.family.has_class_token),
+    )
+    processor.save_pretrained(directory)
+
+
+def _image_processor(encoder: EncoderModule) -> Any:
+    spec = encoder.image_spec()
+    name = spec.processor_class.removesuffix("Fast").removesuffix("Pil")
+    kind = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
+    return kind(**spec.processor)
+
+
+def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
+    encoders = {}
+    for module in model.modality_modules():
+        if not isinstance(module, EncoderModule):
+            continue
+        _image_processor(module).save_pretrained(directory / module.name)
+        spec = module.spec
+        encoders[module.name] = {
+            "source": module.name,
+            "modality": module.family.modality,
+            "connector": "mlp" if spec.shuffle == 1 else "pixel_shuffle_mlp",
+            "feature_layer": spec.feature_layer,
+        }
+        if spec.shuffle > 1:
+            encoders[module.name]["shuffle"] = spec.shuffle
+    description: dict[str, Any] = {
+        "llm": {"source": "llm"},
+        "encoders": encoders,
+        "image_token": model.text.image_token,
+    }
+    if model.generator is not None:
+        images = model.generator.spec.images
+        description[GENERATOR] = {
+            "source": GENERATOR,
+            "frames": images.frames,
+            "context_tokens": images.context_tokens,
+        }
+    (directory / PARTS_FILE).write_text(json.dumps(description, indent=2) + "\n")

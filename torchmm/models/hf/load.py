@@ -1,0 +1,234 @@
+"""Pretrained weights from safetensors files straight into (sharded) parameters.
+
+Every rank maps the files and reads only the slices it owns, so no rank holds a whole model.
+What is missing, unexpected or of the wrong shape is listed and refused before anything is read,
+for the whole model, so that ranks with different stages of it all raise the same error; only
+modules that did not exist before (a new connector) may be missing. Pickled weight files are never
+opened. Rejected: `from_pretrained` and a broadcast, which needs the whole model on a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from torchmm.common.errors import CheckpointError
+from torchmm.models.hf.pieces import Piece, pieces
+from torchmm.models.layered import LayeredModule
+from torchmm.models.multimodal import MultimodalModel
+
+WEIGHTS_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+"""What transformers and diffusers call them; the index of several is NAME.index.json."""
+CONNECTOR_FILE = "connector.safetensors"
+LISTED = 8
+"""Names of one kind that an error message lists."""
+
+_COMPUTED = re.compile(r"(position_ids|rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq)$")
+"""Buffers that old files hold and that are computed today."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor in a file."""
+
+    path: Path
+    name: str
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """A tensor of the whole model and where its value lies."""
+
+    name: str
+    shape: list[int]
+    file: FileTensor
+
+
+def load_weights(model: MultimodalModel) -> set[str]:
+    """Fill the parameters of all modules that have a source.
+
+    Args:
+        model: materialized; parameters are plain tensors or DTensors.
+
+    Returns:
+        Names of the parameters that now hold pretrained values; the others (new connectors,
+        modules without a source) and computed buffers are `init_weights`'s.
+
+    Raises:
+        CheckpointError: the files do not fit the model.
+    """
+    problems: list[str] = []
+    filled: set[str] = set()
+    expected: list[_Expected] = []
+    found: dict[str, tuple[Piece, FileTensor]] = {}
+    for source, modules in _by_source(model).items():
+        files = open_files(source)
+        claimed: set[str] = set()
+        for prefix, module in modules:
+            names = names_in_files(module, files)
+            claimed |= set(names.values())
+            stored, missing = _match(module, names)
+            problems += _listed(f"{source}: missing for {module.name!r}", missing)
+            expected += [
+                _Expected(f"{prefix}.{name}", shape, files[s])
+                for name, (shape, s) in stored.items()
+            ]
+            targets = _targets(module, stored)
+            found |= {f"{prefix}.{n}": (p, files[s]) for n, (p, s) in targets.items()}
+            filled |= {f"{prefix}.{piece.owner}" for piece, _ in targets.values()}
+        stray = [n for n in files if n not in claimed and not _COMPUTED.search(n)]
+        if not modules[0][1].weights.partial:
+            problems += _listed(f"{source}: not part of the model", stray)
+    problems += _shape_problems(expected)
+    if problems:
+        raise CheckpointError("weights do not fit the model:\n  - " + "\n  - ".join(problems))
+    _read(found)
+    return filled
+
+
+def _by_source(model: MultimodalModel) -> dict[str, list[tuple[str, LayeredModule]]]:
+    groups: dict[str, list[tuple[str, LayeredModule]]] = defaultdict(list)
+    for prefix, module in model.named_modality_modules():
+        if module.weights.source is not None:
+            groups[module.weights.source].append((prefix, module))
+    return groups
+
+
+def open_files(source: str) -> dict[str, FileTensor]:
+    """Tensors of a directory or hub id, by their name in the files.
+
+    Raises:
+        CheckpointError: there are no safetensors files, or one of them is damaged.
+    """
+    directory = _directory(source)
+    files = _weight_files(directory)
+    if (directory / CONNECTOR_FILE).is_file():
+        files.append(CONNECTOR_FILE)
+    tensors = {}
+    for file in files:
+        try:
+            with safe_open(directory / file, "pt") as opened:
+                names = opened.keys()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{directory / file} cannot be read ({error}); fetch it again"
+            ) from error
+        tensors.update({name: FileTensor(directory / file, name) for name in names})
+    return tensors
+
+
+def _weight_files(directory: Path) -> list[str]:
+    for name in WEIGHTS_FILES:
+        index = directory / f"{name}.index.json"
+        if index.is_file():
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if (directory / name).is_file():
+            return [name]
+    raise CheckpointError(
+        f"{directory} has neither {' nor '.join(WEIGHTS_FILES)}, nor an index of such files; "
+        "convert the weights to safetensors (pickled files are never loaded)"
+    )
+
+
+def _directory(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+    except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise CheckpointError(
+            f"weights of {source!r} are neither a local directory nor on the hub ({error})"
+        ) from error
+
+
+def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[str, str]:
+    """Name within `module` -> name in the files, for all names the whole module knows."""
+    with torch.device("meta"):
+        known = set(pieces(module.rebuild().state_dict())) | module.unused
+    names = {}
+    for name in files:
+        for pattern, replacement in module.weights.renames:
+            ours, count = re.subn(f"^(?:{pattern})", replacement, name)
+            if count:
+                for old, new in module.weights.old_names:
+                    ours = re.sub(old, new, ours)
+                if ours in known:
+                    names[ours] = name
+                break
+    return names
+
+
+def _match(
+    module: LayeredModule, names: dict[str, str]
+) -> tuple[dict[str, tuple[list[int], str]], list[str]]:
+    """What the *whole* module needs, {name: (shape, name in the files)}, and what is missing."""
+    with torch.device("meta"):
+        whole = module.rebuild()
+    tied = whole.tied_parameters()
+    stored, missing = {}, []
+    for name, piece in pieces(whole.state_dict()).items():
+        if name in tied:
+            continue
+        if name in names:
+            stored[name] = (piece.shape, names[name])
+        else:
+            missing.append(name)
+    if module.new_connector and not any(n.startswith("connector.") for n in stored):
+        missing = [n for n in missing if not n.startswith("connector.")]
+    return stored, missing
+
+
+def _targets(
+    module: LayeredModule, stored: dict[str, tuple[list[int], str]]
+) -> dict[str, tuple[Piece, str]]:
+    """What this rank reads, {name: (what to fill, name in the files)}."""
+    here_once, copies = module.tied_parameters(), module.tied_copies()
+    targets = {}
+    for name, piece in pieces(module.state_dict()).items():
+        original = copies.get(name, name)
+        if name not in here_once and original in stored:
+            targets[name] = (piece, stored[original][1])
+    return targets
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return [f"{what}: {', '.join(names[:LISTED])}{more}"]
+
+
+def _shape_problems(expected: list[_Expected]) -> list[str]:
+    by_file: dict[Path, list[_Expected]] = defaultdict(list)
+    for entry in expected:
+        by_file[entry.file.path].append(entry)
+    problems = []
+    for path, entries in by_file.items():
+        with safe_open(path, "pt") as opened:
+            for entry in entries:
+                shape = opened.get_slice(entry.file.name).get_shape()
+                if entry.shape != list(shape):
+                    problems.append(
+                        f"{path}: {entry.file.name} has shape {list(shape)}, the model's "
+                        f"{entry.name} {entry.shape}"
+                    )
+    return problems
+
+
+@torch.no_grad()
+def _read(found: dict[str, tuple[Piece, FileTensor]]) -> None:
+    by_file: dict[Path, list[tuple[Piece, str]]] = defaultdict(list)
+    for piece, stored in found.values():
+        by_file[stored.path].append((piece, stored.name))
+    for path, entries in by_file.items():
+        with safe_open(path, "pt") as opened:
+            for piece, name in entries:
+                piece.fill(opened.get_slice(name))

@@ -1,0 +1,195 @@
+"""The one attention function of all layers: attention within packed segments, never across.
+
+Hugging Face layers look their attention up by name, so registering "packed" is enough: no layer
+is patched. `Segments` travels through the layers' keyword arguments as `cu_seq_lens_q` (Hugging
+Face's own name for it) or, where a layer forwards no keyword arguments, as its attention mask.
+
+- CUDA, bf16/fp16: `torch.nn.attention.varlen.varlen_attn`, one kernel for all segments.
+- CPU: a custom operator that calls the flash kernel once per run of equally long segments. The
+  loop stays out of autograd and out of torch.compile, so a layer compiles with fullgraph=True
+  and the number of segments does not recompile it.
+- Elsewhere (fp32 on CUDA, tokens that see each other both ways): scaled_dot_product_attention
+  per run of equally long segments.
+- Capped scores (Gemma 2): a custom operator of plain products, on any device.
+
+Rejected: Hugging Face's "sdpa", whose mask is dense (T x T) and which lets samples see each other
+whenever a cache or an all-ones mask is passed; flex_attention, which has no backward on CPU.
+
+Shape legend: B batch, T tokens of all segments, S tokens of one segment, H query heads, G key and
+value heads (G divides H), D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import signature
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from torchmm.models.layers.attention_ops import capped_attention, equal_runs, packed_attention
+
+PACKED = "packed"
+"""Name under which the attention function is registered."""
+PACKED_UNSPLIT = "packed_flash"
+"""Same function. Qwen's vision layers split their input themselves, with a device
+synchronisation per layer, unless "flash" is in the name of the attention function."""
+
+_UNSUPPORTED = ("s_aux", "position_bias")
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the segments of a packed row begin; made once per forward, without a device sync."""
+
+    cu_seqlens: Tensor
+    """int32 (segments + 1,) on the device of the activations: [0, ..., T]."""
+    cu_seqlens_host: Tensor
+    """The same on the CPU."""
+    max_length: int
+    """Longest segment."""
+    blocks_T: Tensor | None = None
+    """int64: tokens of a segment with the same number, not negative, see each other both ways."""
+
+    @classmethod
+    def from_starts(
+        cls, cu_seqlens: list[int], device: torch.device, blocks_T: Tensor | None = None
+    ) -> Segments:
+        """Segments from their starts and the total length, [0, ..., T].
+
+        Raises:
+            ValueError: the numbers do not rise from 0.
+        """
+        lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
+        if not lengths or cu_seqlens[0] != 0 or min(lengths) <= 0:
+            raise ValueError(f"cu_seqlens must rise from 0, got {cu_seqlens}")
+        host = torch.tensor(cu_seqlens, dtype=torch.int32)
+        return cls(to_device(host, device), host, max(lengths), blocks_T)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small CPU tensor to `device` without waiting for the device."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+# torch 2.11 groups heads unasked and has no such argument.
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+)
+
+
+class _Rules(NamedTuple):
+    """Who sees whom within a segment, and what becomes of scores."""
+
+    causal: bool
+    window: int
+    """Keys that a query sees, itself included; 0: all."""
+    softcap: float | None
+
+
+def _attend_segments(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, s: Segments, scale: float, rules: _Rules
+) -> Tensor:
+    causal, window, softcap = rules
+    inputs, host = (query_THD, key_TGD, value_TGD), s.cu_seqlens_host
+    if softcap is not None:
+        return capped_attention(*inputs, host, scale, softcap, window, s.blocks_T)
+    if query_THD.device.type == "cpu":
+        return packed_attention(*inputs, host, scale, causal, window, s.blocks_T)[0]
+    half = query_THD.dtype in (torch.bfloat16, torch.float16)
+    if query_THD.device.type == "cuda" and half and s.blocks_T is None:
+        q, k, v = (x.contiguous() for x in inputs)  # no copies: layers compute in this layout
+        starts, longest, back = s.cu_seqlens, s.max_length, window - 1
+        reach = (back, 0) if causal else (-1, -1)
+        out = varlen_attn(
+            q, k, v, starts, starts, longest, longest, scale=scale, window_size=reach, **_GROUPED
+        )
+        assert isinstance(out, Tensor)
+        return out
+    outs = []
+    for run in equal_runs(host):
+        q, k, v = (run.view(x) for x in inputs)
+        plain = s.blocks_T is None and not window
+        mask = None if plain else run.visible(causal, window, s.blocks_T, q.device)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal and plain, scale=scale, enable_gqa=True
+        )
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs)
+
+
+def attention(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BGTD: Tensor,
+    value_BGTD: Tensor,
+    attention_mask: Tensor | Segments | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention with the signature Hugging Face layers call.
+
+    Args:
+        attention_mask: a dense mask, `Segments`, or None.
+        kwargs: what the layer was called with; `cu_seq_lens_q` may hold `Segments`.
+
+    Returns:
+        Output (B, T, H, D) and no attention weights.
+
+    Raises:
+        ValueError: the layer asks for something this function does not do.
+    """
+    segments = kwargs.get("cu_seq_lens_q")
+    if isinstance(attention_mask, Segments):
+        segments, attention_mask = attention_mask, None
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
+    window, softcap = kwargs.get("sliding_window") or 0, kwargs.get("softcap")
+    asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    asked += ["attention_dropout"] if dropout else []
+    if segments is None or not causal:
+        asked += [name for name in ("sliding_window", "softcap") if kwargs.get(name)]
+    if asked:
+        raise ValueError(
+            f"{type(module).__name__} uses {', '.join(asked)}, which packed attention does not "
+            "implement; switch it off in the model's config"
+        )
+    scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
+    if segments is None:
+        out_BHTD = functional.scaled_dot_product_attention(
+            query_BHTD,
+            key_BGTD,
+            value_BGTD,
+            attn_mask=attention_mask,
+            is_causal=causal and attention_mask is None,
+            scale=scale,
+            enable_gqa=query_BHTD.shape[1] != key_BGTD.shape[1],
+        )
+        return out_BHTD.transpose(1, 2), None
+    if attention_mask is not None or query_BHTD.shape[0] != 1:
+        raise ValueError("packed segments need a single row and no attention mask")
+    q, k, v = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
+    rules = _Rules(causal, window if window < segments.max_length else 0, softcap)
+    return _attend_segments(q, k, v, segments, scale, rules)[None], None
+
+
+def padding_mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Mask for the layers: none, unless the caller gave a padding mask, which is honoured."""
+    if attention_mask is None:
+        return None
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(attention_mask=attention_mask, **kwargs)
+
+
+for _name in (PACKED, PACKED_UNSPLIT):
+    AttentionInterface.register(_name, attention)
+    AttentionMaskInterface.register(_name, padding_mask)

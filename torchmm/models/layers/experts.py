@@ -1,0 +1,107 @@
+"""Mixture of experts: keeping the experts' loads equal.
+
+Training adds the loss of Switch Transformers (arXiv 2101.03961, equations 4-6) of every layer, with
+the coefficient of the model's config, where that config says `output_router_logits = true`. What is
+reported as loss stays the cross entropy. Each layer's loss is added where its router is, so that a
+pipeline stage needs no other stage's: its gradient joins that of the routing weights. Hugging
+Face's loss differs for more than one layer: it multiplies averages over all layers, which no
+stage has. Rejected: a loss that travels from stage to stage beside the hidden states.
+
+Shape legend: T tokens, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from torchmm.common.errors import ConfigError
+
+COMPILES_FROM = (5, 23)
+"""Version of transformers whose loop over experts, its way on the CPU, can be traced."""
+
+
+@dataclass
+class RouterBalance:
+    """Hook of the routers of one LLM.
+
+    Attributes:
+        coefficient: of the mean over layers of the losses.
+        layers: with a router, of the whole model.
+        scale: factor of a token: 1 / tokens of the global batch where gradients are those of a
+            mean; 0: no loss.
+    """
+
+    coefficient: float
+    layers: int
+    scale: float = 0.0
+
+    def __call__(self, router: Any, _: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        """Of a router's (logits, weights, experts), the weights pass on the loss's gradient."""
+        logits_TE, weights_TK, experts_TK = output
+        if not self.scale or not torch.is_grad_enabled():
+            return output
+        loss = balancing_loss(logits_TE, experts_TK)
+        share = getattr(router, "balance_share", 1.0)
+        factor = self.coefficient * self.scale * share * len(logits_TE) / self.layers
+        weights_TK, _ = _JoinGradient.apply(weights_TK, loss, factor)
+        return logits_TE, weights_TK, experts_TK
+
+
+def balancing_loss(logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """float32 scalar, K at best: E times the sum over experts of load times mean probability."""
+    experts = logits_TE.shape[1]
+    loads_E = torch.zeros(experts, device=logits_TE.device)
+    ones = torch.ones_like(experts_TK, dtype=torch.float32)
+    loads_E = loads_E.index_add(0, experts_TK.flatten(), ones.flatten()) / len(logits_TE)
+    probabilities_E = logits_TE.softmax(-1, dtype=torch.float32).mean(0)
+    return experts * (loads_E * probabilities_E).sum()
+
+
+class _JoinGradient(torch.autograd.Function):
+    """Hands a tensor through; in backward a loss beside it gets a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        ctx.factor = factor
+        return x.view_as(x), loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        grad, of_loss = grads
+        return grad, torch.full_like(of_loss, ctx.factor), None
+
+
+def balance_routers(layers: nn.ModuleList, config: Any) -> RouterBalance | None:
+    """Adds the loss to all routers, if the config wants it."""
+    if not getattr(config, "output_router_logits", False):
+        return None
+    routers = [r for layer in layers for n, r in layer.named_modules() if n == "mlp.gate"]
+    balance = RouterBalance(config.router_aux_loss_coef, len(routers))
+    for router in routers:
+        router.register_forward_hook(balance)
+    return balance
+
+
+def has_experts(layer: nn.Module) -> bool:
+    """Whether a layer's feed-forward part is a mixture of experts."""
+    return any(name.endswith("mlp.experts") for name, _ in layer.named_modules())
+
+
+def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:
+    """Layers of module `name`, on a device of this type.
+
+    Raises:
+        ConfigError: torch.compile would fail on their experts in the first step.
+    """
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if device == "cpu" and version < COMPILES_FROM and any(map(has_experts, layers)):
+        raise ConfigError(
+            f"compile: experts of {name!r} cannot be compiled on a CPU with transformers "
+            f"{transformers.__version__}; install 5.23, or leave {name!r} out of compile.modules"
+        )

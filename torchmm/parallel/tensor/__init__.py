@@ -1,0 +1,1 @@
+"""torchmm/parallel/tensor."""

@@ -1,0 +1,252 @@
+"""Tensor and sequence parallelism of a layered module, from its Hugging Face plan strings.
+
+A plan maps submodule name patterns to the style strings Hugging Face configs use; this file
+gives each string its DTensor meaning. Inside an attention or MLP ("scope") the input is
+converted to a DTensor once, by a hook, so that the parallel linears that share it (q, k, v;
+gate, up) also share one collective in backward instead of one each.
+
+Without sequence parallelism every tensor between scopes is a plain replicated tensor. With it,
+what lies between scopes are slices of the sequence (`torchmm.parallel.tensor.sequence`): scopes
+gather on entry and reduce-scatter on exit. With an `Overlap` they do so below their own matrix
+products (`torchmm.parallel.tensor.overlap_styles`): the same plan, the same parameters, other
+forwards.
+
+Rejected: Hugging Face's own tensor-parallel layers, rewritten between 5.17 and 5.23; DTensor
+activations everywhere, which HF forwards mix with plain tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.layered import LayeredModule
+from torchmm.parallel.tensor.experts import ExpertsOfRanks
+from torchmm.parallel.tensor.overlap_linear import Overlap
+from torchmm.parallel.tensor.overlap_styles import AsyncColumn, AsyncRow, AsyncScope, Column
+from torchmm.parallel.tensor.sequence import LocalNorm, SequenceSlices, distribute_parameters
+from torchmm.parallel.tensor.sharded_norm import ShardedNorm
+from torchmm.parallel.tensor.styles import PackedGateUp, PackedQkv
+
+
+def apply_tensor_parallel(
+    module: LayeredModule,
+    mesh: DeviceMesh,
+    sequence_parallel: bool = False,
+    overlap: Overlap | None = None,
+) -> None:
+    """Splits `module` over the 1-D `mesh`, in place; parameters may be on the meta device.
+
+    Args:
+        overlap: how to communicate below the products of layers with sequence parallelism; None:
+            before and after them.
+
+    Raises:
+        ConfigError: heads or experts do not divide among the ranks, or a style is unknown.
+    """
+    size = mesh.size()
+    if size == 1:
+        return
+    if problems := tensor_problems(module, size, overlap is not None):
+        raise ConfigError(problems)
+    plan = module.tensor_parallel_plan()
+    trainable = {name: p.requires_grad for name, p in module.named_parameters()}
+    has_slices = sequence_parallel and "sequence" in plan.values()
+    slices = SequenceSlices(mesh, overlap) if has_slices else None
+    for pattern, name in plan.items():
+        inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
+        style = _style(pattern, name, module, size, inside)
+        for part in module.matching(pattern) if style is not None else ():
+            parallelize_module(part, mesh, style)
+    for pattern in module.tensor_parallel_scopes():
+        inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
+        for part in module.matching(pattern):
+            parallelize_module(part, mesh, _scope(inside))
+    if slices is not None and module.layers:
+        module.layers[0].register_forward_pre_hook(slices.enter)
+        module.layers[-1].register_forward_hook(slices.leave)
+    module.tie_parameters()
+    for name, parameter in module.named_parameters():  # some styles make trainable copies
+        parameter.requires_grad_(trainable[name])
+
+
+def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) -> list[str]:
+    """Why a module cannot be split over `size` ranks; needs no process group.
+
+    Args:
+        overlaps: whether communication is to go on below the products of its layers.
+    """
+    if size == 1:
+        return []
+    name, styles = module.name, module.tensor_parallel_plan().values()
+    problems = []
+    for sizes in dict.fromkeys(module.layer_sizes()):
+        shared = sizes.kv_heads % size and size % sizes.kv_heads
+        if sizes.heads % size or shared:
+            problems.append(
+                f"[parallel] tensor = {size} does not divide the attention heads of {name!r} "
+                f"(heads={sizes.heads}, kv_heads={sizes.kv_heads}); choose a common divisor"
+            )
+        elif "sharded_norm" in styles and sizes.kv_heads < size:
+            problems.append(
+                f"[parallel] tensor = {size} is more than the {sizes.kv_heads} key and value heads "
+                f"of {name!r}, which it normalizes together; choose a smaller number"
+            )
+        if sizes.experts % size:
+            problems.append(
+                f"[parallel] tensor = {size} does not divide the {sizes.experts} experts of a "
+                f"layer of {name!r}; choose a divisor"
+            )
+        if sizes.experts and overlaps:
+            problems.append(
+                f"[parallel] async_tensor_parallel is not implemented for layers with experts, "
+                f"which {name!r} has; set it to false"
+            )
+    return list(dict.fromkeys(problems))
+
+
+def _style(
+    pattern: str, name: str, module: LayeredModule, size: int, slices: SequenceSlices | None
+) -> ParallelStyle | None:
+    sizes = module.layer_sizes()[0]
+    overlap = None if slices is None else slices.overlap
+    if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
+        return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim, overlap is not None)
+    styles: dict[str, ParallelStyle | None] = {
+        "colwise": ColwiseParallel() if overlap is None else AsyncColumn(),
+        "rowwise": _rowwise(slices),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "replicated_with_grad_allreduce": LocalNorm(),
+        "embedding": _Embedding(),
+        "packed_qkv": PackedQkv(sizes, overlap is not None),
+        "packed_gate_up": PackedGateUp(sizes, overlap is not None),
+        "sharded_norm": ShardedNorm(),
+        "experts": ExpertsOfRanks(slices),
+        "local_heads": _LocalHeads(),
+        "sequence": None if slices is None else LocalNorm(),
+    }
+    if name not in styles:
+        raise ConfigError(
+            f"tensor parallelism of {module.name!r}: style {name!r} of {pattern!r} is not "
+            "supported; set [parallel] tensor = 1"
+        )
+    return styles[name]
+
+
+def _rowwise(slices: SequenceSlices | None) -> ParallelStyle:
+    if slices is None:
+        return RowwiseParallel()
+    return _RowwiseIntoSlices(slices) if slices.overlap is None else AsyncRow(slices)
+
+
+def _scope(slices: SequenceSlices | None) -> ParallelStyle:
+    if slices is None or slices.overlap is None:
+        return _GatherInput(slices)
+    return AsyncScope(slices)
+
+
+class _RowwiseIntoSlices(ParallelStyle):
+    """A row-wise linear whose summed output is scattered over the sequence."""
+
+    def __init__(self, slices: SequenceSlices) -> None:
+        super().__init__()
+        self._slices = slices
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = RowwiseParallel(output_layouts=Partial())._apply(module, device_mesh)
+        module.register_forward_hook(self._slices.reduce)
+        return module
+
+
+class _Embedding(ParallelStyle):
+    """A table whose rows are divided among the ranks.
+
+    Its output is copied: torch.compile drops the gradient of an input that is still on its way
+    (`AsyncCollectiveTensor`, 2.13).
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        module = style._apply(module, device_mesh)
+        module.register_forward_hook(lambda _, __, output: output.clone())
+        return module
+
+
+class _LocalHeads(ParallelStyle):
+    """An attention that reshapes by its number of heads and its width: those of a rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        attention: Any = module
+        attention.num_heads //= device_mesh.size()
+        attention.embed_dim //= device_mesh.size()
+        return module
+
+
+class _GatherInput(ParallelStyle):
+    """Makes the first tensor argument a replicated DTensor, gathering it from slices if need be.
+
+    Gradients of that input arrive as partial sums of the ranks' heads; the conversion's backward
+    reduces (and slices) them.
+    """
+
+    def __init__(self, slices: SequenceSlices | None) -> None:
+        super().__init__()
+        self._slices = slices
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(x: Tensor) -> DTensor:
+            if self._slices is not None:
+                return self._slices.whole(x)
+            return DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
+
+        def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+            if args:
+                return (gather(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"])}
+
+        # In front of a linear's own hook, where the scope is a linear.
+        module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        return module
+
+
+class _ReplicatedKeyValue(ParallelStyle):
+    """Key or value projection with fewer heads than ranks: computed whole, one head kept.
+
+    Ranks that share a head hold equal weights; each contributes the gradient of its own query
+    heads, and the partial gradients are summed. An `AsyncScope` multiplies with the kept head only.
+    """
+
+    def __init__(self, kv_heads: int, head_dim: int, overlapped: bool) -> None:
+        super().__init__()
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.overlapped = overlapped
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_parameters(module, device_mesh)
+        rank_of_head = device_mesh.size() // self.kv_heads
+        first = device_mesh.get_local_rank() // rank_of_head * self.head_dim
+
+        def own_rows(parameter: DTensor) -> Tensor:
+            rows = parameter.to_local(grad_placements=[Partial()])
+            return rows[first : first + self.head_dim]
+
+        def keep_head(_: nn.Module, __: tuple, output: DTensor) -> Tensor:
+            whole = output.to_local(grad_placements=[Partial()])
+            return whole[..., first : first + self.head_dim]
+
+        if self.overlapped:
+            module.forward = Column(module, own_rows)
+        else:
+            module.register_forward_hook(keep_head)
+        return module

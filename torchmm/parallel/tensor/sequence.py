@@ -1,0 +1,142 @@
+"""Sequence parallelism: what lies between the tensor-parallel regions of a module's layers.
+
+The first layer keeps this rank's slice of the sequence (the last dimension but one), norms and
+residuals work on slices, and the last layer's output is gathered, so what stands around the layers
+sees whole sequences. A length that the ranks do not divide is padded with zeros between the
+regions, never inside of them: attention sees only real positions. Rejected: uneven slices; they
+may be empty, and collectives then hang (DTensor on torch 2.13 with gloo).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
+
+from torchmm.parallel.tensor.overlap_linear import Overlap, gather_slices, take_slice
+
+SEQUENCE_DIM = -2
+"""Hidden states are (batch, tokens, features) or (tokens, features)."""
+
+
+class SequenceSlices:
+    """The layers of one module, between which a rank has its slice of the sequence only.
+
+    Slices are of equal length: the sequence is padded to a multiple of the ranks. Its true length
+    is noted on entry.
+
+    Args:
+        overlap: how linears communicate below their own products; None: before and after them.
+    """
+
+    def __init__(self, mesh: DeviceMesh, overlap: Overlap | None = None) -> None:
+        self._mesh = mesh
+        self.overlap = overlap
+        self.length = 0
+
+    @property
+    def slice_length(self) -> int:
+        """Positions of a rank, padding included."""
+        return -(-self.length // self._mesh.size())
+
+    def enter(self, _: nn.Module, args: tuple) -> tuple:
+        """Pre-hook of the first layer: keeps this rank's slice; backward gathers."""
+        hidden = args[0]
+        self.length = hidden.shape[SEQUENCE_DIM]
+        if self.overlap is None:
+            return (self._slice(hidden, Replicate()), *args[1:])
+        rows, batch = sequence_first(hidden)
+        slice_rows = self.slice_length * batch.numel()
+        return (batch_first(take_slice(rows, slice_rows, self.overlap), batch), *args[1:])
+
+    def reduce(self, _: nn.Module, __: tuple, partial: Tensor) -> Tensor:
+        """Hook of a row-wise linear: sums what the ranks computed, of which each keeps a slice."""
+        return self._slice(partial, Partial())
+
+    def whole(self, slice_: Tensor) -> DTensor:
+        """The slices of all ranks as a replicated DTensor, without padding."""
+        sharded = DTensor.from_local(slice_, self._mesh, [Shard(SEQUENCE_DIM)], run_check=False)
+        padded = sharded.redistribute(placements=[Replicate()])
+        if padded.shape[SEQUENCE_DIM] == self.length:
+            return padded
+        return padded[..., : self.length, :]  # type: ignore[return-value]
+
+    def leave(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
+        """Hook of the last layer: gathers."""
+        if self.overlap is None:
+            return self.whole(output).to_local()
+        rows, batch = sequence_first(output)
+        return batch_first(gather_slices(rows, self.length * batch.numel(), self.overlap), batch)
+
+    def _slice(self, local: Tensor, placement: Placement) -> Tensor:
+        padding = -self.length % self._mesh.size()
+        padded = functional.pad(local, (0, 0, 0, padding)) if padding else local
+        whole = DTensor.from_local(padded, self._mesh, [placement], run_check=False)
+        return whole.redistribute(placements=[Shard(padded.ndim + SEQUENCE_DIM)]).to_local()
+
+
+def sequence_first(hidden: Tensor) -> tuple[Tensor, torch.Size]:
+    """Rows (tokens x batch, features), every token's batch together, and the batch's shape.
+
+    A range of tokens is then a range of rows.
+    """
+    hidden = hidden.movedim(SEQUENCE_DIM, 0)
+    return hidden.flatten(0, -2), hidden.shape[1:-1]
+
+
+def batch_first(rows: Tensor, batch: torch.Size) -> Tensor:
+    """The reverse of `sequence_first`: a view of shape (*batch, tokens, features)."""
+    return rows.view(-1, *batch, rows.shape[-1]).movedim(0, SEQUENCE_DIM)
+
+
+class LocalNorm(ParallelStyle):
+    """A norm that each rank applies to its part: its slice of the sequence, or its heads.
+
+    Weights are replicated; the ranks' gradients are summed. Rejected: torch's `SequenceParallel`,
+    which does the same with activations as DTensors, slowly, and under torch.compile not for
+    lengths that change (2.13).
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_parameters(module, device_mesh)
+        settings = {k: v for k, v in vars(module).items() if not k.startswith("_")}
+        norm: Any = type(module).forward
+
+        def forward(x: Tensor) -> Tensor:
+            weights = {
+                name: cast(DTensor, parameter).to_local(grad_placements=[Partial()])
+                for name, parameter in module.named_parameters(recurse=False)
+            }
+            return norm(LocalWeights(type(module), settings, weights), x)
+
+        module.forward = forward
+        return module
+
+
+class LocalWeights:
+    """What a forward reads from its module, with plain tensors for DTensors."""
+
+    def __init__(
+        self, kind: type[nn.Module], settings: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> None:
+        self._kind = kind
+        for name, value in (*settings.items(), *weights.items()):
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:  # a method of the module, such as Gemma's _norm
+        return getattr(self._kind, name).__get__(self)
+
+
+def distribute_parameters(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+    """Makes a module's own parameters DTensors; those that are not named are replicated."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placement = placements.get(name, Replicate())
+        distributed = distribute_tensor(parameter, mesh, [placement])
+        module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))

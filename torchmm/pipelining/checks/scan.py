@@ -1,0 +1,201 @@
+"""One pass over the programs of a plan: facts, memory, and what is left for all ranks together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import zip_longest
+
+from torchmm.pipelining.checks.problems import PlanProblem, ProblemKind
+from torchmm.pipelining.checks.rendezvous import Event
+from torchmm.pipelining.checks.rules import Rule, RuleBook
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import Message, Task
+from torchmm.pipelining.plan.plan import PipelinePlan
+
+Finding = tuple[ProblemKind, str, str]
+"""Kind, text and remedy of a problem."""
+FORWARDS_ONLY = ("the plan is for forwards only", "remove it, or lower with training=True")
+Program = list[tuple[int, Rule]]
+"""Positions and rules of the known actions of a rank."""
+
+
+class Scan:
+    """One pass over every rank: facts, memory, and the events for the ranks' common play."""
+
+    def __init__(self, book: RuleBook, plan: PipelinePlan) -> None:
+        self.book, self.plan = book, plan
+        self.problems: list[PlanProblem] = []
+        self.established = bytearray(len(book.givers))
+        self.events: list[list[Event]] = []
+        self.posts: dict[int, list[int]] = defaultdict(list)
+        """By counter: the pairs posted, in order."""
+        static = book.memory.static_bytes if book.memory else ()
+        self.static_bytes = [n for n, _ in zip_longest(static, plan.actions, fillvalue=0)]
+        self.peak_bytes: list[int] = []
+        self.peak_positions: list[int] = []
+
+    def run(self, rank: int) -> None:
+        """Goes through the actions of a rank."""
+        rules = self.book.rules[rank] if rank < len(self.book.rules) else {}
+        program: list[tuple[int, Rule]] = []
+        for position, action in enumerate(self.plan.actions[rank]):
+            rule = rules.get(action)
+            if rule is None:
+                self._report(rank, position, explain_foreign(self.book, rank, action))
+            else:
+                program.append((position, rule))
+        self._check_facts(rank, program)
+        self._measure(rank, program)
+        events = self._play(program)
+        if self.book.together:
+            # Stable: what an action posts and waits for itself comes first.
+            events = sorted(events + self._meetings(rank), key=lambda event: event[2])
+        self.events.append(events)
+
+    def _check_facts(self, rank: int, program: Program) -> None:
+        established = self.established
+        for position, (needs, gives, _, _, _, _, _) in program:
+            for fact in needs:
+                if not established[fact]:
+                    self._report(rank, position, self._unmet(fact))
+            for fact in gives:
+                if established[fact]:
+                    self._report(rank, position, self._again(rank, position, fact))
+                established[fact] = 1
+
+    def _measure(self, rank: int, program: Program) -> None:
+        used = peak = self.static_bytes[rank]
+        peak_position = 0
+        for position, (_, _, allocates, frees, _, _, _) in program:
+            used += allocates
+            if used > peak:
+                peak, peak_position = used, position
+            used -= frees
+        self.peak_bytes.append(peak)
+        self.peak_positions.append(peak_position)
+
+    def _play(self, program: Program) -> list[Event]:
+        events: list[Event] = []
+        index: dict[int, int] = {}
+        for position, (_, _, _, _, raises, awaits, pair) in program:
+            if raises >= 0:
+                posted = self.posts[raises]
+                posted.append(pair)
+                index[pair] = len(posted)
+                events.append((raises, 0, position))
+            if awaits >= 0 and pair in index:
+                events.append((awaits, index[pair], position))
+        return events
+
+    def _meetings(self, rank: int) -> list[Event]:
+        """Mirrors compute together: each action waits until all of them have come to it."""
+        mirrored, stages = self.book.graph.layout.mirrored, self.book.graph.layout.stages
+        events: list[Event] = []
+        own = self.book.together[rank]
+        for position, action in enumerate(self.plan.actions[rank]):
+            alike = mirrored[action.stage] if 0 <= action.stage < len(mirrored) else ()
+            if action.type in COMPUTE and len(alike) > 1:
+                posted = self.posts[own]
+                posted.append(len(posted))
+                events.append((own, 0, position))
+                others = (self.book.together[stages[stage].ranks[0]] for stage in alike)
+                events += ((o, len(posted), position) for o in others if o != own)
+        return events
+
+    def position(self, rank: int, counter: int, index: int) -> int:
+        """Where in its program a rank posts to a counter for the index-th time."""
+        posts = [event[2] for event in self.events[rank] if event[:2] == (counter, 0)]
+        return posts[index]
+
+    def _report(self, rank: int, position: int, finding: Finding) -> None:
+        kind, text, remedy = finding
+        action = self.plan.actions[rank][position]
+        self.problems.append(PlanProblem(kind, rank, position, action, text, remedy))
+
+    def _unmet(self, fact: int) -> Finding:
+        giver = self.book.name(fact)
+        return "dependency", f"{giver} has not run before it", f"put {giver} before it"
+
+    def _again(self, rank: int, position: int, fact: int) -> Finding:
+        rules, program = self.book.rules[rank], self.plan.actions[rank]
+        earlier = next(
+            i for i, a in enumerate(program[:position]) if a in rules and fact in rules[a][1]
+        )
+        text = f"action {earlier} ({program[earlier]}) has done the same"
+        return "duplicate", text, "remove one of them"
+
+
+def explain_foreign(book: RuleBook, rank: int, action: Action) -> Finding:
+    """Why an action has no place in the program of a rank."""
+    kind = action.type
+    elsewhere = [r for r, rules in enumerate(book.rules) if action in rules]
+    if elsewhere:
+        places = " or ".join(str(r) for r in elsewhere)
+        return "wrong_rank", f"this belongs to rank {places}", "move it there"
+    for known in book.rules[rank] if rank < len(book.rules) else ():
+        if known[:5] == action[:5] and known.peer >= 0:
+            text = f"the other end is not on rank {action.peer}"
+            return "wrong_peer", text, f"set peer to {known.peer}"
+    stages = book.graph.layout.stages
+    if not 0 <= action.stage < len(stages):
+        text = f"there is no stage {action.stage}"
+        return "unknown", text, f"stages are 0 to {len(stages) - 1}"
+    if kind in COMPUTE:
+        return _explain_compute(book, action)
+    return "unknown", *_explain_other(book, rank, action)
+
+
+def _explain_compute(book: RuleBook, action: Action) -> Finding:
+    graph, task = book.graph, Task(*action[1:4])
+    if task not in book.tasks:
+        parts = 0
+        if 0 <= task.microbatch < graph.microbatches:
+            parts = graph.parts(task.stage, task.microbatch)
+        text = (
+            f"stage {task.stage} has {parts} task(s) for microbatch {task.microbatch} of "
+            f"{graph.microbatches}"
+        )
+        return "unknown", text, "remove it, or make the order from the graph of this step"
+    if action[4:] != Action(action.type, 0)[4:]:
+        return "unknown", "has another end, which only transfers have", "leave other and peer out"
+    facts = book.tasks[task]
+    if action.type is ActionType.W and facts.gradient >= 0:
+        return "unknown", f"no parameter of stage {task.stage} is trained", "remove it"
+    if not book.training:
+        return "unknown", *FORWARDS_ONLY
+    text = "neither this stage nor anything that feeds it is trained"
+    return "unknown", text, "remove it"
+
+
+def _explain_other(book: RuleBook, rank: int, action: Action) -> tuple[str, str]:
+    kind, stage = action.type, book.graph.layout.stages[action.stage]
+    if kind in (ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD):
+        if action != Action(kind, action.stage):
+            text, remedy = "has fields that only computation and transfers have", "leave them out"
+        elif rank not in stage.ranks:
+            text, remedy = f"stage {stage.index} is not on this rank", "remove it"
+        elif kind is ActionType.RESHARD:
+            text, remedy = f"stage {stage.index} is trained", "use REDUCE_GRAD, which reshards too"
+        else:
+            text, remedy = f"stage {stage.index} is not trained in this plan", "use RESHARD"
+        return text, remedy
+    if kind is ActionType.REDUCE_TIED:
+        text = f"no trained weight of stage {stage.index} has a copy in stage {action.other}"
+        return text, "remove it, or set tied_to in the layout"
+    return _explain_transfer(book, action)
+
+
+def _explain_transfer(book: RuleBook, action: Action) -> tuple[str, str]:
+    kind, ends = action.type, (action.stage, action.other)
+    backward = kind in (ActionType.SEND_B, ActionType.RECV_B, ActionType.WAIT_B,
+                        ActionType.WAIT_SEND_B)  # fmt: skip
+    sends = "SEND" in kind.value
+    source, destination = ends if sends != backward else ends[::-1]
+    message = Message(source, destination, action.microbatch, action.sub_microbatch)
+    if message not in book.messages:
+        return f"the graph has no {message}", "remove it, or plan with the graph of this step"
+    if backward and not book.training:
+        return FORWARDS_ONLY
+    if backward and not book.graph.carries_gradient(message):
+        return "no gradient comes back for this message", "remove it"
+    return "both ends are on one rank, which hands it over without transfer", "remove it"

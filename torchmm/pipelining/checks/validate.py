@@ -1,0 +1,252 @@
+"""Checks a plan before it runs: what is wrong on which rank, and how much memory it takes.
+
+A plan that is wrong does not fail, it hangs thousands of GPUs, or trains with the gradients of
+another microbatch. So every plan is checked where it is made and before it is sent to anyone.
+One pass over the actions of each rank checks them against `RuleBook`: all there, once, and after
+what they need; channels carry the same at both ends; then all ranks are played together
+(`find_stuck`). No costs are needed, and it is fast enough to do in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import get_args
+
+from torchmm.pipelining.checks.problems import PlanProblem, PlanReport, ProblemKind
+from torchmm.pipelining.checks.rendezvous import find_stuck
+from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
+from torchmm.pipelining.checks.scan import Scan
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan, TensorSpec
+from torchmm.pipelining.schedules.fillers import filler_problems
+
+COLLECTIVES = (ActionType.UNSHARD, ActionType.REDUCE_GRAD, ActionType.REDUCE_TIED)
+WAITS = (ActionType.WAIT_F, ActionType.WAIT_B, ActionType.WAIT_SEND_F, ActionType.WAIT_SEND_B)
+
+
+def validate_plan(
+    plan: PipelinePlan,
+    *,
+    memory: MemoryModel | None = None,
+    memory_limit_bytes: int | Sequence[int] | None = None,
+) -> PlanReport:
+    """Checks that a plan does the whole step, on each rank in a possible order, without deadlock.
+
+    Memory counts the messages (from posting a receive to the end of the consumer, from a send to
+    its WAIT_SEND, on one rank from the producer to the end of the consumer) and, with a model,
+    what tasks keep between F and B, or I and W. Parameters are held from begin to end. If any
+    stage of the plan is gathered or reduced, all must be.
+
+    Args:
+        plan: without specs, messages take no memory.
+        memory: what tasks keep.
+        memory_limit_bytes: of every rank, or by rank; more is a problem.
+    """
+    kinds = {action.type for program in plan.actions for action in program}
+    book = RuleBook(plan.graph, plan.specs, plan.training, kinds, memory)
+    scan = Scan(book, plan)
+    for rank in range(len(plan.actions)):
+        scan.run(rank)
+    problems = [
+        *scan.problems,
+        *_specs(plan, book),
+        *_missing(plan, book, scan.established),
+        *(p for rank in range(len(plan.actions)) for p in _collectives(rank, plan.actions[rank])),
+        *_mirrors(plan),
+        *filler_problems(plan),
+        *_channels(plan, book, scan),
+        *_deadlocks(plan, book, scan),
+        *_recompute(plan),
+        *_memory(plan, scan, memory_limit_bytes),
+    ]
+    order = get_args(ProblemKind)
+    problems.sort(key=lambda p: (order.index(p.kind), p.position < 0, p.rank, p.position))
+    return PlanReport(tuple(problems), tuple(scan.peak_bytes), tuple(scan.peak_positions))
+
+
+def _specs(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
+    """Messages without tensors, tensors that cannot be, and specs of what is not sent."""
+    if not plan.specs:
+        return
+    remedy = "make the specs from the metadata of this step's microbatches"
+    wrong: dict[tuple[TensorSpec, ...], str] = {}
+    for message in book.messages:
+        specs = plan.specs.get(message, ())
+        if specs not in wrong:
+            wrong[specs] = _wrong_tensors(specs)
+        text = wrong[specs]
+        if not text and book.training and plan.graph.carries_gradient(message):
+            text = "" if any(s.requires_grad for s in specs) else "no tensor to bring a gradient"
+        if text:
+            producer = plan.graph.producer(message)
+            rank, action = plan.graph.rank(producer), Action(ActionType.F, *producer)
+            position = _position(plan, rank, action)
+            text = f"message to stage {message.destination}: {text}"
+            yield PlanProblem("specs", rank, position, action, text, remedy)
+    if len(plan.specs) > len(book.messages) or not plan.specs.keys() <= set(book.messages):
+        for message in sorted(plan.specs.keys() - set(book.messages)):
+            yield PlanProblem(
+                "specs", 0, -1, None, f"specs of {message}, which is not sent", remedy
+            )
+
+
+def _wrong_tensors(specs: tuple[TensorSpec, ...]) -> str:
+    if not specs:
+        return "it has no tensors"
+    for shape, dtype, requires_grad in specs:
+        if any(size < 0 for size in shape):
+            return f"shape {list(shape)} has a negative size"
+        if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+            return f"a tensor of {dtype} cannot have a gradient"
+    return ""
+
+
+def _position(plan: PipelinePlan, rank: int, action: Action) -> int:
+    program = plan.actions[rank] if rank < len(plan.actions) else ()
+    return program.index(action) if action in program else -1
+
+
+def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iterator[PlanProblem]:
+    if 0 not in established:
+        return
+    with_gradient = {f.weights: f.gradient for f in book.tasks.values()}
+    never_backward = not any(a.type in COMPUTE[1:] for program in plan.actions for a in program)
+    for fact, found in enumerate(established):
+        if found or (fact in with_gradient and not established[with_gradient[fact]]):
+            continue
+        rank, action = book.giver_ranks[fact], book.givers[fact]
+        remedy = "make the plan with lower_plan"
+        if action.type in COMPUTE:
+            remedy = "make the order from the graph of this step"
+            if never_backward and action.type is not ActionType.F:
+                remedy = "lower an order of forwards only with training=False"
+        text = f"{book.name(fact)} is missing from the program"
+        yield PlanProblem("missing", rank, -1, action, text, remedy)
+
+
+def _collectives(rank: int, program: Sequence[Action]) -> Iterator[PlanProblem]:
+    """Replicas whose plans differ must all meet in the same order: that of the stages."""
+    meetings = [(i, a) for i, a in enumerate(program) if a.type in COLLECTIVES]
+    if not meetings:
+        return
+    count = len(program)
+    busy = next((i for i, a in enumerate(program) if a.type in COMPUTE + WAITS), count)
+    done = next((i for i in reversed(range(count)) if program[i].type in COMPUTE), -1)
+    for position, action in meetings:
+        if action.type is ActionType.UNSHARD and position > busy:
+            text = f"comes after action {busy} ({program[busy]})"
+            remedy = "gather all stages before anything is computed or waited for"
+            yield PlanProblem("collective", rank, position, action, text, remedy)
+        if action.type is not ActionType.UNSHARD and position < done:
+            text = f"comes before action {done} ({program[done]})"
+            remedy = "reduce gradients when all is computed"
+            yield PlanProblem("collective", rank, position, action, text, remedy)
+    for (_, before), (position, action) in pairwise(meetings):
+        if _turn(before) > _turn(action):
+            text = f"comes after {before}, replicas of this rank have it before"
+            remedy = "keep UNSHARD, REDUCE_GRAD, REDUCE_TIED each in the order of the stages"
+            yield PlanProblem("collective", rank, position, action, text, remedy)
+
+
+def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
+    """Mirrors communicate inside of their actions, so all must have the same ones in one order."""
+    layout = plan.graph.layout
+    if layout.mirrors == 1:
+        return
+    found: list[list[tuple[int, Action]]] = []
+    for program in plan.actions:
+        computing = ((i, a) for i, a in enumerate(program) if a.type in COMPUTE)
+        known = ((i, a) for i, a in computing if 0 <= a.stage < len(layout.stages))
+        found.append([(i, a) for i, a in known if len(layout.mirrored[a.stage]) > 1])
+    for first in range(0, len(found), layout.mirrors):
+        wanted = [a._replace(stage=layout.mirrored[a.stage][0]) for _, a in found[first]]
+        for rank in range(first + 1, min(first + layout.mirrors, len(found))):
+            own = [a._replace(stage=layout.mirrored[a.stage][0]) for _, a in found[rank]]
+            if own != wanted:
+                pairs = enumerate(zip(own, wanted, strict=False))
+                at = next((i for i, (a, b) in pairs if a != b), -1)
+                position, action = found[rank][at] if at >= 0 else (-1, None)
+                text = f"rank {first}, which runs the same layers, runs other actions or orders"
+                remedy = "give all mirrors the actions of the first"
+                yield PlanProblem("collective", rank, position, action, text, remedy)
+
+
+def _turn(action: Action) -> tuple[int, int, int]:
+    if action.type is ActionType.REDUCE_TIED:
+        return 2, min(action.stage, action.other), max(action.stage, action.other)
+    return COLLECTIVES.index(action.type), action.stage, 0
+
+
+def _channels(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanProblem]:
+    """The first receive of each channel that meets another send than its own."""
+    for counter in range(0, len(book.counters), 2):
+        sender, receiver = book.counters[counter]
+        pairs = zip(scan.posts[counter], scan.posts[counter + 1], strict=False)
+        for index, (sent, received) in enumerate(pairs):
+            if sent != received:
+                position = scan.position(receiver, counter + 1, index)
+                other = scan.position(sender, counter, index)
+                text = (
+                    f"this is receive {index} from rank {sender}, whose send {index} is action "
+                    f"{other} ({plan.actions[sender][other]})"
+                )
+                remedy = "post the receives of a channel in the order of its sends"
+                action = plan.actions[receiver][position]
+                yield PlanProblem("channel", receiver, position, action, text, remedy)
+                break
+
+
+def _deadlocks(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanProblem]:
+    stuck = find_stuck(scan.events, len(book.counters))
+    for rank, (counter, needed, position) in stuck.items():
+        peer, posts = book.counters[counter][0], scan.posts[counter]
+        text = f"waits for ever for rank {peer}, which "
+        if len(posts) < needed:
+            text += f"posts {len(posts)} of the {needed} tensors that this takes"
+        else:
+            at = scan.position(peer, counter, needed - 1)
+            text += f"does not come to action {at} ({plan.actions[peer][at]})"
+        if peer in stuck:
+            at = stuck[peer][2]
+            text += f" but is stuck in action {at} ({plan.actions[peer][at]})"
+        remedy = "let one of them go on without the other: see the order of their actions"
+        action = plan.actions[rank][position]
+        yield PlanProblem("deadlock", rank, position, action, text, remedy)
+
+
+def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
+    """Choices for tasks that have no backward, or for other layers than a stage has."""
+    layout, remedy = plan.graph.layout, "tune the layers of the plan that is to run"
+    known = set(plan.graph.tasks()) if plan.recompute else set()
+    for task, modes in plan.recompute.items():
+        if task not in known:
+            yield PlanProblem("recompute", 0, -1, None, f"a choice for {task}, no task", remedy)
+            continue
+        stage = layout.stages[task.stage]
+        text = ""
+        if not plan.training or not plan.graph.needs_backward(task.stage, task.microbatch):
+            text = "has no backward to recompute in"
+        elif len(modes) != stage.stop - stage.start:
+            text = f"{len(modes)} modes of recomputation for {stage.stop - stage.start} layers"
+        elif unknown := set(modes) - set(get_args(LayerMode)):
+            text = f"no such modes of recomputation: {sorted(unknown)}"
+        if text:
+            rank, action = plan.graph.rank(task), Action(ActionType.F, *task)
+            position = _position(plan, rank, action)
+            yield PlanProblem("recompute", rank, position, action, text, remedy)
+
+
+def _memory(
+    plan: PipelinePlan, scan: Scan, limit_bytes: int | Sequence[int] | None
+) -> Iterator[PlanProblem]:
+    if limit_bytes is None:
+        return
+    limits = [limit_bytes] * len(plan.actions) if isinstance(limit_bytes, int) else limit_bytes
+    for rank, (peak, limit) in enumerate(zip(scan.peak_bytes, limits, strict=True)):
+        if peak > limit:
+            position = scan.peak_positions[rank]
+            action = plan.actions[rank][position] if plan.actions[rank] else None
+            text = f"memory {peak / 2**30:.3f} GiB of {limit / 2**30:.3f} GiB"
+            remedy = "let fewer microbatches be in flight, make them smaller, or recompute"
+            yield PlanProblem("memory", rank, position, action, text, remedy)

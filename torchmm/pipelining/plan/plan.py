@@ -1,0 +1,83 @@
+"""A training step as data: what every rank does in which order, and what is sent.
+
+Planners write plans (`torchmm.pipelining.schedules.names` gives the compute order, `lowering` adds
+communication), the runtime executes them, the simulator times them, the viewer draws them. A
+simulated and a measured step both are lists of `ActionRecord`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, NamedTuple
+
+import torch
+
+from torchmm.pipelining.plan.actions import Action
+from torchmm.pipelining.plan.graph import Message, StageGraph, Task
+
+ComputeOrder = tuple[tuple[Action, ...], ...]
+"""By rank of the plan: its F, B, I and W actions in order. What planners return."""
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of one tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    """Whether this tensor gets a gradient, where its message carries one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+MessageSpecs = Mapping[Message, tuple[TensorSpec, ...]]
+"""Tensors of each message of a step."""
+
+LayerMode = Literal["none", "selective", "full", "offload"]
+"""What a layer's backward runs again: nothing, all but matrix products and attention, everything;
+"offload": everything, from an input that waits in the host's memory.
+"""
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """One step.
+
+    Attributes:
+        graph: tasks and their dependencies.
+        actions: by rank of the plan.
+        specs: of every message, those that stay on a rank included; empty in a plan that is only
+            to be simulated or drawn.
+        training: whether there are backwards; False when validating the model.
+        recompute: by task: the mode of each of its stage's layers, in order; tasks that are not in
+            it run as their module always does. For modules that are built so that tasks may choose
+            (`apply_activation_checkpoint`, "tuned").
+        fillers: by LLM action: encoder actions, directly in front of it in the order of its rank,
+            that may run beside it, below its tensor-parallel communication (`fillers`); empty: it
+            goes on beside those of the LLM action before it.
+    """
+
+    graph: StageGraph
+    actions: tuple[tuple[Action, ...], ...]
+    specs: MessageSpecs = field(default_factory=dict)
+    training: bool = True
+    recompute: Mapping[Task, tuple[LayerMode, ...]] = field(default_factory=dict)
+    fillers: Mapping[Action, tuple[Action, ...]] = field(default_factory=dict)
+
+    def recomputes(self, task: Task) -> bool:
+        """Whether the plan lets a task run layers again, so that its backward cannot be split."""
+        return any(mode != "none" for mode in self.recompute.get(task, ()))
+
+
+class ActionRecord(NamedTuple):
+    """When an action ran; times count from the start of the step."""
+
+    rank: int
+    action: Action
+    start_ms: float
+    end_ms: float

@@ -1,0 +1,125 @@
+"""Which tensors travel in a step: every message and every gradient, with both ends.
+
+`StageGraph` says what a task consumes and produces; lowering and validation need the same seen
+from the messages, with the ranks of both ends, for forward outputs and gradients alike. A
+`Transfer` names the tensor by the task that makes it and the task that uses it, whichever
+direction it takes, so that neither of them treats gradients as a special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import Message, StageGraph, Task
+
+SEND = (ActionType.SEND_F, ActionType.SEND_B)  # each indexed by Transfer.backward
+RECV = (ActionType.RECV_F, ActionType.RECV_B)
+WAIT = (ActionType.WAIT_F, ActionType.WAIT_B)
+WAIT_SEND = (ActionType.WAIT_SEND_F, ActionType.WAIT_SEND_B)
+
+
+class Transfer(NamedTuple):
+    """A message, or the gradient of one, on its way.
+
+    Source and destination are ranks of the plan; where they are equal, the runtime hands the
+    tensors over and the plan has no actions for it.
+    """
+
+    message: Message
+    backward: bool
+    producer: Task
+    """Its F makes the message, or its B or I the gradient."""
+    consumer: Task
+    """Its F uses the message, or its B or I the gradient."""
+    source: int
+    destination: int
+
+    def sending(self, kind: ActionType) -> Action:
+        """The SEND_F, WAIT_SEND_F, SEND_B or WAIT_SEND_B of the source."""
+        return Action(
+            kind,
+            self.producer.stage,
+            self.message.microbatch,
+            self.message.sub_microbatch,
+            self.consumer.stage,
+            self.destination,
+        )
+
+    def receiving(self, kind: ActionType) -> Action:
+        """The RECV_F, WAIT_F, RECV_B or WAIT_B of the destination."""
+        return Action(
+            kind,
+            self.consumer.stage,
+            self.message.microbatch,
+            self.message.sub_microbatch,
+            self.producer.stage,
+            self.source,
+        )
+
+    def actions(self) -> tuple[Action, Action, Action, Action]:
+        """Send and its wait, of the source; receive and its wait, of the destination."""
+        (_, _, microbatch, part), backward = self.message, self.backward
+        here, there = self.producer.stage, self.consumer.stage
+        to, origin = self.destination, self.source
+        return (
+            Action(SEND[backward], here, microbatch, part, there, to),
+            Action(WAIT_SEND[backward], here, microbatch, part, there, to),
+            Action(RECV[backward], there, microbatch, part, here, origin),
+            Action(WAIT[backward], there, microbatch, part, here, origin),
+        )
+
+
+def transfers(graph: StageGraph, training: bool = True) -> Iterator[Transfer]:
+    """All transfers of a step; no gradients unless training.
+
+    Those that one task makes come in the order of `StageGraph.outgoing`, or for gradients of
+    `StageGraph.incoming`.
+    """
+    layout = graph.layout
+    for source, destination in layout.edges:
+        divided = source if layout.has_parts(source) else destination
+        for microbatch in range(graph.microbatches):
+            for part in range(graph.parts(divided, microbatch)):
+                message = Message(source, destination, microbatch, part)
+                first, second = graph.producer(message), graph.consumer(message)
+                ranks = graph.rank(first), graph.rank(second)
+                yield Transfer(message, False, first, second, *ranks)
+                if training and graph.carries_gradient(message):
+                    yield Transfer(message, True, second, first, *ranks[::-1])
+
+
+def tied_stages(graph: StageGraph) -> list[tuple[int, int]]:
+    """Pairs of stages whose copies of a trained weight need the sum of both gradients, in order.
+
+    Raises:
+        ValueError: two copies lie on one rank, or cannot be paired replica by replica.
+    """
+    stages = graph.layout.stages
+    pairs = {(min(s.index, s.tied_to), max(s.index, s.tied_to)) for s in stages if s.tied_to >= 0}
+    for a, b in sorted(pairs):
+        if b >= len(stages) or len(stages[a].ranks) != len(stages[b].ranks):
+            raise ValueError(
+                f"stages {a} and {b} are tied, but one does not exist or has more replicas than "
+                "the other; give both the same number of replicas or untie the weight"
+            )
+        if set(stages[a].ranks) & set(stages[b].ranks):
+            raise ValueError(
+                f"stages {a} and {b} are tied and share rank(s) "
+                f"{sorted(set(stages[a].ranks) & set(stages[b].ranks))}; let both use one "
+                "parameter there instead of two copies"
+            )
+    return sorted(p for p in pairs if all(stages[stage].trainable for stage in p))
+
+
+def tied_reductions(graph: StageGraph, rank: int) -> list[Action]:
+    """The REDUCE_TIED of a rank, ordered alike on both ranks of each pair."""
+    found, stages = [], graph.layout.stages
+    for pair in tied_stages(graph):
+        for stage, other in (pair, pair[::-1]):
+            if rank in stages[stage].ranks:
+                replica = stages[stage].ranks.index(rank)
+                peer = stages[other].ranks[replica]
+                found.append(Action(ActionType.REDUCE_TIED, stage, other=other, peer=peer))
+    return found

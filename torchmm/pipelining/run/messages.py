@@ -1,0 +1,149 @@
+"""Shapes and dtypes of everything that stages hand to each other, before anything is computed.
+
+They follow from the sizes of the modules and the number of patches and tokens of each image, so
+whoever plans a step knows them, and receivers can allocate without asking. Rejected: inferring
+them from a forward on the meta device, as torch's pipelining does once per run; here they change
+with every microbatch.
+
+Shape legend: N images, S positions of an image, P patches, K output tokens (or context tokens of a
+generator), T tokens, D features, E features of an embedded time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeVar
+
+import torch
+
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, even_ranges
+from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import DUMMY, GeneratorModule
+from torchmm.models.layered import LayeredModule
+from torchmm.models.llm import LlmModule
+from torchmm.pipelining.plan.graph import Message, StageGraph
+from torchmm.pipelining.plan.plan import MessageSpecs, TensorSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MessageSizes:
+    """What shapes of a module's messages follow from: picklable, without weights.
+
+    Attributes:
+        kind: of the module.
+        hidden_size: of its layers.
+        hidden_shape: encoders: of hidden states, from the patches of each image.
+        llm_hidden_size: of what an encoder gives to the LLM, and a generator gets from it.
+        dummy: encoders: the image that stands in for none.
+        time_features: generators: size of an embedded time.
+    """
+
+    kind: Literal["encoder", "llm", "generator"]
+    hidden_size: int = 0
+    hidden_shape: Callable[[list[int]], tuple[int, ...]] | None = None
+    llm_hidden_size: int = 0
+    dummy: ImageMeta | None = None
+    time_features: int = 0
+
+
+def message_sizes(module: LayeredModule) -> MessageSizes:
+    """Of a module, whole or cut, on any device.
+
+    Raises:
+        TypeError: it is of a kind whose messages are not known.
+    """
+    if isinstance(module, EncoderModule):
+        shape = partial(module.family.hidden_shape, module.spec.config)
+        width, dummy = module.spec.llm_hidden_size, module.dummy_image()
+        return MessageSizes("encoder", hidden_shape=shape, llm_hidden_size=width, dummy=dummy)
+    if isinstance(module, LlmModule):
+        return MessageSizes("llm", module.text_config.hidden_size)
+    if isinstance(module, GeneratorModule):
+        spec = module.spec
+        return MessageSizes(
+            "generator",
+            spec.hidden_size,
+            llm_hidden_size=spec.llm_hidden_size,
+            time_features=module.time_features(),
+        )
+    raise TypeError(f"{module.name}: messages of a {type(module).__name__} are not known")
+
+
+def message_specs(
+    graph: StageGraph,
+    modules: Mapping[str, LayeredModule] | Mapping[str, MessageSizes],
+    microbatches: Sequence[MicrobatchMeta],
+    dtype: torch.dtype,
+) -> MessageSpecs:
+    """The tensors of every message of a step.
+
+    Between encoder stages: (N, S, D), (1, P, D) or (P, D), by family; from the last one: (K, D of
+    the LLM); between LLM stages: (T, D); from the last one to a generator: (K, D of the LLM);
+    between generator stages: (N, P, D), (K, D) and (N, E).
+
+    Args:
+        graph: of the step.
+        modules: by name, or their sizes.
+        microbatches: one for each of the graph's.
+        dtype: in which modules compute.
+
+    Raises:
+        ValueError: the graph has another number of microbatches, or more sub-microbatches than
+            there are images.
+        TypeError: a module is of a kind whose messages are not known.
+    """
+    if len(microbatches) != graph.microbatches:
+        raise ValueError(
+            f"metadata of {len(microbatches)} microbatches for a graph of {graph.microbatches}"
+        )
+    sizes = {n: m if isinstance(m, MessageSizes) else message_sizes(m) for n, m in modules.items()}
+    specs: dict[Message, tuple[TensorSpec, ...]] = {}
+    for task in graph.tasks():
+        meta = microbatches[task.microbatch]
+        for message in graph.outgoing(task):
+            shapes = _shapes(graph, message, sizes, meta)
+            specs[message] = tuple(TensorSpec(shape, dtype) for shape in shapes)
+    return specs
+
+
+def _shapes(
+    graph: StageGraph, message: Message, sizes: Mapping[str, MessageSizes], meta: MicrobatchMeta
+) -> list[tuple[int, ...]]:
+    """Shapes of the tensors of a message."""
+    names = [graph.layout.stages[i].module for i in (message.source, message.destination)]
+    source, destination = (sizes[name] for name in names)
+    leaves = names[0] != names[1]
+    if source.kind == "encoder":
+        assert source.dummy is not None
+        every = meta.images_read_by(names[0]) or [source.dummy]
+        own = _part(every, graph, message, message.source)
+        return [_encoder_shape(source, own, leaves)]
+    if source.kind == "llm" and not leaves:
+        return [(meta.tokens, source.hidden_size)]
+    drawn = _part(meta.generated or [DUMMY], graph, message, message.destination)
+    context = sum(image.context for image in drawn)
+    if leaves:
+        return [(context, destination.llm_hidden_size)]
+    hidden = destination.hidden_size
+    times = len(drawn), destination.time_features
+    return [(len(drawn), max(i.patches for i in drawn), hidden), (context, hidden), times]
+
+
+def _part(every: list[T], graph: StageGraph, message: Message, stage: int) -> list[T]:
+    """The images of a message's sub-microbatch, which a stage at one of its ends has."""
+    parts = even_ranges(len(every), graph.parts(stage, message.microbatch))
+    return [every[i] for i in parts[message.sub_microbatch]]
+
+
+def _encoder_shape(
+    sizes: MessageSizes, images: Sequence[ImageMeta], leaves: bool
+) -> tuple[int, ...]:
+    """Of what goes to the LLM (`leaves`) or to another stage of the encoder."""
+    if leaves:
+        return sum(image.tokens for image in images), sizes.llm_hidden_size
+    assert sizes.hidden_shape is not None
+    return sizes.hidden_shape([image.patches for image in images])

@@ -1,0 +1,219 @@
+"""Runs this rank's actions of a plan, one after the other; knows no schedule.
+
+Everything that a step needs to remember is keyed by task or message, never by position, so any
+legal order gives the same losses and gradients. Autograd is cut at every message: the receiver's
+tensors are leaves, their gradients go back along the same edge and start the producer's backward.
+Losses enter backward with `loss_scale`, so neither the number of microbatches nor that of ranks
+changes the gradients.
+
+Memory: what a forward keeps is let go in its B or W, a sent tensor in its WAIT_SEND. What backward
+starts from is then an alias without memory (`_Handed`), which torch's own runtime lacks.
+
+Rejected: `torch.distributed.pipelining`'s runtime and stages: one number of microbatches and one
+shape for all, a backward for every forward, a line of stages, losses by order of execution.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.pipelining.plan.actions import Action
+from torchmm.pipelining.plan.graph import StageLayout
+from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
+from torchmm.pipelining.run.side_stream import CudaStreams, SideStream
+from torchmm.pipelining.run.stage import PipelineStage
+from torchmm.pipelining.run.step_state import StepState
+
+
+@dataclass
+class StepResult:
+    """What a step leaves on one rank, beside gradients.
+
+    Attributes:
+        module_losses: by module and microbatch, of the stages on this rank: float32 scalars,
+            detached and not scaled (of the LLM: summed over targets; of a generator: over images).
+        records: one per action, if asked for.
+        begin_s: time.perf_counter() at the step's start, from which the records count; processes
+            of one machine share that clock.
+    """
+
+    module_losses: dict[tuple[str, int], Tensor]
+    records: list[ActionRecord] | None
+    begin_s: float
+
+    @property
+    def losses(self) -> dict[int, Tensor]:
+        """By microbatch: the sum over modules."""
+        sums: dict[int, Tensor] = {}
+        for (_, microbatch), loss in self.module_losses.items():
+            sums[microbatch] = sums[microbatch] + loss if microbatch in sums else loss
+        return sums
+
+    def losses_of(self, module: str) -> dict[int, Tensor]:
+        """A module's, by microbatch."""
+        return {m: loss for (name, m), loss in self.module_losses.items() if name == module}
+
+
+class PipelineRuntime:
+    """Executes plans on one rank.
+
+    Args:
+        plan_rank: this rank, counted within the plan.
+        stages: this rank's, by index.
+        channels: to the other ranks; None where the plan has only one.
+        device: where the stages compute; None: the channels' device, or the CPU without any.
+    """
+
+    def __init__(
+        self,
+        plan_rank: int,
+        stages: Mapping[int, PipelineStage],
+        channels: P2PChannels | None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.plan_rank = plan_rank
+        self.stages = dict(stages)
+        self.channels = channels
+        self.device = device or (channels.device if channels else torch.device("cpu"))
+        self._streams: CudaStreams | None = None
+
+    def step(
+        self,
+        plan: PipelinePlan,
+        microbatches: Sequence[Any],
+        *,
+        loss_scale: float | Mapping[str, float] = 1.0,
+        record: bool = False,
+        annotate: bool = False,
+    ) -> StepResult:
+        """Runs one step and, if the plan is a training plan, adds gradients to parameters.
+
+        Afterwards every trained parameter has a gradient, zero where no microbatch used it. On
+        CUDA, fillers run beside their actions, elsewhere before them.
+
+        Args:
+            plan: valid (see `validate_plan`), of the same step on all its ranks.
+            microbatches: all of the data-parallel rank's, on the device; the stages of this rank
+                read what they need.
+            loss_scale: factor of the losses in backward: 1 / targets in the global batch; or one
+                for each module.
+            record: time each action; on CUDA, with events.
+            annotate: name each action in profiles.
+
+        Raises:
+            PeerError: another rank was lost or did not answer in time.
+            ValueError: plan, stages and microbatches do not fit each other, or the plan uses
+                something before it is there, or leaves something behind.
+        """
+        self._check(plan, len(microbatches))
+        state = StepState(
+            self.plan_rank, self.stages, self.channels, plan, microbatches, loss_scale
+        )
+        state.begin()
+        handlers = state.handlers()
+        actions = plan.actions[self.plan_rank]
+        clock = _Clock(self.device, self.plan_rank) if record else None
+        side = self._side_stream(plan)
+        begin_s = time.perf_counter()
+        with torch.set_grad_enabled(plan.training):
+            action: Action | None = None
+            try:
+                if clock is None and not annotate and side is None:
+                    for action in actions:
+                        handlers[action.type](action)
+                else:
+                    for action in actions:
+                        named = record_function(str(action)) if annotate else nullcontext()
+                        with named, side.around(action) if side else nullcontext():
+                            _timed(clock, handlers[action.type], action)
+            except (RuntimeError, ValueError) as error:
+                error.add_note(f"in action {action} of the plan's rank {self.plan_rank}")
+                raise
+            if side is not None:
+                side.join()
+            state.finish()
+        return StepResult(state.losses, clock.records() if clock else None, begin_s)
+
+    def _side_stream(self, plan: PipelinePlan) -> SideStream | None:
+        if self.device.type != "cuda" or not plan.fillers:
+            return None
+        self._streams = self._streams or CudaStreams(self.device)
+        return SideStream(plan, self._streams)
+
+    def _check(self, plan: PipelinePlan, microbatches: int) -> None:
+        layout = plan.graph.layout
+        missing = set(layout.stages_of(self.plan_rank)) - self.stages.keys()
+        if missing:
+            raise ValueError(
+                f"the plan puts stages {sorted(missing)} on rank {self.plan_rank}, which has "
+                f"{sorted(self.stages)}; build the stages from the plan's layout"
+            )
+        if microbatches != plan.graph.microbatches:
+            raise ValueError(f"{microbatches} microbatches for a plan of {plan.graph.microbatches}")
+        if self.channels is None and layout.rank_count > 1:
+            raise ValueError(f"a plan of {layout.rank_count} ranks needs P2PChannels")
+
+
+def channel_pairs(layout: StageLayout) -> list[tuple[int, int]]:
+    """The channels that plans of this layout use, as (source, destination) ranks of the plan."""
+    stages = layout.stages
+    linked = [*layout.edges, *((s.index, s.tied_to) for s in stages if s.tied_to >= 0)]
+    pairs: set[tuple[int, int]] = set()
+    for source, destination in linked:
+        ends = stages[source].ranks, stages[destination].ranks
+        # A task's replica is the same in all stages of its module.
+        alike = stages[source].module == stages[destination].module and len(ends[0]) == len(ends[1])
+        pairs.update(zip(*ends, strict=True) if alike else product(*ends))
+    return sorted({(a, b) for a, b in pairs | {p[::-1] for p in pairs} if a != b})
+
+
+class _Clock:
+    """Begin and end of actions: process time on CPU, events in the current stream on CUDA."""
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._cuda = device.type == "cuda"
+        self._rank = rank
+        self._marks: list[tuple[Action, Any, Any]] = []
+        self._begin = self.mark()
+
+    def mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, action: Action, begin: Any, end: Any) -> None:
+        self._marks.append((action, begin, end))
+
+    def records(self) -> list[ActionRecord]:
+        if self._cuda:
+            torch.cuda.current_stream().synchronize()
+        return [
+            ActionRecord(self._rank, action, self._since_ms(begin), self._since_ms(end))
+            for action, begin, end in self._marks
+        ]
+
+    def _since_ms(self, mark: Any) -> float:
+        if self._cuda:
+            return self._begin.elapsed_time(mark)
+        return (mark - self._begin) * 1e3
+
+
+def _timed(clock: _Clock | None, handler: Callable[[Action], None], action: Action) -> None:
+    if clock is None:
+        handler(action)
+        return
+    begin = clock.mark()
+    handler(action)
+    clock.add(action, begin, clock.mark())

@@ -1,0 +1,256 @@
+"""What a stage does: a task's received tensors in, its messages and loss out.
+
+The runtime knows stages only by `PipelineStage`. Three adapters make stages of the layered modules:
+an encoder's stage runs one sub-microbatch (some of a microbatch's images) at a time, an LLM's
+runs whole microbatches, joins the outputs of all sub-microbatches of all encoders and parts the
+context of those of the generator, whose stages run one sub-microbatch (some of the images to be
+drawn) at a time. An encoder or generator without images in a microbatch has no tasks for it and
+does not run; only where FSDP gathers layer by layer, on all data-parallel ranks alike, does it have
+one task, with a dummy image.
+
+Shape legend: T tokens of a microbatch, K output tokens of one encoder or context tokens of the
+generator, D features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchmm.common.batch import even_ranges
+from torchmm.common.generated import GeneratorInputs
+from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule, Given
+from torchmm.models.layered import LayeredModule
+from torchmm.models.llm import LlmModule
+from torchmm.parallel.activation import set_layer_modes
+from torchmm.parallel.fsdp import Sharding
+from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.plan.plan import LayerMode
+
+
+@dataclass
+class StageOutput:
+    """What the forward of a task leaves.
+
+    Attributes:
+        messages: one tuple of tensors for each of `StageGraph.outgoing(task)`, in that order.
+        loss: float32 scalar, not yet scaled; of the last stage.
+    """
+
+    messages: Sequence[tuple[Tensor, ...]]
+    loss: Tensor | None = None
+
+
+class PipelineStage(ABC):
+    """One stage on one rank.
+
+    Args:
+        module: what holds its parameters.
+        sharding: how they are gathered and reduced; None: they are whole on every rank.
+    """
+
+    def __init__(self, module: nn.Module, sharding: Sharding | None = None) -> None:
+        self.module = module
+        self.sharding = sharding
+        self.splits_backward = not (isinstance(module, LayeredModule) and module.recomputes)
+        """Whether backward may be done in two parts, I and W. Layers that are recomputed would be
+        so in both, and torch's selective recomputation allows it only once."""
+
+    @abstractmethod
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        """Runs the stage's layers.
+
+        Args:
+            task: of this stage.
+            inputs: one tuple of tensors for each of `graph.incoming(task)`, in that order.
+            microbatch: all of the microbatch; the task may be a part of it.
+            graph: of the step.
+        """
+
+    def recompute(self, modes: Sequence[LayerMode] | None) -> None:
+        """Says which layers the backward of the next forward runs again.
+
+        Args:
+            modes: one for each layer; None: as the module always does.
+
+        Raises:
+            ValueError: the module was built with one mode for all tasks, or has other layers.
+        """
+        module = self.module
+        if isinstance(module, LayeredModule) and module.layer_modes:
+            set_layer_modes(module, modes or ("none",) * len(module.layer_modes))
+        elif modes is not None and set(modes) != {"none"}:
+            raise ValueError(
+                f"a plan that chooses what layers recompute, for a {type(module).__name__} that "
+                'cannot; set [activation_checkpoint] mode = "tuned"'
+            )
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Parameters that need gradients; between gathering and resharding, the gathered ones."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def tied_parameter(self) -> nn.Parameter:
+        """The weight of which another stage holds a copy.
+
+        Raises:
+            ValueError: this kind of stage has none.
+        """
+        raise ValueError(f"{type(self).__name__} has no tied weight; remove StageSpec.tied_to")
+
+
+class EncoderStage(PipelineStage):
+    """Consecutive layers of an image encoder."""
+
+    module: EncoderModule
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        """One sub-microbatch: hidden states or pixels in; hidden states, or (K, D_llm) out."""
+        encoder = microbatch.encoders.get(self.module.name)
+        if encoder is None:
+            encoder = self.module.dummy_inputs(microbatch.input_ids_T.device)
+        parts = graph.parts(task.stage, task.microbatch)
+        if parts > 1:
+            images = even_ranges(len(encoder.grids_thw), parts)[task.sub_microbatch]
+            encoder = encoder.select(images)
+        hidden = inputs[0][0] if inputs else None
+        return _to_all(self.module(encoder, hidden), task, graph)
+
+
+class LlmStage(PipelineStage):
+    """Consecutive layers of the LLM; the first embeds, the last gives the loss."""
+
+    module: LlmModule
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        """Encoder outputs or hidden states (T, D) in; hidden states or the summed loss out.
+
+        With a generator: the loss and the context (K, D) of each of its sub-microbatches.
+        """
+        output = self.module(microbatch, self._given(task, inputs, graph))
+        if not self.module.is_last:
+            return _to_all(output, task, graph)
+        if not self.module.feeds_generator:
+            return StageOutput((), output)
+        loss, context_KD = output
+        return StageOutput(self._contexts(context_KD, microbatch, task, graph), loss)
+
+    def _contexts(
+        self, context_KD: Tensor, microbatch: Any, task: Task, graph: StageGraph
+    ) -> list[tuple[Tensor, ...]]:
+        parts = len(graph.outgoing(task))
+        if parts <= 1:
+            return [(context_KD,)] * parts
+        contexts = microbatch.generator.contexts
+        sizes = [sum(contexts[i] for i in own) for own in even_ranges(len(contexts), parts)]
+        return [(part,) for part in context_KD.split(sizes)]
+
+    def _given(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], graph: StageGraph
+    ) -> dict[str, Tensor] | Tensor:
+        """Hidden states (T, D); for the first stage (K, D) by encoder: the outputs of its
+        sub-microbatches behind each other."""
+        if not self.module.is_first:
+            return inputs[0][0]
+        parts: dict[str, list[Tensor]] = {}
+        for message, (features,) in zip(graph.incoming(task), inputs, strict=True):
+            parts.setdefault(graph.layout.stages[message.source].module, []).append(features)
+        return {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in parts.items()}
+
+    def tied_parameter(self) -> nn.Parameter:
+        module = self.module
+        if module.is_first == module.is_last:
+            raise ValueError(f"{module.name}: only the first and the last of several stages tie")
+        holder = module.text_model.embed_tokens if module.is_first else module.backbone.lm_head
+        return holder.weight
+
+
+class NextTokenStage(LlmStage):
+    """The LLM's last stage when generating: (V,) logits behind the last token, not the loss."""
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        last = torch.tensor([microbatch.input_ids_T.numel() - 1])
+        positions_L = last.to(microbatch.input_ids_T.device)
+        given = self._given(task, inputs, graph)
+        return StageOutput((), self.module.logits(microbatch, given, positions_L)[0])
+
+
+class GeneratorStage(PipelineStage):
+    """Consecutive layers of a generator; the last gives the loss."""
+
+    module: GeneratorModule
+
+    def __init__(self, module: GeneratorModule, sharding: Sharding | None = None) -> None:
+        super().__init__(module, sharding)
+        if module.is_first:
+            # Its layers' hidden states do not come from its input, the context, but meet it in one
+            # layer after the other; torch then counts a weight's gradient once for each meeting.
+            self.splits_backward = False
+
+    def forward(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> StageOutput:
+        """One sub-microbatch: its context (K, D_llm), or what the stage before made of it, in; the
+        same or the summed loss out."""
+        output = self.compute(*self._given(task, inputs, microbatch, graph))
+        if self.module.is_last:
+            return StageOutput((), output)
+        return StageOutput([tuple(output)] * len(graph.outgoing(task)))
+
+    def compute(self, drawn: GeneratorInputs, given: Tensor | Given) -> Any:
+        """Runs the module."""
+        return self.module(drawn, given)
+
+    def _given(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> tuple[GeneratorInputs, Tensor | Given]:
+        drawn = microbatch.generator
+        if drawn is None:
+            drawn = self.module.dummy_inputs(microbatch.input_ids_T.device)
+        parts = graph.parts(task.stage, task.microbatch)
+        if parts > 1:
+            drawn = drawn.select(even_ranges(len(drawn.contexts), parts)[task.sub_microbatch])
+        return drawn, inputs[0][0] if self.module.is_first else Given(*inputs[0])
+
+
+class VelocityStage(GeneratorStage):
+    """The generator's last stage when drawing: the velocities of all patches, not the loss."""
+
+    def compute(self, drawn: GeneratorInputs, given: Tensor | Given) -> Tensor:
+        """float32 (A, V), of all images behind each other."""
+        return self.module.velocity(drawn, given)
+
+
+def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> PipelineStage:
+    """The stage that runs a layered module, cut or whole.
+
+    Raises:
+        TypeError: there is no stage for this kind of module.
+    """
+    if isinstance(module, EncoderModule):
+        return EncoderStage(module, sharding)
+    if isinstance(module, LlmModule):
+        return LlmStage(module, sharding)
+    if isinstance(module, GeneratorModule):
+        return GeneratorStage(module, sharding)
+    raise TypeError(
+        f"no pipeline stage for a {type(module).__name__}; there are some for encoders, LLMs and "
+        "generators"
+    )
+
+
+def _to_all(output: Tensor, task: Task, graph: StageGraph) -> StageOutput:
+    return StageOutput([(output,)] * len(graph.outgoing(task)))

@@ -1,0 +1,398 @@
+"""What a rank remembers during one step, and what each kind of action does with it.
+
+A `_Lane` is one direction of travel: outputs of forwards, or the gradients of them on their way
+back. A task's forward takes its inputs from the forward lane, and leaves in `_Kept` what its
+backward needs; its backward takes gradients from the backward lane and puts those of its inputs
+into it. Messages that stay on the rank go from producer to consumer without any action.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.distributed.tensor import DTensor
+
+from torchmm.parallel.fsdp import LayerSharding, StepSharding
+from torchmm.parallel.p2p import P2PChannels, PendingTransfer
+from torchmm.parallel.torch_private import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+    supports_weight_split,
+)
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import Message, Task
+from torchmm.pipelining.plan.plan import PipelinePlan, TensorSpec
+from torchmm.pipelining.run.stage import PipelineStage
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class _Handed(torch.autograd.Function):
+    """Identity whose result has shape and gradient but no memory.
+
+    Backward starts from it, so that only who consumes the real output keeps it; and because the
+    output may be a view (torch's `stage_backward_input` detaches in place, which views forbid).
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class _Lane:
+    """Tensors of one direction, by message."""
+
+    def __init__(self) -> None:
+        self.outbox: dict[Message, tuple[Tensor, ...]] = {}
+        self.sending: dict[Message, PendingTransfer] = {}
+        self.receiving: dict[Message, PendingTransfer] = {}
+        self.inbox: dict[Message, tuple[Tensor, ...]] = {}
+
+
+class _Kept(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    leaves: list[tuple[Message, tuple[Tensor, ...]]]
+    """Inputs that need gradients."""
+    roots: list[tuple[Message, tuple[Tensor, ...]]]
+    """Outputs that get gradients."""
+    loss: Tensor | None
+
+
+class StepState:
+    """One step on one rank; arguments as in `PipelineRuntime`."""
+
+    def __init__(
+        self,
+        plan_rank: int,
+        stages: Mapping[int, PipelineStage],
+        channels: P2PChannels | None,
+        plan: PipelinePlan,
+        microbatches: Sequence[Any],
+        loss_scale: float | Mapping[str, float],
+    ) -> None:
+        self.losses: dict[tuple[str, int], Tensor] = {}
+        self._rank = plan_rank
+        self._stages = stages
+        self._channels: Any = channels
+        self._plan = plan
+        self._graph = plan.graph
+        self._specs = plan.specs
+        self._microbatches = microbatches
+        self._loss_scales = [
+            loss_scale[s.module] if isinstance(loss_scale, Mapping) else loss_scale
+            for s in plan.graph.layout.stages
+        ]
+        self._forward_lane, self._backward_lane = _Lane(), _Lane()
+        self._kept: dict[Task, _Kept] = {}
+        self._split: dict[Task, list[dict[str, Any]] | None] = {}
+        """Between I and W: what torch keeps for the weights; None: their gradients are done."""
+        self._weights: dict[int, list[nn.Parameter]] = {}
+        # Stages that are here and nowhere else: no need to ask where each of their tasks runs.
+        self._here = {s.index for s in self._graph.layout.stages if s.ranks == (plan_rank,)}
+
+    def handlers(self) -> dict[ActionType, Callable[[Action], None]]:
+        """What runs each kind of action."""
+        kind = ActionType
+        return {
+            kind.F: self._forward,
+            kind.B: self._backward,
+            kind.I: self._backward_input,
+            kind.W: self._backward_weight,
+            kind.SEND_F: self._send_forward,
+            kind.RECV_F: self._receive_forward,
+            kind.WAIT_F: self._wait_forward,
+            kind.WAIT_SEND_F: self._wait_send_forward,
+            kind.SEND_B: self._send_backward,
+            kind.RECV_B: self._receive_backward,
+            kind.WAIT_B: self._wait_backward,
+            kind.WAIT_SEND_B: self._wait_send_backward,
+            kind.UNSHARD: self._unshard,
+            kind.RESHARD: self._reshard,
+            kind.REDUCE_GRAD: self._reduce_gradients,
+            kind.REDUCE_TIED: self._reduce_tied,
+        }
+
+    def begin(self) -> None:
+        """Tells stages that FSDP gathers layer by layer how many backwards are to come."""
+        actions = self._plan.actions[self._rank]
+        backwards = Counter(a.stage for a in actions if a.type is ActionType.B)
+        for index in self._graph.layout.stages_of(self._rank):
+            if isinstance(sharding := self._stages[index].sharding, LayerSharding):
+                sharding.begin_step(backwards[index])
+
+    def finish(self) -> None:
+        """Leaves no trained parameter without a gradient.
+
+        Raises:
+            ValueError: the plan has left work undone.
+        """
+        left = [f"{task} has no backward" for task in (*self._kept, *self._split)]
+        for lane in (self._forward_lane, self._backward_lane):
+            for box in (lane.outbox, lane.sending, lane.receiving, lane.inbox):
+                left += [f"{message} was not sent, waited for or used" for message in box]
+        if left:
+            raise ValueError(
+                f"the plan of rank {self._rank} is incomplete: {'; '.join(left[:5])}; "
+                "validate_plan tells what is missing"
+            )
+        for index in self._graph.layout.stages_of(self._rank) if self._plan.training else ():
+            stage = self._stages[index]
+            for parameter in () if stage.sharding else self._trained(index):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    # Computing.
+
+    def _forward(self, action: Action) -> None:
+        task = Task(action.stage, action.microbatch, action.sub_microbatch)
+        graph, inbox = self._graph, self._forward_lane.inbox
+        incoming = graph.incoming(task)
+        inputs = [_take(inbox, message, action) for message in incoming]
+        microbatch = self._microbatches[task.microbatch]
+        self._stages[task.stage].recompute(self._plan.recompute.get(task))
+        output = self._stages[task.stage].forward(task, inputs, microbatch, graph)
+        keep = self._plan.training and graph.needs_backward(task.stage, task.microbatch)
+        roots = [
+            self._hand_over(message, tensors, keep)
+            for message, tensors in zip(graph.outgoing(task), output.messages, strict=True)
+        ]
+        if output.loss is not None:
+            key = graph.layout.stages[task.stage].module, task.microbatch
+            loss = output.loss.detach()
+            self.losses[key] = self.losses[key] + loss if key in self.losses else loss
+        if keep:
+            leaves = [
+                (message, tuple(t for t in tensors if t.requires_grad))
+                for message, tensors in zip(incoming, inputs, strict=True)
+                if graph.differentiates(message)
+            ]
+            self._kept[task] = _Kept(leaves, roots, output.loss)
+
+    def _hand_over(
+        self, message: Message, tensors: tuple[Tensor, ...], keep: bool
+    ) -> tuple[Message, tuple[Tensor, ...]]:
+        """Passes an output on; what backward will start from."""
+        destination = message.destination
+        if destination in self._here or self._runs_here(self._graph.consumer(message)):
+            self._arrive(message, tuple(t.detach() for t in tensors))
+        else:
+            self._forward_lane.outbox[message] = tuple(t.detach() for t in tensors)
+        if not keep or not self._graph.carries_gradient(message):
+            return message, ()
+        roots = [
+            _Handed.apply(t) if t.requires_grad else t
+            for t, spec in zip(tensors, self._specs[message], strict=True)
+            if spec.requires_grad
+        ]
+        return message, tuple(roots)
+
+    def _arrive(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+        """Makes leaves of what a task consumes."""
+        if self._plan.training and self._graph.differentiates(message):
+            for tensor, spec in zip(tensors, self._specs[message], strict=True):
+                if spec.requires_grad:
+                    tensor.requires_grad_()
+        self._forward_lane.inbox[message] = tensors
+
+    def _backward(self, action: Action) -> None:
+        self._whole_backward(_task(action), action)
+
+    def _backward_input(self, action: Action) -> None:
+        task = _task(action)
+        weights = self._trained(task.stage)
+        kept = self._kept.get(task)
+        if kept is not None and not any(leaves for _, leaves in kept.leaves):
+            return  # nobody needs gradients of inputs: W does everything
+        splits = self._stages[task.stage].splits_backward and supports_weight_split()
+        if not weights or not splits or self._plan.recomputes(task):
+            self._whole_backward(task, action)
+            if weights:
+                self._split[task] = None
+            return
+        kept = _take(self._kept, task, action)
+        roots, gradients = self._roots(kept, action)
+        leaves = [leaf for _, leaves in kept.leaves for leaf in leaves]
+        if roots:
+            _, groups = stage_backward_input(roots, gradients, leaves, iter(weights))
+            self._split[task] = groups
+        else:
+            self._split[task] = None
+        self._return_gradients(kept, [leaf.grad for leaf in leaves])
+
+    def _backward_weight(self, action: Action) -> None:
+        task = _task(action)
+        if task in self._kept:
+            self._whole_backward(task, action)
+            return
+        groups = _take(self._split, task, action)
+        if groups is None:
+            return
+        weights = self._trained(task.stage)
+        new = [weight for weight in weights if weight.grad is None]
+        # Ways to a weight that is used twice may lead through the parts of other weights.
+        shared = any(len(group["intermediates"]) > 1 for group in groups)
+        stage_backward_weight(iter(weights), groups, retain_graph=shared)
+        for weight in new:
+            # The first gradient may share memory with one that is being sent, to which the
+            # next W would add in place.
+            if weight.grad is not None:
+                weight.grad = weight.grad.clone()
+        if isinstance(sharding := self._stages[task.stage].sharding, StepSharding):
+            sharding.accumulate_gradients()
+
+    def _whole_backward(self, task: Task, action: Action) -> None:
+        kept = _take(self._kept, task, action)
+        roots, gradients = self._roots(kept, action)
+        leaves = [leaf for _, leaves in kept.leaves for leaf in leaves]
+        if isinstance(sharding := self._stages[task.stage].sharding, LayerSharding):
+            sharding.before_backward()
+        # No roots: nothing that is trained was used.
+        found = stage_backward(roots, gradients, leaves) if roots else [None] * len(leaves)
+        self._return_gradients(kept, found)
+
+    def _roots(self, kept: _Kept, action: Action) -> tuple[list[Tensor], list[Tensor]]:
+        """What backward starts from, with the gradients that have arrived for it."""
+        roots: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for message, tensors in (root for root in kept.roots if root[1]):
+            arrived = _take(self._backward_lane.inbox, message, action)
+            for tensor, gradient in zip(tensors, arrived, strict=True):
+                if tensor.requires_grad:
+                    roots.append(tensor)
+                    gradients.append(gradient)
+                    if self._plan.fillers and gradient.is_cuda:  # may be of another stream
+                        gradient.record_stream(torch.cuda.current_stream())
+        if kept.loss is not None and kept.loss.requires_grad:
+            roots.append(kept.loss)
+            gradients.append(torch.full_like(kept.loss, self._loss_scales[action.stage]))
+        return roots, gradients
+
+    def _return_gradients(self, kept: _Kept, gradients: Sequence[Tensor | None]) -> None:
+        """Passes the gradients of a task's inputs to where the inputs came from."""
+        found = iter(gradients)
+        for message, leaves in kept.leaves:
+            own = tuple(_zeros_if_none(next(found), leaf) for leaf in leaves)
+            stays = message.source in self._here or self._runs_here(self._graph.producer(message))
+            lane = self._backward_lane
+            if self._graph.carries_gradient(message):  # if not, that of another mirror goes back
+                (lane.inbox if stays else lane.outbox)[message] = own
+
+    def _trained(self, index: int) -> list[nn.Parameter]:
+        """A stage's trained parameters, listed once after they were gathered."""
+        if index not in self._weights:
+            self._weights[index] = self._stages[index].trained_parameters()
+        return self._weights[index]
+
+    def _runs_here(self, task: Task) -> bool:
+        return self._graph.rank(task) == self._rank
+
+    # Moving data.
+
+    def _send_forward(self, action: Action) -> None:
+        message = _message(action.stage, action.other, action)
+        self._send(self._forward_lane, message, self._specs[message], action)
+
+    def _send_backward(self, action: Action) -> None:
+        message = _message(action.other, action.stage, action)
+        self._send(self._backward_lane, message, self._gradient_specs(message), action)
+
+    def _receive_forward(self, action: Action) -> None:
+        message = _message(action.other, action.stage, action)
+        receive = self._channels.receive(self._specs[message], action.peer, action)
+        self._forward_lane.receiving[message] = receive
+
+    def _receive_backward(self, action: Action) -> None:
+        message = _message(action.stage, action.other, action)
+        receive = self._channels.receive(self._gradient_specs(message), action.peer, action)
+        self._backward_lane.receiving[message] = receive
+
+    def _wait_forward(self, action: Action) -> None:
+        message = _message(action.other, action.stage, action)
+        self._arrive(message, _take(self._forward_lane.receiving, message, action).wait(action))
+
+    def _wait_backward(self, action: Action) -> None:
+        message = _message(action.stage, action.other, action)
+        arrived = _take(self._backward_lane.receiving, message, action).wait(action)
+        self._backward_lane.inbox[message] = arrived
+
+    def _wait_send_forward(self, action: Action) -> None:
+        message = _message(action.stage, action.other, action)
+        _take(self._forward_lane.sending, message, action).wait(action)
+
+    def _wait_send_backward(self, action: Action) -> None:
+        message = _message(action.other, action.stage, action)
+        _take(self._backward_lane.sending, message, action).wait(action)
+
+    def _send(
+        self, lane: _Lane, message: Message, specs: Sequence[TensorSpec], action: Action
+    ) -> None:
+        tensors = _take(lane.outbox, message, action)
+        lane.sending[message] = self._channels.send(tensors, specs, action.peer, action)
+
+    def _gradient_specs(self, message: Message) -> list[TensorSpec]:
+        return [spec for spec in self._specs[message] if spec.requires_grad]
+
+    # Sharded parameters.
+
+    def _unshard(self, action: Action) -> None:
+        self._weights.pop(action.stage, None)
+        if isinstance(sharding := self._stages[action.stage].sharding, StepSharding):
+            sharding.unshard()
+
+    def _reshard(self, action: Action) -> None:
+        self._weights.pop(action.stage, None)
+        if isinstance(sharding := self._stages[action.stage].sharding, StepSharding):
+            sharding.reshard()
+
+    def _reduce_gradients(self, action: Action) -> None:
+        self._weights.pop(action.stage, None)
+        if isinstance(sharding := self._stages[action.stage].sharding, StepSharding):
+            sharding.reduce_gradients()
+
+    def _reduce_tied(self, action: Action) -> None:
+        """Both ranks add the other's gradient to their own: the same sum, bit by bit."""
+        parameter = self._stages[action.stage].tied_parameter()
+        if not parameter.requires_grad:
+            return
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        own = grad.to_local() if isinstance(grad, DTensor) else grad
+        sending = self._channels.send((own,), (own,), action.peer, action)
+        (other,) = self._channels.receive((own,), action.peer, action).wait(action)
+        sending.wait(action)
+        own += other
+
+
+def _task(action: Action) -> Task:
+    return Task(action.stage, action.microbatch, action.sub_microbatch)
+
+
+def _message(source: int, destination: int, action: Action) -> Message:
+    return Message(source, destination, action.microbatch, action.sub_microbatch)
+
+
+def _take(box: dict[K, V], key: K, action: Action) -> V:
+    try:
+        return box.pop(key)
+    except KeyError:
+        raise ValueError(
+            f"action {action} needs {key}, which is not there; validate_plan tells which action "
+            "is missing or comes too late"
+        ) from None
+
+
+def _zeros_if_none(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if gradient is None else gradient

@@ -1,0 +1,184 @@
+"""Orders and plans as CSV, recorded steps as Chrome traces.
+
+A compute order is written as torch.distributed.pipelining writes its own: a row per rank, a cell
+per action, "2F0" for stage, kind and chunk. A chunk numbers the tasks of a stage, (microbatch,
+sub_microbatch) pairs in order, because torch knows one index only; without sub-microbatches it is
+the microbatch. Empty cells are idle slots and are skipped.
+
+A lowered plan has what torch's vocabulary lacks: waits, the other end of a transfer, and transfers
+whose sub-microbatch is that of the other end. Its cells are `str(Action)`: "2SEND_F3.1>4@1".
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from io import StringIO
+from pathlib import Path
+
+from torchmm.common.errors import PlanError
+from torchmm.common.files import replace_atomically
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
+from torchmm.pipelining.plan.orders import inputs_need_gradient, order_problems
+from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder
+
+_ORDER_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION_CELL = re.compile(r"(\d+)([A-Z_]+?)(\d+)?(?:\.(\d+))?(?:>(\d+)@(\d+))?")
+
+
+def write_order(path: Path, order: ComputeOrder, graph: StageGraph) -> None:
+    """Write a compute order; torch's `_load_csv` can read it."""
+    chunks = {task: chunk for tasks in _chunks(graph) for chunk, task in enumerate(tasks)}
+    rows = [[f"{a.stage}{a.type.value}{chunks[Task(*a[1:4])]}" for a in row] for row in order]
+    _write_rows(path, rows)
+
+
+def read_order(path: Path, graph: StageGraph) -> ComputeOrder:
+    """Read what `write_order` or torch wrote, for the tasks of a step.
+
+    Where a stage has nothing to split (see `orders`), torch's I and W stand for one backward: of I
+    and W one is left out.
+
+    Raises:
+        PlanError: it lists every cell that is none of the step's tasks or, if all are, every action
+            that is missing, there twice or on the wrong rank.
+        OSError: the file cannot be read.
+    """
+    chunks = _chunks(graph)
+
+    def parse(cell: str) -> Action:
+        match = _ORDER_CELL.fullmatch(cell)
+        if match is None:
+            raise ValueError("must be stage, F, B, I or W, and chunk, such as 2F0")
+        stage, chunk = int(match[1]), int(match[3])
+        if stage >= len(chunks):
+            raise ValueError(f"there are {len(chunks)} stages")
+        if chunk >= len(chunks[stage]):
+            raise ValueError(f"stage {stage} has {len(chunks[stage])} chunks in this step")
+        return Action(ActionType(match[2]), *chunks[stage][chunk])
+
+    order = tuple(
+        tuple(_unsplit(graph, action) for action in row if not _is_extra(graph, action))
+        for row in _read_rows(path, parse)
+    )
+    problems = order_problems(graph, order)
+    if problems:
+        raise PlanError([f"{path}: {problem}" for problem in problems])
+    return order
+
+
+def _chunks(graph: StageGraph) -> list[list[Task]]:
+    """By stage: its tasks by microbatch and sub-microbatch."""
+    return [
+        [Task(stage, m, p) for m in range(graph.microbatches) for p in range(graph.parts(stage, m))]
+        for stage in range(len(graph.layout.stages))
+    ]
+
+
+def _is_extra(graph: StageGraph, action: Action) -> bool:
+    """Whether this half of a split backward has nothing to do."""
+    if action.type is ActionType.I:
+        return not inputs_need_gradient(graph, action.stage, action.microbatch)
+    return action.type is ActionType.W and not graph.layout.stages[action.stage].trainable
+
+
+def _unsplit(graph: StageGraph, action: Action) -> Action:
+    """A W whose I has nothing to do is the whole backward."""
+    if action.type is ActionType.W and not inputs_need_gradient(
+        graph, action.stage, action.microbatch
+    ):
+        return action._replace(type=ActionType.B)
+    return action
+
+
+def write_actions(path: Path, actions: Sequence[Sequence[Action]]) -> None:
+    """Write all actions of a plan."""
+    _write_rows(path, [[str(action) for action in row] for row in actions])
+
+
+def read_actions(path: Path) -> tuple[tuple[Action, ...], ...]:
+    """Read what `write_actions` wrote. Whether a plan of them can run, its validation says.
+
+    Raises:
+        PlanError: it lists every cell that is no action.
+        OSError: the file cannot be read.
+    """
+    return _read_rows(path, _parse_action)
+
+
+def _parse_action(cell: str) -> Action:
+    match = _ACTION_CELL.fullmatch(cell)
+    if match is None or match[2] not in ActionType.__members__:
+        raise ValueError("must be an action such as 2F0 or 2SEND_F3.1>4@1")
+    stage, _, microbatch, part, other, peer = match.groups(default="-1")
+    part = match[4] or "0"
+    numbers = (int(text) for text in (stage, microbatch, part, other, peer))
+    return Action(ActionType[match[2]], *numbers)
+
+
+def _write_rows(path: Path, rows: Iterable[Iterable[str]]) -> None:
+    text = StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    replace_atomically(path, text.getvalue().encode())
+
+
+def _read_rows(path: Path, parse: Callable[[str], Action]) -> tuple[tuple[Action, ...], ...]:
+    problems, rows = [], []
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        for number, cells in enumerate(csv.reader(file), start=1):
+            row = []
+            for column, cell in enumerate(cells, start=1):
+                if not cell.strip():
+                    continue
+                try:
+                    row.append(parse(cell.strip()))
+                except ValueError as error:
+                    problems.append(f"{path}, row {number}, column {column}: {cell!r} {error}")
+            rows.append(tuple(row))
+    if problems:
+        raise PlanError(problems)
+    return tuple(rows)
+
+
+def write_chrome_trace(
+    path: Path, records: Sequence[ActionRecord], layout: StageLayout | None = None
+) -> None:
+    """Write a simulated or measured step for Perfetto or chrome://tracing.
+
+    A rank is a process; it has one row for computation and one for transfers and waits.
+
+    Args:
+        path: of a JSON file in an existing directory.
+        layout: names the modules.
+    """
+    events: list[dict[str, object]] = []
+    for rank in sorted({record.rank for record in records}):
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        )
+        for row, name in enumerate(("compute", "communication")):
+            events.append(
+                {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
+            )
+    for rank, action, start_ms, end_ms in records:
+        arguments: dict[str, object] = action._asdict() | {"type": action.type.value}
+        if layout is not None:
+            arguments["module"] = layout.stages[action.stage].module
+        computes = action.type in COMPUTE
+        events.append(
+            {
+                "ph": "X",
+                "name": str(action),
+                "cat": "compute" if computes else "communication",
+                "pid": rank,
+                "tid": 0 if computes else 1,
+                "ts": start_ms * 1000,  # microseconds
+                "dur": (end_ms - start_ms) * 1000,
+                "args": arguments,
+            }
+        )
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
+    replace_atomically(path, text.encode())

@@ -1,0 +1,390 @@
+"""A process that plans the next step while this one trains: PipeWeaver §7.1.
+
+    process = PlanningProcess(setup)
+    process.submit(PlanRequest(step=8, ...))     as soon as the metadata of step 8 are there
+    ...                                          step 7 trains
+    planned = process.take(8)                    the best plan so far; None if there is none
+    process.close()
+
+The process leaves what it has where training finds it (`handover`) as soon as it is better than
+what it left before: natural and static orders first, then what the search finds. Neither waits for
+the other, however large plans are. They are whole: lowered, validated and, where layers are tuned,
+with what they recompute; taking one is all that is left for the training process. A new request
+ends the search for an older one; so does an order that none can be faster than. The process runs
+only when nothing else wants its core: where cores are scarce, training goes first and plans are
+less good.
+
+Rejected: a thread, which would share Python's lock with the training step it must not slow down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchmm.balance.compiled import Float64s, Int32s
+from torchmm.balance.costs.layer_costs import task_durations
+from torchmm.balance.order_search.best_order import LEAST_GAIN, SearchedOrder, StepSearch
+from torchmm.balance.order_search.bounds import lower_bound_ms
+from torchmm.balance.order_search.search import Budget, Found, search
+from torchmm.balance.planners import search_costs
+from torchmm.balance.rates import Kind, scaled
+from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.errors import PlanError
+from torchmm.common.handover import Arrays, Handover
+from torchmm.common.processes import fork_server, ignore_signals
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageLayout
+from torchmm.pipelining.plan.numbers import encode_plan
+from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan
+from torchmm.pipelining.run.messages import MessageSizes, message_specs
+from torchmm.pipelining.schedules.separated import Durations
+from torchmm.planning.step import Gathering, plan_step, step_graph
+from torchmm.recipe.recipe import ParallelConfig
+
+NICENESS = 19
+LEAVE_EVERY_S = 0.05
+"""Improvements that come faster are left together."""
+SEARCHING_SHARE = 0.8
+"""Of the time that goes to searching, not to making plans of improvements, at least."""
+MEASURED = ActionType.F, ActionType.B
+CLOSING_S = 5.0
+
+
+class PlanningProcessError(Exception):
+    """The process is gone; the message says how."""
+
+
+@dataclass(frozen=True)
+class PlanningSetup:
+    """What stays the same during a run.
+
+    Attributes:
+        sizes: of messages, by module.
+        dtype: in which modules compute.
+        tuning: how plans choose what layers recompute; None: they do not.
+        planners: processes like this one on the machine: together they search on at most half of
+            its cores.
+    """
+
+    layout: StageLayout
+    config: ParallelConfig
+    modules: tuple[ModuleDescription, ...]
+    sharding: Gathering
+    sizes: Mapping[str, MessageSizes] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    tuning: LayerTuning | None = None
+    planners: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Threads that search."""
+        return min(self.config.search.workers, max(1, (os.cpu_count() or 1) // 2 // self.planners))
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Of actions that are measured."""
+        return [(module.name, kind) for module in self.modules for kind in MEASURED]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A step to be planned.
+
+    Attributes:
+        step: its number.
+        microbatches: of this data-parallel rank.
+        rates: milliseconds per FLOP, of all kinds of actions; empty: nothing was measured yet.
+        seconds: to plan in; None: as long as all evaluations take.
+    """
+
+    step: int
+    microbatches: tuple[MicrobatchMeta, ...]
+    rates: Mapping[Kind, float]
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan for a step, and what it is worth.
+
+    Attributes:
+        step: its number.
+        numbers: `encode_plan`.
+        flops_RK: of each rank's actions, by kind (`PlanningSetup.kinds`).
+        predicted, natural: time of the step in this and in natural order, in the unit of the
+            durations planned with: milliseconds, or FLOPs before anything was measured.
+        evaluations: of the search.
+        planner: see `SearchedOrder`.
+        planner_ms: since the request came.
+        finished: whether the search was done.
+    """
+
+    step: int
+    numbers: Int32s
+    flops_RK: Float64s
+    predicted: float
+    natural: float
+    evaluations: int
+    planner: str
+    planner_ms: float
+    finished: bool
+    in_ms: bool
+    """Whether measured times were known."""
+
+
+class PlanningProcess:
+    """This side of it. Not to be shared between threads.
+
+    Args:
+        setup: of the run.
+    """
+
+    def __init__(self, setup: PlanningSetup) -> None:
+        context = fork_server()
+        self._directory = Path(tempfile.mkdtemp(prefix="torchmm-planning-"))
+        self._plans = _plans_in(self._directory)
+        # There: requests. Back: numbers of finished steps, or what went wrong.
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=plan_until_closed,
+            args=(theirs, setup, self._directory),
+            name="planning",
+            daemon=True,
+        )
+        self._process.start()
+        theirs.close()
+        # Whoever exits without `close` must not wait for a process that ignores signals.
+        atexit.register(self._connection.close)
+
+    @property
+    def pid(self) -> int | None:
+        """Its number."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.exitcode
+
+    def submit(self, request: PlanRequest) -> None:
+        """Asks for the plan of a step, and for no other from now on.
+
+        Raises:
+            PlanningProcessError: it is gone.
+        """
+        self._call(self._connection.send, request)
+
+    def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
+        """The best plan of a step so far; None if there is none.
+
+        Args:
+            wait_s: how long to wait for the finished plan.
+
+        Raises:
+            PlanningProcessError: it is gone.
+        """
+        deadline = time.monotonic() + wait_s
+        while self._call(self._connection.poll, max(0.0, deadline - time.monotonic())):
+            told = self._call(self._connection.recv)
+            if isinstance(told, str):
+                raise PlanningProcessError(told)
+            if told == step:
+                break
+        found = self._call(self._plans.get)
+        newest = None if found is None else _planned_step(found)
+        return newest if newest is not None and newest.step == step else None
+
+    def close(self) -> None:
+        """Ends the process."""
+        atexit.unregister(self._connection.close)
+        self._connection.close()
+        self._process.join(CLOSING_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(CLOSING_S)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (EOFError, OSError) as error:
+            self._process.join(CLOSING_S)
+            code = self._process.exitcode
+            raise PlanningProcessError(
+                f"the planning process ended with code {code} ({type(error).__name__})"
+            ) from error
+
+
+def _plans_in(directory: Path) -> Handover:
+    return Handover(directory / "plan.npz")
+
+
+def _planned_step(found: Arrays) -> PlannedStep:
+    """What `_Planning` left."""
+    values: dict[str, Any] = {n: a if a.ndim else a.item() for n, a in found.items()}
+    return PlannedStep(**values)
+
+
+def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: Path) -> None:
+    """What the process does: plans the newest request, until the other side is closed."""
+    ignore_signals()  # launchers send them to whole groups; the training process ends this one
+    _yield_to_others()
+    plans = _plans_in(directory)
+    try:
+        while True:
+            request = connection.recv()
+            while connection.poll():
+                request = connection.recv()
+            plan_request(connection, plans, setup, request)
+    except (EOFError, ConnectionError):
+        return
+    except (OSError, ValueError, PlanError) as error:
+        with suppress(ConnectionError):
+            connection.send(f"the planning process cannot plan a step: {error}")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)  # the other side may have been killed
+
+
+def _yield_to_others() -> None:
+    """From here on this process runs where nothing else wants to."""
+    os.nice(NICENESS)
+    if hasattr(os, "SCHED_IDLE"):  # Linux; processes of the lowest niceness still get a share
+        with suppress(OSError):  # not everywhere allowed
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def plan_request(
+    connection: Connection, plans: Handover, setup: PlanningSetup, request: PlanRequest
+) -> None:
+    """Plans one step and leaves what it finds, until a newer request comes."""
+    planning = _Planning(connection, plans, setup, request)
+    planning.leave(None, finished=False)
+    section = setup.config.search
+    seconds = None
+    if request.seconds is not None:
+        seconds = max(1e-3, request.seconds - planning.elapsed_s - planning.making_s)
+    found = search(
+        planning.step.dispatcher,
+        Budget(section.evaluations, seconds),
+        strategy=section.strategy,
+        seed=section.seed,
+        workers=setup.workers,
+        bound_ms=lower_bound_ms(planning.step.dispatcher),
+        on_round=planning.on_round,
+    )
+    if not connection.poll():
+        planning.leave(found, finished=True)
+        connection.send(request.step)
+
+
+class _Planning:
+    """Leaves a step's best plans."""
+
+    def __init__(
+        self, connection: Connection, plans: Handover, setup: PlanningSetup, request: PlanRequest
+    ) -> None:
+        self._connection, self._plans = connection, plans
+        self._setup, self._request = setup, request
+        self._begin_s = time.perf_counter()
+        metas = request.microbatches
+        self.graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
+        self._flops = task_durations(self.graph, setup.modules, metas)
+        durations = scaled(self._flops, self.graph, request.rates)
+        costs = search_costs(self.graph, durations)
+        self.unit = unit_of(costs.compute_ms, durations)
+        self.step = StepSearch(self.graph, costs, LEAST_GAIN)
+        self._left, self._left_s = inf, 0.0
+        self._order: ComputeOrder = ()
+        self._made: tuple[Int32s, Float64s] | None = None
+        self.making_s = 0.0
+        """How long it took to make the last plan of an order."""
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._begin_s
+
+    def on_round(self, found: Found) -> bool:
+        """Whether the search may go on."""
+        pause_s = max(LEAVE_EVERY_S, self.making_s * SEARCHING_SHARE / (1 - SEARCHING_SHARE))
+        if found.makespan_ms < self._left and self.elapsed_s - self._left_s > pause_s:
+            self.leave(found, finished=False)
+        return not self._connection.poll()
+
+    def leave(self, found: Found | None, *, finished: bool) -> None:
+        best: SearchedOrder = self.step.best(found)
+        numbers, flops_RK = self._make(best.order)
+        self._left = best.predicted_ms if found is None else found.makespan_ms
+        self._left_s = self.elapsed_s
+        planned = PlannedStep(
+            self._request.step,
+            numbers,
+            flops_RK,
+            best.predicted_ms * self.unit,
+            best.natural_ms * self.unit,
+            best.evaluations,
+            best.planner,
+            self.elapsed_s * 1e3,
+            finished,
+            bool(self._request.rates),
+        )
+        self._plans.put({n: np.asarray(value) for n, value in vars(planned).items()})
+
+    def _make(self, order: ComputeOrder) -> tuple[Int32s, Float64s]:
+        """Its plan as numbers, and what there is to do."""
+        if self._made is None or order != self._order:
+            begin_s = time.perf_counter()
+            plan = self._plan(order)
+            self._order = order
+            self._made = encode_plan(plan), work_of(plan, self._setup.kinds, self._flops)
+            self.making_s = time.perf_counter() - begin_s
+        return self._made
+
+    def _plan(self, order: ComputeOrder) -> PipelinePlan:
+        setup, metas = self._setup, self._request.microbatches
+        specs = partial(message_specs, modules=setup.sizes, microbatches=metas, dtype=setup.dtype)
+        return plan_step(
+            setup.layout,
+            setup.config,
+            setup.modules,
+            metas,
+            specs=specs if setup.sizes else lambda graph: {},
+            sharding=setup.sharding,
+            factors=self._request.rates,
+            planner=lambda graph, durations: order,
+            tuning=setup.tuning,
+        )
+
+
+def work_of(plan: PipelinePlan, kinds: list[Kind], flops: Durations) -> Float64s:
+    """FLOPs of a plan's actions, by rank and kind."""
+    stages, place = plan.graph.layout.stages, {kind: i for i, kind in enumerate(kinds)}
+    found_RK = np.zeros((len(plan.actions), len(kinds)))
+    for rank, program in enumerate(plan.actions):
+        for action in program:
+            if action.type in MEASURED:
+                found_RK[rank, place[stages[action.stage].module, action.type]] += flops(action)
+    return found_RK
+
+
+def unit_of(compute_ms: Mapping[Any, float], durations: Durations) -> float:
+    """What a millisecond of scaled costs is in the unit of the durations they come from."""
+    longest = max(compute_ms, key=lambda action: compute_ms[action])
+    if compute_ms[longest] == 0:
+        return 0.0
+    return float(np.float64(durations(longest)) / compute_ms[longest])

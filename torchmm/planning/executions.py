@@ -1,0 +1,125 @@
+"""From a recipe to costs: the device of a run, how modules run on it, how plans are tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.operators import Profile
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.common.batch import ModuleDescription
+from torchmm.common.errors import ConfigError
+from torchmm.recipe.placement_sizes import encoder_layout
+from torchmm.recipe.read import Layout, resolve_layout
+from torchmm.recipe.recipe import ActivationCheckpointConfig, ParallelConfig, Recipe
+from torchmm.recipe.recipe_units import units_of
+from torchmm.recipe.training_section import limit_bytes
+
+
+def run_profile(recipe: Recipe, device: torch.device) -> Profile:
+    """Of the device that computes: that of `simulation.device`; on a CPU, a CPU's, unless that
+    names a file, such as one that scripts/calibrate.py has written.
+
+    Raises:
+        ConfigError: the device of `simulation.device` is unknown.
+    """
+    name = recipe.simulation.device
+    if device.type == "cpu" and not Path(name).suffix:
+        name = "cpu"
+    try:
+        return load_profile(name)
+    except ValueError as error:
+        raise ConfigError(f"simulation.device: {error}") from error
+
+
+def module_executions(
+    parallel: ParallelConfig,
+    checkpointing: ActivationCheckpointConfig,
+    modules: Sequence[ModuleDescription],
+    ranks: Layout,
+    units: Mapping[str, Layout],
+) -> dict[str, Execution]:
+    """How every module is run.
+
+    Args:
+        ranks: sizes of the LLM.
+        units: sizes by module, where modules have ranks of their own.
+
+    Raises:
+        ConfigError: own sizes of encoders do not fit.
+    """
+    found = {}
+    for module in modules:
+        own = units.get(module.name, ranks)
+        if parallel.placement == "colocated" and module.kind == "encoder":
+            own = encoder_layout(parallel, module.name, own)
+        found[module.name] = Execution(
+            tensor=own.tensor,
+            sequence_parallel=parallel.sequence_parallel,
+            async_tensor=parallel.async_tensor_parallel,
+            shard=own.shard,
+            replicate=own.replicate,
+            recompute=checkpointing.fixed_mode(module.name),
+        )
+    return found
+
+
+def layer_tuning(
+    recipe: Recipe,
+    modules: Sequence[ModuleDescription],
+    model: CostModel,
+    *,
+    layerwise: bool,
+    device_bytes: float | None = None,
+) -> LayerTuning | None:
+    """How steps are tuned, if [activation_checkpoint] says so.
+
+    Args:
+        layerwise: whether FSDP2 gathers layer by layer.
+        device_bytes: memory of the device; None: as the profile says.
+    """
+    checkpointing = recipe.activation_checkpoint
+    names = frozenset(m.name for m in modules if checkpointing.tunes(m.name))
+    if not names:
+        return None
+    memory = model.profile.device.memory_bytes if device_bytes is None else device_bytes
+    limit = limit_bytes(checkpointing.memory_limit, memory)
+    offloads = names if checkpointing.offload else frozenset()
+    if recipe.compile.enabled:  # a compiled layer cannot be told where to put its input
+        offloads -= frozenset(recipe.compile.modules) or names
+    return LayerTuning(model, names, limit, layerwise, offloads=offloads)
+
+
+def run_tuning(
+    recipe: Recipe,
+    modules: Sequence[ModuleDescription],
+    world_size: int,
+    device: torch.device,
+    *,
+    layerwise: bool,
+) -> LayerTuning | None:
+    """How the steps of a run are tuned; None: not at all.
+
+    Raises:
+        ConfigError: the device of `simulation.device` is unknown.
+    """
+    if not any(recipe.activation_checkpoint.tunes(module.name) for module in modules):
+        return None
+    units = units_of(recipe, world_size)
+    ranks = units["llm"] if units else resolve_layout(recipe.parallel, world_size)
+    executions = module_executions(
+        recipe.parallel, recipe.activation_checkpoint, modules, ranks, units
+    )
+    try:
+        model = CostModel(run_profile(recipe, device), recipe.training.dtype, executions)
+    except ValueError as error:
+        raise ConfigError(f"training.dtype: {error}") from error
+    memory = None
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return layer_tuning(recipe, modules, model, layerwise=layerwise, device_bytes=memory)

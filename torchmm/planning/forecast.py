@@ -1,0 +1,310 @@
+"""What a recipe's step would take on devices that are not at hand: time, MFU, bubbles, memory.
+
+The recipe's modules are described on the meta device, its first step's microbatches come from its
+data or are drawn from `[simulation]`, the plan is the one a run would execute, and the simulator
+times it with a device's profile. Only one pipeline is simulated, that of the data-parallel rank
+with the most work, because all others are like it and wait for it at the end of the step.
+PipeWeaver §4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.operators import Profile
+from torchmm.balance.costs.step_costs import plan_costs, slowest_update_ms
+from torchmm.balance.planners import search_by_costs
+from torchmm.balance.recomputation.costs import costs_of_plan
+from torchmm.balance.simulation.simulator import SimulatedStep, simulate
+from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.errors import ConfigError, PlanError
+from torchmm.data.tokenizer import load_tokenizer
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.registry import build_model
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.schedules.separated import Durations
+from torchmm.planning.executions import layer_tuning, module_executions
+from torchmm.planning.reordering import reordered, step_reorder
+from torchmm.planning.segments import with_segments
+from torchmm.planning.step import plan_layout, plan_step
+from torchmm.recipe.read import Layout, resolve_layout
+from torchmm.recipe.recipe import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig, Placement, Recipe
+from torchmm.recipe.recipe_units import DISAGGREGATED_SCHEDULES, LLM, units_of
+from torchmm.recipe.sizes import replica_groups
+
+
+class Workload(NamedTuple):
+    """Microbatches of the data-parallel rank with the most to compute."""
+
+    microbatches: list[MicrobatchMeta]
+    mean_share: float
+    """FLOPs of the mean data-parallel rank as a share of this one's, 0..1."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step under one schedule.
+
+    Attributes:
+        schedule: the recipe's name of it.
+        step: simulated; None if the recipe cannot be planned so.
+        problem: why not.
+        mfu: share of all devices' peak that the model's FLOPs need; those of images included.
+        tokens_per_s: of all devices together, padding included.
+        update_ms: behind the plan's last action: the optimizer, on the rank that takes longest,
+            as all wait for the gradients' norm. MFU and tokens include it.
+    """
+
+    schedule: str
+    step: SimulatedStep | None = None
+    problem: str = ""
+    mfu: float = 0.0
+    tokens_per_s: float = 0.0
+    update_ms: float = 0.0
+
+    @property
+    def iteration_ms(self) -> float:
+        """Of the plan and the update; infinite without a plan."""
+        return inf if self.step is None else self.step.makespan_ms + self.update_ms
+
+    def as_dict(self) -> dict[str, Any]:
+        """Figures, for a JSON file."""
+        if self.step is None:
+            return {"schedule": self.schedule, "problem": self.problem}
+        timeline = self.step.timeline
+        return {
+            "schedule": self.schedule,
+            "step_ms": self.step.makespan_ms,
+            "update_ms": self.update_ms,
+            "iteration_ms": self.iteration_ms,
+            "mfu": self.mfu,
+            "tokens_per_s": self.tokens_per_s,
+            "bubble_fraction": timeline.bubble_fraction,
+            "bubble_share": timeline.bubble_share,
+            "module_ms": timeline.mean_module_ms(),
+            "peak_memory_bytes": list(self.step.peak_bytes),
+            "memory_limit_bytes": self.step.costs.memory_limit_bytes,
+            "fits": self.step.fits,
+        }
+
+
+class Forecaster:
+    """Forecasts steps of one recipe on `world_size` devices; needs no process group, no weights.
+
+    Args:
+        profile: of the devices.
+        model: the recipe's, if it has been built before.
+
+    Raises:
+        ConfigError: the model cannot be built, or there is nothing to draw microbatches from.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world_size: int,
+        profile: Profile,
+        model: MultimodalModel | None = None,
+    ) -> None:
+        transformers.logging.set_verbosity_error()
+        self.recipe, self.profile = recipe, profile
+        self.units = units_of(recipe, world_size)
+        """Sizes by module, where modules have ranks of their own."""
+        self.ranks: Layout = (
+            self.units[LLM] if self.units else resolve_layout(recipe.parallel, world_size)
+        )
+        """Sizes of the LLM."""
+        self.devices = world_size
+        self.model = build_model(recipe.model, recipe.freeze) if model is None else model
+        modules = list(self.model.modality_modules())
+        self.modules = [module.describe() for module in modules]
+        self._layered = {module.name: module for module in modules}
+        self._costs(recipe.parallel)  # what is wrong with it, now
+        self.workload = _heaviest(self.modules, self._first_shares())
+
+    @property
+    def shares(self) -> int:
+        """Shares of a global batch: data-parallel ranks, or replica groups of modules apart."""
+        return replica_groups(self.units) if self.units else self.ranks.data_parallel
+
+    def _first_shares(self) -> list[list[MicrobatchMeta]]:
+        """The first step's microbatches, by share of the global batch."""
+        recipe = self.recipe
+        if recipe.data.reorder == "none":
+            return first_microbatches(recipe, self.model, self.shares)
+        training = recipe.training.model_copy(update={"microbatch_size": 1})
+        one_by_one = recipe.model_copy(update={"training": training})
+        packs = first_microbatches(one_by_one, self.model, 1)[0]
+        parallel = recipe.parallel.model_copy(update={"pipeline": self.ranks.pipeline})
+        layout = plan_layout(parallel, self.modules, packs, self.units or None)
+        reorder = step_reorder(recipe, self.modules, self._costs(parallel), layout, self.shares)
+        return reordered(reorder, packs)
+
+    def _costs(self, parallel: ParallelConfig) -> CostModel:
+        executions = module_executions(
+            parallel, self.recipe.activation_checkpoint, self.modules, self.ranks, self.units
+        )
+        try:
+            return CostModel(self.profile, self.recipe.training.dtype, executions)
+        except ValueError as error:
+            raise ConfigError(f"training.dtype: {error}") from error
+
+    def forecast(self, schedule: str | None = None) -> Forecast:
+        """The first step.
+
+        Args:
+            schedule: instead of the recipe's.
+        """
+        name = schedule or self.recipe.parallel.schedule
+        stages = 1 if name == "1f1b" else self.recipe.parallel.virtual_stages
+        parallel = self.recipe.parallel.model_copy(
+            update={
+                "schedule": name,
+                "placement": _placement(name, self.recipe.parallel.placement),
+                "virtual_stages": stages,
+            }
+        )
+        return self.forecast_parallel(parallel)
+
+    def forecast_parallel(self, parallel: ParallelConfig) -> Forecast:
+        """The first step with another section, whose LLM is on as many ranks.
+
+        Raises:
+            ConfigError: own sizes of encoders do not fit.
+        """
+        name = parallel.schedule
+        parallel = parallel.model_copy(update={"pipeline": self.ranks.pipeline})
+        metas = self.workload.microbatches
+        recipe = self.recipe.model_copy(update={"parallel": parallel})
+        parallel = with_segments(recipe, self.modules, metas, self.profile)
+        dtype = torch.bfloat16 if self.recipe.training.dtype == "bfloat16" else torch.float32
+        alone = self.ranks.pipeline * parallel.mirrors == 1 and not self.units
+        layerwise = alone and parallel.reshard_after_forward != "never"
+        model = self._costs(parallel)
+        sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
+        planner = None
+        if parallel.schedule == "searched" and parallel.pipeline > 1:
+
+            def planner(graph: StageGraph, _: Durations) -> ComputeOrder:
+                costs = plan_costs(graph, self.modules, metas, model, layerwise=layerwise)
+                return search_by_costs(parallel, graph, costs).order
+
+        try:
+            plan = plan_step(
+                plan_layout(parallel, self.modules, metas, self.units or None),
+                parallel,
+                self.modules,
+                metas,
+                specs=partial(
+                    message_specs, modules=self._layered, microbatches=metas, dtype=dtype
+                ),
+                sharding=("layer" if layerwise else "step") if sharded else "none",
+                planner=planner,
+                tuning=layer_tuning(self.recipe, self.modules, model, layerwise=layerwise),
+            )
+        except (ConfigError, PlanError) as error:
+            return Forecast(name, problem=" ".join(str(error).split()))
+        costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise)
+        return self.rate(name, simulate(plan, costs), model)
+
+    def rate(self, name: str, step: SimulatedStep, model: CostModel | None = None) -> Forecast:
+        """MFU and throughput of a step of the workload, and what the optimizer adds to it.
+
+        Args:
+            name: of the schedule.
+            model: of the plan; None: of the recipe's [parallel].
+        """
+        model = model or self._costs(self.recipe.parallel)
+        update_ms = slowest_update_ms(step.plan.graph.layout, self.modules, model)
+        seconds = (step.makespan_ms + update_ms) / 1e3
+        peak = self.profile.device.peak_flops[self.recipe.training.dtype]
+        flops_per_s = step.model_flops * self.workload.mean_share / seconds
+        training = self.recipe.training
+        tokens = training.global_batch_size * training.sequence_length
+        devices = self.devices / self.shares
+        mfu = flops_per_s / (devices * peak)
+        return Forecast(name, step, "", mfu, tokens / seconds, update_ms)
+
+    def forecast_all(self) -> list[Forecast]:
+        """The first step under every schedule."""
+        if self.units:
+            return [self.forecast(name) for name in DISAGGREGATED_SCHEDULES]
+        with_encoders = any(module.kind == "encoder" for module in self.modules)
+        names = (*SCHEDULES, *COLOCATED_SCHEDULES) if with_encoders else SCHEDULES
+        return [self.forecast(name) for name in names]
+
+
+def _placement(schedule: str, given: Placement) -> Placement:
+    """That of the recipe, unless another schedule needs another."""
+    if schedule in COLOCATED_SCHEDULES:
+        return "colocated"
+    return "interleaved" if given == "colocated" else given
+
+
+def first_microbatches(
+    recipe: Recipe, model: MultimodalModel, shares: int
+) -> list[list[MicrobatchMeta]]:
+    """The first step's, by share of the global batch: from statistics where the recipe has them."""
+    training = recipe.training
+    per_rank = training.global_batch_size // (shares * training.microbatch_size)
+    if recipe.simulation.sequences or not recipe.data.sources:
+        return [
+            draw_microbatches(
+                recipe.simulation,
+                per_rank,
+                sequence_length=training.sequence_length,
+                microbatch_size=training.microbatch_size,
+                first=rank * per_rank * training.microbatch_size,
+            )
+            for rank in range(shares)
+        ]
+    return _first_step(recipe, model, shares)
+
+
+def _first_step(
+    recipe: Recipe, model: MultimodalModel, data_parallel: int
+) -> list[list[MicrobatchMeta]]:
+    """Sizes of the first step's samples; nothing is decoded."""
+    training = recipe.training
+    # Late: the libraries of data take seconds to load, and statistics do without them.
+    from torchmm.data.loader import build_loader  # noqa: PLC0415
+
+    tokenizer = load_tokenizer(recipe)
+    loader = build_loader(
+        recipe.data.model_copy(update={"workers": 0}),
+        training,
+        text_spec=model.text_spec(tokenizer),
+        image_specs=model.image_specs(),
+        tokenizer=tokenizer,
+        data_parallel_rank=0,
+        state=None,
+        data_parallel_size=data_parallel,
+        generator_spec=model.generator_spec(),
+    )
+    metas = loader.next_metas()
+    if not metas:
+        raise ConfigError("data.sources: a streamed source cannot tell sizes; use [simulation]")
+    return [list(share) for share in metas]
+
+
+def _heaviest(
+    modules: Sequence[ModuleDescription], shares: Sequence[list[MicrobatchMeta]]
+) -> Workload:
+    flops = [
+        sum(f.forward + f.backward for meta in s for f in microbatch_flops(modules, meta).values())
+        for s in shares
+    ]
+    most = max(flops)
+    return Workload(shares[flops.index(most)], sum(flops) / len(flops) / most if most else 1.0)

@@ -1,0 +1,57 @@
+"""What `scripts/simulate.py` does once it knows what it is asked for.
+
+Apart from the script, so that its command line answers before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.planning.forecast import Forecaster
+from torchmm.planning.report import forecast_table, write_forecasts
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import COLOCATED_SCHEDULES, SCHEDULES
+
+
+def simulate_recipe(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Prints the forecasts of a recipe and writes what is to be written; the exit code.
+
+    Args:
+        options: config, gpus, device, schedule and out, as the script's command line gives them.
+        overrides: further words of it: sections and keys of the recipe.
+    """
+    try:
+        return _simulate(options, overrides)
+    except TorchmmError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return error.exit_code
+
+
+def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
+    section = load_recipe(options.config, overrides).recipe.simulation
+    world_size = section.gpus if options.gpus is None else options.gpus
+    recipe = load_recipe(options.config, overrides, world_size).recipe
+    try:
+        profile = load_profile(options.device or section.device)
+    except ValueError as error:
+        raise ConfigError(f"--device: {error}") from error
+    forecaster = Forecaster(recipe, world_size, profile)
+    known = (*SCHEDULES, *COLOCATED_SCHEDULES)
+    if options.schedule == ["all"]:
+        forecasts = forecaster.forecast_all()
+    else:
+        names = options.schedule
+        if unknown := [name for name in names if name not in known and ":" not in name]:
+            raise ConfigError(f"--schedule {' '.join(unknown)}: known: all, {', '.join(known)}")
+        forecasts = [forecaster.forecast(name) for name in names or [None]]
+    console = Console(width=150)
+    console.print(forecast_table(forecaster, forecasts))
+    if options.out is not None:
+        for file in write_forecasts(options.out, forecaster, forecasts):
+            console.out(file, highlight=False)
+    return 0

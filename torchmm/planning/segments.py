@@ -1,0 +1,169 @@
+"""Segments and sub-microbatches of a searched pipeline where the recipe leaves them open.
+
+    parallel = with_segments(recipe, descriptions, microbatches, "cpu")
+
+What the recipe gives stays: `segments` and `sub_microbatch_images` of [parallel.NAME], and
+`virtual_stages` other than 1, which are the LLM's segments. With `stages = "auto"` the first step
+is also searched on the stages of static planners, which on few ranks may be faster: fewer, larger
+tasks. A pure function of the recipe and the first step's microbatches, so every rank finds the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.operators import Profile
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.order_search.best_order import plan_searched
+from torchmm.balance.order_search.search import Budget
+from torchmm.balance.planners import MEMORY_SHARE
+from torchmm.balance.segments import Partition, partition
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.errors import ConfigError
+from torchmm.planning.step import plan_layout, step_graph
+from torchmm.recipe.parallel_section import SearchConfig
+from torchmm.recipe.recipe import ParallelConfig, Recipe
+
+STAGES = ("separated", "megatron", "balanced")
+"""What "auto" chooses from; of equally fast ones the first."""
+EVALUATIONS, MOST_TRIED = 200, 64
+"""Orders and microbatches with which they are compared."""
+
+
+def leaves_segments_open(parallel: ParallelConfig) -> bool:
+    """Whether the partitioner decides anything."""
+    return parallel.schedule == "searched" and parallel.pipeline > 1
+
+
+def with_segments(
+    recipe: Recipe,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    device: str | Profile,
+) -> ParallelConfig:
+    """The recipe's section with every module's segments and sub-microbatches.
+
+    Args:
+        modules: encoders, LLM and generator, whole.
+        microbatches: typical ones.
+        device: a profile, or the type of the run's devices: for "cuda" the profile of
+            `simulation.device` is taken.
+
+    Raises:
+        ConfigError: a module has fewer layers than ranks, or the device is unknown.
+    """
+    parallel = recipe.parallel
+    if not leaves_segments_open(parallel):
+        return parallel
+    try:
+        model = CostModel(
+            _profile(recipe, device), recipe.training.dtype, _executions(recipe, modules)
+        )
+        found = _filled(parallel, modules, _partition(parallel, modules, microbatches, model))
+    except ValueError as error:
+        raise ConfigError(f'[parallel] schedule = "searched": {error}') from error
+    if parallel.search.stages != "auto":
+        return found
+    return min(
+        (found.model_copy(update={"search": _with_stages(found, stages)}) for stages in STAGES),
+        key=lambda tried: _predicted_ms(tried, modules, microbatches, model),
+    )
+
+
+def _partition(
+    parallel: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+) -> Partition:
+    given = parallel.modules
+    segments = {name: own.segments for name, own in given.items() if own.segments}
+    if parallel.virtual_stages > 1:
+        segments.setdefault("llm", parallel.virtual_stages)
+    images = {
+        name: own.sub_microbatch_images for name, own in given.items() if own.sub_microbatch_images
+    }
+    return partition(
+        modules,
+        microbatches,
+        model,
+        parallel.pipeline,
+        images_given=images,
+        segments_given=segments,
+    )
+
+
+def _with_stages(parallel: ParallelConfig, stages: str) -> SearchConfig:
+    return SearchConfig.model_validate({**parallel.search.model_dump(), "stages": stages})
+
+
+def _predicted_ms(
+    parallel: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+) -> float:
+    """Of the first step in searched order; infinite where modules cannot be cut like this, or the
+    step does not fit into the device's memory."""
+    own = list(microbatches[:MOST_TRIED])
+    try:
+        layout = plan_layout(parallel, modules, own)
+        graph = step_graph(layout, parallel, own)
+        costs = plan_costs(graph, modules, own, model)
+        budget = Budget(evaluations=min(EVALUATIONS, parallel.search.evaluations))
+        limit_bytes = round(MEMORY_SHARE * model.profile.device.memory_bytes)
+        limited = replace(costs, memory_limit_bytes=limit_bytes)
+        found = plan_searched(graph, limited, budget, seed=parallel.search.seed)
+    except (ConfigError, ValueError):
+        return inf
+    return found.predicted_ms
+
+
+def describe(parallel: ParallelConfig, modules: Sequence[ModuleDescription]) -> str:
+    """Segments and sub-microbatches in one line, for the log."""
+    told = []
+    if parallel.search.stages in ("megatron", "balanced"):
+        told.append(f"stages as in {parallel.search.stages!r}")
+    for module in modules:
+        text = f"{module.name}: {parallel.segments(module.name)} segments"
+        if module.kind != "llm":
+            text += f" of at most {parallel.sub_microbatch_images(module.name)} images"
+        told.append(text)
+    return "; ".join(told)
+
+
+def _profile(recipe: Recipe, device: str | Profile) -> Profile:
+    if isinstance(device, Profile):
+        return device
+    return load_profile(recipe.simulation.device if device == "cuda" else device)
+
+
+def _executions(recipe: Recipe, modules: Sequence[ModuleDescription]) -> dict[str, Execution]:
+    parallel, recompute = recipe.parallel, recipe.activation_checkpoint
+    return {
+        module.name: Execution(
+            tensor=parallel.tensor,
+            sequence_parallel=parallel.sequence_parallel,
+            async_tensor=parallel.async_tensor_parallel,
+            recompute=recompute.fixed_mode(module.name),
+        )
+        for module in modules
+    }
+
+
+def _filled(
+    parallel: ParallelConfig, modules: Sequence[ModuleDescription], found: Partition
+) -> ParallelConfig:
+    values = parallel.model_dump(exclude_none=True)
+    for module in modules:
+        own = values.setdefault(module.name, {})
+        own["segments"] = found.segments[module.name]
+        if module.name in found.sub_microbatch_images:
+            own["sub_microbatch_images"] = found.sub_microbatch_images[module.name]
+    return ParallelConfig.model_validate(values)

@@ -1,0 +1,206 @@
+"""The plan of a step: from what microbatches contain to actions that have been checked.
+
+    layout = plan_layout(recipe.parallel, descriptions, metas)      once per run
+    plan = plan_step(layout, recipe.parallel, descriptions, metas)  every step
+
+Pure: the trainer executes these plans, `scripts/simulate.py` and dry runs time them for clusters
+that are not at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import ceil
+from typing import Literal
+
+from torchmm.balance.costs.layer_costs import module_layers, task_durations
+from torchmm.balance.order_search.best_order import bounded_orders
+from torchmm.balance.planners import PLANNERS
+from torchmm.balance.rates import Kind, scaled
+from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.errors import ConfigError, PlanError
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.lowering import Sharding, lower_plan
+from torchmm.pipelining.plan.plan import ComputeOrder, MessageSpecs, PipelinePlan
+from torchmm.pipelining.schedules.classic import forward_only, one_f_one_b
+from torchmm.pipelining.schedules.colocated import spread_replicas
+from torchmm.pipelining.schedules.disaggregated import (
+    UnitSize,
+    deal_tasks,
+    disaggregated_layout,
+    disaggregated_order,
+)
+from torchmm.pipelining.schedules.fillers import fill_tensor_bubbles
+from torchmm.pipelining.schedules.layouts import megatron_layout
+from torchmm.pipelining.schedules.names import schedule_layout, schedule_named
+from torchmm.pipelining.schedules.separated import Durations
+from torchmm.recipe.model_section import GENERATOR
+from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.recipe_units import unit_stages
+from torchmm.recipe.sizes import Layout, replica_groups
+
+Gathering = Literal["none", "layer", "step"]
+"""When FSDP2 gathers parameters: never, with every layer, once per step."""
+
+Purpose = Literal["training", "losses", "text", "drawing"]
+"""What a step is for: all but "training" are forwards only. For text the generator has nothing to
+do; for drawing it runs every microbatch as a whole."""
+
+
+def plan_layout(
+    config: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    units: Mapping[str, Layout] | None = None,
+) -> StageLayout:
+    """How the recipe's schedule cuts the modules.
+
+    Args:
+        modules: encoders, LLM and generator, whole.
+        microbatches: typical ones, from which costs follow.
+        units: sizes by module, where modules have ranks of their own.
+
+    Raises:
+        ConfigError: the modules cannot be cut like this.
+    """
+    layers = module_layers(modules, microbatches)
+    if config.pipeline * config.mirrors == 1 and units is None:
+        return megatron_layout(layers, 1)
+    try:
+        if units is not None:
+            groups = replica_groups(units)
+            sizes = {n: UnitSize(u.pipeline, u.data_parallel // groups) for n, u in units.items()}
+            stages = {name: unit_stages(config, name) for name in units}
+            return disaggregated_layout(layers, sizes, stages)
+        if config.schedule in PLANNERS:
+            return PLANNERS[config.schedule].layout(config, layers)
+        segments = {m.name: config.segments(m.name) for m in modules}
+        return schedule_layout(
+            config.schedule,
+            layers,
+            config.pipeline,
+            config.virtual_stages,
+            segments if config.separates_modules else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"[parallel] schedule = {config.schedule!r}: {error}") from error
+
+
+def step_graph(
+    layout: StageLayout,
+    config: ParallelConfig,
+    microbatches: Sequence[MicrobatchMeta],
+    sharding: Gathering = "step",
+    purpose: Purpose = "training",
+) -> StageGraph:
+    """Tasks of a step: its microbatches, and parts of each by encoder, and of the generator."""
+
+    def parts(module: str, images: int) -> int:
+        if module == GENERATOR and purpose in ("text", "drawing"):
+            return int(purpose == "drawing")  # in one piece, as losses add up and velocities do not
+        if sharding == "layer":
+            return 1  # what all replicas do, whatever images they have
+        size = config.sub_microbatch_images(module) or max(images, 1)
+        return ceil(images / size)
+
+    counts = {
+        name: tuple(parts(name, meta.images_of(name)) for meta in microbatches)
+        for name in layout.sub_microbatched
+    }
+    return StageGraph(layout, len(microbatches), counts)
+
+
+def plan_step(  # noqa: PLR0913 - what a plan depends on
+    layout: StageLayout,
+    config: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    targets: Sequence[int] | None = None,
+    *,
+    specs: Callable[[StageGraph], MessageSpecs] = lambda graph: {},
+    sharding: Gathering = "step",
+    purpose: Purpose = "training",
+    factors: Mapping[Kind, float] | None = None,
+    planner: Callable[[StageGraph, Durations], ComputeOrder] | None = None,
+    tuning: LayerTuning | None = None,
+) -> PipelinePlan:
+    """The plan of a step with these microbatches.
+
+    Args:
+        layout: from `plan_layout`.
+        config: the recipe's section.
+        modules: encoders, LLM and generator, whole.
+        targets: positions that count in the loss, by microbatch; None: all text.
+        specs: tensors of the graph's messages; none for plans that do not run.
+        sharding: when parameters are gathered.
+        purpose: what the step is for.
+        factors: on FLOPs, by kind of action, where measurements tell them.
+        planner: gives the order of a training step, in the place of the recipe's schedule.
+        tuning: how to choose what layers recompute, where plans do.
+
+    Raises:
+        PlanError: the schedule cannot run them, or they do not fit into memory.
+    """
+    graph = step_graph(layout, config, microbatches, sharding, purpose)
+    training = purpose == "training"
+    if not training:
+        graph = spread_replicas(graph)
+        order = forward_only(graph)
+    elif layout.rank_count == 1:
+        order = one_f_one_b(graph)
+    else:
+        flops = task_durations(graph, modules, microbatches, targets)
+        costs = scaled(flops, graph, factors)
+        graph, order = (
+            _ordered(graph, config, costs) if planner is None else (graph, planner(graph, costs))
+        )
+    # Layer by layer, FSDP gathers and reduces by itself.
+    gathers: Sharding = "step" if sharding == "step" else "none"
+
+    def lowered(order: ComputeOrder) -> PipelinePlan:
+        plan = lower_plan(order, graph, specs(graph), sharding=gathers, training=training)
+        if config.tensor_bubbles and training and layout.rank_count > 1:
+            plan = fill_tensor_bubbles(plan, costs, config.tensor_bubbles)
+        validate_plan(plan).raise_for_problems()
+        if tuning is not None and training:
+            plan = tune_layers(plan, modules, microbatches, tuning, targets).plan
+        return plan
+
+    if tuning is None or not training or layout.rank_count == 1 or config.schedule != "searched":
+        return lowered(order)
+    return _first_that_fits(lowered, order, bounded_orders(graph, costs))
+
+
+def _first_that_fits(
+    lowered: Callable[[ComputeOrder], PipelinePlan],
+    order: ComputeOrder,
+    others: Iterable[tuple[str, ComputeOrder]],
+) -> PipelinePlan:
+    """The plan of an order, or of the first other one that stays within memory. Searched orders may
+    need more of it than others: the search counts in work, not in bytes."""
+    try:
+        return lowered(order)
+    except PlanError:
+        for _, other in others:
+            try:
+                return lowered(other)
+            except PlanError:
+                continue
+        raise
+
+
+def _ordered(
+    graph: StageGraph, config: ParallelConfig, costs: Durations
+) -> tuple[StageGraph, ComputeOrder]:
+    """The graph with replicas chosen, and the order of every rank."""
+    if config.schedule in PLANNERS:
+        return PLANNERS[config.schedule].plan(config, graph, costs)
+    schedule = schedule_named(config.schedule)
+    if config.placement != "disaggregated":
+        return graph, schedule.order(graph, costs)
+    graph = deal_tasks(graph, costs)
+    if schedule.layout == "separated":
+        return graph, schedule.order(graph, costs)
+    return graph, disaggregated_order(graph, schedule.order)

@@ -1,0 +1,340 @@
+"""Value checks of a recipe: keys against each other, against the disk, against the ranks.
+
+Only what needs neither torch nor a download. What needs the model itself (layer counts, TP plans)
+is checked where the model is built, still before any weight is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from glob import glob
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torchmm.common.errors import ConfigError
+from torchmm.recipe.check_model import check_generator
+from torchmm.recipe.check_parallel import check_pipeline
+from torchmm.recipe.explain import NO_VALUE, Problem, suggest
+from torchmm.recipe.model_section import GENERATOR
+from torchmm.recipe.placement_sizes import check_colocated
+from torchmm.recipe.recipe import ParallelConfig, Recipe, SourceConfig
+from torchmm.recipe.recipe_units import check_units, modality_modules, resolve_units, unit_sizes
+from torchmm.recipe.simulation_section import contradictions
+from torchmm.recipe.sizes import Layout
+from torchmm.recipe.training_section import limit_bytes
+
+Found = Iterator[Problem]
+
+
+def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
+    """Mesh sizes for `world_size` ranks, with the -1 among them replaced by what is left.
+
+    Raises:
+        ConfigError: when the sizes cannot make up `world_size`.
+    """
+    sizes: dict[str, int] = {name: getattr(parallel, name) for name in Layout._fields}
+    open_keys = [k for k, size in sizes.items() if size == -1]
+    fixed = prod(size for size in sizes.values() if size != -1)
+    shown = " x ".join(f"{k} {size}" for k, size in sizes.items())
+    if 0 in sizes.values():
+        raise ConfigError(f"parallel: {shown}: a size is 0; use 1 for a dimension not wanted")
+    if len(open_keys) > 1:
+        raise ConfigError(f"parallel: {shown}: only one size may be -1; set the other to 1")
+    if world_size % fixed or (not open_keys and world_size != fixed):
+        remedy = (
+            f"start a multiple of {fixed} ranks or lower a size"
+            if open_keys
+            else (f"start {fixed} ranks, or set one of replicate and shard to -1 (what is left)")
+        )
+        raise ConfigError(f"parallel: {shown} does not make {world_size} ranks; {remedy}")
+    sizes.update({k: world_size // fixed for k in open_keys})
+    return Layout(**sizes)
+
+
+def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
+    """All value checks; `world_size` None leaves out those that need the number of ranks."""
+    return [
+        *_check_run(recipe),
+        *_check_model(recipe),
+        *check_generator(recipe),
+        *_check_module_names(recipe),
+        *_check_frozen(recipe),
+        *_check_data(recipe),
+        *_check_simulation(recipe),
+        *_check_layout(recipe, world_size),
+        *_check_heads(recipe),
+        *check_pipeline(recipe),
+        *_check_schedule(recipe),
+        *_check_metrics(recipe),
+        *_check_memory_limit(recipe),
+    ]
+
+
+def module_names(recipe: Recipe) -> list[str]:
+    """Names that [freeze], learning rates and others may use: llm, NAME, NAME.connector."""
+    parts = [*_encoders(recipe), *([GENERATOR] if recipe.model.generator else [])]
+    return ["llm", *(n for name in parts for n in (name, f"{name}.connector"))]
+
+
+def _encoders(recipe: Recipe) -> list[str]:
+    model = recipe.model
+    composite = model.source is not None or model.config is not None
+    return ["vision"] if composite else list(model.encoders)
+
+
+def _check_run(recipe: Recipe) -> Found:
+    if not re.fullmatch(r"[\w.-]*\w[\w.-]*", recipe.name):
+        text = "must be a plain directory name; use letters, digits, '-', '_' and '.'"
+        yield Problem("name", recipe.name, text)
+    resume = recipe.checkpoint.resume
+    if resume not in ("auto", "none") and not Path(resume).is_dir():
+        text = 'is no directory; use "auto", "none" or the directory of a checkpoint'
+        yield Problem("checkpoint.resume", resume, text)
+
+
+def _check_model(recipe: Recipe) -> Found:
+    model = recipe.model
+    composite = model.source is not None or model.config is not None
+    if not composite and model.llm is None:
+        text = "names no model; set model.source (composite) or model.llm.source"
+        yield Problem("model", NO_VALUE, text)
+        return
+    if composite and (model.llm is not None or model.encoders):
+        text = "has a composite (source, config) and llm or encoders; keep one of both"
+        yield Problem("model", NO_VALUE, text)
+        return
+    if composite:
+        yield from _check_source("model", model)
+        has_tokenizer = model.source is not None
+    else:
+        assert model.llm is not None
+        yield from _check_source("model.llm", model.llm)
+        has_tokenizer = model.llm.source is not None
+    if model.tokenizer is None and not has_tokenizer and not recipe.simulation.sequences:
+        text = "is needed, as the model has no source to take one from; set a directory or id"
+        yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
+    for name, encoder in model.encoders.items():
+        if name == "llm" or not re.fullmatch(r"[A-Za-z_][\w-]*", name):
+            text = 'is no name for an encoder; use letters, digits and "_", and not "llm"'
+            yield Problem(f"model.encoders.{name}", NO_VALUE, text)
+        yield from _check_source(f"model.encoders.{name}", encoder)
+
+
+def _check_source(key: str, part: Any) -> Found:
+    """A module needs weights or sizes: `source`, `config` or both."""
+    if part.source is None and part.config is None:
+        yield Problem(key, NO_VALUE, "has neither source nor config; set one of them")
+    elif part.source is None and "model_type" not in part.config:
+        text = 'is missing; name the Hugging Face model type, for example "llama"'
+        yield Problem(f"{key}.config.model_type", NO_VALUE, text)
+    elif part.source is not None and _is_local(part.source) and not _directory(part.source):
+        text = "no such directory; prepare the model first or correct the path"
+        yield Problem(f"{key}.source", part.source, text)
+
+
+def _is_local(source: str) -> bool:
+    """Whether a source can only be a path: a hub id has at most one slash inside."""
+    return source.startswith(("/", ".", "~")) or source.count("/") > 1
+
+
+def _directory(source: str) -> bool:
+    return Path(source).expanduser().is_dir()
+
+
+def _check_module_names(recipe: Recipe) -> Found:
+    known = module_names(recipe)
+    uses = {
+        "freeze.modules": recipe.freeze.modules,
+        "compile.modules": recipe.compile.modules,
+        "optimizer.module_lr": list(recipe.optimizer.module_lr),
+        "activation_checkpoint.modules": list(recipe.activation_checkpoint.modules),
+    }
+    for key, names in uses.items():
+        for name in names:
+            if name not in known:
+                text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
+                yield Problem(key, name, text, ("model",))
+
+
+def _check_frozen(recipe: Recipe) -> Found:
+    frozen = recipe.freeze.modules
+    if set(module_names(recipe)) <= set(frozen):
+        text = "leaves nothing to train; take at least one module out"
+        yield Problem("freeze.modules", frozen, text, ("model",))
+    for name, lr in recipe.optimizer.module_lr.items():
+        key = f"optimizer.module_lr.{name}"
+        if lr < 0:
+            yield Problem(key, lr, "must be >= 0")
+        if name in frozen:
+            text = (
+                f'"{name}" is frozen and has no learning rate; remove it here or in freeze.modules'
+            )
+            yield Problem(key, lr, text, ("freeze.modules",))
+
+
+def _check_data(recipe: Recipe) -> Found:
+    data, validation = recipe.data, recipe.validation
+    if not data.sources and not recipe.simulation.sequences:
+        yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
+    for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
+        for index, source in enumerate(sources):
+            yield from _check_path(f"data.{list_name}[{index}].path", source)
+    if not data.validation and (validation.interval or validation.samples):
+        on = "interval" if validation.interval else "samples"
+        text = f"needs held-out data; add a [[data.validation]] table or set {on} to 0"
+        value = validation.interval or validation.samples
+        yield Problem(f"validation.{on}", value, text, ("data.validation",))
+    if data.video.min_frames > (most := data.video.max_frames):
+        text = f"is above data.video.max_frames = {most}; lower it or raise that"
+        key = "data.video.max_frames"
+        yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
+
+
+def _check_simulation(recipe: Recipe) -> Found:
+    simulation, encoders = recipe.simulation, list(_encoders(recipe))
+    for found in contradictions(simulation, recipe.training.sequence_length):
+        yield Problem(*found, ("training.sequence_length", "simulation"))
+    for name in simulation.images:
+        if name not in encoders:
+            known = ", ".join(encoders) or "none"
+            text = f"is no encoder of the model{suggest(name, encoders)}; known: {known}"
+            yield Problem(f"simulation.images.{name}", NO_VALUE, text, ("model",))
+    if simulation.generated is not None and recipe.model.generator is None:
+        text = "the model has no generator; add [model.generator] or remove this section"
+        yield Problem("simulation.generated", NO_VALUE, text, ("model.generator",))
+
+
+def _check_path(key: str, source: SourceConfig) -> Found:
+    path = str(Path(source.path).expanduser())
+    found = Path(path).exists() or glob(path, recursive=True)  # noqa: PTH207 - absolute patterns
+    if source.format != "hub" and not found:
+        text = "no such file or directory; run scripts/prepare_data.py or correct the path"
+        if source.format == "auto" and not _is_local(source.path):
+            text += ' (for a Hugging Face data set set format = "hub")'
+        yield Problem(key, source.path, text)
+
+
+def _check_layout(recipe: Recipe, world_size: int | None) -> Found:
+    parallel, training = recipe.parallel, recipe.training
+    keys = tuple(f"parallel.{name}" for name in Layout._fields)
+    layout, apart = None, parallel.placement == "disaggregated"
+    yield from check_units(parallel, modality_modules(recipe))
+    if world_size is not None:
+        try:
+            if apart:
+                layout = resolve_units(parallel, modality_modules(recipe), world_size)["llm"]
+            else:
+                layout = resolve_layout(parallel, world_size)
+        except ConfigError as error:
+            yield Problem("parallel", NO_VALUE, error.problems[0].partition(": ")[2], keys)
+            return
+    yield from check_colocated(parallel, _encoders(recipe), layout)
+    data_parallel = layout.data_parallel if layout else 1
+    chunk = data_parallel * training.microbatch_size
+    size = training.global_batch_size
+    if size % chunk:
+        ranks = "the LLM's data-parallel ranks" if apart else "data-parallel ranks"
+        near = " or ".join(str(n) for n in (size // chunk * chunk, -(-size // chunk) * chunk) if n)
+        text = (
+            f"must be a multiple of {ranks} x microbatch_size = {data_parallel} x "
+            f"{training.microbatch_size} = {chunk}; use {near}"
+        )
+        rests_on = ("training.microbatch_size", *keys)
+        yield Problem("training.global_batch_size", size, text, rests_on)
+    tokens = training.microbatch_size * training.sequence_length
+    if parallel.sequence_parallel and tokens % unit_sizes(parallel, "llm")["tensor"]:
+        text = (
+            f"microbatch_size x sequence_length = {tokens} is not a multiple of parallel.tensor; "
+            "change one of the three"
+        )
+        also = ("training.microbatch_size", "parallel.tensor")
+        yield Problem("training.sequence_length", training.sequence_length, text, also)
+    yield from _check_async_tensor(recipe)
+    if parallel.backend == "nccl" and training.device == "cpu":
+        text = 'needs CUDA, but training.device is "cpu"; use "auto"'
+        yield Problem("parallel.backend", "nccl", text, ("training.device",))
+
+
+def _check_async_tensor(recipe: Recipe) -> Found:
+    parallel = recipe.parallel
+    if not parallel.async_tensor_parallel:
+        return
+    key, needed = (
+        "parallel.async_tensor_parallel",
+        ("parallel.tensor", "parallel.sequence_parallel"),
+    )
+    if unit_sizes(parallel, "llm")["tensor"] == 1 or not parallel.sequence_parallel:
+        text = "needs parallel.tensor > 1 and parallel.sequence_parallel = true; set both"
+        yield Problem(key, True, text, needed)
+    if parallel.pipeline > 1 and parallel.schedule == "zero_bubble":
+        text = (
+            "hides communication below weight gradients, which zero_bubble computes apart; use "
+            "another parallel.schedule"
+        )
+        yield Problem(key, True, text, ("parallel.schedule", "parallel.pipeline"))
+    if parallel.async_tensor_backend == "symmetric_memory" and recipe.training.device == "cpu":
+        text = 'needs CUDA, but training.device is "cpu"; use "auto"'
+        yield Problem(
+            "parallel.async_tensor_backend", "symmetric_memory", text, ("training.device",)
+        )
+
+
+def _check_heads(recipe: Recipe) -> Found:
+    """Tensor parallelism splits attention by heads: inline configs tell their number."""
+    model, parallel = recipe.model, recipe.parallel
+    configs: dict[str, tuple[Any, str]] = {"model.config": (model.config, "llm")}
+    configs["model.llm.config"] = (model.llm and model.llm.config, "llm")
+    for name, encoder in model.encoders.items():
+        configs[f"model.encoders.{name}.config"] = (encoder.config, name)
+    for key, module in (("text_config", "llm"), ("vision_config", "vision")):
+        nested = (model.config or {}).get(key)
+        configs[f"model.config.{key}"] = (nested if isinstance(nested, dict) else None, module)
+    for key, (config, module) in configs.items():
+        own = parallel.sizes_given(module) if parallel.placement == "colocated" else {}
+        apart = parallel.placement == "disaggregated" and module != "llm"
+        tensor = {**unit_sizes(parallel, module if apart else "llm"), **own}["tensor"]
+        size = f"parallel.{module}.tensor" if apart or "tensor" in own else "parallel.tensor"
+        for name in ("num_attention_heads", "num_key_value_heads", "num_heads"):
+            heads = (config or {}).get(name)
+            if not isinstance(heads, int) or not heads % tensor:
+                continue
+            if name != "num_key_value_heads" or tensor % heads:  # ranks may share a key-value head
+                text = f"cannot be split over {size} = {tensor} ranks; lower it"
+                yield Problem(f"{key}.{name}", heads, text, (size,))
+
+
+def _check_schedule(recipe: Recipe) -> Found:
+    optimizer, steps = recipe.optimizer, recipe.training.steps
+    warmup = optimizer.warmup_steps
+    decay = round(optimizer.decay_fraction * steps) if optimizer.schedule == "wsd" else 0
+    if warmup + decay > steps:
+        with_decay = f" + decay of {decay} steps" if decay else ""
+        text = f"warmup{with_decay} is longer than training.steps = {steps}; use {steps - decay}"
+        rests_on = ("training.steps", "optimizer.decay_fraction", "optimizer.schedule")
+        yield Problem("optimizer.warmup_steps", warmup, text, rests_on)
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        text = "each must be >= 0 and < 1; the usual values are [0.9, 0.95]"
+        yield Problem("optimizer.betas", optimizer.betas, text)
+
+
+def _check_memory_limit(recipe: Recipe) -> Found:
+    limit = recipe.activation_checkpoint.memory_limit
+    try:
+        limit_bytes(limit, 0)
+    except ValueError as error:
+        yield Problem("activation_checkpoint.memory_limit", limit, str(error))
+
+
+def _check_metrics(recipe: Recipe) -> Found:
+    metrics, steps = recipe.metrics, recipe.training.steps
+    for key in ("profile_step", "memory_snapshot_step"):
+        step = getattr(metrics, key)
+        if step > steps:
+            text = f"comes after training.steps = {steps}; use an earlier step"
+            yield Problem(f"metrics.{key}", step, text, ("training.steps",))
+    if metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        text = "TensorBoard is not installed; pip install 'torchmm[tensorboard]' or set it to false"
+        yield Problem("metrics.tensorboard", True, text)

@@ -1,0 +1,76 @@
+"""Value checks of a recipe's generator: its section, and data with images to be drawn.
+
+As in `recipe_checks`, only what needs neither torch nor a download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchmm.recipe.explain import NO_VALUE, Problem
+from torchmm.recipe.model_section import GENERATOR
+from torchmm.recipe.recipe import Recipe
+
+Found = Iterator[Problem]
+
+SECTION = f"model.{GENERATOR}"
+
+
+def check_generator(recipe: Recipe) -> Found:
+    """Everything about `[model.generator]` and what needs it."""
+    if GENERATOR in recipe.model.encoders:
+        text = "is the name of the module behind the LLM; give the encoder another name"
+        yield Problem(f"model.encoders.{GENERATOR}", NO_VALUE, text)
+    if recipe.model.generator is None:
+        yield from _check_without(recipe)
+    else:
+        yield from _check_section(recipe)
+        yield from _check_data(recipe)
+
+
+def _check_without(recipe: Recipe) -> Found:
+    for key, sources in (("sources", recipe.data.sources), ("validation", recipe.data.validation)):
+        for index, source in enumerate(sources):
+            if source.generate is not None:
+                text = "the model has no generator; add [model.generator] or remove the key"
+                name = f"data.{key}[{index}].generate"
+                yield Problem(name, source.generate, text, (SECTION,))
+    if recipe.validation.drawings:
+        text = "the model has no generator; add [model.generator] or set it to 0"
+        yield Problem("validation.drawings", recipe.validation.drawings, text, (SECTION,))
+
+
+def _check_section(recipe: Recipe) -> Found:
+    section = recipe.model.generator
+    assert section is not None
+    if section.source is None and section.config is None:
+        yield Problem(SECTION, NO_VALUE, "has neither source nor config; set one of them")
+    elif section.source is None and "_class_name" not in (section.config or {}):
+        text = 'is missing; name the diffusers class, for example "PixArtTransformer2DModel"'
+        yield Problem(f"{SECTION}.config._class_name", NO_VALUE, text)
+    elif section.source is not None and _is_missing(section.source):
+        text = "no such directory; train a generator first or correct the path"
+        yield Problem(f"{SECTION}.source", section.source, text)
+    if section.loss_weight == section.text_loss_weight == 0:
+        text = "and text_loss_weight are both 0, so nothing is learned; raise one of them"
+        yield Problem(f"{SECTION}.loss_weight", section.loss_weight, text)
+
+
+def _is_missing(source: str) -> bool:
+    """Whether a source can only be a path, for a hub id has at most one slash, and is not there."""
+    is_path = source.startswith(("/", ".", "~")) or source.count("/") > 1
+    return is_path and not Path(source).expanduser().is_dir()
+
+
+def _check_data(recipe: Recipe) -> Found:
+    data, validation = recipe.data, recipe.validation
+    if data.sources and not any(source.generate for source in data.sources):
+        text = 'none says what to draw; set generate = "COLUMN" in a [[data.sources]] table'
+        yield Problem("data.sources", NO_VALUE, text, (SECTION,))
+    if validation.drawings and not any(source.generate for source in data.validation):
+        text = 'needs held-out images; set generate = "COLUMN" in a [[data.validation]] table'
+        yield Problem("validation.drawings", validation.drawings, text, ("data.validation",))
+    if validation.drawings and not validation.interval:
+        text = "are made at validations; set validation.interval"
+        yield Problem("validation.drawings", validation.drawings, text, ("validation.interval",))

@@ -1,0 +1,164 @@
+"""Value checks of a recipe's pipeline: schedule, stages and what does not go with them.
+
+As in `recipe_checks`, only what needs neither torch nor a download: layer counts are known where a
+config stands in the recipe itself; otherwise the model is asked when it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchmm.recipe.explain import Problem, suggest
+from torchmm.recipe.model_section import GENERATOR
+from torchmm.recipe.placement_sizes import check_encoder_layers
+from torchmm.recipe.recipe import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig, Recipe
+from torchmm.recipe.recipe_units import check_unit_layers, unit_sizes
+
+Found = Iterator[Problem]
+
+SCHEDULE = "parallel.schedule"
+PIPELINE = "parallel.pipeline"
+VIRTUAL = "parallel.virtual_stages"
+CSV = "csv:"
+
+
+def check_pipeline(recipe: Recipe) -> Found:
+    """Everything about `[parallel]` that concerns the pipeline."""
+    yield from _check_schedule(recipe)
+    yield from _check_modules(recipe)
+    yield from _check_layers(recipe)
+
+
+def _check_schedule(recipe: Recipe) -> Found:
+    parallel = recipe.parallel
+    apart = parallel.placement == "disaggregated"
+    name, pipeline = parallel.schedule, unit_sizes(parallel, "llm")["pipeline"]
+    order, order_key = name, SCHEDULE
+    if parallel.placement == "colocated":
+        order, order_key = parallel.llm_schedule, "parallel.llm_schedule"
+    if name.startswith(CSV):
+        if not Path(name.removeprefix(CSV)).expanduser().is_file():
+            yield Problem(SCHEDULE, name, "no such file; write csv: and the path of an order")
+    elif name not in (known := (*SCHEDULES, *COLOCATED_SCHEDULES)):
+        text = f"must be one of {', '.join(known)}, or csv:PATH{suggest(name, known)}"
+        yield Problem(SCHEDULE, name, text)
+    if parallel.virtual_stages > 1 and pipeline == 1:
+        text = "has no use without a pipeline; set parallel.pipeline > 1 or remove it"
+        yield Problem(VIRTUAL, parallel.virtual_stages, text, (PIPELINE,))
+    elif parallel.virtual_stages > 1 and order == "1f1b":
+        text = 'but "1f1b" has one stage per rank; use 1, or schedule = "interleaved_1f1b"'
+        yield Problem(VIRTUAL, parallel.virtual_stages, text, (order_key,))
+    if parallel.reshard_after_forward == "always" and pipeline > 1:
+        text = 'would gather all parameters for every microbatch of a pipeline; use "default"'
+        yield Problem("parallel.reshard_after_forward", "always", text, (PIPELINE,))
+    if (pipeline > 1 or apart) and order == "zero_bubble" and recipe.compile.enabled:
+        text = "splits backwards in two, which compiled layers cannot; set compile.enabled = false"
+        yield Problem(order_key, order, text, ("compile.enabled", PIPELINE))
+
+
+def _check_modules(recipe: Recipe) -> Found:
+    parallel = recipe.parallel
+    known = list(_layer_counts(recipe))
+    for name in known:
+        if name in type(parallel).model_fields:
+            text = "is a key of [parallel]; give the encoder another name"
+            yield Problem("model.encoders", name, text, ("model",))
+    for name, module in parallel.modules.items():
+        key = f"parallel.{name}"
+        if name not in known:
+            text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
+            yield Problem("parallel", name, text, ("model",))
+            continue
+        if parallel.placement == "interleaved":
+            for size, value in parallel.sizes_given(name).items():
+                text = (
+                    "but all modules share the sizes of [parallel] where they are interleaved; "
+                    "remove it or set another parallel.placement"
+                )
+                yield Problem(f"{key}.{size}", value, text, ("parallel.placement",))
+        colocated = parallel.placement == "colocated" and name not in ("llm", GENERATOR)
+        if module.segments is not None and not (parallel.separates_modules or colocated):
+            text = f'"{parallel.schedule}" does not cut modules apart; use "separated" or remove it'
+            yield Problem(f"{key}.segments", module.segments, text, (SCHEDULE,))
+        elif module.segments is not None and module.segments > 1 and _pipeline(parallel, name) == 1:
+            text = "has no use without a pipeline; set parallel.pipeline > 1 or remove it"
+            yield Problem(f"{key}.segments", module.segments, text, (PIPELINE,))
+        if module.sub_microbatch_images is not None and name == "llm":
+            text = "the LLM processes whole microbatches; set it for an encoder, or see training"
+            yield Problem(f"{key}.sub_microbatch_images", module.sub_microbatch_images, text)
+
+
+def _pipeline(parallel: ParallelConfig, module: str) -> int:
+    """Ranks among which a module's layers are divided."""
+    apart = parallel.placement == "disaggregated"
+    return unit_sizes(parallel, module)["pipeline"] if apart else parallel.pipeline
+
+
+def _check_layers(recipe: Recipe) -> Found:
+    """Every stage needs a layer."""
+    parallel, counts = recipe.parallel, _layer_counts(recipe)
+    if parallel.placement == "disaggregated":
+        yield from check_unit_layers(parallel, counts)
+        return
+    if parallel.pipeline == 1:
+        return
+    if parallel.separates_modules:
+        stages = {name: parallel.segments(name) for name in counts}
+    elif parallel.placement == "colocated":
+        encoders = {n: count for n, count in counts.items() if n not in ("llm", GENERATOR)}
+        yield from check_encoder_layers(parallel, encoders)
+        stages = {"llm": parallel.virtual_stages}
+    elif parallel.schedule == "megatron":
+        stages = {"llm": parallel.virtual_stages}
+    else:
+        known = [count for count in counts.values() if count is not None]
+        counts = {"all modules": sum(known) if len(known) == len(counts) else None}
+        stages = {"all modules": parallel.virtual_stages}
+    for name, per_rank in stages.items():
+        layers, needed = counts.get(name), parallel.pipeline * per_rank
+        if layers is not None and layers < needed:
+            has = f"{name} has" if name in _layer_counts(recipe) else f"{name} together have"
+            text = (
+                f"{has} {layers} layers, fewer than {parallel.pipeline} ranks x {per_rank} "
+                f"stages per rank = {needed}; use fewer ranks or stages"
+            )
+            also = (VIRTUAL, SCHEDULE, f"parallel.{name}", "model")
+            yield Problem(PIPELINE, parallel.pipeline, text, also)
+
+
+def _layer_counts(recipe: Recipe) -> dict[str, int | None]:
+    """Layers by module name, as far as inline configs tell: None where they do not."""
+    model = recipe.model
+    if model.source is not None or model.config is not None:
+        config = model.config or {}
+        text, vision = (config.get(key) for key in ("text_config", "vision_config"))
+        layer = config.get("vision_feature_layer")
+        vision_layers = _layers(vision)
+        if config.get("model_type") == "llava":
+            reaches = isinstance(layer, int) and layer < 0 and vision_layers is not None
+            vision_layers = vision_layers + 1 + layer if reaches else None  # type: ignore[operator]
+        return {"vision": vision_layers, "llm": _layers(text), **_generator_layers(recipe)}
+    counts: dict[str, int | None] = {}
+    for name, encoder in model.encoders.items():
+        layers = _layers(encoder.config)
+        counts[name] = None if layers is None else layers + 1 + encoder.feature_layer
+    counts["llm"] = _layers(model.llm.config) if model.llm else None
+    return counts | _generator_layers(recipe)
+
+
+def _generator_layers(recipe: Recipe) -> dict[str, int | None]:
+    section = recipe.model.generator
+    if section is None:
+        return {}
+    layers = (section.config or {}).get("num_layers")
+    return {GENERATOR: layers if isinstance(layers, int) else None}
+
+
+def _layers(config: Any) -> int | None:
+    """Layers of an inline Hugging Face config, whose key is `depth` in Qwen's vision towers."""
+    if not isinstance(config, dict):
+        return None
+    found = config.get("num_hidden_layers", config.get("depth"))
+    return found if isinstance(found, int) else None

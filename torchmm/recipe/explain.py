@@ -1,0 +1,179 @@
+"""Questions about the recipe schema: the type at a key, and what a validation error means.
+
+Turns pydantic's errors into lines a user can act on: what is wrong, and a remedy (a close
+spelling, the section a key really belongs to, the allowed values).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from torchmm.recipe.recipe import Recipe, Section
+
+NO_VALUE = object()
+"""Value of a problem that concerns a whole table or a missing key."""
+
+Loc = tuple[int | str, ...]
+
+_MUST_BE = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string in quotes",
+    "list_type": "a list such as [1, 2]",
+    "dict_type": "a table",
+    "model_type": "a table ([section] with keys below it)",
+}
+
+
+class Problem(NamedTuple):
+    """One mistake: the dotted key it is told at, its value, and other keys the finding rests on."""
+
+    key: str
+    value: Any
+    text: str
+    rests_on: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.value is NO_VALUE:
+            return f"{self.key}: {self.text}"
+        return f"{self.key} = {shorten(self.value)}: {self.text}"
+
+    def touches(self, key: str) -> bool:
+        """Whether the finding may follow from a fault at `key`."""
+        return any(
+            (own + ".").startswith(key + ".") or (key + ".").startswith(own + ".")
+            for own in (without_indices(k) for k in (self.key, *self.rests_on))
+        )
+
+
+def explain_error(item: Any) -> Problem:
+    """One entry of `ValidationError.errors()` in the words of a recipe, with a remedy."""
+    loc, kind, value, context = item["loc"], item["type"], item["input"], item.get("ctx", {})
+    key = dotted(loc)
+    if kind == "extra_forbidden" or (kind == "model_type" and not _is_declared(loc)):
+        return _explain_unknown(loc, value)
+    if kind == "missing":
+        return Problem(key, NO_VALUE, "is missing; add it")
+    if kind == "literal_error":
+        choices = [str(c) for c in get_args(_strip_none(type_at(loc)))]
+        return Problem(key, value, f"must be one of {', '.join(choices)}{suggest(value, choices)}")
+    if kind in _MUST_BE:
+        return Problem(key, value, f"must be {_MUST_BE[kind]}{_type_remedy(value, kind)}")
+    for limit, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+        if limit in context:
+            return Problem(key, value, f"must be {sign} {context[limit]}")
+    return Problem(key, value, item["msg"])
+
+
+def type_at(loc: Iterable[int | str]) -> Any:
+    """Annotation at a key path; None where the schema has no such key or does not care."""
+    annotation: Any = Recipe
+    for part in loc:
+        annotation = type_below(annotation, part)
+    return annotation
+
+
+def type_below(annotation: Any, part: int | str) -> Any:
+    """Annotation of the entry `part` of a section, a dict or a list."""
+    annotation = _strip_none(annotation)
+    if is_section(annotation):
+        field = annotation.model_fields.get(part)
+        return field.annotation if field else annotation.named_tables
+    if get_origin(annotation) in (dict, list):
+        return get_args(annotation)[-1]
+    return None
+
+
+def is_section(annotation: Any) -> bool:
+    """Whether the annotation is one of the recipe's tables."""
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def holds_names(annotation: Any) -> bool:
+    """Whether the keys below are free names for plain values, as in `optimizer.module_lr`."""
+    annotation = _strip_none(annotation)
+    if get_origin(annotation) is not dict:
+        return False
+    value = get_args(annotation)[1]
+    return value is not Any and not is_section(value)
+
+
+def wants_string(annotation: Any) -> bool:
+    """Whether the key takes a string."""
+    annotation = _strip_none(annotation)
+    return annotation is str or get_origin(annotation) is Literal
+
+
+def dotted(loc: Iterable[int | str]) -> str:
+    """("data", "sources", 0, "path") as data.sources[0].path."""
+    key = ""
+    for part in loc:
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+    return key
+
+
+def without_indices(key: str) -> str:
+    """data.sources[0].path as data.sources.path."""
+    return ".".join(part.partition("[")[0] for part in key.split("."))
+
+
+def shorten(value: Any) -> str:
+    """A value as one would write it, cut to 60 characters."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """`; did you mean "..."?`, or nothing when no known name is close."""
+    guess = difflib.get_close_matches(str(name), list(known), 1)
+    return f'; did you mean "{guess[0]}"?' if guess else ""
+
+
+def _strip_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(a for a in get_args(annotation) if a is not type(None))
+    return annotation
+
+
+def _type_remedy(value: Any, kind: str) -> str:
+    if isinstance(value, dict) and kind in ("float_type", "string_type"):
+        return '; a name with a dot needs quotes, as in "vision.connector" = 1e-4'
+    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
+        return "; remove the quotes" if _is_plain_value(value) else ""
+    return ""
+
+
+def _is_plain_value(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), int | float | bool)
+    except ValueError:
+        return False
+
+
+def _is_declared(loc: Loc) -> bool:
+    """Whether the schema has the key itself, not only a free name there."""
+    section = _strip_none(type_at(loc[:-1]))
+    return is_section(section) and loc[-1] in section.model_fields
+
+
+def _explain_unknown(loc: Loc, value: Any) -> Problem:
+    key, parent, name = dotted(loc), dotted(loc[:-1]), str(loc[-1])
+    siblings = list(_strip_none(type_at(loc[:-1])).model_fields)
+    guess = difflib.get_close_matches(name, siblings, 1)
+    elsewhere = [t for t in Recipe.model_fields if _is_declared((t, name))]
+    if guess:
+        better = f"{parent}.{guess[0]}" if parent else guess[0]
+    elif elsewhere:
+        better = f"{elsewhere[0]}.{name}"
+    else:
+        better = ""
+    hint = f"did you mean {better}?" if better else f"known here: {', '.join(siblings)}"
+    if isinstance(value, dict):
+        return Problem(key, NO_VALUE, f"unknown section; {hint}", (better or key,))
+    return Problem(key, value, f"unknown key; {hint}", (better or key,))

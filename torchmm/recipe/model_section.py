@@ -1,0 +1,125 @@
+"""The recipe's sections about the model: LLM, encoders, generator, and what is frozen.
+
+Part of the schema in `torchmm.recipe.recipe`, from where everything is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+GENERATOR = "generator"
+"""Name of the module behind the LLM, in tables and metrics."""
+
+
+class Section(BaseModel):
+    """Base of all recipe sections: strict types, no unknown keys, no mutation."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+    named_tables: ClassVar[type[Section] | None] = None
+    """Schema of tables under free names beside the section's own keys; None: there are none."""
+
+
+class LlmConfig(Section):
+    """The LLM backbone: either `source` (with weights) or `config` (random weights)."""
+
+    source: str | None = None
+    """Hugging Face id or local directory of a causal LM; its weights are loaded."""
+    config: dict[str, Any] | None = None
+    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
+    of its config."""
+
+
+class EncoderConfig(Section):
+    """One modality encoder and the connector from its outputs into the LLM's embeddings."""
+
+    source: str | None = None
+    """Hugging Face id or local directory of an encoder (or of a CLIP-like dual model)."""
+    config: dict[str, Any] | None = None
+    """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
+    of its config."""
+    processor: dict[str, Any] | None = None
+    """Settings of the image processor or feature extractor; default: the source's, or those of the
+    model type."""
+    modality: Literal["image", "audio"] = "image"
+    """What the encoder reads. Every image of a sample goes to all encoders of images, every sound
+    to all of sounds; what no encoder reads is left out."""
+    connector: Literal["mlp", "pixel_shuffle_mlp"] = "mlp"
+    """"mlp" maps each encoder output to one LLM token through two linear layers;
+    "pixel_shuffle_mlp" first folds `shuffle` x `shuffle` neighbouring patches into one token."""
+    shuffle: int = Field(default=2, ge=2)
+    """Rows and columns of patches folded into one token by "pixel_shuffle_mlp"; of sounds
+    `shuffle`**2 consecutive positions."""
+    feature_layer: int = Field(default=-1, le=-1)
+    """Which hidden state feeds the connector: -1 the last layer's output, -2 the one before.
+    Layers behind it are not built."""
+
+
+class GeneratorConfig(Section):
+    """A diffusion transformer behind the LLM, which draws images (or clips) from its hidden states.
+
+    It works on pixels and learns by flow matching. Needs `pip install "torchmm[generation]"`.
+    """
+
+    source: str | None = None
+    """Hugging Face id or local directory of a diffusers transformer for pixels, such as the
+    `hf/generator` of another run; its weights are loaded."""
+    config: dict[str, Any] | None = None
+    """Inline diffusers config with `_class_name` ("PixArtTransformer2DModel"); `sample_size` is
+    the side of an image in pixels; `ffn_size`, a key of ours, is the width of feed-forward parts
+    (4 x that of the layers otherwise). Weights are random. With `source`: overrides of its
+    config."""
+    connector: Literal["mlp"] = "mlp"
+    """From the LLM's hidden states to the layers' context: two linear layers."""
+    frames: int = Field(default=1, ge=1)
+    """Most frames of a clip; 1: only images."""
+    context_tokens: int = Field(default=128, ge=1)
+    """An image is drawn from the hidden states of at most so many tokens before it."""
+    loss_weight: float = Field(default=1.0, ge=0)
+    """Factor of the image loss (mean squared error of the velocity, mean over images) in the
+    loss."""
+    text_loss_weight: float = Field(default=1.0, ge=0)
+    """Factor of the text loss (mean over target tokens) in the loss."""
+    time_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
+    """Distribution of the noise levels in training; "logit_normal" prefers those in the middle."""
+
+
+class ModelConfig(Section):
+    """What is trained: a composite Hugging Face model, or an LLM with encoders put before it."""
+
+    source: str | None = None
+    """Hugging Face id or local directory of a composite model (LLaVA, Qwen2.5-VL); excludes
+    `llm` and `encoders`. Its vision tower is the encoder named "vision"."""
+    config: dict[str, Any] | None = None
+    """Inline Hugging Face config of a composite model with `model_type`; weights are random."""
+    processor: dict[str, Any] | None = None
+    """Of a composite model: settings of its image processor, laid over the source's, for example
+    its sizes."""
+    llm: LlmConfig | None = None
+    """The LLM backbone."""
+    encoders: dict[str, EncoderConfig] = {}
+    """The encoders by name; the name is used in [freeze], [parallel] and metrics."""
+    generator: GeneratorConfig | None = None
+    """Behind the LLM (or composite); its name in [freeze], [parallel] and metrics is
+    "generator"."""
+    tokenizer: str | None = None
+    """Hugging Face id or local directory of the tokenizer; default: the source of the LLM or
+    composite."""
+    image_token: str = "<image>"
+    """Token whose id marks image positions. It must exist in the tokenizer; any token that never
+    occurs in text will do."""
+
+
+class FreezeConfig(Section):
+    """Which parts are not trained."""
+
+    modules: list[str] = []
+    """Module names: "llm", an encoder's name (its tower without the connector), "generator", or
+    "NAME.connector". Frozen modules get no gradients and no optimizer state."""

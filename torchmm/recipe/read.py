@@ -1,0 +1,242 @@
+"""Reading recipes: TOML files with inheritance, command-line overrides, checks, all errors at once.
+
+What is wrong with a recipe is found before any process group exists and told in one `ConfigError`,
+one line per problem: `file: section.key = value: what is wrong; remedy`. Every value remembers the
+file it came from (or "command line"), so a mistake in a base three files away is named there.
+
+Reading goes: TOML files -> merged table + origins -> schema (`torchmm.recipe.recipe`) -> value
+checks. Keys that fail the schema fall back to their defaults, so that the value checks still run on
+the rest; a value check that touches a faulty key is dropped instead of reporting a consequence.
+
+Rejected: argparse or dataclass flags for every key (two places of truth), a `base` list (order
+puzzles), deleting inherited keys (keep bases small instead).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli
+import tomli_w
+from pydantic import ValidationError
+
+from torchmm.common.errors import ConfigError
+from torchmm.recipe.check import Layout, find_problems, resolve_layout
+from torchmm.recipe.explain import (
+    Problem,
+    explain_error,
+    holds_names,
+    shorten,
+    type_below,
+    wants_string,
+    without_indices,
+)
+from torchmm.recipe.recipe import Recipe
+
+__all__ = [
+    "Layout",
+    "LoadedRecipe",
+    "check_recipe",
+    "dump_recipe",
+    "load_recipe",
+    "resolve_layout",
+]
+
+COMMAND_LINE = "command line"
+
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A valid recipe and where each value that is not a default was set."""
+
+    recipe: Recipe
+    origins: dict[str, str]
+    """File, or "command line", by dotted key."""
+
+
+def load_recipe(
+    path: Path | str, overrides: Sequence[str] = (), world_size: int | None = None
+) -> LoadedRecipe:
+    """Read a recipe file, its bases and overrides such as `["--training.steps", "20"]`.
+
+    With `world_size` (number of ranks) the values are checked too, see `check_recipe`, and
+    problems of both kinds are told together; None reads without value checks (`--print-config`).
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    table: Table = {}
+    origins: dict[str, str] = {}
+    problems: list[str] = []
+    for file, content in _read_chain(Path(path), problems):
+        _merge(table, content, str(file), origins)
+    for key_path, value in _parse_overrides(overrides, problems):
+        _merge(table, _nest(key_path, value), COMMAND_LINE, origins)
+    if problems:  # files missing or unreadable: anything further would be a consequence
+        raise ConfigError(problems)
+
+    recipe, schema_problems = _validate(table)
+    found = list(schema_problems)
+    if world_size is not None:
+        suspects = {without_indices(k) for p in schema_problems for k in (p.key, *p.rests_on)}
+        checked = find_problems(recipe, world_size)
+        found += [p for p in checked if not any(p.touches(key) for key in suspects)]
+    if found:
+        raise ConfigError([f"{_origin(p.key, origins, str(path))}: {p}" for p in found])
+    return LoadedRecipe(recipe, origins)
+
+
+def check_recipe(recipe: Recipe, world_size: int | None) -> list[str]:
+    """Check values against each other, the disk and the number of ranks (None: not known)."""
+    return [str(p) for p in find_problems(recipe, world_size)]
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Every key with its value as TOML (keys that are None are left out); loads back equal."""
+    return tomli_w.dumps(recipe.model_dump(exclude_none=True))
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _read_chain(path: Path, problems: list[str]) -> list[tuple[Path, Table]]:
+    """The file and its bases with their contents, deepest base first."""
+    chain: list[tuple[Path, Table]] = []
+    seen: list[Path] = []
+    file: Path | None = path
+    while file is not None:
+        if file.resolve() in seen:
+            problems.append(f"{chain[-1][0]}: base = {shorten(str(file))}: bases form a circle")
+            break
+        seen.append(file.resolve())
+        content = _read_toml(file, chain[-1][0] if chain else None, problems)
+        base = content.pop("base", None)
+        chain.append((file, content))
+        if base is not None and not isinstance(base, str):
+            problems.append(f"{file}: base = {shorten(base)}: must be one file name in quotes")
+            base = None
+        file = None if base is None else file.parent / base
+    return chain[::-1]
+
+
+def _read_toml(file: Path, named_by: Path | None, problems: list[str]) -> Table:
+    try:
+        return tomli.loads(file.read_text(encoding="utf-8"))
+    except tomli.TOMLDecodeError as error:
+        problems.append(f"{file}: not valid TOML: {error}; fix the line, keys may appear only once")
+    except UnicodeDecodeError as error:
+        problems.append(f"{file}: not UTF-8 text: {error}; save it as UTF-8")
+    except OSError as error:
+        by = f" (base of {named_by})" if named_by else ""
+        problems.append(f"{file}{by}: cannot be read: {error.strerror}; check the path")
+    return {}
+
+
+def _parse_overrides(
+    overrides: Sequence[str], problems: list[str]
+) -> Iterator[tuple[list[str], Any]]:
+    """(key path, value) of `--a.b value` and `--a.b=value` arguments."""
+    arguments = list(overrides)
+    while arguments:
+        argument = arguments.pop(0)
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
+            problems.append(
+                f"{COMMAND_LINE}: {argument}: not an override; write --section.key value"
+            )
+            continue
+        if not equals:
+            if not arguments or arguments[0].startswith("--"):
+                problems.append(f"{COMMAND_LINE}: {key}: has no value; write --{key} VALUE")
+                continue
+            text = arguments.pop(0)
+        key_path, annotation = _split_key(key)
+        yield key_path, _parse_value(text, annotation)
+
+
+def _parse_value(text: str, annotation: Any) -> Any:
+    """The value as TOML; as it stands where a string is wanted or where it is not TOML."""
+    try:
+        parsed = tomli.loads(f"value = {text}")
+    except tomli.TOMLDecodeError:
+        return text
+    value = parsed["value"] if len(parsed) == 1 else text
+    return text if wants_string(annotation) and not isinstance(value, str) else value
+
+
+def _split_key(key: str) -> tuple[list[str], Any]:
+    """Key path and type of a dotted key. Module names such as "vision.connector" stay whole."""
+    path: list[str] = []
+    annotation: Any = Recipe
+    parts = key.split(".")
+    while parts:
+        if holds_names(annotation):
+            parts = [".".join(parts)]
+        path.append(parts.pop(0))
+        annotation = type_below(annotation, path[-1])
+    return path, annotation
+
+
+def _nest(path: list[str], value: Any) -> Table:
+    for key in reversed(path):
+        value = {key: value}
+    return dict(value)
+
+
+def _merge(
+    target: Table, addition: Table, origin: str, origins: dict[str, str], prefix: str = ""
+) -> None:
+    """Merge tables; scalars and lists replace. `origins` learns where each leaf comes from."""
+    for name, value in addition.items():
+        key = prefix + name
+        if isinstance(value, dict) and value:
+            if not isinstance(target.get(name), dict):
+                target[name] = {}
+            _merge(target[name], value, origin, origins, key + ".")
+        elif not (value == {} and isinstance(target.get(name), dict)):
+            target[name] = value
+            for stale in [k for k in origins if k.startswith(key + ".")]:
+                del origins[stale]
+            origins[key] = origin
+
+
+def _origin(key: str, origins: dict[str, str], default: str) -> str:
+    """Where a key was set: its own origin, else that of a table around it, else of one inside."""
+    plain = without_indices(key)
+    for around in [plain, *_parents(plain)]:
+        if around in origins:
+            return origins[around]
+    return next((o for k, o in origins.items() if k.startswith(plain + ".")), default)
+
+
+def _parents(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
+
+
+def _validate(table: Table) -> tuple[Recipe, list[Problem]]:
+    """The recipe, with defaults in place of faulty keys, and what was wrong with those."""
+    problems: list[Problem] = []
+    while True:  # removing a faulty value may bring up a missing key, never the same error again
+        try:
+            return Recipe.model_validate(table), problems
+        except ValidationError as error:
+            for item in error.errors(include_url=False):
+                problems.append(explain_error(item))
+                _remove(table, item["loc"])
+
+
+def _remove(table: Any, loc: tuple[int | str, ...]) -> None:
+    """Delete the value at `loc`, or the list it stands in (removing entries shifts the others)."""
+    for depth, part in enumerate(loc):
+        is_list_next = isinstance(table, dict) and isinstance(table.get(part), list)
+        if is_list_next or depth == len(loc) - 1 or part not in table:
+            table.pop(part, None)
+            return
+        table = table[part]

@@ -1,0 +1,79 @@
+"""How much a trained model uses its images: held-out loss with other images, or none, in place.
+
+A caption model can lower its loss a lot without looking: it learns how captions are phrased. These
+losses tell the two apart. All are means per caption token over the same held-out samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchmm.common.batch import EncoderInputs, Microbatch, StepBatch
+from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.build import build_data, build_unfilled_model, fill_model, open_checkpoints
+from torchmm.training.validation import validation_loss
+
+
+def image_losses(recipe: Recipe, run_dir: Path, mesh: ParallelMesh) -> dict[str, float]:
+    """Held-out loss of a run's newest checkpoint by what stands in the place of the images.
+
+    Returns:
+        "own": the samples' own images. "blank": zeros (mid-gray for most encoders). "other": the
+        image of the sample before in the microbatch.
+
+    Raises:
+        CheckpointError: the run has no usable checkpoint.
+        ConfigError: images of the recipe's encoder vary in size, so that none can be exchanged.
+    """
+    model, tokenizer = build_unfilled_model(recipe)
+    if any(spec.layout != "fixed" for spec in model.image_specs().values()):
+        raise ConfigError("images can only be exchanged where an encoder's images have one size")
+    pipeline = fill_model(recipe, model, tokenizer, mesh)
+    logger = logging.getLogger(__name__)
+    with open_checkpoints(recipe, run_dir, mesh, logger) as checkpoints:
+        path = checkpoints.latest_valid()
+        if path is None:
+            raise CheckpointError(f"{run_dir} has no checkpoint; set checkpoint.interval and train")
+        checkpoints.load(path, model, None)
+    model.eval()
+    loader = build_data(recipe, model, tokenizer, mesh, validation=True)
+    batches = list(islice(loader, recipe.validation.batches))
+    ways = {"own": lambda p: p, "blank": torch.zeros_like, "other": lambda p: p.roll(1, dims=0)}
+    return {
+        name: validation_loss(pipeline, [change_images(b, way) for b in batches], mesh)
+        for name, way in ways.items()
+    }
+
+
+def text_only_loss(recipe: Recipe, mesh: ParallelMesh) -> float:
+    """Held-out loss of the LLM as it comes from its source: same prompt, no image, no training."""
+    text_model = recipe.model.model_copy(update={"encoders": {}})
+    freeze = recipe.freeze.model_copy(update={"modules": ["llm"]})
+    recipe = recipe.model_copy(update={"model": text_model, "freeze": freeze})
+    model, tokenizer = build_unfilled_model(recipe)
+    pipeline = fill_model(recipe, model, tokenizer, mesh)
+    model.eval()
+    loader = build_data(recipe, model, tokenizer, mesh, validation=True)
+    return validation_loss(pipeline, islice(loader, recipe.validation.batches), mesh)
+
+
+def change_images(batch: StepBatch, change: Callable[[Tensor], Tensor]) -> StepBatch:
+    """The batch with `change` applied to the (N, C, H, W) pixels of every microbatch."""
+
+    def of_encoder(inputs: EncoderInputs) -> EncoderInputs:
+        return replace(inputs, pixels=change(inputs.pixels))
+
+    def of_microbatch(microbatch: Microbatch) -> Microbatch:
+        encoders = {name: of_encoder(e) for name, e in microbatch.encoders.items()}
+        return replace(microbatch, encoders=encoders)
+
+    return replace(batch, microbatches=[of_microbatch(m) for m in batch.microbatches])

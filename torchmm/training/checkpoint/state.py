@@ -1,0 +1,155 @@
+"""Model and optimizer as one flat dictionary of named tensors, the same in every layout.
+
+"model.FQN" names parameters and persistent buffers, "optimizer.FQN.NAME" optimizer state. A tied
+parameter has one entry, under the first of its names; so has one of which pipeline stages hold
+copies, which are bit-equal. Values are the live tensors (DTensors where sharded), so loading writes
+into the model itself. Plain tensors count as replicated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from torchmm.training.checkpoint.storage import index_dtype
+
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+OptimizerState = dict[Tensor, dict[str, Tensor]]
+
+
+@runtime_checkable
+class HasCopies(Protocol):
+    """A model that may be a part of one, with copies of what other ranks have."""
+
+    def tied_copies(self) -> dict[str, str]:
+        """FQN of each copy -> FQN of the original."""
+        ...
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """ "model.FQN" -> parameter or persistent buffer; wrappers leave no trace in names.
+
+    A copy has the name of its original.
+    """
+    copies = model.tied_copies() if isinstance(model, HasCopies) else {}
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}; only tensors can be saved")
+        if id(value) not in seen:
+            seen.add(id(value))
+            tensors[f"model.{_plain_name(copies.get(name, name))}"] = value
+    return tensors
+
+
+def optimizer_tensors(model: nn.Module, state: OptimizerState) -> dict[str, Tensor]:
+    """ "optimizer.FQN.NAME" -> state tensor; parameters without state have no entry."""
+    names = _parameter_names(model)
+    return {
+        f"optimizer.{names[id(parameter)]}.{key}": value
+        for parameter, values in state.items()
+        for key, value in values.items()
+    }
+
+
+def trainable_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """FQNs of the optimizer's parameters, sorted."""
+    names = _parameter_names(model)
+    return sorted(names[id(p)] for group in optimizer.param_groups for p in group["params"])
+
+
+def empty_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, index: dict[str, Any]
+) -> OptimizerState:
+    """State tensors to load into, as the optimizer itself would create them, zero-filled.
+
+    What exists is decided by the checkpoint: a parameter that never had a gradient has no state.
+    Entries whose shape is neither the parameter's nor a scalar are left out and so reported as
+    missing.
+    """
+    entries: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, entry in index.items():
+        if name.startswith("optimizer."):
+            fqn, key = name.removeprefix("optimizer.").rsplit(".", 1)
+            entries[fqn][key] = entry
+    names = _parameter_names(model)
+    state: OptimizerState = {}
+    for group in optimizer.param_groups:
+        # Fused and capturable kernels read the step count on the device, others on the host.
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            values = {
+                key: _empty_like(parameter, key, entry, on_device)
+                for key, entry in entries[names[id(parameter)]].items()
+            }
+            if values:
+                state[parameter] = values
+    return state
+
+
+def find_mismatches(index: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+    """Why `tensors` cannot be filled from a checkpoint with this index: one line per tensor."""
+    problems = []
+    for name, tensor in tensors.items():
+        entry = index.get(name)
+        if entry is None:
+            problems.append(f"missing from the checkpoint: {name}")
+        elif list(tensor.shape) != entry["shape"]:
+            problems.append(f"{name}: shape {entry['shape']} saved, {list(tensor.shape)} wanted")
+        elif tensor.dtype != index_dtype(entry):
+            problems.append(f"{name}: {index_dtype(entry)} saved, {tensor.dtype} wanted")
+    return problems
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one rank wants to load."""
+
+    mismatches: list[str]
+    """From `find_mismatches`."""
+    names: list[str]
+    """Names of the tensors; together the ranks must want all there are."""
+    trainable: list[str] | None
+    """From `trainable_names`; None if only the model is loaded."""
+
+
+def find_misfits(
+    index: dict[str, Any], saved_trainable: list[str], wishes: list[Wish]
+) -> list[str]:
+    """Why a checkpoint does not fit what all ranks together want, one line per name, sorted."""
+    problems = {problem for wish in wishes for problem in wish.mismatches}
+    wanted = {name for wish in wishes for name in wish.names}
+    kinds: tuple[str, ...] = ("model.",)
+    if wishes[0].trainable is not None:
+        kinds = ("model.", "optimizer.")
+        now = {name for wish in wishes for name in wish.trainable or ()}
+        before = set(saved_trainable)
+        problems |= {f"trained when saved, frozen now: {name}" for name in before - now}
+        problems |= {f"frozen when saved, trained now: {name}" for name in now - before}
+    extra = {name for name in index if name.startswith(kinds)} - wanted
+    problems |= {f"not in the model: {name}" for name in extra}
+    return sorted(problems)
+
+
+def _empty_like(
+    parameter: nn.Parameter, key: str, entry: dict[str, Any], on_device: bool
+) -> Tensor:
+    dtype = index_dtype(entry)
+    if key == "step":
+        return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
+    return torch.zeros_like(parameter, dtype=dtype)
+
+
+def _parameter_names(model: nn.Module) -> dict[int, str]:
+    return {id(t): name.removeprefix("model.") for name, t in model_tensors(model).items()}
+
+
+def _plain_name(name: str) -> str:
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name

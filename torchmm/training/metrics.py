@@ -1,0 +1,338 @@
+"""Figures of each step: measured on every rank, combined, recorded by rank 0.
+
+    timer.phase("data" | "encoder" | "llm")      every rank, while the step runs
+    gather_rank_steps(RankStep(...))             one small collective at the end of the step
+    MetricsRecorder.record(make_record(...))     rank 0: metrics.jsonl, progress line, trackers
+
+metrics.jsonl is written first and for every step. Times in a record are those of the slowest
+rank, as it decides how long a step takes. Rejected: averages over a logging window, which hide
+the one slow step in a hundred.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.profiler import record_function
+
+from torchmm.common.log import JsonlWriter
+from torchmm.parallel.health import gather_floats
+from torchmm.recipe.recipe import MetricsConfig
+from torchmm.training.report import ProgressLine, draw_loss
+from torchmm.training.trackers import Sink, make_trackers
+
+PEAK_TFLOPS = {
+    # Dense bfloat16 (no sparsity) by a part of the device name, first match wins. Source: the
+    # vendors' data sheets; where one prints the sparse figure only, half of it.
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200 NVL": 835.5,
+    "H200": 989.5,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.5,
+    "H100": 989.5,
+    "H800 PCIe": 756.5,
+    "H800": 989.5,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "MI300X": 1307.4,
+}
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank did in one step.
+
+    Ranks of one pipeline or tensor-parallel group work on the same samples: only the first of them
+    counts tokens, samples, images and FLOPs, the others give 0.
+    """
+
+    tokens: int = 0
+    """Tokens of the LLM's sequences without padding."""
+    samples: int = 0
+    images: int = 0
+    """Read by encoders."""
+    generated: int = 0
+    """Images drawn by the generator."""
+    flops: int = 0
+    """Forward and backward, see `torchmm.balance.costs.flops`."""
+    skipped_samples: int = 0
+    """Corrupt samples skipped since the run began."""
+    step_ms: float = 0.0
+    data_wait_ms: float = 0.0
+    encoder_ms: float = 0.0
+    llm_ms: float = 0.0
+    generator_ms: float = 0.0
+    pipeline_ms: float = 0.0
+    """From the first action of the step's plan to the end of the last; 0 without a pipeline."""
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of metrics.jsonl. None where not applicable."""
+
+    step: int
+    epoch: int
+    loss: float
+    """Mean loss per target token of the global batch, in nats; with a generator: the weighted sum
+    of `loss_text`, which is that, and `loss_image`."""
+    validation_loss: float | None
+    """The same on held-out samples, for steps after which it was measured."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    tokens_per_s: float
+    """All ranks together, padding not counted."""
+    samples_per_s: float
+    images_per_s: float
+    mfu: float | None
+    """Model FLOPs (encoders included) / (time x peak of all devices), 0 to 1."""
+    step_ms: float
+    data_wait_ms: float
+    """Time the slowest rank waited for data."""
+    encoder_ms: float | None
+    """Forward and backward of all encoders, slowest rank; on CUDA that of the step before."""
+    llm_ms: float | None
+    bubble_fraction: float | None
+    """Share of the ranks' time between the plan's first and last action in which they neither
+    computed forwards nor backwards; None without a pipeline."""
+    peak_memory_bytes: int
+    """Highest use of one rank since its start: device memory on CUDA, process memory on CPU."""
+    slowest_rank: int
+    """Rank with the most time in data wait and in modules. Collectives inside a phase make
+    fast ranks wait there too, so it tells slow readers better than slow devices."""
+    skipped_samples: int
+    loss_text: float | None = None
+    loss_image: float | None = None
+    """Mean over images of the squared error of the velocity, mean over pixels."""
+    validation_loss_text: float | None = None
+    validation_loss_image: float | None = None
+    generator_ms: float | None = None
+    """Forward and backward of the generator, slowest rank; on CUDA that of the step before."""
+    generated_per_s: float | None = None
+    """Images and clips drawn per second, all ranks together."""
+    predicted_ms: float | None = None
+    """With a searched schedule, as all below, in the first pipeline: what forwards and backwards
+    of the step were to take, from measured times of earlier steps."""
+    planner_ms: float | None = None
+    """Time in which the step's order was searched, beside training or before the step."""
+    planner_evaluations: int | None = None
+    """Orders tried."""
+    gain_over_natural: float | None = None
+    """How much longer the natural order was to take, as a share."""
+    word_error_rate: float | None = None
+    """Of what was generated for held-out sounds or clips, see
+    `torchmm.training.validation.word_error_rate`."""
+
+
+class PhaseTimer:
+    """Milliseconds per named phase of a step; phases may repeat and nest.
+
+    A nested phase does not count for the outer one. On CPU the host clock is read. On CUDA an
+    event is recorded at every change of phase and read one step later, when it has long passed,
+    so timing never makes the host wait for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._phase: str | None = None
+        self._marks: list[tuple[str | None, Any]] = []
+        self._last_marks: list[tuple[str | None, Any]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside for `name`, which also labels it in profiler traces."""
+        outer = self._phase
+        self._switch(name)
+        try:
+            with record_function(name):
+                yield
+        finally:
+            self._switch(outer)
+
+    def finish_step(self) -> dict[str, float]:
+        """Milliseconds by phase: of this step on CPU, of the step before on CUDA."""
+        marks, self._marks = self._marks, []
+        if self._cuda:
+            marks, self._last_marks = self._last_marks, marks
+        times_ms: dict[str, float] = {}
+        for (name, begin), (_, end) in pairwise(marks):
+            if name is not None:
+                times_ms[name] = times_ms.get(name, 0.0) + self._between_ms(begin, end)
+        return times_ms
+
+    def _switch(self, name: str | None) -> None:
+        self._phase = name
+        if self._cuda:
+            mark: Any = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        else:
+            mark = time.perf_counter()
+        self._marks.append((name, mark))
+
+    def _between_ms(self, begin: Any, end: Any) -> float:
+        if not self._cuda:
+            return (end - begin) * 1e3
+        end.synchronize()  # passed a step ago
+        return float(begin.elapsed_time(end))
+
+
+def gather_rank_steps(local: RankStep) -> list[RankStep]:
+    """Every rank's `RankStep`, on every rank (a collective; without a process group: its own)."""
+    kinds = [type(default) for default in astuple(RankStep())]
+    return [
+        RankStep(*(kind(v) for kind, v in zip(kinds, row, strict=True)))
+        for row in gather_floats(astuple(local))
+    ]
+
+
+def make_record(
+    step: int,
+    ranks: Sequence[RankStep],
+    *,
+    epoch: int,
+    loss: float,
+    grad_norm: float,
+    lr: float,
+    peak_flops: float | None,
+    validation_loss: float | None = None,
+) -> StepRecord:
+    """Combine what all ranks measured. `peak_flops` of one device per second; None: unknown."""
+    step_ms = max(r.step_ms for r in ranks)
+    per_s = 1e3 / step_ms
+    busy_ms = [r.data_wait_ms + _compute_ms(r) for r in ranks]
+    flops_per_s = sum(r.flops for r in ranks) * per_s
+    return StepRecord(
+        step=step,
+        epoch=epoch,
+        loss=loss,
+        validation_loss=validation_loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        tokens_per_s=sum(r.tokens for r in ranks) * per_s,
+        samples_per_s=sum(r.samples for r in ranks) * per_s,
+        images_per_s=sum(r.images for r in ranks) * per_s,
+        mfu=flops_per_s / (peak_flops * len(ranks)) if peak_flops else None,
+        step_ms=step_ms,
+        data_wait_ms=max(r.data_wait_ms for r in ranks),
+        encoder_ms=max(r.encoder_ms for r in ranks) or None,
+        llm_ms=max(r.llm_ms for r in ranks) or None,
+        bubble_fraction=_bubble_fraction(ranks),
+        peak_memory_bytes=max(r.peak_memory_bytes for r in ranks),
+        slowest_rank=busy_ms.index(max(busy_ms)),
+        skipped_samples=sum(r.skipped_samples for r in ranks),
+        generator_ms=max(r.generator_ms for r in ranks) or None,
+        generated_per_s=sum(r.generated for r in ranks) * per_s or None,
+    )
+
+
+def _compute_ms(step: RankStep) -> float:
+    return step.encoder_ms + step.llm_ms + step.generator_ms
+
+
+def _bubble_fraction(ranks: Sequence[RankStep]) -> float | None:
+    span_ms = max(r.pipeline_ms for r in ranks)
+    if span_ms == 0.0:
+        return None
+    return 1.0 - sum(_compute_ms(r) for r in ranks) / (span_ms * len(ranks))
+
+
+class MetricsRecorder:
+    """Rank 0's record of the run: metrics.jsonl, the progress line, trackers, the loss picture."""
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        run_dir: Path,
+        *,
+        name: str,
+        steps: int,
+        start_step: int,
+        recipe: Mapping[str, Any],
+        console: Console,
+        log: logging.Logger,
+    ) -> None:
+        """Open the record of a run of `steps` steps, of which `start_step` are done.
+
+        Records of later steps, left by a run that was stopped after its last checkpoint, are
+        removed: they will be written again.
+        """
+        self._log = log
+        self._log_interval = config.log_interval
+        self._steps = steps
+        self._run_dir = run_dir
+        self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step)
+        self._sinks: list[Sink] = [
+            ProgressLine(console, steps, start_step),
+            *make_trackers(config, run_dir, name, recipe, log, resumed=start_step > 0),
+        ]
+
+    def record(self, record: StepRecord) -> None:
+        """Write one step to metrics.jsonl and, every `log_interval` steps, show it."""
+        values = asdict(record)
+        self._jsonl.write(values)
+        shown = record.step % self._log_interval == 0 or record.step == self._steps
+        if shown or record.validation_loss is not None:
+            for sink in self._sinks:
+                sink.emit(values)
+
+    def close(self) -> None:
+        """Finish all sinks and draw `loss.png`, for which alone no run fails."""
+        try:
+            self._jsonl.close()
+        finally:
+            for sink in self._sinks:
+                sink.close()
+        picture = self._run_dir / "loss.png"
+        try:
+            draw_loss(self._run_dir / "metrics.jsonl", picture)
+        except OSError as error:
+            self._log.warning("cannot draw %s: %s", picture, error)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Highest memory use so far: allocated on the CUDA device, resident in the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float | None:
+    """Peak FLOP/s of one device; None for a GPU that is not in the table.
+
+    CUDA: dense bfloat16 of the data sheet, whatever the dtype, so that runs compare. CPU:
+    measured in `dtype` with this process's threads (about 0.3 s), since data sheets of CPUs say
+    little about it.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return next((t * 1e12 for part, t in PEAK_TFLOPS.items() if part in name), None)
+    return _measure_matmul_flops(dtype)
+
+
+def _measure_matmul_flops(dtype: torch.dtype, size: int = 768) -> float:
+    """Best of several square matrix products; bfloat16 is slow on CPUs without support.
+
+    In CPU time, all threads busy: what other programs take is not a lower peak.
+    """
+    a = torch.ones(size, size, dtype=dtype)
+    best_s = float("inf")
+    deadline = time.perf_counter() + 0.3
+    while time.perf_counter() < deadline:
+        begin = time.process_time()
+        a @ a
+        best_s = min(best_s, (time.process_time() - begin) / torch.get_num_threads())
+    return 2 * size**3 / best_s

@@ -1,0 +1,242 @@
+"""The pipeline of a run: how its model is cut into stages, and the plan of each step.
+
+    layout = plan_layout(recipe.parallel, descriptions, metas)     before the model is cut
+    pipeline = Pipeline(model, layout, recipe.parallel, mesh, dtype)
+    result = pipeline.run(microbatches, loss_scale=...)            every step
+
+Every rank of a pipeline makes the same plan from the same metadata, so nothing is sent around.
+A run without a pipeline has plans too, of one rank: microbatch after microbatch. There, FSDP2 may
+gather and free layer by layer instead of once per step (`reshard_after_forward`). All data-parallel
+ranks must then run the same forwards and backwards, so an encoder or generator runs once per
+microbatch, on a dummy image if there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from torchmm.balance.rates import Kind
+from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription
+from torchmm.models.generator import GeneratorModule
+from torchmm.models.layered import LayeredModule
+from torchmm.models.layers.experts import RouterBalance
+from torchmm.models.llm import LlmModule
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.apply import reshards_after_forward
+from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.plan import ComputeOrder, MessageSpecs, PipelinePlan
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.messages import message_sizes, message_specs
+from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
+from torchmm.pipelining.run.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
+from torchmm.pipelining.schedules.separated import Durations
+from torchmm.planning.step import Gathering, Purpose, plan_layout, plan_step
+from torchmm.recipe.model_section import GENERATOR
+from torchmm.recipe.recipe import ParallelConfig
+
+Specs = Callable[[StageGraph], MessageSpecs]
+
+
+def whole_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtype) -> Pipeline:
+    """The pipeline of a model that is not split over pipeline ranks."""
+    config = ParallelConfig()
+    descriptions = [module.describe() for module in model.modality_modules()]
+    layout = plan_layout(config, descriptions, [MicrobatchMeta((), 1)])
+    stages = cut_for_rank(model, layout, 0)
+    return Pipeline(model, stages, layout, descriptions, config, mesh, dtype)
+
+
+class Pipeline:
+    """Plans and runs the steps of one rank.
+
+    Args:
+        model: cut to this rank's stages and parallelized.
+        modules: what runs on this rank, by stage index (from `cut_for_rank`).
+        layout: of all ranks.
+        descriptions: of the modules, whole.
+        dtype: in which modules compute.
+
+    Collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        modules: Mapping[int, LayeredModule],
+        layout: StageLayout,
+        descriptions: Sequence[ModuleDescription],
+        config: ParallelConfig,
+        mesh: ParallelMesh,
+        dtype: torch.dtype,
+    ) -> None:
+        self.layout = layout
+        self._descriptions = descriptions
+        self.config = config
+        self.dtype = dtype
+        self.device = mesh.device
+        self.factors: Mapping[Kind, float] = {}
+        """On FLOPs, by kind of action: with what steps are planned
+        (`torchmm.training.replanning`).
+        """
+        self.planner: Callable[[StageGraph, Durations], ComputeOrder] | None = None
+        """Gives the orders of training steps (`torchmm.training.planner`); None: the schedule
+        does.
+        """
+        self.ready: Callable[[Sequence[MicrobatchMeta], Specs], PipelinePlan | None] | None = None
+        """Gives whole plans of training steps that were made elsewhere; None: there is none."""
+        self.tuning: LayerTuning | None = None
+        """How plans choose what layers recompute; None: they do not."""
+        self.message_sizes = {m.name: message_sizes(m) for m in model.modality_modules()}
+        self.sharding: Gathering = "none"
+        """When FSDP2 gathers parameters."""
+        if any(isinstance(module, FSDPModule) for module in modules.values()):
+            self.sharding = "layer" if reshards_after_forward(config) else "step"
+        stages = {i: make_stage(m, self._sharding_of(m)) for i, m in modules.items()}
+        self._here = {layout.stages[index].module for index in modules}
+        for index, module in modules.items():
+            trained = any(p.requires_grad for p in module.parameters())
+            assert trained == layout.stages[index].trainable, layout.stages[index]
+        self.router_balance: RouterBalance | None = getattr(model.llm, "balance", None)
+        """What adds the losses that keep the experts' loads equal."""
+        channels = None
+        if mesh.pipeline_size > 1:
+            channels = P2PChannels(mesh.device, mesh.channel_ranks, config.timeout_s)
+            channels.warm_up(channel_pairs(layout))
+        self._runtime = PipelineRuntime(mesh.pipeline_rank, stages, channels, mesh.device)
+        rank, device = mesh.pipeline_rank, mesh.device
+        self._writer = PipelineRuntime(rank, _with_next_token(stages), channels, device)
+        self._drawer = PipelineRuntime(rank, _with_velocities(stages), channels, device)
+
+    def _sharding_of(self, module: LayeredModule) -> StepSharding | LayerSharding | None:
+        if not isinstance(module, FSDPModule):
+            return None  # whole on this rank, while encoders may be shared by pipeline ranks
+        return LayerSharding(module) if self.sharding == "layer" else StepSharding(module)
+
+    def plan(
+        self,
+        metas: Sequence[MicrobatchMeta],
+        targets: Sequence[int] | None = None,
+        purpose: Purpose = "training",
+    ) -> PipelinePlan:
+        """The plan of a step with these microbatches.
+
+        Args:
+            targets: positions that count in the loss, by microbatch; None: all text.
+
+        Raises:
+            PlanError: the schedule cannot run them.
+        """
+        sizes = self.message_sizes
+        specs = partial(message_specs, modules=sizes, microbatches=metas, dtype=self.dtype)
+        if purpose == "training" and self.ready is not None:
+            plan = self.ready(metas, specs)
+            if plan is not None:
+                return plan
+        return plan_step(
+            self.layout,
+            self.config,
+            self._descriptions,
+            metas,
+            targets,
+            specs=specs,
+            sharding=self.sharding,
+            purpose=purpose,
+            factors=self.factors,
+            planner=self.planner,
+            tuning=self.tuning,
+        )
+
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        loss_scale: float | Mapping[str, float] = 1.0,
+        annotate: bool = False,
+    ) -> tuple[PipelinePlan, StepResult]:
+        """A training step: gradients into the parameters; every action is timed.
+
+        Args:
+            microbatches: of this data-parallel rank, the same on all ranks of the plan, on any
+                device: those that this rank has tasks of are moved.
+            loss_scale: factor of the summed losses in backward, or one for each module.
+            annotate: name each action in profiles.
+        """
+        plan = self.plan([m.meta for m in microbatches], [m.target_count for m in microbatches])
+        own = {a.microbatch for a in plan.actions[self._runtime.plan_rank] if a.microbatch >= 0}
+        moved = [
+            read_by(self._here, m).to(self.device) if i in own else m
+            for i, m in enumerate(microbatches)
+        ]
+        result = self._runtime.step(
+            plan, moved, loss_scale=loss_scale, record=True, annotate=annotate
+        )
+        return plan, result
+
+    def losses(self, microbatches: Sequence[Microbatch]) -> dict[str, list[torch.Tensor]]:
+        """Summed losses without gradients, by module ("llm", "generator") and microbatch; those of
+        modules whose last stage is on this rank."""
+        plan = self.plan([m.meta for m in microbatches], purpose="losses")
+        result = self._runtime.step(plan, microbatches)
+        found: dict[str, list[torch.Tensor]] = {}
+        for (module, _), loss in sorted(result.module_losses.items()):
+            found.setdefault(module, []).append(loss)
+        return found
+
+    def next_token_logits(self, microbatch: Microbatch) -> torch.Tensor | None:
+        """(V,) logits behind the last token; None on ranks without the LLM's last stage."""
+        plan = self.plan([microbatch.meta], purpose="text")
+        return self._writer.step(plan, [microbatch]).losses_of("llm").get(0)
+
+    def velocities(self, microbatch: Microbatch) -> torch.Tensor | None:
+        """float32 (P, V): where the pixels of the images to be drawn move to as they get noisier;
+        None on ranks without the generator's last stage."""
+        plan = self.plan([microbatch.meta], purpose="drawing")
+        return self._drawer.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
+
+    def last_rank(self, module: str) -> int:
+        """Rank of the plan with a module's last stage, where its losses are."""
+        return next(s.ranks[0] for s in reversed(self.layout.stages) if s.module == module)
+
+
+def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
+    """The microbatch without the pixels that only other modules read: these need not be moved."""
+    encoders = {
+        name: inputs if name in modules else replace(inputs, pixels=inputs.pixels[:0])
+        for name, inputs in microbatch.encoders.items()
+    }
+    drawn = microbatch.generator
+    if drawn is not None and GENERATOR not in modules:
+        drawn = replace(drawn, patches_PV=drawn.patches_PV[:0], noise_PV=drawn.noise_PV[:0])
+    found = replace(microbatch, encoders=encoders, generator=drawn)
+    found.target_positions_L = microbatch.target_positions_L  # found already, on the CPU
+    return found
+
+
+def _with_next_token(stages: dict[int, PipelineStage]) -> dict[int, PipelineStage]:
+    """The same stages, but the LLM's last gives logits in the place of the loss."""
+
+    def generating(stage: PipelineStage) -> PipelineStage:
+        last = isinstance(stage.module, LlmModule) and stage.module.is_last
+        return NextTokenStage(stage.module, stage.sharding) if last else stage
+
+    return {index: generating(stage) for index, stage in stages.items()}
+
+
+def _with_velocities(stages: dict[int, PipelineStage]) -> dict[int, PipelineStage]:
+    """The same stages, but the generator's last gives velocities in the place of the loss."""
+
+    def drawing(stage: PipelineStage) -> PipelineStage:
+        module = stage.module
+        if isinstance(module, GeneratorModule) and module.is_last:
+            return VelocityStage(module, stage.sharding)
+        return stage
+
+    return {index: drawing(stage) for index, stage in stages.items()}

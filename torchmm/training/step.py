@@ -1,0 +1,108 @@
+"""Forward and backward of one optimizer step on one rank, as a plan, and what it took.
+
+The text loss is the *sum* over targets divided by the number of targets of the whole global batch,
+the image loss the sum over images divided by their number, so neither the number of ranks nor that
+of microbatches or stages changes them. What is trained on is their weighted sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchmm.common.batch import Microbatch
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.pipelining.plan.actions import COMPUTE
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.runtime import StepResult
+from torchmm.recipe.model_section import GENERATOR
+from torchmm.training.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A step of one rank.
+
+    Attributes:
+        losses: float32 scalars by module ("llm", "generator"): this rank's sum of losses / number
+            of targets or images in the global batch; 0 on ranks without the module's last stage.
+        loss: their weighted sum.
+        plan: what was run.
+        result: losses and records.
+        module_ms: time in forwards and backwards by module name.
+        span_ms: from the first action's start to the last one's end.
+    """
+
+    losses: dict[str, Tensor]
+    loss: Tensor
+    plan: PipelinePlan
+    result: StepResult
+    module_ms: dict[str, float]
+    span_ms: float
+
+    @property
+    def compute_ms(self) -> float:
+        """Time in forwards and backwards."""
+        return sum(self.module_ms.values())
+
+
+@dataclass
+class TrainStep:
+    """Runs the microbatches of a step and leaves gradients of the global mean loss.
+
+    Args:
+        loss_weights: factor of each module's loss, by name; 1 where none is given.
+    """
+
+    pipeline: Pipeline
+    mesh: ParallelMesh
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
+
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        global_targets: float,
+        annotate: bool = False,
+        global_images: float = 0.0,
+    ) -> StepOutcome:
+        """Accumulates gradients.
+
+        Args:
+            microbatches: this data-parallel rank's share, on the CPU.
+            global_targets: targets in the whole global batch, over all ranks.
+            annotate: name each action in profiles.
+            global_images: generated images that count, in the whole global batch.
+        """
+        counts = {"llm": max(global_targets, 1.0), GENERATOR: max(global_images, 1.0)}
+        weights = {name: self.loss_weights.get(name, 1.0) for name in counts}
+        scales = dict.fromkeys((s.module for s in self.pipeline.layout.stages), 0.0)
+        for name, count in counts.items():
+            scales[name] = weights[name] / count
+        self._scale_router_losses(microbatches, weights["llm"])
+        plan, result = self.pipeline.run(microbatches, loss_scale=scales, annotate=annotate)
+        nothing = torch.zeros((), device=self.mesh.device)
+        losses = {
+            name: torch.stack([nothing, *result.losses_of(name).values()]).sum() / count
+            for name, count in counts.items()
+        }
+        loss = sum((weights[name] * losses[name] for name in counts), nothing)
+        module_ms, span_ms = self._times_ms(plan, result)
+        return StepOutcome(losses, loss, plan, result, module_ms, span_ms)
+
+    def _scale_router_losses(self, microbatches: Sequence[Microbatch], weight: float) -> None:
+        """Losses that balance experts are means over the tokens of the global batch."""
+        balance = self.pipeline.router_balance
+        if balance is not None:
+            tokens = sum(len(m.input_ids_T) for m in microbatches) * self.mesh.data_parallel_size
+            balance.scale = weight / max(tokens, 1)
+
+    def _times_ms(self, plan: PipelinePlan, result: StepResult) -> tuple[dict[str, float], float]:
+        times_ms: dict[str, float] = {}
+        for record in result.records or ():
+            if record.action.type in COMPUTE:
+                module = plan.graph.layout.stages[record.action.stage].module
+                times_ms[module] = times_ms.get(module, 0.0) + record.end_ms - record.start_ms
+        return times_ms, max((r.end_ms for r in result.records or ()), default=0.0)
