@@ -1,1 +1,23 @@
-"""torchmm/common."""
+"""Types and small helpers that every folder shares; imports nothing of torchmm.
+
+Begin with `batch.py`: samples, packed microbatches and descriptions of modules, the types in which
+data, models and planners meet without importing each other.
+"""
+
+from torchmm.common.faces import public
+
+__all__, __getattr__ = public(
+    __name__,
+    {
+        "batch": ("Microbatch", "MicrobatchMeta", "ModuleDescription", "StepBatch"),
+        "errors": (
+            "CheckpointError",
+            "ConfigError",
+            "DataError",
+            "PeerError",
+            "PlanError",
+            "Preempted",
+            "TorchmmError",
+        ),
+    },
+)

@@ -1,1 +1,16 @@
-"""Data: sources, image and text transforms, packing, sampling and loading."""
+"""Samples to packed microbatches, in an order that no number of ranks changes; never a model.
+
+Imports `common` and `recipe`. Begin with `loader.py`, which puts the rest together: `sources/`
+finds and reads records, `order.py` says which come when, `step_packs.py` packs them and deals them
+to ranks, `media/` decodes. `serve.py` is a program: producers that prepare samples elsewhere.
+"""
+
+from torchmm.common.faces import public
+
+__all__, __getattr__ = public(
+    __name__,
+    {
+        "loader": ("Loader", "build_loader"),
+        "tokenizer": ("load_tokenizer",),
+    },
+)

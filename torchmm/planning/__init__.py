@@ -1,1 +1,18 @@
-"""torchmm/planning."""
+"""From a recipe to sizes, layouts and plans, still without a process group.
+
+Imports everything above. Begin with `step.py` (from microbatches to a plan) and `dry_run.py` (what
+`--dry-run` prints); `placement.py` and `encoder_sizes.py` fill in sizes that a recipe leaves open.
+"""
+
+from torchmm.common.faces import public
+
+__all__, __getattr__ = public(
+    __name__,
+    {
+        "dry_run": ("describe_run",),
+        "executions": ("module_executions",),
+        "forecast": ("Forecast", "Forecaster"),
+        "placement": ("plan_recipe",),
+        "step": ("plan_layout", "plan_step"),
+    },
+)

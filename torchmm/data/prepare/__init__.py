@@ -1,1 +1,4 @@
-"""Real data sets, a tokenizer and small weights built out of registry packages."""
+"""Real data sets and small models out of package registries (`scripts/prepare_data.py`).
+
+Begin with `packages.py`; `manifest.py` records where everything came from, and its licence.
+"""

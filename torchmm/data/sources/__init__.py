@@ -1,1 +1,16 @@
-"""torchmm/data/sources."""
+"""Where records come from: files, folders, the hub; with random access or as streams.
+
+Begin with `open.py`. A record that cannot be used is corrupt with a reason (`corrupt.py`), skipped
+and counted.
+"""
+
+from torchmm.common.faces import public
+
+__all__, __getattr__ = public(
+    __name__,
+    {
+        "open": ("open_samples",),
+        "corrupt": ("CorruptLimit", "CorruptSampleError"),
+        "records": ("Sample",),
+    },
+)

@@ -1,1 +1,14 @@
-"""torchmm/parallel/tensor."""
+"""Tensor and sequence parallelism, with communication before the matrix products or below them.
+
+Begin with `apply.py`; `overlap_*.py` is asynchronous tensor parallelism (docs/async_tp.md).
+"""
+
+from torchmm.common.faces import public
+
+__all__, __getattr__ = public(
+    __name__,
+    {
+        "apply": ("apply_tensor_parallel",),
+        "overlap_choice": ("choose_overlap",),
+    },
+)
