@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.orchestration.baselines import ratio_plan, rigid_plan
@@ -41,9 +41,9 @@ from torchmm.models.registry import build_model
 from torchmm.planning.placement import fits, orchestration_problem, planned_recipe
 from torchmm.planning.reordering import reordered
 from torchmm.planning.step import plan_layout, plan_step
+from torchmm.recipe.placement_sizes import resolve_units
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.recipe_units import resolve_units
 from torchmm.recipe.sizes import Layout, replica_groups
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "papers"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pyarrow.parquet
 from transformers import AutoTokenizer
 
-from torchmm.data.packing import Packer
+from torchmm.data.step_packs import Packer
 
 FILE = Path(__file__).with_name("gimp_help_documents.json")
 OPEN_PACKS = 32

@@ -28,7 +28,7 @@ from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.simulation.workload import draw_microbatches
 from torchmm.common.batch import ModuleDescription
 from torchmm.models.registry import build_model
-from torchmm.pipelining.schedules.partition import balanced_cuts
+from torchmm.pipelining.schedules.layouts import balanced_cuts
 from torchmm.recipe.read import resolve_layout
 
 

@@ -50,7 +50,7 @@ from support.papers.paper_figures import (
 )
 from support.papers.pipeweaver_steps import COARSE, SEED, Model, Setting, Timed, ladder, systems
 
-from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.search import Budget, search
 from torchmm.balance.recomputation.costs import LAYER_MODES
 

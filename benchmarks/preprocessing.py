@@ -30,7 +30,7 @@ from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.serve import Producer, start_server
 from torchmm.data.sources.open import open_samples
-from torchmm.recipe.config_producers import ProducersConfig
+from torchmm.recipe.data_section import ProducersConfig
 from torchmm.recipe.recipe import DataConfig, SourceConfig, TrainingConfig
 
 SEED = 0

@@ -28,7 +28,7 @@ from support.cases.search_instances import LOOSE, MEDIUM, TIGHT, VERY_TIGHT, Ins
 from support.harness import Row, describe_machine, make_parser, report
 
 from torchmm.balance.order_search.bounds import lower_bound_ms
-from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.order_times import time_order
 from torchmm.balance.order_search.search import Budget, Found, search
 from torchmm.balance.order_search.strategies import STRATEGIES

@@ -47,7 +47,7 @@ from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import PLANNERS, search_order
 from torchmm.balance.rates import Kind, scaled
 from torchmm.common.batch import Microbatch
-from torchmm.common.host_memory import keep_freed_memory
+from torchmm.common.processes import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.actions import Action

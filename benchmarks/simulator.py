@@ -35,7 +35,7 @@ import torch
 from support.harness import Row, describe_machine, make_parser, report
 
 from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.simulation.operator_graph import OperatorGraph
 from torchmm.balance.simulation.reuse import Part, Subgraph, SubgraphCache
 from torchmm.balance.simulation.simulator import PlanSimulation

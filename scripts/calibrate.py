@@ -32,8 +32,8 @@ from torchmm.measure.operators import machine, measure
 from torchmm.models.registry import build_model
 from torchmm.pipelining.view.records import read_content, read_records
 from torchmm.planning.executions import module_executions
+from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.read import load_recipe, resolve_layout
-from torchmm.recipe.recipe_units import units_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

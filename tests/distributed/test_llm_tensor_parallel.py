@@ -10,7 +10,7 @@ from test_multimodal import two_samples_with_images
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
-from torchmm.models.hf.shards import copy_slice
+from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model

@@ -22,7 +22,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.decode import DecodedStep
 from torchmm.data.step_packs import PackItems
 from torchmm.data.wire import pack_request, unpack_step
-from torchmm.recipe.config_producers import ProducersConfig
+from torchmm.recipe.data_section import ProducersConfig
 
 METHOD = "/torchmm.Producer/Prepare"
 TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"

@@ -24,11 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmm.balance.costs.calibration import SplitLayers, WorkingLayers
 from torchmm.balance.costs.devices import Link
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.layer_operators import Setting, part_operators
 from torchmm.balance.costs.model import gather_operators
 from torchmm.balance.costs.operators import HOST_KINDS, Operator
-from torchmm.balance.costs.parts import stage_parts
+from torchmm.balance.costs.parts import Execution, stage_parts
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription, SampleMeta
 from torchmm.measure.network import world_link

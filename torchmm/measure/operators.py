@@ -25,10 +25,10 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from torchmm.balance.costs.calibration import Measured, Measurements
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.layer_operators import Setting, norm_operators
 from torchmm.balance.costs.operators import Kind, Operator
-from torchmm.common.host_memory import keep_freed_memory
+from torchmm.balance.costs.parts import Execution
+from torchmm.common.processes import keep_freed_memory
 from torchmm.measure.layers import (
     LayerCase,
     layer_cases,

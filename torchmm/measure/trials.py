@@ -39,7 +39,7 @@ from torchmm.balance.orchestration.trials import (
 from torchmm.balance.orchestration.unit_costs import KNOTS, TENSOR_SIZES, fitting_tensor_sizes
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError
-from torchmm.common.host_memory import keep_freed_memory
+from torchmm.common.processes import keep_freed_memory
 from torchmm.measure.operators import machine
 from torchmm.measure.trial_inputs import encoder_inputs, generator_inputs, text_microbatch
 from torchmm.models.encoders import EncoderModule

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
-from torchmm.models.hf.shards import copy_slice
+from torchmm.models.hf.load import copy_slice
 from torchmm.models.layered import LayeredModule, WeightInitializer, units
 from torchmm.models.multimodal import MultimodalModel
 

@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from torchmm.common.batch import IGNORE_TARGET, LayerDescription, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.models.layered import LayeredModule, LinearSizes, StageRange, WeightFiles
-from torchmm.models.layers.attention import PACKED, Segments
-from torchmm.models.layers.blocks import image_blocks, prompt_blocks
+from torchmm.models.layers.attention import PACKED, Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.experts import balance_routers, has_experts
 from torchmm.models.layers.loss import summed_cross_entropy
 

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from torchmm.balance.compiled import Float64s, Int32s
-from torchmm.balance.costs.layer_costs import task_durations
+from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.order_search.best_order import LEAST_GAIN, SearchedOrder, StepSearch
 from torchmm.balance.order_search.bounds import lower_bound_ms
 from torchmm.balance.order_search.search import Budget, Found, search
@@ -46,7 +46,7 @@ from torchmm.balance.rates import Kind, scaled
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import PlanError
-from torchmm.common.handover import Arrays, Handover
+from torchmm.common.files import Arrays, Handover
 from torchmm.common.processes import fork_server, ignore_signals
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout

@@ -19,10 +19,9 @@ from torchmm.planning.encoder_sizes import choose_encoders, leaves_encoders_open
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import leaves_units_open, orchestrated_units
 from torchmm.planning.report import write_picture
-from torchmm.recipe.placement_sizes import encoder_layout
+from torchmm.recipe.placement_sizes import encoder_layout, show_layout, units_of
 from torchmm.recipe.read import Layout, resolve_layout
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.recipe_units import show_layout, units_of
 from torchmm.recipe.sizes import replica_groups
 
 

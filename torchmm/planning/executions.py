@@ -7,17 +7,16 @@ from pathlib import Path
 
 import torch
 
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
+from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import ModuleDescription
 from torchmm.common.errors import ConfigError
-from torchmm.recipe.placement_sizes import encoder_layout
+from torchmm.recipe.placement_sizes import encoder_layout, units_of
 from torchmm.recipe.read import Layout, resolve_layout
 from torchmm.recipe.recipe import ActivationCheckpointConfig, ParallelConfig, Recipe
-from torchmm.recipe.recipe_units import units_of
 from torchmm.recipe.training_section import limit_bytes
 
 

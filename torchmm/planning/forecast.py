@@ -39,9 +39,9 @@ from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.reordering import reordered, step_reorder
 from torchmm.planning.segments import with_segments
 from torchmm.planning.step import plan_layout, plan_step
+from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES, LLM, units_of
 from torchmm.recipe.read import Layout, resolve_layout
 from torchmm.recipe.recipe import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig, Placement, Recipe
-from torchmm.recipe.recipe_units import DISAGGREGATED_SCHEDULES, LLM, units_of
 from torchmm.recipe.sizes import replica_groups
 
 

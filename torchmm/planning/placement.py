@@ -28,10 +28,10 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
-from torchmm.planning.encoder_pipelines import encoder_combinations, with_pipelines
+from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
 from torchmm.planning.forecast import Forecast, Forecaster, first_microbatches
+from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES, LLM
 from torchmm.recipe.recipe import COLOCATED_SCHEDULES, MODULE_SIZES, Recipe
-from torchmm.recipe.recipe_units import DISAGGREGATED_SCHEDULES, LLM
 
 SAMPLED = 512
 """Sequences of which the data's statistics are taken, at most."""

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 
 import torch
 
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.parts import Execution
 from torchmm.balance.reordering.step import StepReorder
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.planning.executions import run_profile
+from torchmm.recipe.placement_sizes import LLM, unit_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.recipe_units import LLM, unit_sizes
 
 
 def arrangement(

@@ -20,7 +20,7 @@ from torchmm.pipelining.view.exchange import write_chrome_trace
 from torchmm.pipelining.view.records import write_records
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
 from torchmm.planning.forecast import Forecast, Forecaster
-from torchmm.recipe.recipe_units import show_layout
+from torchmm.recipe.placement_sizes import show_layout
 
 GIB = 2**30
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
+from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.best_order import plan_searched

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
 from typing import Literal
 
-from torchmm.balance.costs.layer_costs import module_layers, task_durations
+from torchmm.balance.costs.flops import module_layers, task_durations
 from torchmm.balance.order_search.best_order import bounded_orders
 from torchmm.balance.planners import PLANNERS
 from torchmm.balance.rates import Kind, scaled
@@ -37,8 +37,8 @@ from torchmm.pipelining.schedules.layouts import megatron_layout
 from torchmm.pipelining.schedules.names import schedule_layout, schedule_named
 from torchmm.pipelining.schedules.separated import Durations
 from torchmm.recipe.model_section import GENERATOR
+from torchmm.recipe.placement_sizes import unit_stages
 from torchmm.recipe.recipe import ParallelConfig
-from torchmm.recipe.recipe_units import unit_stages
 from torchmm.recipe.sizes import Layout, replica_groups
 
 Gathering = Literal["none", "layer", "step"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from glob import glob
 from math import prod
 from pathlib import Path
@@ -17,16 +16,19 @@ from typing import Any
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.check_model import check_generator
 from torchmm.recipe.check_parallel import check_pipeline
-from torchmm.recipe.explain import NO_VALUE, Problem, suggest
+from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.model_section import GENERATOR
-from torchmm.recipe.placement_sizes import check_colocated
+from torchmm.recipe.placement_sizes import (
+    check_colocated,
+    check_units,
+    modality_modules,
+    resolve_units,
+    unit_sizes,
+)
 from torchmm.recipe.recipe import ParallelConfig, Recipe, SourceConfig
-from torchmm.recipe.recipe_units import check_units, modality_modules, resolve_units, unit_sizes
 from torchmm.recipe.simulation_section import contradictions
 from torchmm.recipe.sizes import Layout
 from torchmm.recipe.training_section import limit_bytes
-
-Found = Iterator[Problem]
 
 
 def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
@@ -85,7 +87,7 @@ def _encoders(recipe: Recipe) -> list[str]:
     return ["vision"] if composite else list(model.encoders)
 
 
-def _check_run(recipe: Recipe) -> Found:
+def _check_run(recipe: Recipe) -> Problems:
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", recipe.name):
         text = "must be a plain directory name; use letters, digits, '-', '_' and '.'"
         yield Problem("name", recipe.name, text)
@@ -95,7 +97,7 @@ def _check_run(recipe: Recipe) -> Found:
         yield Problem("checkpoint.resume", resume, text)
 
 
-def _check_model(recipe: Recipe) -> Found:
+def _check_model(recipe: Recipe) -> Problems:
     model = recipe.model
     composite = model.source is not None or model.config is not None
     if not composite and model.llm is None:
@@ -123,7 +125,7 @@ def _check_model(recipe: Recipe) -> Found:
         yield from _check_source(f"model.encoders.{name}", encoder)
 
 
-def _check_source(key: str, part: Any) -> Found:
+def _check_source(key: str, part: Any) -> Problems:
     """A module needs weights or sizes: `source`, `config` or both."""
     if part.source is None and part.config is None:
         yield Problem(key, NO_VALUE, "has neither source nor config; set one of them")
@@ -144,7 +146,7 @@ def _directory(source: str) -> bool:
     return Path(source).expanduser().is_dir()
 
 
-def _check_module_names(recipe: Recipe) -> Found:
+def _check_module_names(recipe: Recipe) -> Problems:
     known = module_names(recipe)
     uses = {
         "freeze.modules": recipe.freeze.modules,
@@ -159,7 +161,7 @@ def _check_module_names(recipe: Recipe) -> Found:
                 yield Problem(key, name, text, ("model",))
 
 
-def _check_frozen(recipe: Recipe) -> Found:
+def _check_frozen(recipe: Recipe) -> Problems:
     frozen = recipe.freeze.modules
     if set(module_names(recipe)) <= set(frozen):
         text = "leaves nothing to train; take at least one module out"
@@ -175,7 +177,7 @@ def _check_frozen(recipe: Recipe) -> Found:
             yield Problem(key, lr, text, ("freeze.modules",))
 
 
-def _check_data(recipe: Recipe) -> Found:
+def _check_data(recipe: Recipe) -> Problems:
     data, validation = recipe.data, recipe.validation
     if not data.sources and not recipe.simulation.sequences:
         yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
@@ -193,7 +195,7 @@ def _check_data(recipe: Recipe) -> Found:
         yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
 
 
-def _check_simulation(recipe: Recipe) -> Found:
+def _check_simulation(recipe: Recipe) -> Problems:
     simulation, encoders = recipe.simulation, list(_encoders(recipe))
     for found in contradictions(simulation, recipe.training.sequence_length):
         yield Problem(*found, ("training.sequence_length", "simulation"))
@@ -207,7 +209,7 @@ def _check_simulation(recipe: Recipe) -> Found:
         yield Problem("simulation.generated", NO_VALUE, text, ("model.generator",))
 
 
-def _check_path(key: str, source: SourceConfig) -> Found:
+def _check_path(key: str, source: SourceConfig) -> Problems:
     path = str(Path(source.path).expanduser())
     found = Path(path).exists() or glob(path, recursive=True)  # noqa: PTH207 - absolute patterns
     if source.format != "hub" and not found:
@@ -217,7 +219,7 @@ def _check_path(key: str, source: SourceConfig) -> Found:
         yield Problem(key, source.path, text)
 
 
-def _check_layout(recipe: Recipe, world_size: int | None) -> Found:
+def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
     parallel, training = recipe.parallel, recipe.training
     keys = tuple(f"parallel.{name}" for name in Layout._fields)
     layout, apart = None, parallel.placement == "disaggregated"
@@ -258,7 +260,7 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Found:
         yield Problem("parallel.backend", "nccl", text, ("training.device",))
 
 
-def _check_async_tensor(recipe: Recipe) -> Found:
+def _check_async_tensor(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
     if not parallel.async_tensor_parallel:
         return
@@ -282,7 +284,7 @@ def _check_async_tensor(recipe: Recipe) -> Found:
         )
 
 
-def _check_heads(recipe: Recipe) -> Found:
+def _check_heads(recipe: Recipe) -> Problems:
     """Tensor parallelism splits attention by heads: inline configs tell their number."""
     model, parallel = recipe.model, recipe.parallel
     configs: dict[str, tuple[Any, str]] = {"model.config": (model.config, "llm")}
@@ -306,7 +308,7 @@ def _check_heads(recipe: Recipe) -> Found:
                 yield Problem(f"{key}.{name}", heads, text, (size,))
 
 
-def _check_schedule(recipe: Recipe) -> Found:
+def _check_schedule(recipe: Recipe) -> Problems:
     optimizer, steps = recipe.optimizer, recipe.training.steps
     warmup = optimizer.warmup_steps
     decay = round(optimizer.decay_fraction * steps) if optimizer.schedule == "wsd" else 0
@@ -320,7 +322,7 @@ def _check_schedule(recipe: Recipe) -> Found:
         yield Problem("optimizer.betas", optimizer.betas, text)
 
 
-def _check_memory_limit(recipe: Recipe) -> Found:
+def _check_memory_limit(recipe: Recipe) -> Problems:
     limit = recipe.activation_checkpoint.memory_limit
     try:
         limit_bytes(limit, 0)
@@ -328,7 +330,7 @@ def _check_memory_limit(recipe: Recipe) -> Found:
         yield Problem("activation_checkpoint.memory_limit", limit, str(error))
 
 
-def _check_metrics(recipe: Recipe) -> Found:
+def _check_metrics(recipe: Recipe) -> Problems:
     metrics, steps = recipe.metrics, recipe.training.steps
     for key in ("profile_step", "memory_snapshot_step"):
         step = getattr(metrics, key)

@@ -5,19 +5,16 @@ As in `recipe_checks`, only what needs neither torch nor a download.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from torchmm.recipe.explain import NO_VALUE, Problem
+from torchmm.recipe.explain import NO_VALUE, Problem, Problems
 from torchmm.recipe.model_section import GENERATOR
 from torchmm.recipe.recipe import Recipe
-
-Found = Iterator[Problem]
 
 SECTION = f"model.{GENERATOR}"
 
 
-def check_generator(recipe: Recipe) -> Found:
+def check_generator(recipe: Recipe) -> Problems:
     """Everything about `[model.generator]` and what needs it."""
     if GENERATOR in recipe.model.encoders:
         text = "is the name of the module behind the LLM; give the encoder another name"
@@ -29,7 +26,7 @@ def check_generator(recipe: Recipe) -> Found:
         yield from _check_data(recipe)
 
 
-def _check_without(recipe: Recipe) -> Found:
+def _check_without(recipe: Recipe) -> Problems:
     for key, sources in (("sources", recipe.data.sources), ("validation", recipe.data.validation)):
         for index, source in enumerate(sources):
             if source.generate is not None:
@@ -41,7 +38,7 @@ def _check_without(recipe: Recipe) -> Found:
         yield Problem("validation.drawings", recipe.validation.drawings, text, (SECTION,))
 
 
-def _check_section(recipe: Recipe) -> Found:
+def _check_section(recipe: Recipe) -> Problems:
     section = recipe.model.generator
     assert section is not None
     if section.source is None and section.config is None:
@@ -63,7 +60,7 @@ def _is_missing(source: str) -> bool:
     return is_path and not Path(source).expanduser().is_dir()
 
 
-def _check_data(recipe: Recipe) -> Found:
+def _check_data(recipe: Recipe) -> Problems:
     data, validation = recipe.data, recipe.validation
     if data.sources and not any(source.generate for source in data.sources):
         text = 'none says what to draw; set generate = "COLUMN" in a [[data.sources]] table'

@@ -6,17 +6,13 @@ config stands in the recipe itself; otherwise the model is asked when it is buil
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchmm.recipe.explain import Problem, suggest
+from torchmm.recipe.explain import Problem, Problems, suggest
 from torchmm.recipe.model_section import GENERATOR
-from torchmm.recipe.placement_sizes import check_encoder_layers
+from torchmm.recipe.placement_sizes import check_encoder_layers, check_unit_layers, unit_sizes
 from torchmm.recipe.recipe import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig, Recipe
-from torchmm.recipe.recipe_units import check_unit_layers, unit_sizes
-
-Found = Iterator[Problem]
 
 SCHEDULE = "parallel.schedule"
 PIPELINE = "parallel.pipeline"
@@ -24,14 +20,14 @@ VIRTUAL = "parallel.virtual_stages"
 CSV = "csv:"
 
 
-def check_pipeline(recipe: Recipe) -> Found:
+def check_pipeline(recipe: Recipe) -> Problems:
     """Everything about `[parallel]` that concerns the pipeline."""
     yield from _check_schedule(recipe)
     yield from _check_modules(recipe)
     yield from _check_layers(recipe)
 
 
-def _check_schedule(recipe: Recipe) -> Found:
+def _check_schedule(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
     apart = parallel.placement == "disaggregated"
     name, pipeline = parallel.schedule, unit_sizes(parallel, "llm")["pipeline"]
@@ -58,7 +54,7 @@ def _check_schedule(recipe: Recipe) -> Found:
         yield Problem(order_key, order, text, ("compile.enabled", PIPELINE))
 
 
-def _check_modules(recipe: Recipe) -> Found:
+def _check_modules(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
     known = list(_layer_counts(recipe))
     for name in known:
@@ -96,7 +92,7 @@ def _pipeline(parallel: ParallelConfig, module: str) -> int:
     return unit_sizes(parallel, module)["pipeline"] if apart else parallel.pipeline
 
 
-def _check_layers(recipe: Recipe) -> Found:
+def _check_layers(recipe: Recipe) -> Problems:
     """Every stage needs a layer."""
     parallel, counts = recipe.parallel, _layer_counts(recipe)
     if parallel.placement == "disaggregated":

@@ -1,4 +1,9 @@
-"""The recipe's `[data]`: sources, their order, and how they are read."""
+"""The recipe's `[data]`: sources, their order, and how they are read.
+
+The recipe's `[data.video]`: which frames of clips are read, and how large.
+
+The recipe's `[data.producers]`: other processes or machines that prepare its samples.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,45 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchmm.recipe.config_producers import ProducersConfig
-from torchmm.recipe.config_video import VideoConfig
 from torchmm.recipe.model_section import Section
+
+
+class ProducersConfig(Section):
+    """Processes started with `python -m torchmm.data.serve` that decode, resize, tokenise and pack
+    for this run. They share no state with it: any of them can prepare any step."""
+
+    addresses: list[str] = Field(default=[])
+    """HOST:PORT of each; empty: samples are prepared on the machine that trains. A step is asked
+    of one after the other until one answers."""
+    ca_certificate: str | None = None
+    """PEM file with the certificate that signed theirs; without it nothing is encrypted, which
+    producers only accept on their own machine. Their token stands in the environment variable
+    TORCHMM_DATA_TOKEN, never in a recipe."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """A producer that has not prepared a step in this time is given up and the next one asked."""
+    give_up_s: float = Field(default=180.0, gt=0)
+    """The run ends (exit code 3) when no producer has answered for this long."""
+    max_message_mb: float = Field(default=1000.0, gt=0)
+    """Largest prepared step that is accepted, in units of 10^6 bytes."""
+
+
+class VideoConfig(Section):
+    """Frames of a clip are evenly spaced and follow from its length alone: the same in every
+    epoch, on every rank. Needs `pip install "torchmm[video]"`."""
+
+    fps: float = Field(default=2.0, gt=0)
+    """Frames per second that are read, within the limits below. Encoders whose patches span
+    several frames (Qwen's two) read whole groups of them."""
+    min_frames: int = Field(default=4, ge=1)
+    """Of a clip that has so many: short ones are read at a higher rate."""
+    max_frames: int = Field(default=64, ge=1)
+    """Of a clip: long ones are read at a lower rate."""
+    max_pixels: int = Field(default=20_000_000, ge=1)
+    """All frames of a clip together after resizing: where sizes vary, frames become smaller, down
+    to the processor's own minimum; where the encoder has one size, fewer."""
+    timestamps: bool = True
+    """Write "<1.5 seconds>" before every frame, where an encoder reads single frames (none that
+    knows time): otherwise they stand behind each other."""
 
 
 class SourceConfig(Section):

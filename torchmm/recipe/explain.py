@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from torchmm.recipe.recipe import Recipe, Section
@@ -50,6 +50,10 @@ class Problem(NamedTuple):
             (own + ".").startswith(key + ".") or (key + ".").startswith(own + ".")
             for own in (without_indices(k) for k in (self.key, *self.rests_on))
         )
+
+
+Problems = Iterator[Problem]
+"""What a check finds."""
 
 
 def explain_error(item: Any) -> Problem:

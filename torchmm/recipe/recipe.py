@@ -12,8 +12,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from torchmm.recipe.config_video import VideoConfig
-from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.data_section import DataConfig, SourceConfig, VideoConfig
 from torchmm.recipe.model_section import (
     EncoderConfig,
     FreezeConfig,

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError
 from torchmm.common.files import replace_atomically
-from torchmm.common.host_memory import keep_freed_memory
 from torchmm.common.log import setup_logging
+from torchmm.common.processes import keep_freed_memory
 from torchmm.common.rng import seed_everything
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.step_packs import Arrange
@@ -43,9 +43,9 @@ from torchmm.planning.executions import run_tuning
 from torchmm.planning.reordering import arrangement
 from torchmm.planning.segments import with_segments
 from torchmm.planning.step import plan_layout
+from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.read import dump_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.recipe_units import units_of
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.manager import CheckpointManager, Restored
 from torchmm.training.metrics import MetricsRecorder

@@ -14,10 +14,9 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.placement_sizes import encoder_layout
+from torchmm.recipe.placement_sizes import encoder_layout, units_of
 from torchmm.recipe.read import resolve_layout
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.recipe_units import units_of
 from torchmm.recipe.sizes import replica_groups
 from torchmm.training.build import typical_microbatches
 

@@ -84,7 +84,7 @@ class Pipeline:
         self.device = mesh.device
         self.factors: Mapping[Kind, float] = {}
         """On FLOPs, by kind of action: with what steps are planned
-        (`torchmm.training.replanning`).
+        (`torchmm.training.planner`).
         """
         self.planner: Callable[[StageGraph, Durations], ComputeOrder] | None = None
         """Gives the orders of training steps (`torchmm.training.planner`); None: the schedule

@@ -14,6 +14,12 @@ false`) plan with FLOPs alone, in all evaluations, before the step begins.
 
 Rejected: letting ranks search the same order on their own beside training, which needs as many
 cores as there are ranks, and budgets in evaluations, which nobody can know.
+
+New plans when measured times have drifted away from those that steps are planned with.
+
+After every step all ranks add up what their actions took; they then know the same and decide the
+same, so that the plans of a pipeline's ranks stay one. Losses change by rounding only: another
+order adds up the same gradients.
 """
 
 from __future__ import annotations
@@ -32,13 +38,13 @@ import torch
 import torch.distributed as dist
 
 from torchmm.balance.compiled import Float64s
-from torchmm.balance.costs.layer_costs import task_durations
+from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import search_order
-from torchmm.balance.rates import SMOOTHING, Kind
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.balance.rates import SMOOTHING, DriftMonitor, Kind, Total, step_totals
+from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder, PipelinePlan
@@ -52,8 +58,8 @@ from torchmm.planning.ahead import (
     work_of,
 )
 from torchmm.planning.step import step_graph
+from torchmm.training.pictures import draw_schedules
 from torchmm.training.pipeline import Pipeline, Specs
-from torchmm.training.schedule_picture import draw_schedules
 from torchmm.training.step import StepOutcome
 
 REMEMBERED = 5
@@ -314,3 +320,53 @@ def _pipeline_group(mesh: ParallelMesh) -> tuple[dist.ProcessGroup, int, int]:
             own = group, members[0]
     assert own is not None
     return *own, leaders
+
+
+SHOWN = 3
+
+
+class Replanner:
+    """Watches a run's steps and tells its pipeline with which times to plan.
+
+    Args:
+        drift: as `parallel.replan_drift`; 0: nothing is watched.
+        modules: encoders, LLM and generator, whole.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        modules: Sequence[ModuleDescription],
+        drift: float,
+        logger: logging.Logger,
+    ) -> None:
+        self._pipeline, self._modules, self._logger = pipeline, modules, logger
+        watched = drift > 0 and pipeline.layout.rank_count > 1
+        self._monitor = DriftMonitor(drift) if watched else None
+        kinds = sorted(COMPUTE, key=lambda kind: kind.value)
+        self._kinds: list[Kind] = [(module.name, kind) for module in modules for kind in kinds]
+
+    def observe(self, step: int, outcome: StepOutcome, microbatches: Sequence[Microbatch]) -> None:
+        """Takes in a step of training; collective over all ranks."""
+        if self._monitor is None:
+            return
+        graph = outcome.plan.graph
+        metas, targets = [m.meta for m in microbatches], [m.target_count for m in microbatches]
+        flops = task_durations(graph, self._modules, metas, targets)
+        own = step_totals(outcome.result.records or (), graph, flops)
+        rows = [own.get(kind, Total(0.0, 0.0)) for kind in self._kinds]
+        totals = torch.tensor(rows, dtype=torch.float64, device=self._pipeline.device)
+        dist.all_reduce(totals)
+        by_kind = {
+            kind: Total(*row) for kind, row in zip(self._kinds, totals.tolist(), strict=True)
+        }
+        if changes := self._monitor.observe(by_kind):
+            self._pipeline.factors = self._monitor.factors
+            told = ", ".join(
+                f"{module} {kind.value} {times:.2f}x" for (module, kind), times in changes[:SHOWN]
+            )
+            more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+            self._logger.info(
+                "step %d: times drifted from those planned with (%s%s): the next steps are planned "
+                "anew", step, told, more,
+            )  # fmt: skip

@@ -52,9 +52,8 @@ from torchmm.training.optim import (
     set_learning_rate,
 )
 from torchmm.training.pictures import save_timeline
-from torchmm.training.planner import StepPlanner
+from torchmm.training.planner import Replanner, StepPlanner
 from torchmm.training.profiling import StepProfiler
-from torchmm.training.replanning import Replanner
 from torchmm.training.status import Status, StopSignal, write_status
 from torchmm.training.step import StepOutcome, TrainStep
 

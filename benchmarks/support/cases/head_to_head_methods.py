@@ -22,7 +22,7 @@ from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import Sharding, lower_plan
-from torchmm.planning.encoder_pipelines import encoder_combinations, with_pipelines
+from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import plan_recipe, planned_recipe

@@ -21,7 +21,7 @@ from support.harness import Row
 from support.models.pipeline_model import Size, load_steps, stages_of_rank
 from support.models.stock_pipeline import Split, StockProgram
 from support.ranks import Comparison, Program, Stopwatch
-from torchmm.balance.costs.layer_costs import module_layers, task_durations
+from torchmm.balance.costs.flops import module_layers, task_durations
 from torchmm.balance.rates import Kind
 from torchmm.common.batch import Microbatch, ModuleDescription
 from torchmm.models.multimodal import MultimodalModel

@@ -31,8 +31,7 @@ from support.sleepers import (
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
-from torchmm.pipelining.schedules.layouts import Cut, build_layout
-from torchmm.pipelining.schedules.partition import balanced_cuts
+from torchmm.pipelining.schedules.layouts import Cut, balanced_cuts, build_layout
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.pipelining.view.timeline import uniform_timeline
 

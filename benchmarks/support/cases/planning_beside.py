@@ -33,7 +33,7 @@ from support.harness import Row
 from support.models.pipeline_model import Size, load_steps
 from support.ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
 from torchmm.common.batch import Microbatch, MicrobatchMeta
-from torchmm.common.host_memory import keep_freed_memory
+from torchmm.common.processes import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.plan import PipelinePlan

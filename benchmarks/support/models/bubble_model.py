@@ -34,8 +34,7 @@ from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.colocated import colocated_layout
-from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.partition import balanced_cuts
+from torchmm.pipelining.schedules.layouts import ModuleLayers, balanced_cuts
 
 PEAK_FLOPS = 989e12
 TENSOR, HEAD_DIM = 8, 128

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from support.papers.paper_figures import PIPEWEAVER_ABLATION
-from torchmm.balance.costs.execution import Execution, Recompute, stage_parameters
-from torchmm.balance.costs.layer_costs import module_layers
+from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.parts import Execution, Recompute, stage_parameters
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
-from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.search import Budget, search
 from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.balance.simulation.simulator import simulate

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 from colocated_cases import NaiveFit, kernels_of, llm_step, random_timeline, random_work
 
-from torchmm.balance.bubbles.assignment import search_assignment
 from torchmm.balance.bubbles.encoder_work import EncoderWork
 from torchmm.balance.bubbles.free_time import spans_of
-from torchmm.balance.bubbles.scheduler import BubbleFiller, BubbleSchedule, fill_bubbles
+from torchmm.balance.bubbles.scheduler import (
+    BubbleFiller,
+    BubbleSchedule,
+    fill_bubbles,
+    search_assignment,
+)
 from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS, to_picoseconds
 from torchmm.pipelining.plan.actions import ActionType
 

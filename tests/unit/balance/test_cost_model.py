@@ -9,10 +9,9 @@ import pytest
 
 from torchmm.balance.costs.activation_bytes import kept_bytes, shared_bytes
 from torchmm.balance.costs.devices import Device
-from torchmm.balance.costs.execution import Execution, layer_parameters, stage_parameters
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.costs.operators import KINDS, Curve, Kind, Profile
-from torchmm.balance.costs.parts import stage_parts
+from torchmm.balance.costs.parts import Execution, layer_parameters, stage_parameters, stage_parts
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
 

@@ -10,7 +10,7 @@ from dispatch_cases import even_costs, pipeline
 from naive_dispatch import B, F, NaiveDispatch, random_dispatch
 
 from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.simulation.operator_graph import SimulationError
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.checks.validate import validate_plan

@@ -11,7 +11,7 @@ from naive_dispatch import random_dispatch
 
 from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.order_search.bounds import lower_bound_ms
-from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.pipelining.plan.actions import Action, ActionType
 
 

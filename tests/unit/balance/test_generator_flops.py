@@ -8,8 +8,7 @@ import torch
 from counting import count_flops
 from generator_cases import generator_config, generator_inputs
 
-from torchmm.balance.costs.flops import microbatch_flops
-from torchmm.balance.costs.layer_costs import module_layers
+from torchmm.balance.costs.flops import microbatch_flops, module_layers
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
 

@@ -14,8 +14,8 @@ from pipeline_cases import Case
 from random_orders import random_order
 from test_plan_costs import Step
 
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
 from torchmm.balance.recomputation.costs import (
@@ -23,10 +23,11 @@ from torchmm.balance.recomputation.costs import (
     StageRecompute,
     charged,
     costs_of_plan,
+    ordered,
+    stage_candidates,
     stage_choices,
 )
 from torchmm.balance.recomputation.integer_program import solve_exactly
-from torchmm.balance.recomputation.layer_tuning_candidates import ordered, stage_candidates
 from torchmm.balance.recomputation.tuning import (
     LayerTuning,
     TunedPlan,

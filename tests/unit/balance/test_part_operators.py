@@ -16,10 +16,9 @@ from counting import CountLive, CountTraffic, count_flops
 from torch import Tensor, nn
 
 from torchmm.balance.costs.activation_bytes import layer_kept_bytes
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.layer_operators import Setting, part_operators
 from torchmm.balance.costs.operators import Operator
-from torchmm.balance.costs.parts import Part
+from torchmm.balance.costs.parts import Execution, Part
 from torchmm.balance.costs.sizes import TaskSizes, encoder_sizes, llm_sizes
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, ModuleDescription, SampleMeta
 from torchmm.models.layered import LayeredModule

@@ -3,7 +3,7 @@
 import pytest
 from pipeline_cases import KINDS, Case, step_of
 
-from torchmm.balance.costs.layer_costs import module_layers
+from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs

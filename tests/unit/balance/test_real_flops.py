@@ -12,8 +12,7 @@ from counting import count_flops
 from pipeline_cases import KINDS, Case, varied_microbatch
 from random_orders import random_order
 
-from torchmm.balance.costs.flops import microbatch_flops
-from torchmm.balance.costs.layer_costs import task_durations
+from torchmm.balance.costs.flops import microbatch_flops, task_durations
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs

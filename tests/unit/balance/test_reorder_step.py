@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchmm.balance.costs.layer_costs import module_layers
+from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.reordering.step import Chain, StepReorder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchmm.balance.order_search.bounds import lower_bound_ms
-from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.strategies import STRATEGIES
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"

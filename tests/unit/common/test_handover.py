@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchmm.common.handover import Handover
+from torchmm.common.files import Handover
 
 
 def test_what_was_put_last_is_there_whole(tmp_path):

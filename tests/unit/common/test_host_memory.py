@@ -8,7 +8,7 @@ import pytest
 
 FAULTS = """
 import ctypes, resource, sys
-from torchmm.common.host_memory import keep_freed_memory
+from torchmm.common.processes import keep_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 if sys.argv[1] == "keep":

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchmm.data.packing import Packer, assign
+from torchmm.data.step_packs import Packer, assign
 
 
 def pack(lengths, sequence_length, max_open):

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.data.loader import build_loader
 from torchmm.data.prepare.clip_files import write_clip
-from torchmm.recipe.config_video import VideoConfig
+from torchmm.recipe.data_section import VideoConfig
 from torchmm.recipe.recipe import ModelConfig, SourceConfig
 
 IMAGE, VIDEO, START, END = 440, 441, 442, 443

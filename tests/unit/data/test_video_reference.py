@@ -21,10 +21,9 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
-from torchmm.data.media.clips import ClipMedia
 from torchmm.data.media.images import ImagePreprocessor
-from torchmm.data.media.video import sampled_frames
-from torchmm.recipe.config_video import VideoConfig
+from torchmm.data.media.video import ClipMedia, sampled_frames
+from torchmm.recipe.data_section import VideoConfig
 
 CONFIG = VideoConfig(fps=2.0, min_frames=4, max_frames=24)
 SIZE = {"shortest_edge": 64, "longest_edge": 512}  # pixels, as QWEN has them

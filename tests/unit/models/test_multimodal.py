@@ -30,7 +30,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.models.families import composites
 from torchmm.models.families.encoders import ENCODER_FAMILIES
 from torchmm.models.hf.export import hf_name, hf_prefixes
-from torchmm.models.layers.blocks import image_blocks, prompt_blocks
+from torchmm.models.layers.attention import image_blocks, prompt_blocks
 from torchmm.models.llm import LLM_FAMILIES
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.recipe import EncoderConfig, LlmConfig, ModelConfig

@@ -12,8 +12,7 @@ from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.run.runtime import PipelineRuntime
-from torchmm.pipelining.run.side_stream import SideStream
+from torchmm.pipelining.run.runtime import PipelineRuntime, SideStream
 from torchmm.pipelining.schedules.classic import forward_only
 from torchmm.pipelining.schedules.fillers import encoder_stages, feeds, fill_tensor_bubbles
 from torchmm.pipelining.schedules.fillers import filled as filled_places

@@ -12,13 +12,13 @@ from module_cases import AUDIO, GENERATOR, LLM, MODELS, VISION, frozen, tower_fr
 from torchmm.pipelining.schedules.layouts import (
     Cut,
     ModuleLayers,
+    balanced_cuts,
     build_layout,
     megatron_balanced_layout,
     megatron_layout,
     separated_layout,
 )
 from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout, schedule_named
-from torchmm.pipelining.schedules.partition import balanced_cuts
 
 TIED = ModuleLayers("llm", "llm", (1.0,) * 8, tied=True)
 

@@ -9,8 +9,7 @@ import tomli
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.planning.dry_run import describe_run
-from torchmm.planning.encoder_pipelines import encoder_combinations
-from torchmm.planning.encoder_sizes import choose_encoders, orchestrated
+from torchmm.planning.encoder_sizes import choose_encoders, encoder_combinations, orchestrated
 from torchmm.planning.forecast import Forecaster
 from torchmm.recipe.recipe import Recipe
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pipeline_cases import Case, varied_microbatch
 
-from torchmm.balance.costs.layer_costs import module_layers
+from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.costs import costs_of_plan

@@ -20,9 +20,9 @@ from torchmm.planning.placement import (
     planned_recipe,
     usable_devices,
 )
+from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import ParallelConfig, Recipe
-from torchmm.recipe.recipe_units import units_of
 
 ROOT = Path(__file__).parents[3]
 PLAN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]

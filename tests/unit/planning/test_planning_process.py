@@ -11,7 +11,7 @@ import pytest
 import torch
 from pipeline_cases import Case, step_of
 
-from torchmm.balance.costs.layer_costs import module_layers, task_durations
+from torchmm.balance.costs.flops import module_layers, task_durations
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.costs import costs_of_plan

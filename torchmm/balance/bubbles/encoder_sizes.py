@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.balance.costs.execution import Parameters, stage_parameters
+from torchmm.balance.costs.parts import Parameters, stage_parameters
 from torchmm.common.batch import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.pipelining.schedules.partition import balanced_cuts
+from torchmm.pipelining.schedules.layouts import balanced_cuts
 
 GRADIENT_BYTES = 4
 WEIGHT_STATE_BYTES = 4

@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 from torchmm.balance.costs.devices import Link
-from torchmm.balance.costs.execution import Execution, Recompute, local_linears
 from torchmm.balance.costs.flops import cross_rows
 from torchmm.balance.costs.operators import Kind, Operator
-from torchmm.balance.costs.parts import Part, layer_linears
+from torchmm.balance.costs.parts import Execution, Part, Recompute, layer_linears, local_linears
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import LayerDescription, ModuleDescription
 

@@ -22,16 +22,23 @@ from torchmm.balance.costs.activation_bytes import (
     gradients_kept_bytes,
     kept_bytes,
     layer_kept_bytes,
+    layer_temporary_bytes,
+    part_temporary_bytes,
     shared_bytes,
 )
 from torchmm.balance.costs.devices import Link
-from torchmm.balance.costs.execution import Execution, stage_parameters
 from torchmm.balance.costs.flops import PassFlops, pass_flops
 from torchmm.balance.costs.layer_operators import Setting, all_reduce_bytes, part_operators
 from torchmm.balance.costs.operators import HOST_KINDS, Operator, Profile, Times, Work, operator_ms
-from torchmm.balance.costs.parts import Flag, Part, gradients, stage_parts
+from torchmm.balance.costs.parts import (
+    Execution,
+    Flag,
+    Part,
+    gradients,
+    stage_parameters,
+    stage_parts,
+)
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.balance.costs.temporaries import layer_temporary_bytes, part_temporary_bytes
 from torchmm.common.batch import ModuleDescription
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -71,8 +78,8 @@ class StageCosts(NamedTuple):
     kept_bytes: Array
     kept_for_weights_bytes: Array
     workspace_bytes: Array
-    """Largest temporary, see `torchmm.balance.costs.temporaries`; with it, activations of a layer
-    that is recomputed or has no backward."""
+    """Largest temporary, see `torchmm.balance.costs.activation_bytes`; with it, activations of a
+    layer that is recomputed or has no backward."""
     flops: PassFlops
 
     def sharded(self, gather_ms: float, reduce_ms_N: Array, pieces: int, hides: bool) -> StageCosts:

@@ -14,8 +14,7 @@ import numpy as np
 
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.model import CostModel, PartCache, StageCosts
-from torchmm.balance.costs.sizes import text_tokens
-from torchmm.balance.costs.step_tasks import ModuleTasks, module_tasks
+from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task

@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 
 from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.order_times import OrderTime, time_order
 from torchmm.balance.order_search.search import Budget, Found, search
 from torchmm.pipelining.plan.graph import StageGraph

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.simulation.graph_kernels import sort_topologically
 from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
 from torchmm.pipelining.plan.actions import ActionType

@@ -1,21 +1,53 @@
-"""A step's tasks as the flat arrays that the dispatcher's compiled loop works on."""
+"""A step's tasks as the flat arrays that the dispatcher's compiled loop works on.
+
+From priorities of segments to a compute order and its time: PipeWeaver's dual-queue dispatcher.
+
+A *segment* is one pass of a microbatch's part over the ranks of a module (PipeWeaver §5); schedule
+search decides which segment goes first (§6.1), and this decides all else (§6.2). Every rank has a
+queue of forwards and one of backwards that are ready. Whenever it is idle it takes the one with
+the highest priority; if both queues have one, it takes forwards and backwards in turn. While the
+first forward of the queue does not fit into a rank's memory, it takes backwards only.
+
+What the paper leaves open is decided so:
+- Segments that are not ready block nobody: the best *ready* one is taken.
+- Backwards have the priority of their segment's forwards.
+- A rank with something ready and allowed is never idle, not even for something better to come.
+- If no rank may go on because of memory, that is a result (`feasible` is False), not an error: a
+  search has to learn which priorities do that.
+
+`evaluate` is for search: it takes a quarter of a millisecond for a step of 7,000 tasks. A plan
+lowered from the order of `dispatch` takes the same time to the picosecond in `simulate`, as long
+as receives are posted in time.
+
+Rejected: going from start to start, as the paper has it: a rank whose next start is known must be
+told when something arrives earlier, and a lost wake-up shows in no check of dependencies, only in
+idle ranks. Rejected: forwards further down the queue that would fit where the first one does not:
+the first would wait for ever longer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
+from torchmm.balance.compiled import Uint32s
 from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.order_search.dispatcher_kernel import DispatchTables
+from torchmm.balance.order_search.dispatcher_kernel import DispatchTables, is_permutation, play
 from torchmm.balance.simulation.operator_graph import (
+    PICOSECONDS_PER_MS,
     SimulationError,
     duration_problem,
     to_picoseconds,
 )
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
+from torchmm.pipelining.plan.orders import by_rank
+from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.plan.transfers import Transfer, transfers
 
 UNLIMITED_BYTES = 1 << 62
@@ -187,3 +219,145 @@ def _check(
         problems.append(f"static_bytes of {len(costs.static_bytes)} ranks for a plan of {ranks}")
     if problems:
         raise SimulationError(problems)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What came of some priorities.
+
+    Attributes:
+        makespan_ms: of the step; infinite if it cannot be finished.
+        order: F and B of every rank; of those that ran, if it cannot be finished.
+        peak_bytes: by rank: the most memory of static bytes and what tasks keep.
+        blocked: by rank that could not go on: why; empty if the step is finished.
+    """
+
+    makespan_ms: float
+    order: ComputeOrder
+    peak_bytes: tuple[int, ...]
+    blocked: tuple[str, ...] = ()
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the step can be finished within memory."""
+        return not self.blocked
+
+
+class Dispatcher:
+    """Times a step under any priorities of its segments.
+
+    Left out are gathers and reductions of parameters, which come before and behind all of it, and
+    the memory of messages: leave room for it in the costs' limit.
+
+    Args:
+        graph: of the step, on any layout.
+        costs: of the graph. An action takes at least one picosecond.
+        training: False for a step of forwards only.
+
+    Attributes:
+        segments: in natural order; priorities are given as a permutation of their indices.
+        groups: indices of the segments of each module and microbatch, which may be ordered as one
+            (PipeWeaver §6.1), in natural order.
+
+    Raises:
+        SimulationError: a cost is missing, negative or no number; all such are listed.
+    """
+
+    def __init__(self, graph: StageGraph, costs: PlanCosts, training: bool = True) -> None:
+        self.graph, self.costs = graph, costs
+        segments, of_task = segments_of(graph)
+        self.segments: tuple[Segment, ...] = tuple(segments)
+        self.actions, self.tables = build_tables(graph, costs, of_task, training)
+        groups: dict[tuple[str, int], list[int]] = {}
+        for index, segment in enumerate(segments):
+            groups.setdefault(segment[:2], []).append(index)
+        self.groups: tuple[tuple[int, ...], ...] = tuple(map(tuple, groups.values()))
+        ranks = graph.layout.rank_count
+        self._sequence = np.empty(len(self.actions), np.uint32)
+        self._peak_bytes, self._used_bytes = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+
+    @cached_property
+    def natural_order(self) -> Uint32s:
+        """Segments by microbatch, encoders before the LLM."""
+        return np.arange(len(self.segments), dtype=np.uint32)
+
+    def order_of_groups(self, groups: Sequence[int]) -> Uint32s:
+        """The order of segments that follows from an order of groups.
+
+        Args:
+            groups: indices into `groups`, those with the highest priority first.
+        """
+        return np.array([s for group in groups for s in self.groups[group]], np.uint32)
+
+    def evaluate(self, order: Uint32s | None = None) -> float:
+        """Time of the step in milliseconds; infinite if memory does not allow to finish it.
+
+        Args:
+            order: permutation of the segments' indices, those with the highest priority first;
+                None for the natural order.
+
+        Raises:
+            ValueError: it is no permutation.
+        """
+        makespan_ps, done = self._play(self._checked(order))
+        return makespan_ps / PICOSECONDS_PER_MS if done == len(self.actions) else inf
+
+    def dispatch(self, order: Uint32s | None = None) -> Dispatched:
+        """The same with all that came of it.
+
+        Args:
+            order: as for `evaluate`.
+
+        Raises:
+            ValueError: it is no permutation.
+        """
+        checked = self._checked(order)
+        makespan_ps, done = self._play(checked)
+        started = self._sequence[:done]
+        makespan_ms = makespan_ps / PICOSECONDS_PER_MS
+        blocked: tuple[str, ...] = ()
+        if done < len(self.actions):
+            makespan_ms, blocked = inf, self._blocked(started, checked)
+        static = self.costs.static_bytes or (0,) * len(self._peak_bytes)
+        return Dispatched(
+            makespan_ms,
+            by_rank(self.graph, [self.actions[index] for index in started.tolist()]),
+            tuple(n + peak for n, peak in zip(static, self._peak_bytes.tolist(), strict=True)),
+            blocked,
+        )
+
+    def _play(self, order: Uint32s) -> tuple[int, int]:
+        """End in picoseconds, and how many actions ran."""
+        return play(order, self.tables, self._sequence, self._peak_bytes, self._used_bytes)
+
+    def _checked(self, order: Uint32s | None) -> Uint32s:
+        if order is None:
+            return self.natural_order
+        given = np.ascontiguousarray(order, np.uint32)
+        if not is_permutation(given, len(self.segments)):
+            raise ValueError(
+                f"an order of {len(given)} segments; give each of 0 to {len(self.segments) - 1} "
+                "once"
+            )
+        return given
+
+    def _blocked(self, started: Uint32s, order: Uint32s) -> tuple[str, ...]:
+        """What each rank would do next if it had the memory; nothing runs any more."""
+        missing, tables = self.tables.missing.copy(), self.tables
+        for action in started.tolist():
+            for edge in range(tables.pointers[action], tables.pointers[action + 1]):
+                missing[tables.target[edge]] -= 1
+        missing[started] = -1
+        place = np.argsort(order)
+        wanted: dict[int, int] = {}
+        for action in np.flatnonzero(missing == 0).tolist():
+            rank = int(tables.queue[action]) // 2
+            other = wanted.setdefault(rank, action)
+            if place[tables.unit[action]] < place[tables.unit[other]]:
+                wanted[rank] = action
+        return tuple(
+            f"rank {rank}: {self.actions[action]} needs {tables.takes_bytes[action]} bytes, "
+            f"{tables.limit_bytes[rank] - self._used_bytes[rank]} of {tables.limit_bytes[rank]} "
+            "are left, and no backward can run"
+            for rank, action in sorted(wanted.items())
+        )

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Uint32s
-from torchmm.balance.order_search.dispatch import Dispatcher
+from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.strategies import STRATEGIES, Strategy, Trial
 
 ROUND = 64

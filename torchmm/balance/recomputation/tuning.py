@@ -26,11 +26,14 @@ import numpy as np
 from torchmm.balance.compiled import Int64s
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
-from torchmm.balance.recomputation.costs import Modes, StageRecompute, charged, stage_choices
-from torchmm.balance.recomputation.layer_tuning_candidates import (
+from torchmm.balance.recomputation.costs import (
     MOST_CANDIDATES,
+    Modes,
+    StageRecompute,
+    charged,
     ordered,
     stage_candidates,
+    stage_choices,
 )
 from torchmm.balance.recomputation.prices import solve_quickly
 from torchmm.balance.recomputation.problem import TuningProblem, TuningSolution

@@ -8,7 +8,7 @@
   gather. Reductions stand in the program, behind all computation.
 
 - Where the device can (`PlanCosts.runs_beside`), fillers have a queue of their own beside the LLM
-  actions they fill (`torchmm.pipelining.run.side_stream`). They compute while those communicate, so
+  actions they fill (`torchmm.pipelining.run.runtime`). They compute while those communicate, so
   they take longer by the ratio of both; LLM actions take no longer for it.
 
 Posting takes no time, so SEND and RECV are no operators: they happen when the action before them

@@ -1,6 +1,6 @@
 """What encoders read, whatever it is: one interface to the preprocessing of images and sounds.
 
-Clips (`torchmm.data.media.clips`) go through an image encoder's preprocessing.
+Clips (`torchmm.data.media.video`) go through an image encoder's preprocessing.
 """
 
 from __future__ import annotations

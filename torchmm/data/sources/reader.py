@@ -17,11 +17,10 @@ from torchmm.common.batch import ImageMeta, ImageSpec, SampleMeta, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta
 from torchmm.data.media.chat import ChatTemplate
-from torchmm.data.media.clips import ClipMedia
 from torchmm.data.media.generated_images import TargetPreprocessor
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
 from torchmm.data.media.text import EncodedSample, TextEncoder
-from torchmm.data.media.video import Clip, ClipFrames
+from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
 from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.records import (
     FileSegment,

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchmm.common.batch import EncoderInputs
-from torchmm.models.families.audio import WhisperFamily
+from torchmm.models.families.audio import Wav2Vec2Family, WhisperFamily
 from torchmm.models.families.encoder_family import EncoderFamily, image_starts, side
 from torchmm.models.families.qwen_vision import Qwen2_5VisionFamily, Qwen2VisionFamily
 from torchmm.models.families.vision import Dinov2Family, Idefics3Family, InternVisionFamily
-from torchmm.models.families.wav2vec2_family import Wav2Vec2Family
 from torchmm.models.layers.attention import Segments
 
 

@@ -5,6 +5,14 @@ What is missing, unexpected or of the wrong shape is listed and refused before a
 for the whole model, so that ranks with different stages of it all raise the same error; only
 modules that did not exist before (a new connector) may be missing. Pickled weight files are never
 opened. Rejected: `from_pretrained` and a broadcast, which needs the whole model on a rank.
+
+Parameters as the pieces that weight files have.
+
+Most are one tensor in the files. The experts of a layer are one parameter for the model, (experts,
+rows, columns) with gate and up projection behind each other, and two or three matrices per expert
+in the files.
+
+This rank's part of a parameter, be it a plain tensor or a DTensor.
 """
 
 from __future__ import annotations
@@ -12,18 +20,99 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchmm.common.errors import CheckpointError
-from torchmm.models.hf.pieces import Piece, pieces
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds, one slice per dimension."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(o, o + size) for o, size in zip(offset, shape, strict=True))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The memory of this rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def copy_slice(target: Tensor, whole: Tensor) -> None:
+    """Copy this rank's part of `whole` into `target`."""
+    local_tensor(target).copy_(whole[local_slices(target)])
+
+
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class Piece(NamedTuple):
+    """A tensor in the files, and where its values go."""
+
+    owner: str
+    """Name of the parameter it is part of."""
+    tensor: Tensor
+    """That parameter."""
+    expert: int | None = None
+    """Which expert's; None: it is the whole parameter."""
+    rows: slice = slice(0, 0)
+    """Of an expert: which rows of its matrix."""
+
+    @property
+    def shape(self) -> list[int]:
+        """In the files."""
+        if self.expert is None:
+            return list(self.tensor.shape)
+        return [self.rows.stop - self.rows.start, self.tensor.shape[2]]
+
+    def fill(self, stored: Any) -> None:
+        """Copies this rank's part from a tensor in the files, of which only that is read."""
+        local, own = local_tensor(self.tensor), local_slices(self.tensor)
+        if not local.numel():
+            return
+        if self.expert is None:
+            local.copy_(stored[own])
+            return
+        experts, rows, columns = own
+        start, stop = max(rows.start, self.rows.start), min(rows.stop, self.rows.stop)
+        if not experts.start <= self.expert < experts.stop or start >= stop:
+            return
+        values = stored[start - self.rows.start : stop - self.rows.start, columns]
+        local[self.expert - experts.start, start - rows.start : stop - rows.start].copy_(values)
+
+
+def pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """Parameters and buffers by name -> pieces by the name they would have on their own."""
+    return {name: piece for owner, tensor in tensors.items() for name, piece in _of(owner, tensor)}
+
+
+def _of(owner: str, tensor: Tensor) -> Iterator[tuple[str, Piece]]:
+    group, _, leaf = owner.rpartition(".")
+    if not group.endswith(".experts") or leaf not in _PROJECTIONS or tensor.ndim != 3:
+        yield owner, Piece(owner, tensor)
+        return
+    size = tensor.shape[1] // len(_PROJECTIONS[leaf])
+    for expert in range(tensor.shape[0]):
+        for index, projection in enumerate(_PROJECTIONS[leaf]):
+            rows = slice(index * size, (index + 1) * size)
+            yield f"{group}.{expert}.{projection}.weight", Piece(owner, tensor, expert, rows)
+
 
 WEIGHTS_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 """What transformers and diffusers call them; the index of several is NAME.index.json."""

@@ -31,12 +31,10 @@ from torch.distributed.tensor.parallel import (
 
 from torchmm.common.errors import ConfigError
 from torchmm.models.layered import LayeredModule
-from torchmm.parallel.tensor.experts import ExpertsOfRanks
 from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.parallel.tensor.overlap_styles import AsyncColumn, AsyncRow, AsyncScope, Column
 from torchmm.parallel.tensor.sequence import LocalNorm, SequenceSlices, distribute_parameters
-from torchmm.parallel.tensor.sharded_norm import ShardedNorm
-from torchmm.parallel.tensor.styles import PackedGateUp, PackedQkv
+from torchmm.parallel.tensor.styles import ExpertsOfRanks, PackedGateUp, PackedQkv, ShardedNorm
 
 
 def apply_tensor_parallel(

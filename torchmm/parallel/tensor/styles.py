@@ -3,23 +3,42 @@
 Queries, keys and values in one linear, or a gate and what it is for: every rank computes its own
 rows of each. The weights stay replicated, because no plain sharding of their rows gives a rank its
 part of all of them; their gradients, zero for other ranks' rows, are summed.
+
+Experts divided among tensor-parallel ranks.
+
+Each rank has some of the experts whole. All ranks see all tokens and route them alike; a rank
+computes what goes to its own experts, and the results are summed like those of a row-wise linear.
+No tokens are exchanged. Rejected: splitting every expert's matrices, which makes small products
+smaller, and needs gate and up projection, which lie behind each other, cut apart.
+
+An RMSNorm over features that are divided among tensor-parallel ranks.
+
+OLMo 2 normalizes the queries of all heads together. Each rank has those of its own heads; the mean
+of squares is summed over the ranks, one number per position, and the rest stays local. Rejected:
+Hugging Face's plan, which gathers queries, keys and values and attends with all heads on every
+rank.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
 from torchmm.common.batch import LayerDescription
 from torchmm.parallel.tensor.overlap_styles import Column
-from torchmm.parallel.tensor.sequence import distribute_parameters
+from torchmm.parallel.tensor.sequence import (
+    LocalNorm,
+    LocalWeights,
+    SequenceSlices,
+    distribute_parameters,
+)
 
 
 class _Rows(NamedTuple):
@@ -99,3 +118,79 @@ class PackedGateUp(PackedLinear):
 
     def __init__(self, sizes: LayerDescription, overlapped: bool) -> None:
         super().__init__("gate_up_proj", [_Rows(sizes.ffn_size, 1)] * 2, overlapped)
+
+
+class ExpertsOfRanks(ParallelStyle):
+    """A feed-forward network with `gate` (the router) and `experts`; others are left alone.
+
+    Raises:
+        ConfigError: the experts do not divide among the ranks, or communication is to overlap.
+    """
+
+    def __init__(self, slices: SequenceSlices | None) -> None:
+        super().__init__()
+        self._slices = slices
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not hasattr(module, "experts"):
+            return module
+        block: Any = module
+        LocalNorm()._apply(block.gate, device_mesh)
+        block.gate.balance_share = 1 / device_mesh.size()
+        self._split(block.experts, device_mesh)
+        whole: Any = type(block).forward
+
+        def forward(hidden: DTensor) -> Tensor:
+            # Every rank adds the gradients of its own experts.
+            out = whole(block, hidden.to_local(grad_placements=[Partial()]))
+            if self._slices is not None:
+                return self._slices.reduce(block, (), out)
+            partial = DTensor.from_local(out, device_mesh, [Partial()], run_check=False)
+            return partial.redistribute(placements=[Replicate()]).to_local()
+
+        block.forward = forward
+        return module
+
+    def _split(self, experts: Any, mesh: DeviceMesh) -> None:
+        placements = {name: Shard(0) for name, _ in experts.named_parameters(recurse=False)}
+        distribute_parameters(experts, mesh, **placements)
+        own = experts.num_experts // mesh.size()
+        first = mesh.get_local_rank() * own
+        settings = {k: v for k, v in vars(experts).items() if not k.startswith("_")}
+        settings |= dict(experts.named_children())
+        settings |= {"num_experts": own, "_is_expert_parallel": True}
+        compute: Any = type(experts).forward
+
+        def forward(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            local = {
+                name: cast(DTensor, parameter).to_local()
+                for name, parameter in experts.named_parameters(recurse=False)
+            }
+            index = index - first
+            others = (index < 0) | (index >= own)
+            index = index.masked_fill(others, own)  # Hugging Face's number for "not here"
+            return compute(LocalWeights(type(experts), settings, local), rows, index, weights)
+
+        experts.forward = forward
+
+
+class ShardedNorm(ParallelStyle):
+    """The norm behind a column-wise linear; its weight is divided like that one's rows."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        norm: Any = module
+        features = norm.weight.numel()
+        distribute_parameters(module, device_mesh, weight=Shard(0))
+
+        def forward(x: Tensor) -> Tensor:
+            weight = cast(DTensor, norm.weight).to_local()
+            assert x.shape[-1] == weight.shape[-1], "tensor_problems has refused that"
+            wide = x.float()
+            own = wide.square().sum(-1, keepdim=True)
+            squares = DTensor.from_local(own, device_mesh, [Partial()], run_check=False)
+            whole = squares.redistribute(placements=[Replicate()])
+            mean = whole.to_local(grad_placements=[Partial()]) / features
+            return (weight * (wide * torch.rsqrt(mean + norm.variance_epsilon))).to(x.dtype)
+
+        module.forward = forward
+        return module

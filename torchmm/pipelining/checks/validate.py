@@ -14,9 +14,8 @@ from itertools import pairwise
 from typing import get_args
 
 from torchmm.pipelining.checks.problems import PlanProblem, PlanReport, ProblemKind
-from torchmm.pipelining.checks.rendezvous import find_stuck
 from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
-from torchmm.pipelining.checks.scan import Scan
+from torchmm.pipelining.checks.scan import Scan, find_stuck
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan, TensorSpec
 from torchmm.pipelining.schedules.fillers import filler_problems

@@ -23,8 +23,13 @@ from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.orders import needed_action
 from torchmm.pipelining.plan.plan import ComputeOrder
-from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout, megatron_layout
-from torchmm.pipelining.schedules.partition import balanced_cuts
+from torchmm.pipelining.schedules.layouts import (
+    Cut,
+    ModuleLayers,
+    balanced_cuts,
+    build_layout,
+    megatron_layout,
+)
 
 LLM = "llm"
 """Name of the module that divides encoders from the backbone."""

@@ -34,8 +34,7 @@ from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec, Ta
 from torchmm.pipelining.plan.orders import needed_action
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.colocated import LLM
-from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout
-from torchmm.pipelining.schedules.partition import balanced_cuts
+from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, balanced_cuts, build_layout
 from torchmm.pipelining.schedules.separated import Durations
 
 
