@@ -49,7 +49,7 @@ from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_linear import Overlap, gather_linear, linear_scatter
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 RANKS = 2
 SEED = 0

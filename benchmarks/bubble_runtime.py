@@ -69,7 +69,7 @@ from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan, TensorSpec
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.layouts import megatron_balanced_layout, megatron_layout
 from torchmm.pipelining.view.timeline import uniform_timeline
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 OPTIMUS, FLOAT = PLANNERS["optimus"], torch.float32
 CHAIN, COARSE, FINE = "balanced chain", "coarse", "filled"

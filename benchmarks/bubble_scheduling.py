@@ -59,8 +59,8 @@ from torchmm.balance.bubbles.scheduler import (
     Granularity,
     fill_bubbles,
 )
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.classic import interleaved_1f1b

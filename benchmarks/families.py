@@ -44,7 +44,7 @@ from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
 SEED = 0
 TOLERANCE = 1e-4

@@ -30,8 +30,8 @@ from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.serve import Producer, start_server
 from torchmm.data.sources.open import open_samples
-from torchmm.recipe.data_section import ProducersConfig
-from torchmm.recipe.recipe import DataConfig, SourceConfig, TrainingConfig
+from torchmm.recipe.data_section import DataConfig, ProducersConfig, SourceConfig
+from torchmm.recipe.training_section import TrainingConfig
 
 SEED = 0
 WARMUP = 2

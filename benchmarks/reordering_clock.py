@@ -39,7 +39,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan, TensorSpec
 from torchmm.pipelining.run.runtime import PipelineRuntime, channel_pairs
 from torchmm.pipelining.schedules.classic import one_f_one_b
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.pipeline import Pipeline, whole_pipeline
 
 Int64s = NDArray[np.int64]

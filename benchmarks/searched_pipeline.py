@@ -57,7 +57,7 @@ from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.layouts import megatron_layout
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 SEARCHED, MEGATRON, SEPARATED, STOCK = (
     "searched", "1F1B", "static separated", "stock, interleaved",

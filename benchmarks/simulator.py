@@ -34,11 +34,11 @@ import numpy as np
 import torch
 from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.simulation.operator_graph import OperatorGraph
 from torchmm.balance.simulation.reuse import Part, Subgraph, SubgraphCache
 from torchmm.balance.simulation.simulator import PlanSimulation
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.lowering import lower_plan

@@ -38,17 +38,15 @@ from support.shapes import SHAPES, Shape
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import StepBatch
 from torchmm.parallel.mesh import select_device, start_process_group
-from torchmm.recipe.recipe import (
+from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     CompileConfig,
-    DataConfig,
-    FreezeConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
-    Recipe,
-    SourceConfig,
     TrainingConfig,
 )
 from torchmm.training.build import build_run, build_unfilled_model

@@ -24,7 +24,7 @@ from torchmm.common.errors import PlanError
 from torchmm.common.files import replace_atomically
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.schedules.disaggregated import (
     UnitSize,
     deal_tasks,
@@ -33,12 +33,12 @@ from torchmm.pipelining.schedules.disaggregated import (
 )
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.pipelining.schedules.names import schedule_layout, schedule_named
-from torchmm.pipelining.schedules.separated import Durations, layer_durations
+from torchmm.pipelining.schedules.separated import layer_durations
 from torchmm.pipelining.view.draw import Panel, draw_timelines
 from torchmm.pipelining.view.exchange import write_chrome_trace, write_order
 from torchmm.pipelining.view.records import read_records
 from torchmm.pipelining.view.timeline import analyze_timeline, uniform_timeline
-from torchmm.recipe.recipe import COLOCATED_SCHEDULES, ParallelConfig
+from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, ParallelConfig
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,14 +24,10 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
-from torchmm.recipe.recipe import (
-    DataConfig,
-    FreezeConfig,
-    ModelConfig,
-    ParallelConfig,
-    SourceConfig,
-    TrainingConfig,
-)
+from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import TrainingConfig
 from torchmm.training.pipeline import whole_pipeline
 from torchmm.training.validation import generate_samples, held_out_prompts
 

@@ -10,14 +10,15 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from torchmm.recipe.recipe import Recipe, Section
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.section import Section
 
 TARGET = Path(__file__).parent.parent / "docs" / "recipes.md"
 
 INTRODUCTION = """\
 # Recipe reference
 
-<!-- Written by scripts/recipe_reference.py from torchmm/recipe/recipe.py; do not edit by hand. -->
+<!-- Written by scripts/recipe_reference.py from torchmm/recipe/; do not edit by hand. -->
 
 A recipe is a TOML file that describes a whole run. Every key below may be left out; its default
 then holds. Unknown keys, values of the wrong type and sizes that do not fit are reported all at

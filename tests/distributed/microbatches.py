@@ -12,7 +12,7 @@ from torchmm.common.batch import (
     MicrobatchMeta,
     SampleMeta,
 )
-from torchmm.recipe.recipe import ModelConfig
+from torchmm.recipe.model_section import ModelConfig
 
 IMAGE_TOKENS = 4
 VOCAB = 64

@@ -26,14 +26,13 @@ from torchmm.pipelining.run.runtime import PipelineRuntime
 from torchmm.pipelining.run.stage import make_stage
 from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.recipe.recipe import (
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     CompileConfig,
-    FreezeConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
 )
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.checkpoint.state import model_tensors, optimizer_tensors

@@ -13,13 +13,9 @@ from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.recipe.recipe import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    FreezeConfig,
-    ModelConfig,
-    ParallelConfig,
-)
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
 

@@ -28,7 +28,8 @@ from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_backend, time_chunks, try_symmetric_memory
 from torchmm.parallel.tensor.overlap_linear import Overlap, gather_linear, linear_scatter
 from torchmm.parallel.tensor.overlap_styles import Column
-from torchmm.recipe.recipe import FreezeConfig, ParallelConfig
+from torchmm.recipe.model_section import FreezeConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 FEATURES = 12
 BFLOAT16_ERROR = 1e-2

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchmm.common.errors import CheckpointError
-from torchmm.recipe.recipe import CheckpointConfig
+from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
 
 logger = logging.getLogger("test_checkpoint_layouts")

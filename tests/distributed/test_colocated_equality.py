@@ -26,13 +26,12 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes, star
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.recipe import (
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CompileConfig,
-    FreezeConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
 )
 from torchmm.training.optim import build_optimizer, global_grad_norm
 from torchmm.training.pipeline import Pipeline

@@ -25,15 +25,14 @@ from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.recipe.recipe import (
+from torchmm.recipe.model_section import FreezeConfig, GeneratorConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.sizes import Layout
+from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CompileConfig,
-    FreezeConfig,
-    GeneratorConfig,
     OptimizerConfig,
-    ParallelConfig,
 )
-from torchmm.recipe.sizes import Layout
 from torchmm.training.drawings import draw
 from torchmm.training.optim import build_optimizer, global_grad_norm
 from torchmm.training.pipeline import Pipeline, plan_layout

@@ -21,13 +21,8 @@ from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_linear import Overlap
-from torchmm.recipe.recipe import (
-    EncoderConfig,
-    FreezeConfig,
-    LlmConfig,
-    ModelConfig,
-    ParallelConfig,
-)
+from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 LLM = {
     "model_type": "llama",

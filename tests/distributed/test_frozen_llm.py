@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.recipe import ParallelConfig, Recipe
+from torchmm.recipe.recipe import Recipe
 from torchmm.training.ablation import image_losses, text_only_loss
 from torchmm.training.trainer import train
 

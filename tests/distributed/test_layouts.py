@@ -15,13 +15,9 @@ from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.recipe.recipe import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    FreezeConfig,
-    ModelConfig,
-    ParallelConfig,
-)
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.optim import global_grad_norm
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep

@@ -17,7 +17,8 @@ from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_linear import Overlap
-from torchmm.recipe.recipe import FreezeConfig, LlmConfig, ModelConfig, ParallelConfig
+from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import TensorSpec
 from torchmm.pipelining.run.runtime import PipelineRuntime
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 3.0

@@ -42,7 +42,7 @@ from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import module_of
 from torchmm.parallel.mesh import start_process_group
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.checkpoint.state import model_tensors
 from torchmm.training.optim import global_grad_norm
 

@@ -20,7 +20,7 @@ from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec, Ta
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.run.runtime import PipelineRuntime
 from torchmm.pipelining.run.stage import StageOutput
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 CPU = torch.device("cpu")
 FREEZES = {

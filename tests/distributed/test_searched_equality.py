@@ -17,7 +17,7 @@ from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 BATCHES = 52
 LAYOUTS = {

@@ -39,13 +39,9 @@ from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.recipe.recipe import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    FreezeConfig,
-    ModelConfig,
-    ParallelConfig,
-)
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
 

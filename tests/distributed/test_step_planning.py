@@ -24,7 +24,7 @@ from torchmm.planning.ahead import (
     PlanRequest,
 )
 from torchmm.planning.step import step_graph
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.planner import PlanFigures, StepPlanner
 
 

@@ -24,13 +24,9 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import build_mesh, encoder_meshes, start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.recipe import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    FreezeConfig,
-    ModelConfig,
-    ParallelConfig,
-)
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 
 _SIZES = {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2}
 _TEXT = {**_SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 70}

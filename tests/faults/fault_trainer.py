@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torchmm.common.errors import TorchmmError
 from torchmm.common.rng import restore_rng, seed_everything
 from torchmm.parallel.health import Health, check_finite, gather_floats
-from torchmm.recipe.recipe import CheckpointConfig
+from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.status import Status, StopSignal, write_status
 

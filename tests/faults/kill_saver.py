@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from torchmm.common.errors import PeerError
-from torchmm.recipe.recipe import CheckpointConfig
+from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
 
 RANKS = 2

@@ -29,7 +29,7 @@ from fuzz.recipes import complete
 from fuzz.reference import write_generator
 from fuzz.wording import names_a_key
 from torchmm.common.errors import ConfigError
-from torchmm.planning.encoder_sizes import orchestrated
+from torchmm.planning.open_sizes import orchestrated
 from torchmm.recipe.read import load_recipe
 from torchmm.training.build import build_unfilled_model
 from torchmm.training.layout_checks import check_layout

@@ -12,12 +12,8 @@ from fuzz.judge import Verdict
 from fuzz.refusals import page
 from fuzz.shrink import shrink
 from fuzz.wording import names_a_key, refusal
-from torchmm.recipe.recipe import (
-    ActivationCheckpointConfig,
-    ModuleParallelConfig,
-    ParallelConfig,
-    SearchConfig,
-)
+from torchmm.recipe.parallel_section import ModuleParallelConfig, ParallelConfig, SearchConfig
+from torchmm.recipe.training_section import ActivationCheckpointConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "refused.md"
 NOT_DRAWN = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchmm.recipe.recipe import CheckpointConfig
+from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
 
 

@@ -6,7 +6,7 @@ import torch
 from model_cases import ENCODERS, LLMS
 
 from torchmm.common.generated import GeneratorInputs
-from torchmm.recipe.recipe import EncoderConfig, GeneratorConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import EncoderConfig, GeneratorConfig, LlmConfig, ModelConfig
 
 PIXART = {
     "_class_name": "PixArtTransformer2DModel",

@@ -12,7 +12,7 @@ from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, Micro
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
 IMAGE_TOKEN_ID = 63
 _LLM = {

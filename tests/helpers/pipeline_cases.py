@@ -42,13 +42,9 @@ from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime, channel_pairs
 from torchmm.pipelining.run.stage import make_stage
 from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout
-from torchmm.recipe.recipe import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    FreezeConfig,
-    ModelConfig,
-    ParallelConfig,
-)
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 
 CPU = torch.device("cpu")
 VOCAB, LAYERS = 64, 4

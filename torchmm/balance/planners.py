@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torchmm.balance.bubbles.optimus import optimus
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.order_search.best_order import (
     LEAST_GAIN,
     SearchedOrder,
@@ -20,9 +19,10 @@ from torchmm.balance.order_search.best_order import (
     plan_searched,
 )
 from torchmm.balance.order_search.search import Budget
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.schedules.colocated import colocated_layout
 from torchmm.pipelining.schedules.fillers import encoder_stages
 from torchmm.pipelining.schedules.layouts import (
@@ -31,8 +31,7 @@ from torchmm.pipelining.schedules.layouts import (
     megatron_layout,
     separated_layout,
 )
-from torchmm.pipelining.schedules.separated import Durations
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 MEMORY_SHARE = 0.9
 """Of a device, for states and activations; the rest is for messages and gaps of the allocator."""

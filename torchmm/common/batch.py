@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.recipe.model_section import GENERATOR
+from torchmm.common.module_names import GENERATOR
 
 IGNORE_TARGET = -100
 """Target value of a position that does not count in the loss."""

@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.sources.reader import MeasuredSample, SampleReader
 from torchmm.recipe.changes import changes, short
-from torchmm.recipe.recipe import DataConfig, SourceConfig, TrainingConfig
+from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.training_section import TrainingConfig
 
 VERSION = 1
 """Raised when digests are made otherwise; those of other versions are not compared."""

@@ -35,7 +35,8 @@ from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.sources.open import Samples, open_samples
 from torchmm.data.step_packs import Arrange, PackItems, Planner, StepPlan
 from torchmm.data.waiting import Overdue, Waiting
-from torchmm.recipe.recipe import DataConfig, TrainingConfig
+from torchmm.recipe.data_section import DataConfig
+from torchmm.recipe.training_section import TrainingConfig
 
 OPEN_FILES = 65536
 STOP_GRACE_S = 5.0

@@ -28,7 +28,7 @@ from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.identity import comparable, find_changes, same_stream
 from torchmm.data.order import Item, Mixture, Skip
 from torchmm.recipe.changes import changes
-from torchmm.recipe.recipe import TrainingConfig
+from torchmm.recipe.training_section import TrainingConfig
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.fsdp import LayerSharding, apply_fsdp
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
-from torchmm.recipe.recipe import FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
 DEPTHS = (2, 6)
 Split = Literal["whole", "tensor", "sequence", "shard"]

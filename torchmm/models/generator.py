@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
+from torchmm.common.module_names import GENERATOR
 from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
-from torchmm.recipe.model_section import GENERATOR
 
 if TYPE_CHECKING:
     from torchmm.models.families.generators import PixArtFamily

@@ -22,7 +22,7 @@ from torchmm.models.hf.config import load_config, size_problems
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LLM_FAMILIES, LlmModule
 from torchmm.models.multimodal import MultimodalModel, TextConventions, module_of
-from torchmm.recipe.recipe import (
+from torchmm.recipe.model_section import (
     EncoderConfig,
     FreezeConfig,
     GeneratorConfig,

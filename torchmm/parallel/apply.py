@@ -23,7 +23,8 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
 from torchmm.parallel.tensor.overlap_linear import Overlap
-from torchmm.recipe.recipe import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 
 
 def parallelize(

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmm.common.errors import ConfigError
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_layout
 from torchmm.recipe.read import resolve_layout
-from torchmm.recipe.recipe import ParallelConfig
 from torchmm.recipe.sizes import Layout
 
 

@@ -51,11 +51,10 @@ from torchmm.common.processes import fork_server, ignore_signals
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.numbers import encode_plan
-from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations, PipelinePlan
 from torchmm.pipelining.run.messages import MessageSizes, message_specs
-from torchmm.pipelining.schedules.separated import Durations
 from torchmm.planning.step import Gathering, plan_step, step_graph
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 NICENESS = 19
 LEAVE_EVERY_S = 0.05

@@ -25,10 +25,8 @@ from torchmm.balance.bubbles.encoder_sizes import (
     backbone_bytes,
     colocated_plans,
 )
-from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.planning.forecast import Forecast, Forecaster
-from torchmm.planning.placement import leaves_units_open, orchestrated_units
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.recipe import Recipe
 
@@ -130,23 +128,6 @@ class EncoderChoice:
 def leaves_encoders_open(recipe: Recipe) -> bool:
     """Whether a recipe asks for sizes of colocated encoders."""
     return recipe.parallel.orchestrate and recipe.parallel.placement == "colocated"
-
-
-def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
-    """The recipe with sizes of colocated encoders, or of modules apart, chosen if it asks for that.
-
-    Raises:
-        ConfigError: nothing fits into memory, or the device is unknown.
-    """
-    if leaves_units_open(recipe):
-        return orchestrated_units(recipe, world_size)
-    if not leaves_encoders_open(recipe):
-        return recipe
-    try:
-        profile = load_profile(recipe.simulation.device)
-    except ValueError as error:
-        raise ConfigError(f"simulation.device: {error}") from error
-    return choose_encoders(Forecaster(recipe, world_size, profile)).recipe
 
 
 def choose_encoders(forecaster: Forecaster) -> EncoderChoice:

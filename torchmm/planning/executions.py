@@ -14,10 +14,11 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import ModuleDescription
 from torchmm.common.errors import ConfigError
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_layout, units_of
 from torchmm.recipe.read import Layout, resolve_layout
-from torchmm.recipe.recipe import ActivationCheckpointConfig, ParallelConfig, Recipe
-from torchmm.recipe.training_section import limit_bytes
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.training_section import ActivationCheckpointConfig, limit_bytes
 
 
 def run_profile(recipe: Recipe, device: torch.device) -> Profile:

@@ -28,20 +28,26 @@ from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.simulation.workload import draw_microbatches
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError, PlanError
+from torchmm.common.module_names import LLM
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.run.messages import message_specs
-from torchmm.pipelining.schedules.separated import Durations
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.reordering import reordered, step_reorder
 from torchmm.planning.segments import with_segments
 from torchmm.planning.step import plan_layout, plan_step
-from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES, LLM, units_of
+from torchmm.recipe.parallel_section import (
+    COLOCATED_SCHEDULES,
+    SCHEDULES,
+    ParallelConfig,
+    Placement,
+)
+from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES, units_of
 from torchmm.recipe.read import Layout, resolve_layout
-from torchmm.recipe.recipe import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig, Placement, Recipe
+from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.sizes import replica_groups
 
 

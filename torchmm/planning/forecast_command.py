@@ -14,8 +14,8 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.report import forecast_table, write_forecasts
+from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, SCHEDULES
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.recipe import COLOCATED_SCHEDULES, SCHEDULES
 
 
 def simulate_recipe(options: argparse.Namespace, overrides: list[str]) -> int:

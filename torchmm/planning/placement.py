@@ -26,12 +26,14 @@ from torchmm.balance.orchestration.unit_costs import TENSOR_SIZES, Profiler, cos
 from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
 from torchmm.planning.forecast import Forecast, Forecaster, first_microbatches
-from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES, LLM
-from torchmm.recipe.recipe import COLOCATED_SCHEDULES, MODULE_SIZES, Recipe
+from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, MODULE_SIZES
+from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES
+from torchmm.recipe.recipe import Recipe
 
 SAMPLED = 512
 """Sequences of which the data's statistics are taken, at most."""

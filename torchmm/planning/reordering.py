@@ -19,9 +19,10 @@ from torchmm.balance.costs.parts import Execution
 from torchmm.balance.reordering.step import StepReorder
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import LLM
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.planning.executions import run_profile
-from torchmm.recipe.placement_sizes import LLM, unit_sizes
+from torchmm.recipe.placement_sizes import unit_sizes
 from torchmm.recipe.recipe import Recipe
 
 

@@ -27,8 +27,8 @@ from torchmm.balance.segments import Partition, partition
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError
 from torchmm.planning.step import plan_layout, step_graph
-from torchmm.recipe.parallel_section import SearchConfig
-from torchmm.recipe.recipe import ParallelConfig, Recipe
+from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
+from torchmm.recipe.recipe import Recipe
 
 STAGES = ("separated", "megatron", "balanced")
 """What "auto" chooses from; of equally fast ones the first."""

@@ -20,10 +20,11 @@ from torchmm.balance.rates import Kind, scaled
 from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError, PlanError
+from torchmm.common.module_names import GENERATOR
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import Sharding, lower_plan
-from torchmm.pipelining.plan.plan import ComputeOrder, MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations, MessageSpecs, PipelinePlan
 from torchmm.pipelining.schedules.classic import forward_only, one_f_one_b
 from torchmm.pipelining.schedules.colocated import spread_replicas
 from torchmm.pipelining.schedules.disaggregated import (
@@ -35,10 +36,8 @@ from torchmm.pipelining.schedules.disaggregated import (
 from torchmm.pipelining.schedules.fillers import fill_tensor_bubbles
 from torchmm.pipelining.schedules.layouts import megatron_layout
 from torchmm.pipelining.schedules.names import schedule_layout, schedule_named
-from torchmm.pipelining.schedules.separated import Durations
-from torchmm.recipe.model_section import GENERATOR
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import unit_stages
-from torchmm.recipe.recipe import ParallelConfig
 from torchmm.recipe.sizes import Layout, replica_groups
 
 Gathering = Literal["none", "layer", "step"]

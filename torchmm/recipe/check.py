@@ -9,51 +9,27 @@ from __future__ import annotations
 import importlib.util
 import re
 from glob import glob
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import GENERATOR
 from torchmm.recipe.check_model import check_generator
 from torchmm.recipe.check_parallel import check_pipeline
+from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
-from torchmm.recipe.model_section import GENERATOR
 from torchmm.recipe.placement_sizes import (
     check_colocated,
     check_units,
     modality_modules,
+    resolve_layout,
     resolve_units,
     unit_sizes,
 )
-from torchmm.recipe.recipe import ParallelConfig, Recipe, SourceConfig
+from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.simulation_section import contradictions
 from torchmm.recipe.sizes import Layout
 from torchmm.recipe.training_section import limit_bytes
-
-
-def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
-    """Mesh sizes for `world_size` ranks, with the -1 among them replaced by what is left.
-
-    Raises:
-        ConfigError: when the sizes cannot make up `world_size`.
-    """
-    sizes: dict[str, int] = {name: getattr(parallel, name) for name in Layout._fields}
-    open_keys = [k for k, size in sizes.items() if size == -1]
-    fixed = prod(size for size in sizes.values() if size != -1)
-    shown = " x ".join(f"{k} {size}" for k, size in sizes.items())
-    if 0 in sizes.values():
-        raise ConfigError(f"parallel: {shown}: a size is 0; use 1 for a dimension not wanted")
-    if len(open_keys) > 1:
-        raise ConfigError(f"parallel: {shown}: only one size may be -1; set the other to 1")
-    if world_size % fixed or (not open_keys and world_size != fixed):
-        remedy = (
-            f"start a multiple of {fixed} ranks or lower a size"
-            if open_keys
-            else (f"start {fixed} ranks, or set one of replicate and shard to -1 (what is left)")
-        )
-        raise ConfigError(f"parallel: {shown} does not make {world_size} ranks; {remedy}")
-    sizes.update({k: world_size // fixed for k in open_keys})
-    return Layout(**sizes)
 
 
 def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchmm.common.module_names import GENERATOR
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems
-from torchmm.recipe.model_section import GENERATOR
 from torchmm.recipe.recipe import Recipe
 
 SECTION = f"model.{GENERATOR}"

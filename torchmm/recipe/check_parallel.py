@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torchmm.common.module_names import GENERATOR
 from torchmm.recipe.explain import Problem, Problems, suggest
-from torchmm.recipe.model_section import GENERATOR
+from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig
 from torchmm.recipe.placement_sizes import check_encoder_layers, check_unit_layers, unit_sizes
-from torchmm.recipe.recipe import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig, Recipe
+from torchmm.recipe.recipe import Recipe
 
 SCHEDULE = "parallel.schedule"
 PIPELINE = "parallel.pipeline"

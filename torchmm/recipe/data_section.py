@@ -1,8 +1,5 @@
-"""The recipe's `[data]`: sources, their order, and how they are read.
-
-The recipe's `[data.video]`: which frames of clips are read, and how large.
-
-The recipe's `[data.producers]`: other processes or machines that prepare its samples.
+"""`[data]`: samples and their order, which frames of clips are read, who prepares them
+elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchmm.recipe.model_section import Section
+from torchmm.recipe.section import Section
 
 
 class ProducersConfig(Section):

@@ -12,7 +12,8 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from torchmm.recipe.recipe import Recipe, Section
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.section import Section
 
 NO_VALUE = object()
 """Value of a problem that concerns a whole table or a missing key."""

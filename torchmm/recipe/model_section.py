@@ -5,26 +5,11 @@ Part of the schema in `torchmm.recipe.recipe`, from where everything is imported
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-GENERATOR = "generator"
-"""Name of the module behind the LLM, in tables and metrics."""
-
-
-class Section(BaseModel):
-    """Base of all recipe sections: strict types, no unknown keys, no mutation."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
-    named_tables: ClassVar[type[Section] | None] = None
-    """Schema of tables under free names beside the section's own keys; None: there are none."""
+from torchmm.recipe.section import Section
 
 
 class LlmConfig(Section):
@@ -104,7 +89,7 @@ class ModelConfig(Section):
     its sizes."""
     llm: LlmConfig | None = None
     """The LLM backbone."""
-    encoders: dict[str, EncoderConfig] = {}
+    encoders: dict[str, EncoderConfig] = Field(default={})
     """The encoders by name; the name is used in [freeze], [parallel] and metrics."""
     generator: GeneratorConfig | None = None
     """Behind the LLM (or composite); its name in [freeze], [parallel] and metrics is
@@ -120,6 +105,6 @@ class ModelConfig(Section):
 class FreezeConfig(Section):
     """Which parts are not trained."""
 
-    modules: list[str] = []
+    modules: list[str] = Field(default=[])
     """Module names: "llm", an encoder's name (its tower without the connector), "generator", or
     "NAME.connector". Frozen modules get no gradients and no optimizer state."""

@@ -1,15 +1,12 @@
-"""The recipe's section about searching schedules: `[parallel.search]`.
-
-Part of the schema in `torchmm.recipe.recipe`, from where everything is imported.
-"""
+"""`[parallel]`: how ranks share the work, sizes of single modules, and the search for schedules."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from torchmm.recipe.model_section import Section
+from torchmm.recipe.section import Section
 
 
 class SearchConfig(Section):
@@ -34,3 +31,151 @@ class SearchConfig(Section):
     step is planned before it begins, with all `evaluations`; runs then repeat to the bit."""
     time_share: float = Field(default=0.8, gt=0, le=1)
     """Share of a measured step in which the next one is to be planned."""
+
+
+class ModuleParallelConfig(Section):
+    """One module in the pipeline; NAME is "llm", "generator" or the name of an encoder."""
+
+    pipeline: int | None = Field(default=None, ge=1)
+    """Pipeline ranks of this module, where its `parallel.placement` gives it sizes of its own.
+    Default, of all four sizes: those of [parallel] for the LLM, 1 for other modules; but where
+    encoders are colocated, `tensor` is the LLM's and all other ranks are replicas and shards."""
+    replicate: int | None = Field(default=None, ge=-1)
+    """Data-parallel replicas of this module; -1: what is left."""
+    shard: int | None = Field(default=None, ge=-1)
+    """Ranks over which FSDP2 shards this module; -1: what is left."""
+    tensor: int | None = Field(default=None, ge=1)
+    """Tensor-parallel ranks of this module."""
+    segments: int | None = Field(default=None, ge=1)
+    """Stages of this module per rank, under a schedule with separated modules ("separated",
+    "searched", "csv:..."), and of colocated encoders. Default: `parallel.virtual_stages` for the
+    LLM, 1 for encoders; one for each layer of colocated encoders, whose stages have to fit into
+    bubbles. Under "searched": so many that stages of all modules take about equally long."""
+    sub_microbatch_images: int | None = Field(default=None, ge=1)
+    """Encoders and generator: images processed together at most; a microbatch is cut into groups of
+    nearly equal size. Fewer fill gaps in the pipeline better, more keep the device busier. Default:
+    4 under a schedule with separated modules, all images of a microbatch under the others; under
+    "searched" the fewest that are nearly as efficient as any number (by the cost model)."""
+
+
+Placement = Literal["interleaved", "colocated", "disaggregated"]
+
+
+MODULE_SIZES = ("pipeline", "replicate", "shard", "tensor")
+"""Keys of [parallel] that [parallel.NAME] may set for one module."""
+
+
+SCHEDULES = (
+    "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "megatron", "megatron_balanced",
+    "separated", "searched",
+)  # fmt: skip
+"""Names `parallel.schedule` may have, beside "csv:PATH"."""
+
+
+COLOCATED_SCHEDULES = ("optimus",)
+"""Those it may have where encoders are colocated."""
+
+
+class ParallelConfig(Section):
+    """How ranks share the work. pipeline x replicate x shard x tensor = number of ranks."""
+
+    model_config = ConfigDict(extra="allow")
+    named_tables: ClassVar[type[Section] | None] = ModuleParallelConfig
+    __pydantic_extra__: dict[str, ModuleParallelConfig] = Field(init=False)
+
+    pipeline: int = Field(default=1, ge=1)
+    """Pipeline ranks, among which every module's layers are divided."""
+    schedule: str = "separated"
+    """Order of forwards and backwards in a pipeline, and how modules are cut for it. "gpipe",
+    "1f1b", "interleaved_1f1b", "zero_bubble", "megatron_balanced": all layers as one chain in
+    equally costly stages; "megatron": whole encoders in front of the LLM's first stage;
+    "separated": every module in segments of its own over all ranks; "searched": the same in an
+    order that is searched for each step ([parallel.search]); "csv:PATH": an order from a file, for
+    separated modules; "optimus": colocated encoders in the LLM's bubbles."""
+    placement: Placement = "interleaved"
+    """Where modules lie: "interleaved": on the same ranks; "colocated": too, but encoders have
+    sizes of their own ([parallel.NAME]): pipelines with fewer ranks, and so several of them;
+    "disaggregated": each on ranks and with sizes of its own, those of [parallel] being the LLM's,
+    under schedule "separated", "1f1b", "interleaved_1f1b", "gpipe" or "zero_bubble"."""
+    orchestrate: bool = False
+    """Choose sizes for `simulation.device`: with colocated encoders, the pipeline and
+    tensor-parallel ranks of those that have none given, by simulating the first step; with
+    disaggregated modules, all sizes of all modules, from costs on sampled data (`scripts/plan.py`
+    shows them)."""
+    llm_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "interleaved_1f1b"
+    """Order of the LLM's own forwards and backwards under "optimus"."""
+    bubbles: Literal["fine", "coarse"] = "fine"
+    """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": before
+    its first action and behind its last only."""
+    tensor_bubbles: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the LLM's actions in which tensor-parallel communication leaves ranks idle, for
+    "optimus" to put encoder layers into; on CUDA they run beside, on the CPU before the LLM's."""
+    search: SearchConfig = SearchConfig()
+    replan_drift: float = Field(default=0.0, ge=0)
+    """With a pipeline: how far measured times may drift away from those that steps are planned with
+    (0.1: 10 %) before the next steps are planned with new ones. 0: never; orders then follow from
+    FLOPs alone, and a resumed run gives the same bits."""
+    virtual_stages: int = Field(default=1, ge=1)
+    """Stages per rank; with separated modules: of the LLM."""
+    replicate: int = Field(default=1, ge=-1)
+    """Data-parallel replicas, each holding all parameters of its shards (HSDP); -1: what is
+    left."""
+    shard: int = Field(default=-1, ge=-1)
+    """Ranks over which FSDP2 shards parameters, gradients and optimizer state; -1: what is left."""
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether FSDP2 frees gathered parameters behind each forward and gathers them again for
+    backward; "default": only without a pipeline, which gathers them once per step."""
+    tensor: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks that split every layer."""
+    sequence_parallel: bool = False
+    """Also split activations between the tensor-parallel regions along the sequence."""
+    async_tensor_parallel: bool = False
+    """Gather and scatter these activations in blocks, below the matrix products in front of and
+    behind them; needs `tensor` > 1 and `sequence_parallel`."""
+    async_tensor_backend: Literal["auto", "symmetric_memory", "ring", "collective"] = "auto"
+    """How: "symmetric_memory" (CUDA, one host: copies without multiprocessors), "ring" (sends and
+    receives), "collective" (below backward's products only); "auto": the first that works."""
+    async_tensor_chunks: int = Field(default=0, ge=0)
+    """Blocks into which "ring" cuts what a rank has of the sequence; 0: the fastest in a short
+    measurement at the start."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Collective backend; "auto": NCCL on CUDA, gloo on CPU."""
+    timeout_s: int = Field(default=300, ge=1)
+    """Seconds a rank waits for a peer before the run stops with exit code 6."""
+
+    @property
+    def modules(self) -> dict[str, ModuleParallelConfig]:
+        """The tables [parallel.NAME], by name."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def separates_modules(self) -> bool:
+        """Whether the schedule gives every module stages of its own on all pipeline ranks."""
+        return self.schedule in ("separated", "searched") or self.schedule.startswith("csv:")
+
+    def sizes_given(self, name: str) -> dict[str, int]:
+        """A module's own `pipeline`, `replicate`, `shard` and `tensor`, as far as they are set."""
+        module = self.modules.get(name, ModuleParallelConfig())
+        return module.model_dump(include=set(MODULE_SIZES), exclude_none=True)
+
+    @property
+    def mirrors(self) -> int:
+        """Tensor-parallel groups of colocated encoders in one of the LLM."""
+        if self.placement != "colocated":
+            return 1
+        sizes = (module.tensor or self.tensor for module in self.modules.values())
+        return self.tensor // min(sizes, default=self.tensor)
+
+    def segments(self, name: str) -> int:
+        """Stages of a module per pipeline rank, under a schedule with separated modules."""
+        given = self.modules.get(name, ModuleParallelConfig()).segments
+        return given or (self.virtual_stages if name == "llm" else 1)
+
+    def slices(self, name: str) -> int | None:
+        """Stages of a colocated encoder per rank of its pipelines; None: one for each layer."""
+        return self.modules.get(name, ModuleParallelConfig()).segments
+
+    def sub_microbatch_images(self, name: str) -> int | None:
+        """Images an encoder processes together at most; None: all of a microbatch."""
+        given = self.modules.get(name, ModuleParallelConfig()).sub_microbatch_images
+        return given or (4 if self.separates_modules else None)

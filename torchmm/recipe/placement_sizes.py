@@ -1,14 +1,16 @@
-"""Encoders with parallel sizes of their own on the LLM's ranks: sizes and value checks.
+"""Parallel sizes of every module under each placement, and what is wrong with them.
 
-An encoder's pipeline has as many ranks as divide the LLM's, so blocks of consecutive pipeline ranks
-hold one copy each. So do groups of the LLM's tensor-parallel ranks, where it is split over fewer.
-What it does not use is data parallelism (Optimus §4.1).
+Interleaved modules have the sizes of `[parallel]`, resolved for the number of ranks.
 
-Modules on ranks of their own: sizes and value checks.
+Colocated encoders have sizes of their own on the LLM's ranks. An encoder's pipeline has as many
+ranks as divide the LLM's, so blocks of consecutive pipeline ranks hold one copy each. So do groups
+of the LLM's tensor-parallel ranks, where it is split over fewer. What it does not use is data
+parallelism (Optimus section 4.1).
 
-`[parallel]` has the LLM's sizes, `[parallel.NAME]` those of other modules (or the LLM's), which are
-1 where none is given. Ranks go to encoders in the recipe's order, then to the LLM, then to the
-generator. Together they must be all ranks there are; one size may be -1, for what is left.
+Disaggregated modules have ranks of their own. `[parallel]` has the LLM's sizes, `[parallel.NAME]`
+those of other modules (or the LLM's), which are 1 where none is given. Ranks go to encoders in the
+recipe's order, then to the LLM, then to the generator. Together they must be all ranks there are;
+one size may be -1, for what is left.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems
-from torchmm.recipe.model_section import GENERATOR
-from torchmm.recipe.recipe import COLOCATED_SCHEDULES, MODULE_SIZES, ParallelConfig, Recipe
+from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, MODULE_SIZES, ParallelConfig
+from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.sizes import Layout
 
 
@@ -164,7 +167,6 @@ def _unlike_tensors(parallel: ParallelConfig, encoders: list[str]) -> Problems:
             yield Problem(key, size, text, (f"parallel.{name}.tensor", "parallel.tensor"))
 
 
-LLM = "llm"
 DISAGGREGATED_SCHEDULES = ("separated", "1f1b", "interleaved_1f1b", "gpipe", "zero_bubble")
 """Schedules of modules on ranks of their own."""
 
@@ -288,3 +290,28 @@ def check_unit_layers(parallel: ParallelConfig, counts: Mapping[str, int | None]
             )
             also = ("parallel.virtual_stages", f"parallel.{name}", "model", "parallel.schedule")
             yield Problem(_key(parallel, name, "pipeline"), ranks, text, also)
+
+
+def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
+    """Mesh sizes for `world_size` ranks, with the -1 among them replaced by what is left.
+
+    Raises:
+        ConfigError: when the sizes cannot make up `world_size`.
+    """
+    sizes: dict[str, int] = {name: getattr(parallel, name) for name in Layout._fields}
+    open_keys = [k for k, size in sizes.items() if size == -1]
+    fixed = prod(size for size in sizes.values() if size != -1)
+    shown = " x ".join(f"{k} {size}" for k, size in sizes.items())
+    if 0 in sizes.values():
+        raise ConfigError(f"parallel: {shown}: a size is 0; use 1 for a dimension not wanted")
+    if len(open_keys) > 1:
+        raise ConfigError(f"parallel: {shown}: only one size may be -1; set the other to 1")
+    if world_size % fixed or (not open_keys and world_size != fixed):
+        remedy = (
+            f"start a multiple of {fixed} ranks or lower a size"
+            if open_keys
+            else (f"start {fixed} ranks, or set one of replicate and shard to -1 (what is left)")
+        )
+        raise ConfigError(f"parallel: {shown} does not make {world_size} ranks; {remedy}")
+    sizes.update({k: world_size // fixed for k in open_keys})
+    return Layout(**sizes)

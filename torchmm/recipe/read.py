@@ -25,7 +25,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from torchmm.common.errors import ConfigError
-from torchmm.recipe.check import Layout, find_problems, resolve_layout
+from torchmm.recipe.check import Layout, find_problems
 from torchmm.recipe.explain import (
     Problem,
     explain_error,
@@ -35,6 +35,7 @@ from torchmm.recipe.explain import (
     wants_string,
     without_indices,
 )
+from torchmm.recipe.placement_sizes import resolve_layout
 from torchmm.recipe.recipe import Recipe
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from torchmm.recipe.model_section import Section
+from torchmm.recipe.section import Section
 
 Range = list[int]
 """Least and most; any whole number between them is equally likely."""

@@ -1,6 +1,5 @@
-"""The recipe's section about recomputation: `[activation_checkpoint]`.
-
-Part of the schema in `torchmm.recipe.recipe`, from where everything is imported.
+"""`[training]` and its neighbours: optimizer, validation, checkpoints, metrics, compilation and
+recomputation.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from torchmm.recipe.model_section import Section
+from torchmm.recipe.section import Section
 
 FixedMode = Literal["none", "selective", "full"]
 Mode = Literal["none", "selective", "full", "tuned"]
@@ -65,3 +64,119 @@ def limit_bytes(limit: str, device_bytes: float) -> int:
         )
     scale = _UNITS[found[2]]
     return round(number * scale * (device_bytes if found[2] == "%" else 1))
+
+
+class OptimizerConfig(Section):
+    """AdamW and the learning rate schedule."""
+
+    lr: float = Field(default=3e-4, ge=0)
+    """Peak learning rate."""
+    module_lr: dict[str, float] = Field(default={})
+    """Peak learning rate by module name ("llm", "NAME", "generator", "NAME.connector"), instead of
+    `lr`."""
+    betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    """AdamW decay rates of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW epsilon."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay; not applied to vectors (norms, biases) and embeddings."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape after warmup: cosine, warmup-stable-decay (linear decay at the end), constant."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warmup."""
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Share of all steps spent decaying ("wsd")."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end, relative to the peak ("cosine", "wsd")."""
+
+
+class TrainingConfig(Section):
+    """Length of the run, batch sizes, numerics."""
+
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+    global_batch_size: int = Field(default=8, ge=1)
+    """Packed sequences per optimizer step over all ranks."""
+    microbatch_size: int = Field(default=1, ge=1)
+    """Packed sequences per forward and backward on one rank; the rest is gradient accumulation."""
+    sequence_length: int = Field(default=1024, ge=8)
+    """Tokens per packed sequence; longer samples are truncated."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of initial weights, sample order and dropout."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype. With bfloat16, parameters, reductions and optimizer state stay float32."""
+    deterministic: bool = False
+    """Deterministic kernels only (slower); two runs then give the same bits."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; "auto": CUDA where there is a device."""
+
+
+class ValidationConfig(Section):
+    """Loss and captions on held-out samples during the run."""
+
+    interval: int = Field(default=0, ge=0)
+    """Steps between validations; also done after the last step; 0: never."""
+    batches: int = Field(default=4, ge=1)
+    """Global batches of held-out samples per validation (always the same ones)."""
+    samples: int = Field(default=0, ge=0)
+    """Held-out images for which the model generates text, saved in samples.json."""
+    max_new_tokens: int = Field(default=32, ge=1)
+    """Longest generated text, in tokens."""
+    drawings: int = Field(default=0, ge=0)
+    """Held-out texts for which the generator draws images, saved in `drawings/`."""
+    denoising_steps: int = Field(default=25, ge=1)
+    """Steps from noise to image; each is a forward of the whole model."""
+
+
+class CheckpointConfig(Section):
+    """Saving, keeping and resuming."""
+
+    interval: int = Field(default=0, ge=0)
+    """Steps between checkpoints; also saved after the last step; 0: never."""
+    keep: int = Field(default=2, ge=1)
+    """Newest valid checkpoints kept; older ones are removed."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+    resume: str = "auto"
+    """"auto": newest valid checkpoint of the run directory, if any; "none": start afresh;
+    otherwise the directory of a checkpoint."""
+    resume_changed_data: bool = False
+    """Resume although samples or their order are not those the checkpoint was trained on. Sources
+    with random access go on at the number of samples drawn, changed streams from their beginning;
+    samples of the current pass may come again or be left out. Without it: exit code 4."""
+    export_hf: bool = True
+    """Write a Hugging Face directory (`hf/`) after the last step."""
+
+
+class MetricsConfig(Section):
+    """What is recorded and where it is shown. metrics.jsonl is always written."""
+
+    log_interval: int = Field(default=1, ge=1)
+    """Steps between progress lines and tracker records."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases mode. If the service cannot be reached, training goes on without it."""
+    wandb_project: str = "torchmm"
+    """Weights & Biases project."""
+    tensorboard: bool = False
+    """Write TensorBoard events to `tensorboard/` in the run directory."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak of one device in TFLOP/s for MFU; default: the data sheet value of a known GPU,
+    a short matrix-product measurement on CPU."""
+    profile_step: int = Field(default=0, ge=0)
+    """Step recorded by the PyTorch profiler as a trace in `profile/`; 0: none."""
+    timeline_step: int = Field(default=5, ge=0)
+    """Step of whose pipeline a picture, a trace and the records are saved in `timeline/` (the last
+    step if there are fewer); 0: none. Without a pipeline there is nothing to show."""
+    memory_snapshot_step: int = Field(default=0, ge=0)
+    """Step after which a CUDA memory snapshot is written to `profile/`; 0: none."""
+
+
+class CompileConfig(Section):
+    """torch.compile."""
+
+    enabled: bool = False
+    """Compile every layer."""
+    modules: list[str] = Field(default=[])
+    """Module names to compile; empty: all."""

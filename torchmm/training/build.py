@@ -38,11 +38,11 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
 from torchmm.parallel.unit_mesh import build_units
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.planning.dry_run import run_summary
 from torchmm.planning.executions import run_tuning
 from torchmm.planning.reordering import arrangement
 from torchmm.planning.segments import with_segments
 from torchmm.planning.step import plan_layout
+from torchmm.planning.summary import run_summary
 from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.read import dump_recipe
 from torchmm.recipe.recipe import Recipe

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import Microbatch, StepBatch
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
+from torchmm.common.module_names import GENERATOR
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.recipe.model_section import GENERATOR
 from torchmm.training.pipeline import Pipeline
 
 

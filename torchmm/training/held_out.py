@@ -9,7 +9,7 @@ from itertools import islice
 
 from torchmm.common.batch import StepBatch
 from torchmm.common.files import replace_atomically
-from torchmm.recipe.model_section import GENERATOR
+from torchmm.common.module_names import GENERATOR
 from torchmm.training.build import RunParts, build_data
 from torchmm.training.drawings import draw_samples, held_out_drawings
 from torchmm.training.metrics import StepRecord

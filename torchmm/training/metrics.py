@@ -27,7 +27,7 @@ from torch.profiler import record_function
 
 from torchmm.common.log import JsonlWriter
 from torchmm.parallel.health import gather_floats
-from torchmm.recipe.recipe import MetricsConfig
+from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.report import ProgressLine, draw_loss
 from torchmm.training.trackers import Sink, make_trackers
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchmm.recipe.recipe import OptimizerConfig
+from torchmm.recipe.training_section import OptimizerConfig
 
 
 def build_optimizer(

@@ -19,17 +19,17 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.rates import Kind, step_totals
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import Microbatch
 from torchmm.common.files import replace_atomically
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder, PipelinePlan
-from torchmm.pipelining.schedules.separated import Durations, separated
+from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder, Durations, PipelinePlan
+from torchmm.pipelining.schedules.separated import separated
 from torchmm.pipelining.view.draw import Panel, draw_timelines
 from torchmm.pipelining.view.exchange import write_chrome_trace
 from torchmm.pipelining.view.records import StepContent, read_records, write_records

@@ -22,6 +22,7 @@ import torch
 from torchmm.balance.rates import Kind
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription
+from torchmm.common.module_names import GENERATOR
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import RouterBalance
@@ -32,15 +33,13 @@ from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.plan import ComputeOrder, MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations, MessageSpecs, PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
 from torchmm.pipelining.run.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
-from torchmm.pipelining.schedules.separated import Durations
 from torchmm.planning.step import Gathering, Purpose, plan_layout, plan_step
-from torchmm.recipe.model_section import GENERATOR
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 Specs = Callable[[StageGraph], MessageSpecs]
 

@@ -47,8 +47,7 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.numbers import decode_plan
-from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder, PipelinePlan
-from torchmm.pipelining.schedules.separated import Durations
+from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder, Durations, PipelinePlan
 from torchmm.planning.ahead import (
     PlannedStep,
     PlanningProcess,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from torchmm.recipe.recipe import MetricsConfig
+from torchmm.recipe.training_section import MetricsConfig
 
 
 class StepProfiler:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from torchmm.common.batch import Microbatch
+from torchmm.common.module_names import GENERATOR
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.runtime import StepResult
-from torchmm.recipe.model_section import GENERATOR
 from torchmm.training.pipeline import Pipeline
 
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import wandb
 
 from torchmm.common.errors import ConfigError
-from torchmm.recipe.recipe import MetricsConfig
+from torchmm.recipe.training_section import MetricsConfig
 
 PROBE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 60.0

@@ -22,13 +22,13 @@ from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import StepBatch
 from torchmm.common.errors import EXIT_DONE, DataError, Preempted
 from torchmm.common.files import make_writable_directory
+from torchmm.common.module_names import GENERATOR
 from torchmm.common.rng import restore_rng
 from torchmm.data.sources.corrupt import CorruptLimit
 from torchmm.models.hf.export import export_hf
 from torchmm.parallel.health import Health, check_finite, gather_floats, peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
-from torchmm.planning.encoder_sizes import orchestrated
-from torchmm.recipe.model_section import GENERATOR
+from torchmm.planning.open_sizes import orchestrated
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import DTYPES, RunParts, build_run, build_unfilled_model
 from torchmm.training.checkpoint.directory import CheckpointDirectory

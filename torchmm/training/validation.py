@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch, SampleMeta, StepBatch
+from torchmm.common.module_names import GENERATOR
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.recipe.model_section import GENERATOR
 from torchmm.training.pipeline import Pipeline
 
 

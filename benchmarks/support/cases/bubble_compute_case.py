@@ -42,7 +42,7 @@ from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.colocated import encoder_names
 from torchmm.pipelining.view.timeline import uniform_timeline
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 __all__ = ["SETTINGS", "TOLERANCE", "run_rank"]
 ALL = 1 << 20

@@ -27,12 +27,9 @@ from torchmm.common.batch import (
 )
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import (
-    ActivationCheckpointConfig,
-    FreezeConfig,
-    ModelConfig,
-    ParallelConfig,
-)
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import ActivationCheckpointConfig
 
 VOCAB = 2048
 SHORTEN = 4

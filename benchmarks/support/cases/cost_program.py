@@ -33,7 +33,7 @@ from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.recipe import CompileConfig, OptimizerConfig
+from torchmm.recipe.training_section import CompileConfig, OptimizerConfig
 from torchmm.training.optim import build_optimizer, clip_factor, global_grad_norm, scale_gradients
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.step import TrainStep

@@ -14,11 +14,12 @@ from torchmm.balance.bubbles.inside_layers import SEARCHED, optimus_kernels
 from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import Profile
-from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
+from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.orchestration.search import OrchestrationPlan
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import tune_layers
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import Sharding, lower_plan
@@ -27,7 +28,9 @@ from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import plan_recipe, planned_recipe
 from torchmm.planning.step import plan_layout, step_graph
-from torchmm.recipe.recipe import ActivationCheckpointConfig, ParallelConfig, Recipe
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.training_section import ActivationCheckpointConfig
 
 TUNED = ActivationCheckpointConfig(mode="tuned", memory_limit="97%")
 EVALUATIONS, ALTERNATIVES = 32, 5

@@ -34,7 +34,7 @@ from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.pipelining.view.timeline import uniform_timeline
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.pipeline import Pipeline
 
 RANKS = 2

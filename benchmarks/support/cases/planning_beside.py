@@ -38,8 +38,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.planning.ahead import PlanningProcess, PlanningSetup
-from torchmm.recipe.parallel_section import SearchConfig
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
 from torchmm.training.pipeline import Specs
 from torchmm.training.planner import StepPlanner
 from torchmm.training.step import StepOutcome, TrainStep

@@ -26,8 +26,8 @@ from support.papers.paper_figures import OPTIMUS_STRONG_SCALING
 from torchmm.balance.bubbles.encoder_sizes import EncoderPlan, ParallelSizes
 from torchmm.balance.bubbles.encoder_work import EncoderWork
 from torchmm.balance.bubbles.llm_timeline import LlmTimeline, llm_timeline
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task

@@ -28,7 +28,7 @@ from torchmm.models.layered import LayeredModule, StageRange, stage_ranges
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 SHORTEN = 4
 TOKENS, IMAGE_TOKENS = 2048 // SHORTEN, 64 // SHORTEN

@@ -18,12 +18,13 @@ from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.parts import Execution, Recompute, stage_parameters
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
+from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.search import Budget, search
 from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import ModuleDescription
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
@@ -35,8 +36,8 @@ from torchmm.planning.executions import module_executions
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.segments import with_segments
 from torchmm.planning.step import plan_layout, step_graph
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.recipe import ParallelConfig
 from torchmm.recipe.simulation_section import SimulatedSequences
 
 ROOT = Path(__file__).parents[3]

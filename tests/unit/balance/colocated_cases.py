@@ -11,8 +11,8 @@ import numpy as np
 from torchmm.balance.bubbles.encoder_work import EncoderWork
 from torchmm.balance.bubbles.llm_timeline import LlmTimeline, llm_timeline
 from torchmm.balance.bubbles.scheduler import BubbleSchedule
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import to_picoseconds
+from torchmm.balance.picoseconds import to_picoseconds
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph
 from torchmm.pipelining.schedules.colocated import backbone_order, colocated_layout

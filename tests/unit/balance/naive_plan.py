@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from random_orders import random_graph, random_order, random_specs
 
-from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan

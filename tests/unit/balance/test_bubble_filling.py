@@ -16,7 +16,7 @@ from torchmm.balance.bubbles.scheduler import (
     fill_bubbles,
     search_assignment,
 )
-from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS, to_picoseconds
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, to_picoseconds
 from torchmm.pipelining.plan.actions import ActionType
 
 CASES = 60

@@ -9,10 +9,10 @@ import pytest
 from dispatch_cases import even_costs, pipeline
 from naive_dispatch import B, F, NaiveDispatch, random_dispatch
 
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.order_search.dispatcher import Dispatcher
-from torchmm.balance.simulation.operator_graph import SimulationError
+from torchmm.balance.picoseconds import SimulationError
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task

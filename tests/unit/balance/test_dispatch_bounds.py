@@ -9,9 +9,9 @@ import pytest
 from dispatch_cases import even_costs, pipeline
 from naive_dispatch import random_dispatch
 
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.order_search.bounds import lower_bound_ms
 from torchmm.balance.order_search.dispatcher import Dispatcher
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 
 

@@ -12,7 +12,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 F, B = ActionType.F, ActionType.B
 FLOPS = {("vision", F): 1e9, ("vision", B): 2e9, ("llm", F): 1e10, ("llm", B): 2e10}

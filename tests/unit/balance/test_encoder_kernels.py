@@ -9,8 +9,8 @@ from torchmm.balance.bubbles.encoder_kernels import hidden_ms, kernel_work
 from torchmm.balance.bubbles.encoder_work import encoder_work
 from torchmm.balance.bubbles.inside_layers import optimus_kernels
 from torchmm.balance.bubbles.optimus import optimus
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph

@@ -5,8 +5,9 @@ import random
 import pytest
 from naive_graph import Operator, build, naive_times, random_case
 
+from torchmm.balance.picoseconds import SimulationError
 from torchmm.balance.simulation.incremental import IncrementalTimes
-from torchmm.balance.simulation.operator_graph import OperatorGraph, SimulationError
+from torchmm.balance.simulation.operator_graph import OperatorGraph
 
 
 class Edited:

@@ -17,7 +17,7 @@ from test_plan_costs import Step
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
+from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.recomputation.costs import (
     LAYER_MODES,
     StageRecompute,
@@ -36,6 +36,7 @@ from torchmm.balance.recomputation.tuning import (
     tune_layers,
 )
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import PlanError
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action, ActionType

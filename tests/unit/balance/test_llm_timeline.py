@@ -7,9 +7,9 @@ from colocated_cases import llm_step, random_timeline
 
 from torchmm.balance.bubbles.free_time import ALWAYS_PS
 from torchmm.balance.bubbles.llm_timeline import llm_timeline
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS, SimulationError
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan

@@ -5,7 +5,8 @@ import math
 import pytest
 from naive_graph import build, naive_peaks, naive_times, random_case
 
-from torchmm.balance.simulation.operator_graph import OperatorGraph, SimulationError
+from torchmm.balance.picoseconds import SimulationError
+from torchmm.balance.simulation.operator_graph import OperatorGraph
 
 
 def times_ms(graph: OperatorGraph) -> list[tuple[float, float]]:

@@ -11,9 +11,9 @@ from torchmm.balance.bubbles.encoder_sizes import ColocatedPlan, ParallelSizes, 
 from torchmm.balance.bubbles.encoder_work import EncoderWork
 from torchmm.balance.bubbles.optimus import choose_plan, optimus, sequences
 from torchmm.balance.bubbles.scheduler import fill_bubbles
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import SimulationError
+from torchmm.balance.picoseconds import SimulationError
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action, ActionType

@@ -24,7 +24,7 @@ from torchmm.common.batch import ImageMeta, MicrobatchMeta, ModuleDescription, S
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.attention import Segments
 from torchmm.parallel.activation import apply_activation_checkpoint
-from torchmm.recipe.recipe import EncoderConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 
 OTHERS = ("llama_tied", *model_cases.EXPERTS)  # the latter's operators are not modelled one by one
 FAMILIES = [*(n for n in model_cases.LLMS if n not in OTHERS), *model_cases.BASIC_ENCODERS]

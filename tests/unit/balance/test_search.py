@@ -11,7 +11,6 @@ import pytest
 from dispatch_cases import even_costs, pipeline
 from naive_dispatch import random_dispatch
 
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.order_search.best_order import limited_like_separated, plan_searched
 from torchmm.balance.order_search.bounds import lower_bound_ms
 from torchmm.balance.order_search.dispatcher import Dispatcher
@@ -19,6 +18,7 @@ from torchmm.balance.order_search.order_times import time_order
 from torchmm.balance.order_search.search import Budget, search
 from torchmm.balance.order_search.strategies import STRATEGIES, constructed_orders
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan

@@ -10,7 +10,7 @@ from torchmm.balance.planners import MEMORY_SHARE, search_by_costs
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 CONFIG = ParallelConfig.model_validate(
     {"pipeline": 3, "schedule": "searched", "search": {"evaluations": 200}}

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from naive_plan import Play, random_costs, random_plan
 
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import SimulationError
+from torchmm.balance.picoseconds import SimulationError
 from torchmm.balance.simulation.simulator import PlanSimulation, simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import MemoryModel
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType

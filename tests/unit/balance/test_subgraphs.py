@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from torchmm.balance.simulation.operator_graph import OperatorGraph, SimulationError
+from torchmm.balance.picoseconds import SimulationError
+from torchmm.balance.simulation.operator_graph import OperatorGraph
 from torchmm.balance.simulation.reuse import Buffer, Part, Subgraph, SubgraphCache
 
 

@@ -23,7 +23,7 @@ from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime
 from torchmm.pipelining.schedules.layouts import Cut, build_layout
 from torchmm.pipelining.schedules.names import SCHEDULES
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 MODEL = CostModel(load_profile("cpu"), "float32", {"vision": Execution(), "llm": Execution()})
 NAMES = frozenset({"vision", "llm"})

@@ -10,7 +10,7 @@ import pytest
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 COLUMNS = {

@@ -11,7 +11,8 @@ import numpy as np
 from PIL import Image
 
 from torchmm.common.batch import ImageSpec
-from torchmm.recipe.recipe import DataConfig, SourceConfig, TrainingConfig
+from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.training_section import TrainingConfig
 
 WORDS = "a red green blue small large round square picture of one two three dogs cats in the sun"
 

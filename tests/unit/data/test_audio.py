@@ -18,7 +18,7 @@ from torchmm.data.loader import build_loader
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.medium import ImageMedia, open_media
 from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 
 SPEECH = ImageSpec(
     encoder="speech",

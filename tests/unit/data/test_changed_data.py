@@ -13,7 +13,7 @@ from data_cases import CLIP, caption, data_config, png, training, write_jsonl
 
 from torchmm.common.errors import CheckpointError
 from torchmm.data.loader import build_loader
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 
 ROWS = 23
 

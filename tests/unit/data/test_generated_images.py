@@ -25,7 +25,7 @@ from torchmm.common.generated import GeneratedMeta, GeneratorSpec
 from torchmm.data.loader import build_loader
 from torchmm.data.media.generated_images import TargetPreprocessor
 from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 
 SPEC = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
 CLIPS = GeneratorSpec(size_px=8, patch_size_px=4, frames=3)

@@ -16,7 +16,7 @@ from torchmm.data.media.images import decode_frames
 from torchmm.data.prepare import manifest, moving_stamps
 from torchmm.data.prepare.parquet import split_of
 from torchmm.data.sources.local_and_hub import open_map_source
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"source": {}, "frames": 5, "size_px": 32}
 MAX_PIXELS = 10_000

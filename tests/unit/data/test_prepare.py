@@ -15,7 +15,7 @@ from torchmm.data.prepare import manifest, manual, packages, spoken_stamps, stam
 from torchmm.data.prepare.packages import Package
 from torchmm.data.prepare.parquet import split_of
 from torchmm.data.sources.local_and_hub import open_map_source
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 
 needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="needs dpkg-deb")
 STAMPS = "usr/share/tuxpaint/stamps"

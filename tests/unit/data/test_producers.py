@@ -32,8 +32,7 @@ from torchmm.data.producers import TOKEN_VARIABLE
 from torchmm.data.serve import Producer, check_exposure, start_server
 from torchmm.data.sources.open import open_samples
 from torchmm.data.wire import VERSION, pack_request, unpack_request
-from torchmm.recipe.data_section import ProducersConfig
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
 DRAWN = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
 

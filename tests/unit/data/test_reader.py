@@ -9,7 +9,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.records import Record
-from torchmm.recipe.recipe import DataConfig
+from torchmm.recipe.data_section import DataConfig
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import transformers
 
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb, read_size
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 COUNT = 50
 MAX_PIXELS = 10**8

@@ -13,7 +13,7 @@ from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files, unique_names
 from torchmm.data.sources.records import ImageSegment, parse_record
 from torchmm.data.sources.streams import open_stream
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 
 
 def write_arrow(directory):

@@ -27,8 +27,7 @@ from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.data.media.video import Clip, ClipMedia, sampled_frames
 from torchmm.data.prepare.clip_files import CONTAINERS, write_clip
 from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.recipe.data_section import VideoConfig
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig, VideoConfig
 
 PIXELS = 10_000
 

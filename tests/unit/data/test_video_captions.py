@@ -14,7 +14,7 @@ from torchmm.data.prepare.clip_files import write_clip
 from torchmm.data.prepare.parquet import split_of
 from torchmm.data.prepare.video_captions import CLIPS, PATHS, Film, _film_rows, _Shown
 from torchmm.data.sources.local_and_hub import open_map_source
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"fps": 4, "frames": 4, "size_px": 32}
 

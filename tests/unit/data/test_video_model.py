@@ -20,8 +20,8 @@ from torch.nn import functional
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.data.loader import build_loader
 from torchmm.data.prepare.clip_files import write_clip
-from torchmm.recipe.data_section import VideoConfig
-from torchmm.recipe.recipe import ModelConfig, SourceConfig
+from torchmm.recipe.data_section import SourceConfig, VideoConfig
+from torchmm.recipe.model_section import ModelConfig
 
 IMAGE, VIDEO, START, END = 440, 441, 442, 443
 

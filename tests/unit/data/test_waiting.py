@@ -14,7 +14,7 @@ from torchmm.common.errors import DataError
 from torchmm.data import loader as loader_module
 from torchmm.data.loader import build_loader
 from torchmm.data.waiting import Overdue, Waiting
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 
 LONG_S = 60.0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"

@@ -18,7 +18,7 @@ from torchmm.models.registry import build_model
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.view.records import StepContent, write_records
-from torchmm.recipe.recipe import FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
 ROOT = Path(__file__).parents[3]
 LLM = {

@@ -9,7 +9,8 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
 from torchmm.models.hf.config import load_config
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig, Recipe
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.recipe import Recipe
 
 
 @pytest.fixture

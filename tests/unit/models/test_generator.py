@@ -19,7 +19,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.layered import stage_ranges
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import FreezeConfig, GeneratorConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, GeneratorConfig, LlmConfig, ModelConfig
 
 diffusers = pytest.importorskip("diffusers")
 

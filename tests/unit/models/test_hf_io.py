@@ -43,7 +43,7 @@ from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
 WORDS = {**{f"w{i}": i for i in range(63)}, "<image>": 63}
 

@@ -7,7 +7,7 @@ from model_cases import COMPOSITES, ENCODERS, LLMS, composite_config, pair_confi
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 
 def fresh(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> MultimodalModel:

@@ -24,7 +24,7 @@ from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.experts import COMPILES_FROM, check_compiles
-from torchmm.recipe.recipe import LlmConfig, ModelConfig
+from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
 
 def separate_loss(plain: nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:

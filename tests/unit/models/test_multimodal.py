@@ -33,7 +33,7 @@ from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.layers.attention import image_blocks, prompt_blocks
 from torchmm.models.llm import LLM_FAMILIES
 from torchmm.models.multimodal import MultimodalModel, module_of
-from torchmm.recipe.recipe import EncoderConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 from torchmm.training.validation import _append
 
 version = tuple(int(part) for part in transformers.__version__.split(".")[:2])

@@ -21,7 +21,7 @@ from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import materialize, module_of
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
 
 def word_tokenizer(words: int, **special: str) -> PreTrainedTokenizerFast:

@@ -21,7 +21,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.layered import LayeredModule, StageRange, stage_ranges
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 CONFIGS = {
     **{f"{llm}+clip": pair_config(llm, "clip") for llm in BASIC_LLMS},

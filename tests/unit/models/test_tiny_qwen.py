@@ -10,7 +10,7 @@ from torchmm.data.prepare import manifest, tiny_qwen
 from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 
 def test_what_was_prepared_is_a_model_of_every_weight(tmp_path) -> None:

@@ -15,7 +15,7 @@ from torchmm.parallel.tensor.overlap_linear import (
     linear_scatter,
 )
 from torchmm.parallel.tensor.overlap_styles import Column, ScopeInput
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 NAMES = ["gather_linear", "linear_scatter", "gather_slices", "take_slice"]
 

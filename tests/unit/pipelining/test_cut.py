@@ -7,7 +7,7 @@ from torchmm.models.registry import build_model
 from torchmm.pipelining.plan.graph import StageLayout, StageSpec
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout, separated_layout
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 MODEL = {

@@ -7,8 +7,8 @@ import pytest
 from test_mirrors import graph
 
 from torchmm.balance.bubbles.optimus import optimus
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.lowering import lower_plan

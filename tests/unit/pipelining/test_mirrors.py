@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from torchmm.balance.bubbles.optimus import optimus
-from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph

@@ -9,8 +9,9 @@ import tomli
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.planning.dry_run import describe_run
-from torchmm.planning.encoder_sizes import choose_encoders, encoder_combinations, orchestrated
+from torchmm.planning.encoder_sizes import choose_encoders, encoder_combinations
 from torchmm.planning.forecast import Forecaster
+from torchmm.planning.open_sizes import orchestrated
 from torchmm.recipe.recipe import Recipe
 
 ENCODER = """

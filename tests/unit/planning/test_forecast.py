@@ -14,7 +14,8 @@ from torchmm.pipelining.view.records import read_records
 from torchmm.planning.dry_run import describe_run
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.report import fastest, forecast_table, write_forecasts
-from torchmm.recipe.recipe import COLOCATED_SCHEDULES, SCHEDULES, Recipe
+from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, SCHEDULES
+from torchmm.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[3]
 SIMULATE = runpy.run_path(str(ROOT / "scripts/simulate.py"))["main"]

@@ -20,7 +20,7 @@ from torchmm.pipelining.schedules.classic import gpipe
 from torchmm.pipelining.schedules.layouts import separated_layout
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.planning.step import plan_step, step_graph
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 CASE = Case("lean", tied=False)
 CONFIG = ParallelConfig.model_validate({"pipeline": 2, "schedule": "searched"})

@@ -10,8 +10,8 @@ import tomli
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.planning.dry_run import describe_run
-from torchmm.planning.encoder_sizes import orchestrated
 from torchmm.planning.forecast import Forecaster
+from torchmm.planning.open_sizes import orchestrated
 from torchmm.planning.placement import (
     _colocated,
     choose_placement,
@@ -20,9 +20,10 @@ from torchmm.planning.placement import (
     planned_recipe,
     usable_devices,
 )
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.recipe import ParallelConfig, Recipe
+from torchmm.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[3]
 PLAN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]

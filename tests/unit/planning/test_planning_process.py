@@ -32,7 +32,7 @@ from torchmm.planning.ahead import (
     PlanRequest,
 )
 from torchmm.planning.step import step_graph
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 CASE = Case("planned beside training")
 WAIT_S = 60.0

@@ -13,7 +13,8 @@ from torchmm.balance.order_search.search import Budget
 from torchmm.common.errors import ConfigError
 from torchmm.planning.segments import STAGES, describe, with_segments
 from torchmm.planning.step import plan_layout, step_graph
-from torchmm.recipe.recipe import ParallelConfig, Recipe
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.recipe import Recipe
 
 CASE = Case("segments in a recipe")
 

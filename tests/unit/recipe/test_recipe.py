@@ -8,8 +8,9 @@ import pytest
 from recipe_problems import problems_of
 
 from torchmm.common.errors import ConfigError
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_layout
-from torchmm.recipe.recipe import ParallelConfig, Recipe
+from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_unfilled_model
 
 MODEL = """

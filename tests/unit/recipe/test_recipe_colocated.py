@@ -8,9 +8,9 @@ from recipe_problems import problems_of
 from torchmm.balance.planners import PLANNERS
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_layout
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.recipe import COLOCATED_SCHEDULES, ParallelConfig
 from torchmm.recipe.sizes import Layout
 
 MODEL = """

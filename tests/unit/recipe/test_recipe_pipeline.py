@@ -7,8 +7,9 @@ from recipe_problems import problems_of
 
 from torchmm.pipelining.schedules import names as schedules
 from torchmm.recipe.check_parallel import check_pipeline
+from torchmm.recipe.parallel_section import SCHEDULES, ParallelConfig
 from torchmm.recipe.read import dump_recipe, load_recipe
-from torchmm.recipe.recipe import SCHEDULES, ParallelConfig, Recipe
+from torchmm.recipe.recipe import Recipe
 
 MODEL = """
 [model]

@@ -10,9 +10,9 @@ from torchmm.common.errors import ConfigError
 from torchmm.pipelining.schedules.names import SCHEDULES
 from torchmm.planning.dry_run import describe_run
 from torchmm.planning.forecast import Forecaster
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES, resolve_units
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.recipe import ParallelConfig
 from torchmm.recipe.sizes import Layout, replica_groups
 
 MODEL = """

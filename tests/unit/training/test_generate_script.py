@@ -10,7 +10,7 @@ from torchmm.models.hf.export import PARTS_FILE, export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
-from torchmm.recipe.recipe import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "generate.py"
 

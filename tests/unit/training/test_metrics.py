@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchmm.recipe.recipe import MetricsConfig
+from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.metrics import (
     MetricsRecorder,
     PhaseTimer,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchmm.recipe.recipe import OptimizerConfig
+from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import (
     build_optimizer,
     clip_factor,

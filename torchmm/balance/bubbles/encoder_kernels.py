@@ -25,8 +25,8 @@ from torchmm.balance.bubbles.scheduler import BubbleSchedule
 from torchmm.balance.compiled import Int64s
 from torchmm.balance.costs.parts import layer_linears
 from torchmm.balance.costs.sizes import Array
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchmm.balance.costs.sizes import Array
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import SimulationError, duration_problem
+from torchmm.balance.picoseconds import SimulationError, duration_problem
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageSpec
 

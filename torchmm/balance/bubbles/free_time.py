@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Int64s
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
 

@@ -19,9 +19,9 @@ from torchmm.balance.bubbles.encoder_work import encoder_work
 from torchmm.balance.bubbles.llm_timeline import llm_timeline
 from torchmm.balance.bubbles.optimus import order_of, place_encoders, sequences
 from torchmm.balance.bubbles.scheduler import BubbleSchedule, fill_bubbles
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.order_search.best_order import plan_searched
 from torchmm.balance.order_search.search import Budget
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import ModuleDescription
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph

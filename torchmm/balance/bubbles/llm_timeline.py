@@ -29,14 +29,9 @@ from torchmm.balance.bubbles.free_time import (
     spans_of,
 )
 from torchmm.balance.compiled import Int32s, Int64s, compiled
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import (
-    PICOSECONDS_PER_MS,
-    CompiledGraph,
-    OperatorGraph,
-    SimulationError,
-    to_picoseconds,
-)
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError, to_picoseconds
+from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task
 from torchmm.pipelining.plan.lowering import Sharding

@@ -39,7 +39,7 @@ from torchmm.balance.bubbles.encoder_work import (
 )
 from torchmm.balance.bubbles.llm_timeline import LlmTimeline, llm_timeline
 from torchmm.balance.bubbles.scheduler import BubbleSchedule, Granularity, fill_bubbles
-from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import Sharding

@@ -58,7 +58,7 @@ from torchmm.balance.bubbles.scheduler_kernels import (
 )
 from torchmm.balance.compiled import Int32s, Int64s
 from torchmm.balance.costs.sizes import Array
-from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.pipelining.plan.actions import Action
 
 TEMPERATURE = 0.02

@@ -15,6 +15,7 @@ import numpy as np
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.model import CostModel, PartCache, StageCosts
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
@@ -22,50 +23,6 @@ from torchmm.pipelining.plan.transfers import tied_stages, transfers
 
 TOKEN_BYTES = 40
 """Of a token of a microbatch: id, target, position, places of targets and of images."""
-
-
-@dataclass(frozen=True)
-class PlanCosts:
-    """Costs of every action of one step, whatever the order they are planned in.
-
-    Attributes:
-        compute_ms: of every F, B, I and W that a plan of the step may hold: the whole duration,
-            exposed tensor-parallel communication included.
-        tensor_ms: of these, exposed tensor-parallel communication; 0 where missing.
-        gather_ms: by stage: gathering its parameters over data-parallel ranks (UNSHARD).
-        reduce_ms: by stage: reducing its gradients (REDUCE_GRAD).
-        tied_ms: by stage: exchanging the gradient of a weight that another stage has a copy of
-            (REDUCE_TIED); 0 where missing.
-        transfer_ms: by (message, whether it is the gradient that goes back): time on the wire;
-            0 where missing, as for messages that stay on a rank.
-        kept_bytes: by task: activations from its F until its B or W (until the end of F for a task
-            without a backward).
-        kept_for_weights_bytes: by task: what stays between its I and its W; with gradients that
-            wait there, it may be more than `kept_bytes`.
-        temporary_bytes: by action: more while it runs, beyond the temporaries in `static_bytes`; 0
-            where missing.
-        static_bytes: by rank of the plan: weights, gradients, optimizer state, the step's
-            microbatches, and the largest temporary of any of its tasks.
-        memory_limit_bytes: of every rank; None: unlimited.
-        runs_beside: whether fillers run beside the LLM actions that they fill, as on GPUs; if not,
-            in front of them.
-        flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
-            a tensor-parallel group together; of a mirror, its share.
-    """
-
-    compute_ms: Mapping[Action, float]
-    tensor_ms: Mapping[Action, float] = field(default_factory=dict)
-    gather_ms: Mapping[int, float] = field(default_factory=dict)
-    reduce_ms: Mapping[int, float] = field(default_factory=dict)
-    tied_ms: Mapping[int, float] = field(default_factory=dict)
-    transfer_ms: Mapping[tuple[Message, bool], float] = field(default_factory=dict)
-    kept_bytes: Mapping[Task, int] = field(default_factory=dict)
-    kept_for_weights_bytes: Mapping[Task, int] = field(default_factory=dict)
-    temporary_bytes: Mapping[Action, int] = field(default_factory=dict)
-    static_bytes: tuple[int, ...] = ()
-    memory_limit_bytes: int | None = None
-    flops: Mapping[Action, float] = field(default_factory=dict)
-    runs_beside: bool = False
 
 
 def plan_costs(

@@ -18,14 +18,14 @@ from math import inf
 
 import numpy as np
 
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.order_times import OrderTime, time_order
 from torchmm.balance.order_search.search import Budget, Found, search
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b
-from torchmm.pipelining.schedules.separated import Durations, separated
+from torchmm.pipelining.schedules.separated import separated
 
 LEAST_GAIN = 0.01
 """In runs, a searched order is taken if it promises at least this much more than the best natural

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchmm.balance.order_search.dispatcher import Dispatcher
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.simulation.graph_kernels import sort_topologically
-from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
 from torchmm.pipelining.plan.actions import ActionType
 
 Edges = Sequence[Sequence[tuple[int, int]]]

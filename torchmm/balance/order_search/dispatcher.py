@@ -36,14 +36,14 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Uint32s
-from torchmm.balance.costs.step_costs import PlanCosts
 from torchmm.balance.order_search.dispatcher_kernel import DispatchTables, is_permutation, play
-from torchmm.balance.simulation.operator_graph import (
+from torchmm.balance.picoseconds import (
     PICOSECONDS_PER_MS,
     SimulationError,
     duration_problem,
     to_picoseconds,
 )
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
 from torchmm.pipelining.plan.orders import by_rank

@@ -14,7 +14,7 @@ import numpy as np
 from torchmm.balance.compiled import Int64s, compiled
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.dispatcher_kernel import DispatchTables
-from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.pipelining.plan.plan import ComputeOrder
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from torchmm.balance.compiled import Uint32s
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.dispatcher_kernel import play
-from torchmm.balance.simulation.operator_graph import PICOSECONDS_PER_MS
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 
 LEADS = (0, 1, 2, 4, 8)
 """Microbatches by which other modules run ahead of the trunk."""

@@ -37,7 +37,8 @@ from torchmm.balance.costs.activation_bytes import layer_kept_bytes
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.parts import Recompute
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
-from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageSpec, Task

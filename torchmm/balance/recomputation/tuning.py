@@ -25,7 +25,7 @@ import numpy as np
 
 from torchmm.balance.compiled import Int64s
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.step_costs import PlanCosts, plan_costs
+from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.recomputation.costs import (
     MOST_CANDIDATES,
     Modes,
@@ -38,6 +38,7 @@ from torchmm.balance.recomputation.costs import (
 from torchmm.balance.recomputation.prices import solve_quickly
 from torchmm.balance.recomputation.problem import TuningProblem, TuningSolution
 from torchmm.balance.simulation.simulator import memory_changes
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import PlanError
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType

@@ -19,6 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchmm.balance.compiled import Int64s
+from torchmm.balance.picoseconds import (
+    PICOSECONDS_PER_MS,
+    SimulationError,
+    duration_problem,
+    to_picoseconds,
+)
 from torchmm.balance.simulation.graph_kernels import (
     LinkedEdges,
     Ordering,
@@ -30,13 +36,7 @@ from torchmm.balance.simulation.graph_kernels import (
     time_nodes,
     unlink_edge,
 )
-from torchmm.balance.simulation.operator_graph import (
-    PICOSECONDS_PER_MS,
-    CompiledGraph,
-    SimulationError,
-    duration_problem,
-    to_picoseconds,
-)
+from torchmm.balance.simulation.operator_graph import CompiledGraph
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from torchmm.balance.costs.step_costs import PlanCosts
-from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph, SimulationError
+from torchmm.balance.picoseconds import SimulationError
+from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message
 from torchmm.pipelining.plan.plan import PipelinePlan

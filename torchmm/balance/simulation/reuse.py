@@ -21,12 +21,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchmm.balance.simulation.operator_graph import (
-    PICOSECONDS_PER_MS,
-    MemoryTimeline,
-    OperatorGraph,
-    memory_timeline,
-)
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
+from torchmm.balance.simulation.operator_graph import MemoryTimeline, OperatorGraph, memory_timeline
 
 
 class Part(NamedTuple):

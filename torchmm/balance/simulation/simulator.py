@@ -23,15 +23,11 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Int64s
-from torchmm.balance.costs.step_costs import PlanCosts
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError, duration_problem
 from torchmm.balance.simulation.incremental import Checkpoint, IncrementalTimes
-from torchmm.balance.simulation.operator_graph import (
-    PICOSECONDS_PER_MS,
-    MemoryTimeline,
-    SimulationError,
-    duration_problem,
-)
+from torchmm.balance.simulation.operator_graph import MemoryTimeline
 from torchmm.balance.simulation.plan_graph import PlanGraph, TransferKey, build_plan_graph
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Task

@@ -30,7 +30,7 @@ from torchmm.data.identity import SamplesDigest
 from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.local_and_hub import MapSource
 from torchmm.data.sources.reader import SampleReader
-from torchmm.recipe.recipe import DataConfig, SourceConfig
+from torchmm.recipe.data_section import DataConfig, SourceConfig
 
 FORMAT_VERSION = 5
 """Raised when parsing, tokenising or measuring changes, so that old caches are not used."""

@@ -27,7 +27,7 @@ from torchmm.common.errors import DataError
 from torchmm.data.sources.archives import check_tars
 from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.records import Record
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 
 SUFFIXES = {
     "parquet": (".parquet",),

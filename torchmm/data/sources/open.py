@@ -32,7 +32,8 @@ from torchmm.data.sources.local_and_hub import (
 )
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import StreamFeed, open_stream
-from torchmm.recipe.recipe import DataConfig, SourceConfig, TrainingConfig
+from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.training_section import TrainingConfig
 
 VALIDATION_SEED = 0
 

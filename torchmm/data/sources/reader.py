@@ -36,7 +36,7 @@ from torchmm.data.sources.records import (
     parse_record,
     without_generated,
 )
-from torchmm.recipe.recipe import DataConfig
+from torchmm.recipe.data_section import DataConfig
 
 
 @dataclass(frozen=True)

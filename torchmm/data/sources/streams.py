@@ -28,7 +28,7 @@ from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.local_and_hub import load, parse_json_line, resolve_files, source_root
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.records import Record
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 
 _UNREADABLE = (
     OSError, EOFError, ValueError, TarError, pa.ArrowException, datasets.exceptions.DatasetsError,

@@ -13,7 +13,7 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.models.families.generators import GENERATOR_FAMILIES
 from torchmm.models.generator import DitSpec, GeneratorModule
 from torchmm.models.layered import WeightFiles
-from torchmm.recipe.recipe import GeneratorConfig
+from torchmm.recipe.model_section import GeneratorConfig
 
 GENERATOR_FILES = WeightFiles(
     renames=(

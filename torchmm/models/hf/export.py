@@ -35,6 +35,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from torchmm.common.module_names import GENERATOR
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.composites import COMPOSITES, LLAVA_LLM, LLAVA_VISION
 from torchmm.models.families.encoder_family import patches_per_row, side
@@ -43,7 +44,6 @@ from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
 from torchmm.models.initialize import draw, named_tensors
 from torchmm.models.layered import units
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import GENERATOR
 
 PARTS_FILE = "torchmm.json"
 _PROCESSOR_FILES = (

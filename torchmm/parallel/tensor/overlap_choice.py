@@ -26,7 +26,7 @@ from torchmm.models.layered import LayeredModule
 from torchmm.parallel import torch_private
 from torchmm.parallel.tensor.overlap_backends import Collective, SymmetricMemory
 from torchmm.parallel.tensor.overlap_linear import Overlap, gather_linear, linear_scatter
-from torchmm.recipe.recipe import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 CANDIDATES = (1, 2, 4, 8)
 """Blocks per slice that are tried."""

@@ -7,7 +7,7 @@ simulated and a measured step both are lists of `ActionRecord`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
@@ -81,3 +81,7 @@ class ActionRecord(NamedTuple):
     action: Action
     start_ms: float
     end_ms: float
+
+
+Durations = Callable[[Action], float]
+"""How long an action takes, in any unit."""

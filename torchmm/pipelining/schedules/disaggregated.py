@@ -32,10 +32,9 @@ from typing import NamedTuple
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec, Task
 from torchmm.pipelining.plan.orders import needed_action
-from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.schedules.colocated import LLM
 from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, balanced_cuts, build_layout
-from torchmm.pipelining.schedules.separated import Durations
 
 
 class UnitSize(NamedTuple):

@@ -17,16 +17,12 @@ work).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
 
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
-from torchmm.pipelining.plan.plan import ComputeOrder
-
-Durations = Callable[[Action], float]
-"""How long an action takes, in any unit."""
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 
 
 def layer_durations(graph: StageGraph) -> Durations:

@@ -35,7 +35,7 @@ from torchmm.common.files import canonical_json, write_synced
 from torchmm.common.rng import capture_rng
 from torchmm.parallel.health import SideGroup, is_peer_trouble
 from torchmm.recipe.changes import changes
-from torchmm.recipe.recipe import CheckpointConfig
+from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.manifest import (
     WrittenFile,

@@ -1,0 +1,27 @@
+"""Sizes that a recipe leaves open (`orchestrate`), filled in before anything else looks at it."""
+
+from __future__ import annotations
+
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.common.errors import ConfigError
+from torchmm.planning.encoder_sizes import choose_encoders, leaves_encoders_open
+from torchmm.planning.forecast import Forecaster
+from torchmm.planning.placement import leaves_units_open, orchestrated_units
+from torchmm.recipe.recipe import Recipe
+
+
+def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
+    """The recipe with sizes of colocated encoders, or of modules apart, chosen if it asks for that.
+
+    Raises:
+        ConfigError: nothing fits into memory, or the device is unknown.
+    """
+    if leaves_units_open(recipe):
+        return orchestrated_units(recipe, world_size)
+    if not leaves_encoders_open(recipe):
+        return recipe
+    try:
+        profile = load_profile(recipe.simulation.device)
+    except ValueError as error:
+        raise ConfigError(f"simulation.device: {error}") from error
+    return choose_encoders(Forecaster(recipe, world_size, profile)).recipe

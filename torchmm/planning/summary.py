@@ -1,0 +1,148 @@
+"""What a run is, in a few lines: sizes of modules, memory, layout; for its start and for
+`--dry-run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torchmm.balance.costs.rough_memory import MemoryEstimate, OwnSizes, estimate_memory
+from torchmm.common.batch import ModuleDescription
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.recipe.placement_sizes import encoder_layout, show_layout, units_of
+from torchmm.recipe.read import Layout, resolve_layout
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.sizes import replica_groups
+
+
+def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> MemoryEstimate:
+    """Estimated bytes per rank; of the module that needs most where each has ranks of its own.
+
+    Every token of a microbatch is assumed to be an image's, and every `context_tokens` of them the
+    context of one more image (or longest clip) that is drawn.
+    """
+    modules = [m.describe() for m in model.modality_modules()]
+    if units := units_of(recipe, world_size):
+        behind, estimates = 0, []
+        for module in reversed(modules):
+            own = units[module.name]
+            behind += own.pipeline  # with its own ranks: waves in flight, under 1F1B
+            waves = -(-units["llm"].data_parallel // own.data_parallel)
+            estimates.append(_memory(recipe, model, [module], own, behind * waves))
+        return max(estimates, key=lambda estimate: estimate.total_bytes)
+    return _memory(recipe, model, modules, resolve_layout(recipe.parallel, world_size))
+
+
+def _memory(
+    recipe: Recipe,
+    model: MultimodalModel,
+    modules: Sequence[ModuleDescription],
+    layout: Layout,
+    in_flight: int | None = None,
+) -> MemoryEstimate:
+    """Of a rank with these modules."""
+    training = recipe.training
+    llm_tokens = training.microbatch_size * training.sequence_length
+    checkpointing = recipe.activation_checkpoint
+    ranks = layout.data_parallel * training.microbatch_size
+    own = _own_layouts(recipe, model, layout)
+    return estimate_memory(
+        modules,
+        {m.name: _units(m, model, llm_tokens) for m in modules},
+        shard=layout.shard,
+        tensor=layout.tensor,
+        compute_bytes=2 if training.dtype == "bfloat16" else 4,
+        microbatches=max(1, training.global_batch_size // ranks),
+        recompute={
+            # Of what is tuned, the least.
+            m.name: "full" if checkpointing.tunes(m.name) else checkpointing.fixed_mode(m.name)
+            for m in modules
+        },
+        pipeline=layout.pipeline,
+        sequence_parallel=recipe.parallel.sequence_parallel,
+        own={name: OwnSizes(found.pipeline, found.shard) for name, found in own.items()},
+        in_flight=in_flight,
+    )
+
+
+def _own_layouts(recipe: Recipe, model: MultimodalModel, layout: Layout) -> dict[str, Layout]:
+    """Sizes of colocated encoders by name."""
+    if recipe.parallel.placement != "colocated":
+        return {}
+    return {name: encoder_layout(recipe.parallel, name, layout) for name in model.encoders}
+
+
+def _units(module: ModuleDescription, model: MultimodalModel, llm_tokens: int) -> int:
+    """Tokens or patches that a module may have to process in a microbatch."""
+    if module.kind == "generator":
+        spec = model.generator_spec()
+        assert spec is not None
+        images = max(1, llm_tokens // spec.context_tokens)
+        return images * prod(spec.grid(spec.frames))
+    return llm_tokens * (1 if module.kind == "llm" else module.merge**2)
+
+
+def run_summary(
+    recipe: Recipe, model: MultimodalModel, world_size: int, *, simulated: bool = False
+) -> dict[str, str]:
+    """Label and value of each line of the start table.
+
+    Args:
+        simulated: whether a peak of memory follows, so that no bound on it is needed.
+    """
+    training = recipe.training
+    memory = run_memory(recipe, model, world_size)
+    lines = {}
+    for name, (total, trainable) in model.parameter_counts().items():
+        state = "frozen" if trainable == 0 else "trained"
+        lines[name] = f"{total / 1e6:,.1f} M parameters, {state}"
+    lines |= _rank_lines(recipe, model, world_size)
+    lines["batch"] = (
+        f"{training.global_batch_size} sequences of {training.sequence_length} tokens, "
+        f"{training.microbatch_size} per microbatch"
+    )
+    lines["memory per rank"] = _memory_line(memory, simulated)
+    return lines
+
+
+def _memory_line(memory: MemoryEstimate, simulated: bool) -> str:
+    """States, and what activations take at most, unless a simulation knows better."""
+    gib = 1 / 2**30
+    states = (
+        f"weights {memory.weight_bytes * gib:.2f}, gradients {memory.gradient_bytes * gib:.2f}, "
+        f"optimizer {memory.optimizer_bytes * gib:.2f}"
+    )
+    if simulated:
+        held_bytes = memory.total_bytes - memory.activation_bytes
+        return f"about {held_bytes * gib:.2f} GiB before activations: {states}"
+    return (
+        f"at most about {memory.total_bytes * gib:.2f} GiB: {states}, activations "
+        f"{memory.activation_bytes * gib:.2f}"
+    )
+
+
+def _rank_lines(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict[str, str]:
+    """How ranks share the work."""
+    if units := units_of(recipe, world_size):
+        shares = " + ".join(f"{own.ranks} for {name}" for name, own in units.items())
+        groups = replica_groups(units)
+        each = ", ".join(f"{own.data_parallel // groups} of {n}" for n, own in units.items())
+        return {
+            "ranks": f"{world_size} = {shares}",
+            **{f"ranks of {name}": show_layout(own) for name, own in units.items()},
+            "replica groups": f"{groups} with replicas: {each}",
+        }
+    layout = resolve_layout(recipe.parallel, world_size)
+    pipeline = f"pipeline {layout.pipeline} x " if layout.pipeline > 1 else ""
+    lines = {
+        "ranks": f"{world_size} = {pipeline}replicate {layout.replicate} x shard {layout.shard} "
+        f"x tensor {layout.tensor}"
+    }
+    for name, own in _own_layouts(recipe, model, layout).items():
+        pipelines = layout.pipeline // own.pipeline
+        lines[f"ranks of {name}"] = (
+            f"pipeline {own.pipeline} x replicate {own.replicate} x shard {own.shard} x tensor "
+            f"{own.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} beside one of the LLM"
+        )
+    return lines
