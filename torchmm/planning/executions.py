@@ -1,4 +1,9 @@
-"""From a recipe to costs: the device of a run, how modules run on it, how plans are tuned."""
+"""From a recipe to costs: the device of a run, how modules run on it, how plans are tuned.
+
+How a module is executed (over how many ranks it is split and sharded, what it recomputes) is
+answered here and nowhere else. A run, its forecast, the choice of segments, reordering and layer
+tuning therefore price the same step.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import ModuleDescription
 from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import LLM
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_layout, units_of
 from torchmm.recipe.read import Layout, resolve_layout
@@ -69,6 +75,35 @@ def module_executions(
     return found
 
 
+def run_executions(
+    recipe: Recipe, modules: Sequence[ModuleDescription], world_size: int
+) -> dict[str, Execution]:
+    """How every module of a recipe is run on `world_size` devices.
+
+    Raises:
+        ConfigError: sizes do not fit the devices or each other.
+    """
+    units = units_of(recipe, world_size)
+    llm = units[LLM] if units else resolve_layout(recipe.parallel, world_size)
+    return module_executions(recipe.parallel, recipe.activation_checkpoint, modules, llm, units)
+
+
+def run_costs(
+    recipe: Recipe, modules: Sequence[ModuleDescription], world_size: int, profile: Profile
+) -> CostModel:
+    """What the recipe's modules cost on `world_size` devices.
+
+    Raises:
+        ConfigError: sizes do not fit, or nothing is known about the recipe's dtype.
+    """
+    try:
+        return CostModel(
+            profile, recipe.training.dtype, run_executions(recipe, modules, world_size)
+        )
+    except ValueError as error:
+        raise ConfigError(f"training.dtype: {error}") from error
+
+
 def layer_tuning(
     recipe: Recipe,
     modules: Sequence[ModuleDescription],
@@ -110,15 +145,7 @@ def run_tuning(
     """
     if not any(recipe.activation_checkpoint.tunes(module.name) for module in modules):
         return None
-    units = units_of(recipe, world_size)
-    ranks = units["llm"] if units else resolve_layout(recipe.parallel, world_size)
-    executions = module_executions(
-        recipe.parallel, recipe.activation_checkpoint, modules, ranks, units
-    )
-    try:
-        model = CostModel(run_profile(recipe, device), recipe.training.dtype, executions)
-    except ValueError as error:
-        raise ConfigError(f"training.dtype: {error}") from error
+    model = run_costs(recipe, modules, world_size, run_profile(recipe, device))
     memory = None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory

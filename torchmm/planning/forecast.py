@@ -36,8 +36,8 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.executions import layer_tuning, module_executions
-from torchmm.planning.reordering import reordered, step_reorder
-from torchmm.planning.segments import with_segments
+from torchmm.planning.reordering import arrangement, reordered
+from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.parallel_section import (
     COLOCATED_SCHEDULES,
@@ -155,7 +155,7 @@ class Forecaster:
         packs = first_microbatches(one_by_one, self.model, 1)[0]
         parallel = recipe.parallel.model_copy(update={"pipeline": self.ranks.pipeline})
         layout = plan_layout(parallel, self.modules, packs, self.units or None)
-        reorder = step_reorder(recipe, self.modules, self._costs(parallel), layout, self.shares)
+        reorder = arrangement(recipe, self.modules, self._costs(parallel), layout, self.shares)
         return reordered(reorder, packs)
 
     def _costs(self, parallel: ParallelConfig) -> CostModel:
@@ -193,8 +193,8 @@ class Forecaster:
         name = parallel.schedule
         parallel = parallel.model_copy(update={"pipeline": self.ranks.pipeline})
         metas = self.workload.microbatches
-        recipe = self.recipe.model_copy(update={"parallel": parallel})
-        parallel = with_segments(recipe, self.modules, metas, self.profile)
+        if leaves_segments_open(parallel):
+            parallel = with_segments(parallel, self.modules, metas, self._costs(parallel))
         dtype = torch.bfloat16 if self.recipe.training.dtype == "bfloat16" else torch.float32
         alone = self.ranks.pipeline * parallel.mirrors == 1 and not self.units
         layerwise = alone and parallel.reshard_after_forward != "never"

@@ -1,6 +1,6 @@
 """Data-aware reordering of a run: which packs of a global batch go to which rank, in which order.
 
-    arrange = arrangement(recipe, descriptions, layout, data_parallel_size, device)
+    arrange = arrangement(recipe, descriptions, costs, layout, data_parallel_size)
 
 The trainer hands the result to the loader, which knows nothing of costs. All ranks arrange for
 themselves, from the same sizes: nothing is sent, and the metadata of a step are known on all ranks
@@ -12,53 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.parts import Execution
 from torchmm.balance.reordering.step import StepReorder
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
-from torchmm.common.errors import ConfigError
-from torchmm.common.module_names import LLM
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.planning.executions import run_profile
-from torchmm.recipe.placement_sizes import unit_sizes
 from torchmm.recipe.recipe import Recipe
 
 
 def arrangement(
     recipe: Recipe,
     modules: Sequence[ModuleDescription],
-    layout: StageLayout,
-    data_parallel_size: int,
-    device: torch.device,
-) -> StepReorder | None:
-    """What `data.reorder` asks for; None: nothing.
-
-    Args:
-        modules: encoders, LLM and generator, whole.
-        layout: how they are cut.
-        data_parallel_size: shares of a global batch.
-        device: that computes. Costs are those of `simulation.device`; on a CPU, those of a CPU,
-            unless that names a file, such as one that scripts/calibrate.py has written.
-
-    Raises:
-        ConfigError: the device of `simulation.device` is unknown.
-    """
-    if recipe.data.reorder == "none":
-        return None
-    model = _costs(recipe, modules, device)
-    return step_reorder(recipe, modules, model, layout, data_parallel_size)
-
-
-def step_reorder(
-    recipe: Recipe,
-    modules: Sequence[ModuleDescription],
     model: CostModel,
     layout: StageLayout,
     data_parallel_size: int,
 ) -> StepReorder:
-    """The same with given costs."""
+    """What `data.reorder` asks for, which has to be other than "none".
+
+    Args:
+        modules: encoders, LLM and generator, whole.
+        model: costs of the modules as they are run (`run_costs`).
+        layout: how they are cut.
+        data_parallel_size: shares of a global batch.
+    """
     mode = recipe.data.reorder
     return StepReorder(
         modules,
@@ -85,22 +60,3 @@ def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[lis
         return MicrobatchMeta(samples, sum(pack.tokens for pack in own))
 
     return [[joined(members) for members in share] for share in reorder(packs)]
-
-
-def _costs(recipe: Recipe, modules: Sequence[ModuleDescription], device: torch.device) -> CostModel:
-    parallel, recompute = recipe.parallel, recipe.activation_checkpoint
-    apart = parallel.placement == "disaggregated"
-    executions = {
-        module.name: Execution(
-            tensor=unit_sizes(parallel, module.name if apart else LLM)["tensor"],
-            sequence_parallel=parallel.sequence_parallel,
-            async_tensor=parallel.async_tensor_parallel,
-            recompute=recompute.fixed_mode(module.name),
-        )
-        for module in modules
-    }
-    profile = run_profile(recipe, device)
-    try:
-        return CostModel(profile, recipe.training.dtype, executions)
-    except ValueError as error:
-        raise ConfigError(f"simulation.device: {error}") from error

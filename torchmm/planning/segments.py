@@ -1,6 +1,7 @@
 """Segments and sub-microbatches of a searched pipeline where the recipe leaves them open.
 
-    parallel = with_segments(recipe, descriptions, microbatches, "cpu")
+    if leaves_segments_open(parallel):
+        parallel = with_segments(parallel, descriptions, microbatches, costs)
 
 What the recipe gives stays: `segments` and `sub_microbatch_images` of [parallel.NAME], and
 `virtual_stages` other than 1, which are the LLM's segments. With `stages = "auto"` the first step
@@ -16,9 +17,6 @@ from dataclasses import replace
 from math import inf
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.operators import Profile
-from torchmm.balance.costs.parts import Execution
-from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.best_order import plan_searched
 from torchmm.balance.order_search.search import Budget
@@ -28,7 +26,6 @@ from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
-from torchmm.recipe.recipe import Recipe
 
 STAGES = ("separated", "megatron", "balanced")
 """What "auto" chooses from; of equally fast ones the first."""
@@ -42,29 +39,23 @@ def leaves_segments_open(parallel: ParallelConfig) -> bool:
 
 
 def with_segments(
-    recipe: Recipe,
+    parallel: ParallelConfig,
     modules: Sequence[ModuleDescription],
     microbatches: Sequence[MicrobatchMeta],
-    device: str | Profile,
+    model: CostModel,
 ) -> ParallelConfig:
     """The recipe's section with every module's segments and sub-microbatches.
 
     Args:
+        parallel: one that `leaves_segments_open`.
         modules: encoders, LLM and generator, whole.
         microbatches: typical ones.
-        device: a profile, or the type of the run's devices: for "cuda" the profile of
-            `simulation.device` is taken.
+        model: costs of the modules as they are run (`run_costs`).
 
     Raises:
-        ConfigError: a module has fewer layers than ranks, or the device is unknown.
+        ConfigError: a module has fewer layers than ranks.
     """
-    parallel = recipe.parallel
-    if not leaves_segments_open(parallel):
-        return parallel
     try:
-        model = CostModel(
-            _profile(recipe, device), recipe.training.dtype, _executions(recipe, modules)
-        )
         found = _filled(parallel, modules, _partition(parallel, modules, microbatches, model))
     except ValueError as error:
         raise ConfigError(f'[parallel] schedule = "searched": {error}') from error
@@ -136,25 +127,6 @@ def describe(parallel: ParallelConfig, modules: Sequence[ModuleDescription]) -> 
             text += f" of at most {parallel.sub_microbatch_images(module.name)} images"
         told.append(text)
     return "; ".join(told)
-
-
-def _profile(recipe: Recipe, device: str | Profile) -> Profile:
-    if isinstance(device, Profile):
-        return device
-    return load_profile(recipe.simulation.device if device == "cuda" else device)
-
-
-def _executions(recipe: Recipe, modules: Sequence[ModuleDescription]) -> dict[str, Execution]:
-    parallel, recompute = recipe.parallel, recipe.activation_checkpoint
-    return {
-        module.name: Execution(
-            tensor=parallel.tensor,
-            sequence_parallel=parallel.sequence_parallel,
-            async_tensor=parallel.async_tensor_parallel,
-            recompute=recompute.fixed_mode(module.name),
-        )
-        for module in modules
-    }
 
 
 def _filled(

@@ -21,6 +21,7 @@ import transformers
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from torchmm.balance.costs.model import CostModel
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError
 from torchmm.common.files import replace_atomically
@@ -38,9 +39,9 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
 from torchmm.parallel.unit_mesh import build_units
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.planning.executions import run_tuning
+from torchmm.planning.executions import run_costs, run_profile, run_tuning
 from torchmm.planning.reordering import arrangement
-from torchmm.planning.segments import with_segments
+from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.placement_sizes import units_of
@@ -163,9 +164,10 @@ def build_run(
             log=logger,
         )
     state = restored.state["data"] if restored else None
-    arrange = arrangement(
-        recipe, descriptions, pipeline.layout, mesh.data_parallel_size, mesh.device
-    )
+    arrange = None
+    if recipe.data.reorder != "none":
+        costs = _costs(recipe, descriptions, mesh)
+        arrange = arrangement(recipe, descriptions, costs, pipeline.layout, mesh.data_parallel_size)
     loader = build_data(recipe, model, tokenizer, mesh, state=state, arrange=arrange)
     return RunParts(
         recipe, run_dir, logger, mesh, tokenizer, model, descriptions, pipeline, optimizer,
@@ -236,7 +238,10 @@ def fill_model(
     microbatches = typical_microbatches(
         recipe, model, tokenizer, mesh.pipeline_size, mesh.data_parallel_size
     )
-    parallel = with_segments(recipe, descriptions, microbatches, mesh.device.type)
+    parallel = recipe.parallel
+    if leaves_segments_open(parallel):
+        costs = _costs(recipe, descriptions, mesh)
+        parallel = with_segments(parallel, descriptions, microbatches, costs)
     layout = plan_layout(parallel, descriptions, microbatches, mesh.unit_layouts)
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
     dtype = DTYPES[recipe.training.dtype]
@@ -252,6 +257,10 @@ def fill_model(
         recipe, descriptions, mesh.world_size, mesh.device, layerwise=pipeline.sharding == "layer"
     )
     return pipeline
+
+
+def _costs(recipe: Recipe, modules: list[ModuleDescription], mesh: ParallelMesh) -> CostModel:
+    return run_costs(recipe, modules, mesh.world_size, run_profile(recipe, mesh.device))
 
 
 def typical_microbatches(

@@ -34,7 +34,7 @@ from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.layouts import megatron_balanced_layout
 from torchmm.planning.executions import module_executions
 from torchmm.planning.forecast import Forecaster
-from torchmm.planning.segments import with_segments
+from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
@@ -109,9 +109,10 @@ class Setting:
             forecaster.ranks,
             forecaster.units,
         )
-        self.parallel: ParallelConfig = with_segments(
-            self.recipe, self.modules, self.metas, self.profile
-        )
+        self.parallel: ParallelConfig = self.recipe.parallel
+        if leaves_segments_open(self.parallel):
+            own = CostModel(self.profile, self.recipe.training.dtype, self._executions)
+            self.parallel = with_segments(self.parallel, self.modules, self.metas, own)
 
     @property
     def limit_bytes(self) -> int:

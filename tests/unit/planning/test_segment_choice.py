@@ -1,27 +1,40 @@
 """What the partitioner decides in a recipe, and what it leaves alone."""
 
 from dataclasses import replace
+from math import isfinite
 
 import pytest
 from pipeline_cases import LAYERS, Case, step_of
 
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.best_order import plan_searched
 from torchmm.balance.order_search.search import Budget
 from torchmm.common.errors import ConfigError
-from torchmm.planning.segments import STAGES, describe, with_segments
+from torchmm.planning.executions import run_costs
+from torchmm.planning.segments import (
+    STAGES,
+    _predicted_ms,
+    describe,
+    leaves_segments_open,
+    with_segments,
+)
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 
 CASE = Case("segments in a recipe")
+PROFILE = load_profile("cpu")
 
 
-def chosen(**parallel: object) -> ParallelConfig:
+def chosen(profile: Profile | None = None, **parallel: object) -> ParallelConfig:
     recipe = Recipe.model_validate({"parallel": parallel})
-    return with_segments(recipe, *described(), load_profile("cpu"))
+    modules, metas = described()
+    ranks = recipe.parallel.pipeline * max(1, recipe.parallel.shard)
+    costs = run_costs(recipe, modules, ranks, PROFILE if profile is None else profile)
+    return with_segments(recipe.parallel, modules, metas, costs)
 
 
 def described() -> tuple:
@@ -51,8 +64,9 @@ def test_what_is_given_stays():
 @pytest.mark.parametrize(
     "parallel", [{"pipeline": 2}, {"pipeline": 1, "schedule": "searched"}], ids=str
 )
-def test_other_recipes_stay_as_they_are(parallel):
-    assert chosen(**parallel) == ParallelConfig.model_validate(parallel)
+def test_other_recipes_leave_nothing_open(parallel):
+    assert not leaves_segments_open(ParallelConfig.model_validate(parallel))
+    assert leaves_segments_open(ParallelConfig(pipeline=2, schedule="searched"))
 
 
 def test_too_many_ranks_name_the_schedule():
@@ -75,3 +89,13 @@ def test_stages_are_those_of_the_fastest_predicted_step():
         costs = replace(plan_costs(graph, modules, metas, model), memory_limit_bytes=None)
         predicted[stages] = plan_searched(graph, costs, Budget(evaluations=200)).predicted_ms
     assert predicted[found.search.stages] == min(predicted.values())
+
+
+@pytest.mark.parametrize(("shard", "fits"), [(1, False), (4, True)])
+def test_what_fits_is_judged_as_the_run_shards_it(shard, fits):
+    """Optimizer state is divided by `shard`; priced whole, "auto" would rule such stages out."""
+    modules, metas = described()
+    small = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=1_600_000))
+    own = chosen(pipeline=2, schedule="searched", shard=shard, search={"stages": "megatron"})
+    costs = run_costs(Recipe(parallel=own), modules, 2 * shard, small)
+    assert isfinite(_predicted_ms(own, modules, metas, costs)) == fits

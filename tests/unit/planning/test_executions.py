@@ -1,0 +1,80 @@
+"""A run, its forecast and everything that decides for them price modules as they are executed."""
+
+import ast
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from torchmm.balance.costs.operators import Profile
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.errors import ConfigError
+from torchmm.planning import forecast
+from torchmm.planning.executions import run_costs
+from torchmm.planning.forecast import Forecaster
+from torchmm.recipe import check
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted(
+    path
+    for path in (ROOT / "recipes").rglob("*.toml")
+    if path.stem != "base" and path.parent.name != "bases"
+)
+BUILDERS = {
+    "torchmm/planning/executions.py",  # of the recipe's modules
+    "torchmm/balance/costs/model.py",  # where none is given: whole, on one rank
+    "torchmm/balance/costs/rough_memory.py",  # before modules are described
+    "torchmm/balance/orchestration/unit_costs.py",  # of sizes that are only tried
+    "torchmm/measure/layers.py",  # of layers that are timed
+    "torchmm/measure/operators.py",
+}
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return load_profile("h100")
+
+
+def loaded(path: Path) -> tuple[int, Recipe]:
+    """For the GPUs that it names, or the fewest that its sizes allow."""
+    named = load_recipe(path).recipe.simulation.gpus
+    for gpus in (named, 2, 3, 4, 8):
+        with suppress(ConfigError):
+            return gpus, load_recipe(path, [], gpus).recipe
+    try:
+        return 1, load_recipe(path, [], 1).recipe
+    except ConfigError as error:
+        assert "data/" in str(error), error  # a model that is prepared like data
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_runs_and_forecasts_price_the_same_executions(path, profile, monkeypatch):
+    if any(name in path.read_text() for name in ("[model.generator]", "t2v", "disttrain")):
+        pytest.importorskip("diffusers")
+    monkeypatch.setattr(check, "_check_path", lambda *args: ())  # data need not be here
+    gpus, recipe = loaded(path)
+    sources = [recipe.model.source, recipe.model.llm and recipe.model.llm.source]
+    for source in filter(None, sources):
+        if source.startswith("data/") and not (ROOT / source).is_dir():
+            pytest.skip(f"{source} is not prepared here")
+    empty = [MicrobatchMeta((), recipe.training.sequence_length)]
+    monkeypatch.setattr(
+        forecast, "first_microbatches", lambda recipe, model, shares: [empty] * shares
+    )
+    forecaster = Forecaster(recipe, gpus, profile)
+    of_run = run_costs(recipe, forecaster.modules, gpus, profile)
+    assert set(of_run.executions) == {module.name for module in forecaster.modules}
+    assert forecaster._costs(recipe.parallel).executions == of_run.executions
+
+
+def test_executions_are_built_in_one_place():
+    found = set()
+    for file in (ROOT / "torchmm").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Execution":
+                found.add(str(file.relative_to(ROOT)))
+    assert found == BUILDERS
