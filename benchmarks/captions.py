@@ -53,7 +53,7 @@ def load_captions(seed: int, data: Path = DATA) -> Captions:
         return _synthesize(seed)
     tables = [pyarrow.parquet.read_table(f, columns=["image", "text"]) for f in files]
     records = pyarrow.concat_tables(tables).to_pylist()
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer", trust_remote_code=False)
     return Captions(records, tokenizer, f"tuxpaint_stamps, {len(records)} real samples")
 
 

@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="where prepare_data.py has put its sets")
     data = parser.parse_args().data
     manifest = json.loads((data / "MANIFEST.json").read_text())["gimp_help"]
-    tokenizer = AutoTokenizer.from_pretrained(data / "smollm2_135m")
+    tokenizer = AutoTokenizer.from_pretrained(data / "smollm2_135m", trust_remote_code=False)
     pages = []
     for file in sorted((data / "gimp_help" / "train").glob("*.parquet")):
         texts = pyarrow.parquet.read_table(file, columns=["texts"])["texts"].to_pylist()

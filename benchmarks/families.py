@@ -150,7 +150,9 @@ def _plain(family: Family, ours: MultimodalModel) -> PreTrainedModel:
     """Hugging Face's model with the same weights."""
     attention = family.attention
     if not family.composite:
-        model = AutoModelForCausalLM.from_config(ours.llm.config, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            ours.llm.config, attn_implementation=attention, trust_remote_code=False
+        )
         model.load_state_dict(ours.llm.backbone.state_dict())
         return model.train()
     assert ours.composite is not None

@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from torchmm.config import (
     DataConfig,
@@ -34,6 +33,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
 from torchmm.pipeline import whole_pipeline
+from torchmm.tokenizer import read_tokenizer
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     start_process_group(ParallelConfig(), device)
     mesh = build_mesh(ParallelConfig(), device)
     config, tokenizer_dir = _read_config(arguments.model)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer = read_tokenizer(f"tokenizer of {tokenizer_dir}", tokenizer_dir)
     model = _load(config, device)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "images.jsonl"

@@ -3,7 +3,7 @@
 usage: verify_checkpoint.py PATH ...
 
 PATH is a checkpoint ("step-N"), a directory of checkpoints, or a run directory. Exit code 4 if
-any checkpoint is damaged or none is found.
+any checkpoint is damaged, of a newer format, or none is found.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchmm.checkpoint_manifest import find_problems, list_steps, read_manifest, step_of
+from torchmm.checkpoint_manifest import (
+    NewerFormatError,
+    find_problems,
+    list_steps,
+    read_manifest,
+    refuse_newer_format,
+    step_of,
+)
 from torchmm.errors import CheckpointError
 
 
@@ -31,6 +38,15 @@ def describe(path: Path) -> str:
     return f"{path}: valid, {size_bytes:,} bytes, {layout}, torch {manifest['torch']}"
 
 
+def verdict(path: Path) -> str:
+    """What a checkpoint with problems is called: one of a newer version need not be damaged."""
+    try:
+        refuse_newer_format(path)
+    except NewerFormatError:
+        return "NOT CHECKED"
+    return "DAMAGED"
+
+
 def main() -> int:
     """Prints one line per checkpoint and its problems."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -44,7 +60,7 @@ def main() -> int:
             damaged = True
         for checkpoint in checkpoints:
             problems = find_problems(checkpoint)
-            print(f"{checkpoint}: DAMAGED" if problems else describe(checkpoint))
+            print(f"{checkpoint}: {verdict(checkpoint)}" if problems else describe(checkpoint))
             for problem in problems:
                 print(f"  - {problem}")
             damaged = damaged or bool(problems)

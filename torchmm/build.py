@@ -23,11 +23,13 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.batch import MicrobatchMeta, ModuleDescription
 from torchmm.checkpoint import CheckpointManager, Restored
+from torchmm.checkpoint_directory import CheckpointDirectory
 from torchmm.config import Recipe
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.plan import Arrange
 from torchmm.dry_run import run_summary
 from torchmm.errors import ConfigError
+from torchmm.files import replace_atomically
 from torchmm.host_memory import keep_freed_memory
 from torchmm.log import setup_logging
 from torchmm.metrics import MetricsRecorder
@@ -42,6 +44,7 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
 from torchmm.parallel.units import build_units
 from torchmm.pipeline import Pipeline
 from torchmm.pipelining.cut import cut_for_rank
+from torchmm.preempt import Status, write_status
 from torchmm.recipe import dump_recipe
 from torchmm.recipe_units import units_of
 from torchmm.reordering import arrangement
@@ -114,8 +117,12 @@ def build_run(
     device: torch.device,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
+    directory: CheckpointDirectory | None = None,
 ) -> RunParts:
     """Builds everything else and fills `model`; collective over the started process group.
+
+    Args:
+        directory: of the checkpoints, where rank 0 may have claimed it already.
 
     Raises:
         ConfigError, DataError, CheckpointError: what was asked for cannot be had.
@@ -123,17 +130,19 @@ def build_run(
     console = Console()
     mesh = build_run_mesh(recipe, device)
     logger = setup_logging(run_dir, mesh.rank, console)
+    # First of all: nothing of a run that is alive may be overwritten.
+    checkpoints = open_checkpoints(recipe, run_dir, mesh, logger, directory)
     _set_numerics(recipe, mesh)
     if device.type == "cpu":
         keep_freed_memory()
     if mesh.rank == 0:
-        (run_dir / "recipe.toml").write_text(dump_recipe(recipe))
+        write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
+        replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
         print_summary(console, recipe.name, run_summary(recipe, model, mesh.world_size))
     descriptions = [module.describe() for module in model.modality_modules()]
     pipeline = fill_model(recipe, model, tokenizer, mesh)
     copies = model.tied_copy_parameters()
     optimizer = build_optimizer(model, module_of, recipe.optimizer, copies)
-    checkpoints = open_checkpoints(recipe, run_dir, mesh, logger)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     restored = checkpoints.resume(model, optimizer, restarted)
     step = restored.step if restored else 0
@@ -210,6 +219,7 @@ def build_data(
         validation=validation,
         generator_spec=model.generator_spec(),
         arrange=arrange,
+        resume_changed=recipe.checkpoint.resume_changed_data,
     )
 
 
@@ -297,8 +307,15 @@ def _set_numerics(recipe: Recipe, mesh: ParallelMesh) -> None:
 
 
 def open_checkpoints(
-    recipe: Recipe, run_dir: Path, mesh: ParallelMesh, logger: logging.Logger
+    recipe: Recipe,
+    run_dir: Path,
+    mesh: ParallelMesh,
+    logger: logging.Logger,
+    directory: CheckpointDirectory | None = None,
 ) -> CheckpointManager:
-    """The checkpoints of a run directory; collective."""
+    """The checkpoints of a run directory, which is claimed for this run; collective."""
     digest = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
-    return CheckpointManager(recipe.checkpoint, run_dir, logger, mesh.sizes, digest)
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    return CheckpointManager(
+        recipe.checkpoint, run_dir, logger, mesh.sizes, digest, table, directory
+    )

@@ -15,10 +15,10 @@ leaves hashing and the commit to the caller anyway.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -35,7 +35,9 @@ from torchmm.checkpoint_manifest import (
     WrittenFile,
     find_problems,
     list_steps,
+    read_json,
     read_manifest,
+    refuse_newer_format,
     write_manifest,
 )
 from torchmm.checkpoint_state import (
@@ -53,6 +55,7 @@ from torchmm.config import CheckpointConfig
 from torchmm.errors import CheckpointError, PeerError
 from torchmm.files import canonical_json, write_synced
 from torchmm.parallel.health import SideGroup, is_peer_trouble
+from torchmm.recipe_changes import changes
 from torchmm.rng import capture_rng
 
 STATE_NAME = "state.json"
@@ -84,8 +87,10 @@ class CheckpointManager:
         run_dir: checkpoints lie in `run_dir`/checkpoints/step-N.
         layout: sizes of the parallel dimensions; recorded.
         recipe_sha256: recorded; a resume under another recipe is logged.
+        recipe: recorded, so that the log can name what changed.
+        directory: that of `run_dir`, where rank 0 claims it earlier and releases it later.
     Raises:
-        CheckpointError: another live process writes to the same run directory.
+        InUseError: another live process writes to the same run directory.
     """
 
     def __init__(
@@ -95,14 +100,18 @@ class CheckpointManager:
         logger: logging.Logger,
         layout: dict[str, int],
         recipe_sha256: str,
+        recipe: dict[str, Any] | None = None,
+        directory: CheckpointDirectory | None = None,
     ) -> None:
         self._config = config
         self._logger = logger
-        self._directory = CheckpointDirectory(run_dir / "checkpoints", logger)
+        self._directory = directory or CheckpointDirectory(run_dir / "checkpoints", logger)
+        self._releases = directory is None
         self._group = SideGroup.create()
         self._facts: dict[str, Any] = {
             "layout": layout,
             "recipe_sha256": recipe_sha256,
+            "recipe": recipe or {},
             "torch": str(torch.__version__),
             "world_size": self._group.size,
         }
@@ -192,7 +201,8 @@ class CheckpointManager:
             self.wait()
         finally:
             self._stager.close()
-            self._directory.release()
+            if self._releases:
+                self._directory.release()
 
     def resume(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, restarted: bool = False
@@ -225,10 +235,11 @@ class CheckpointManager:
         """The newest checkpoint whose every byte is as written; None if there is none at all.
 
         Raises:
-            CheckpointError: there are checkpoints, but all are damaged.
+            CheckpointError: a newer version wrote one, or there are some and all are damaged.
         """
         candidates = self._group.on_rank_0(lambda: list_steps(self._directory.path))
         for path in candidates:
+            self._group.on_rank_0(partial(refuse_newer_format, path))
             problems = self._find_problems(path)
             if not problems:
                 return path
@@ -269,7 +280,7 @@ class CheckpointManager:
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> Restored:
         manifest, index = read_manifest(path), read_index(path)
-        saved = json.loads((path / STATE_NAME).read_bytes())
+        saved = read_json(path / STATE_NAME)
         tensors = model_tensors(model)
         optimizer_state: OptimizerState = {}
         trainable: list[str] | None = None
@@ -296,7 +307,10 @@ class CheckpointManager:
             optimizer.state.clear()
             optimizer.state.update(optimizer_state)
         if manifest["recipe_sha256"] != self._facts["recipe_sha256"]:
-            self._logger.warning("%s was saved under another recipe", path)
+            # Checkpoints of older versions hold the digest alone.
+            told = changes(manifest.get("recipe") or {}, self._facts["recipe"])
+            what = f": {'; '.join(told)}" if manifest.get("recipe") else ", which it does not hold"
+            self._logger.warning("%s was saved under another recipe%s", path, what)
         if not rng:
             self._logger.warning(
                 "%s was saved by %s ranks in layout %s, now there are %s in %s: random streams "

@@ -1,7 +1,7 @@
 """The `checkpoints` directory of a run: who may write to it, and what stays in it.
 
 Names: "step-N" is a committed checkpoint, "step-N.tmp-ID" one being written, "step-N.set-aside-ID"
-one of a course of training that was given up. Only rank 0 works here. No torch.
+one of a course of training that was given up. Only rank 0 writes here. No torch.
 """
 
 from __future__ import annotations
@@ -11,15 +11,26 @@ import logging
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from torchmm.checkpoint_manifest import find_problems, list_steps, step_of
+from torchmm.checkpoint_manifest import (
+    NewerFormatError,
+    find_problems,
+    list_steps,
+    refuse_newer_format,
+    step_of,
+)
 from torchmm.errors import CheckpointError
 from torchmm.files import sync_directory
 
 _CLAIM_WAIT_S = 10.0
 _CLAIM_RETRY_S = 0.2
+
+
+class InUseError(CheckpointError):
+    """Another run, which is alive, has the run directory; all in it is that run's."""
 
 
 class CheckpointDirectory:
@@ -31,32 +42,53 @@ class CheckpointDirectory:
         self._lock: int | None = None
         self._known_valid: set[Path] = set()
 
-    def claim(self) -> None:
-        """Makes this process the only writer and removes what dead writers left half done.
+    def try_claim(self) -> bool:
+        """Makes this process the only writer, unless another one is; whether it is now.
 
         A POSIX record lock vanishes with its process, however that ends, also on a network file
-        system, and is not inherited by forked data workers. Holding it proves that no temporary
-        directory belongs to a live run. Waits briefly for a predecessor that is just dying.
+        system, and is not inherited by forked data workers.
+        """
+        if self._lock is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+            if not self._try_lock(lock):
+                os.close(lock)
+                return False
+            self._lock = lock
+            holder = f"process {os.getpid()} on {os.uname().nodename}{_meeting_place()}\n"
+            with suppress(OSError):  # no room for it on a full disk, and the lock is what counts
+                os.truncate(lock, 0)
+                os.pwrite(lock, holder.encode(), 0)
+        return True
+
+    def claim(self) -> None:
+        """`try_claim` that waits briefly for a predecessor that is just dying.
+
+        Then removes what dead writers left half done: holding the lock proves that no temporary
+        directory belongs to a live run.
 
         Raises:
-            CheckpointError: another process holds the lock.
+            InUseError: another process holds the lock.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + _CLAIM_WAIT_S
-        while not self._try_lock(self._lock):
+        while not self.try_claim():
             if time.monotonic() > deadline:
-                holder = os.read(self._lock, 200).decode(errors="replace").strip()
-                self.release()
-                raise CheckpointError(
-                    f"{self.path} is in use by another run ({holder}); stop it, or set another name"
+                raise InUseError(
+                    f"{self.path} is in use by another run ({self._holder()}); stop it, or set "
+                    "another name"
                 )
             time.sleep(_CLAIM_RETRY_S)
-        os.truncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         for stale in self.path.glob("step-*.tmp-*"):
             self._logger.warning("removing %s, left by a save that did not finish", stale)
             shutil.rmtree(stale)
+
+    def is_of_this_run(self) -> bool:
+        """Whether this process has claimed it, or one that it meets, going by the lock file.
+
+        Of two live runs, no two meet at the same address.
+        """
+        place = _meeting_place()
+        return self._lock is not None or (bool(place) and self._holder().endswith(place))
 
     def release(self) -> None:
         """Lets other processes claim the directory."""
@@ -76,10 +108,13 @@ class CheckpointDirectory:
         """Removes checkpoints older than the `keep` newest valid ones.
 
         Damaged ones count for nothing: they cannot push out the last good one. A checkpoint that
-        this process did not write is hashed once.
+        this process did not write is hashed once. What a newer version wrote neither counts nor
+        goes.
         """
         valid = 0
         for path in list_steps(self.path):
+            if path not in self._known_valid and _is_of_newer_format(path):
+                continue
             if valid >= keep:
                 self._remove(path)
             elif self._is_valid(path):
@@ -114,6 +149,18 @@ class CheckpointDirectory:
             self._logger.error("cannot remove the old checkpoint %s: %s", path, error)
         self._known_valid.discard(path)
 
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
+
+    def _holder(self) -> str:
+        """Who has the lock, or had it last. Not for who has it: closing the file gives it up."""
+        assert self._lock is None
+        try:
+            return self._lock_file.read_text(errors="replace").strip()
+        except OSError:
+            return "unknown"
+
     @staticmethod
     def _try_lock(descriptor: int) -> bool:
         try:
@@ -121,3 +168,17 @@ class CheckpointDirectory:
         except BlockingIOError:
             return False
         return True
+
+
+def _meeting_place() -> str:
+    """Where the ranks of this run meet, if there are several."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return f", ranks meet at {address}:{port}" if address and port else ""
+
+
+def _is_of_newer_format(path: Path) -> bool:
+    try:
+        refuse_newer_format(path)
+    except NewerFormatError:
+        return True
+    return False

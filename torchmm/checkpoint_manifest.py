@@ -5,6 +5,9 @@ writing, and a SHA-256 of itself. A directory without one is a torn save; a dire
 differ from it was damaged later. Rejected: trusting file sizes or DCP's own metadata, which let
 flipped bits, zeroed pages and swapped shards load without a word. No torch in here, so that
 `scripts/verify_checkpoint.py` runs anywhere.
+
+Whatever a later format changes, its manifest keeps "format" and the SHA-256 of itself: by these an
+older version tells a checkpoint that it cannot read from one that is damaged.
 """
 
 from __future__ import annotations
@@ -23,7 +26,20 @@ from torchmm.files import canonical_json, sync_directory, write_synced
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
 _SELF_KEY = "manifest_sha256"
+_FACTS: dict[str, type] = {
+    "files": dict,
+    "layout": dict,
+    "recipe_sha256": str,
+    "step": int,
+    "torch": str,
+    "world_size": int,
+}
+"""What every manifest says, beside its format."""
 _STEP_DIRECTORY = re.compile(r"step-(\d+)")
+
+
+class NewerFormatError(CheckpointError):
+    """Saved by a newer version: whole as far as can be told, and not this one's to give up."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ def write_manifest(directory: Path, files: Iterable[WrittenFile], facts: dict[st
     """Writes MANIFEST.json and syncs the directory: from here on it may be renamed.
 
     Args:
-        facts: JSON kept beside the file table; must have "step".
+        facts: JSON kept beside the file table: layout, step and so on, see `_FACTS`.
     """
     table = {f.name: {"bytes": f.size_bytes, "sha256": f.sha256} for f in files}
     manifest = {"format": FORMAT, "files": table, **facts}
@@ -52,7 +68,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint `path`, a directory called "step-N".
 
     Raises:
-        CheckpointError: it is missing, altered, of another format or of another step.
+        NewerFormatError: a newer version has written it.
+        CheckpointError: it is missing, altered, incomplete or of another step.
     """
     file = path / MANIFEST_NAME
     try:
@@ -62,18 +79,50 @@ def read_manifest(path: Path) -> dict[str, Any]:
         content = canonical_json(manifest)
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}: not a complete checkpoint") from None
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a manifest: {error!r}") from None
     whole = canonical_json({**manifest, _SELF_KEY: digest})
     if data != whole or hashlib.sha256(content).hexdigest() != digest:
         raise CheckpointError(f"{file} was altered: its SHA-256 does not match")
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{file} has format {manifest.get('format')}, this version reads {FORMAT}"
+    found = manifest.get("format")
+    if isinstance(found, int) and found > FORMAT:
+        raise NewerFormatError(
+            f"{file} has format {found}, this version of torchmm reads {FORMAT}: a newer one saved "
+            "it. Go on with that version, or name an older checkpoint in checkpoint.resume"
         )
+    if found != FORMAT:
+        raise CheckpointError(f"{file} has format {found}, this version reads {FORMAT}")
+    if missing := [k for k, kind in _FACTS.items() if not isinstance(manifest.get(k), kind)]:
+        raise CheckpointError(f"{file} is incomplete: it does not say {', '.join(missing)}")
     if step_of(path) != manifest.get("step"):
         raise CheckpointError(f"{path} holds step {manifest.get('step')}: was it renamed?")
     return manifest
+
+
+def refuse_newer_format(path: Path) -> None:
+    """Nothing, unless a newer version has written the checkpoint `path`.
+
+    Raises:
+        NewerFormatError: it has.
+    """
+    try:
+        read_manifest(path)
+    except NewerFormatError:
+        raise
+    except CheckpointError:
+        return  # damaged, which is found where all of it is checked
+
+
+def read_json(file: Path) -> Any:
+    """The content of one of a checkpoint's JSON files.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error!r}") from None
 
 
 def find_problems(path: Path, part: int = 0, parts: int = 1) -> list[str]:
@@ -115,4 +164,9 @@ def _file_problem(file: Path, entry: dict[str, Any]) -> str | None:
         return f"{file}: {error.strerror}"
     if digest != entry["sha256"]:
         return f"{file} was altered: SHA-256 {digest[:16]}..., expected {entry['sha256'][:16]}..."
+    if file.suffix == ".json":
+        try:
+            read_json(file)
+        except CheckpointError as error:
+            return str(error)
     return None

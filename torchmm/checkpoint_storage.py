@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from torchmm.checkpoint_manifest import WrittenFile
+from torchmm.checkpoint_manifest import WrittenFile, read_json
 from torchmm.files import canonical_json, naming_the_file, write_synced
 
 INDEX_NAME = "index.json"
@@ -203,7 +203,7 @@ class SafetensorsReader(StorageReader):
 
 def read_index(path: Path) -> dict[str, Any]:
     """Tensor name -> {"dtype", "shape", "chunks": [{"offsets", "sizes", "file"}]}."""
-    return json.loads((path / INDEX_NAME).read_bytes())
+    return read_json(path / INDEX_NAME)
 
 
 def index_dtype(entry: dict[str, Any]) -> torch.dtype:

@@ -58,7 +58,8 @@ class DataError(TorchmmError):
 
 
 class CheckpointError(TorchmmError):
-    """A checkpoint or weight file is missing, torn, altered or does not fit the model."""
+    """A checkpoint or weight file is missing, torn, altered or does not fit the model; or nothing
+    more can be saved."""
 
     exit_code = 4
 

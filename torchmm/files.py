@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -48,6 +49,52 @@ def replace_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def make_writable_directory(path: Path) -> None:
+    """Makes a directory where there is none, without trying to write into it.
+
+    Raises:
+        OSError: it cannot be made, or nobody, or not this user, may write into it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        reason = "Read-only file system or permission denied"
+        raise OSError(errno.EACCES, reason, str(path))
+
+
+def check_writable(directory: Path) -> None:
+    """Nothing, if a file can be written into `directory`.
+
+    Raises:
+        OSError: it cannot.
+    """
+    probe = directory / f".probe.{uuid4().hex}"
+    try:
+        write_synced(probe, b"x")
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Writes over the existing `path` where it lies, which works on a full disk too.
+
+    A reader may see it half written. What is longer than the space that the file has anyway may
+    not fit: see `allocated_bytes`.
+    """
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        # Blanks over the rest, so that no moment shows the new text with the end of the old one.
+        os.pwrite(descriptor, data.ljust(os.fstat(descriptor).st_size), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def allocated_bytes(path: Path) -> int:
+    """Space that a file has on the disk: whole blocks, of which its content fills a part."""
+    found = path.stat()
+    return max(found.st_size, found.st_blocks * 512)
 
 
 def sync_directory(path: Path) -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
+
+from torchmm.files import naming_the_file
 
 
 def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
@@ -33,13 +36,26 @@ def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
     logger.propagate = False
     log_dir = run_dir / "logs"
     log_dir.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(log_dir / f"rank-{rank}.log", delay=True, encoding="utf-8")
+    file = _RankFile(log_dir / f"rank-{rank}.log", delay=True, encoding="utf-8")
     file.setLevel(logging.WARNING)
     file.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
     logger.addHandler(file)
     if rank == 0:
         logger.addHandler(_console_handler(console, rank))
     return logger
+
+
+class _RankFile(logging.FileHandler):
+    """A log file that is not worth the run: what cannot be written goes to stderr instead."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file cannot be made, which `logging` does not expect
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
 
 
 def _console_handler(console: Console, rank: int) -> logging.Handler:
@@ -61,14 +77,21 @@ class JsonlWriter:
         """Open `path` for the steps after `last_step`; records up to it are kept."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+        self._path = path
         with path.open("r+b") as file:
             file.truncate(_length_up_to(path, last_step))
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append `record`; NaN and infinities, which JSON does not have, become null."""
+        """Append `record`; NaN and infinities, which JSON does not have, become null.
+
+        Raises:
+            OSError: it cannot be written; names the file.
+        """
         clean = {k: None if _is_non_finite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+        line = json.dumps(clean, allow_nan=False) + "\n"
+        with naming_the_file(self._path, len(line)):
+            self._file.write(line)
 
     def close(self) -> None:
         """Close the file."""

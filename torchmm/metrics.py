@@ -270,6 +270,7 @@ class MetricsRecorder:
         Records of later steps, left by a run that was stopped after its last checkpoint, are
         removed: they will be written again.
         """
+        self._log = log
         self._log_interval = config.log_interval
         self._steps = steps
         self._run_dir = run_dir
@@ -289,11 +290,17 @@ class MetricsRecorder:
                 sink.emit(values)
 
     def close(self) -> None:
-        """Finish all sinks and draw `loss.png`."""
-        self._jsonl.close()
-        for sink in self._sinks:
-            sink.close()
-        draw_loss(self._run_dir / "metrics.jsonl", self._run_dir / "loss.png")
+        """Finish all sinks and draw `loss.png`, for which alone no run fails."""
+        try:
+            self._jsonl.close()
+        finally:
+            for sink in self._sinks:
+                sink.close()
+        picture = self._run_dir / "loss.png"
+        try:
+            draw_loss(self._run_dir / "metrics.jsonl", picture)
+        except OSError as error:
+            self._log.warning("cannot draw %s: %s", picture, error)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -16,17 +16,18 @@ import json
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from torchmm.errors import PeerError
-from torchmm.files import canonical_json, replace_atomically
+from torchmm.files import allocated_bytes, canonical_json, overwrite, replace_atomically
 
+State = Literal["running", "done", "preempted", "failed"]
 STATUS_NAME = "STATUS.json"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -76,7 +77,7 @@ class StopSignal:
 class Status:
     """How a run stands or ended."""
 
-    state: Literal["running", "done", "preempted", "failed"]
+    state: State
     step: int
     """Last finished step."""
     rank: int
@@ -92,28 +93,56 @@ def write_status(run_dir: Path, status: Status) -> bool:
     When one rank fails the others lose a peer, and all of them come here in any order: the first
     failure stays, and a lost peer never replaces another outcome. Of several reports of a lost
     peer rank 0's stays: it may know which one.
+
+    Raises:
+        OSError: it cannot be written. One that is not true any more is gone then, if possible.
     """
     descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         present = read_status(run_dir)
         if present is None or not _says_more(present, status):
-            record = {**asdict(status), "time": time.time()}
-            replace_atomically(run_dir / STATUS_NAME, canonical_json(record) + b"\n")
+            _put(run_dir / STATUS_NAME, {**asdict(status), "time": time.time()})
             return True
         return False
     finally:
         os.close(descriptor)
 
 
+def _put(path: Path, record: dict[str, Any]) -> None:
+    try:
+        replace_atomically(path, canonical_json(record) + b"\n")
+    except OSError:
+        if not path.exists():
+            raise
+        # A full disk has no room for a second file, but the last block of this one has.
+        room = allocated_bytes(path)
+        while len(data := canonical_json(record) + b"\n") > room and record["message"]:
+            record["message"] = record["message"][: len(record["message"]) // 2]
+        try:
+            overwrite(path, data)
+        except OSError:
+            path.unlink()  # says what is not so any more, perhaps in halves
+            raise
+
+
 def read_status(run_dir: Path) -> Status | None:
-    """The status of a run directory; None if it has none."""
+    """The status of a run directory; None if it has none that can be read.
+
+    What an earlier run left, torn by a crash or written by another version, must not keep the next
+    one from starting: nothing hangs on it.
+    """
     try:
         record = json.loads((run_dir / STATUS_NAME).read_bytes())
-    except FileNotFoundError:
+    except (OSError, ValueError, RecursionError):
         return None
-    del record["time"]
-    return Status(**record)
+    if not isinstance(record, dict):
+        return None
+    known = {field.name: record[field.name] for field in fields(Status) if field.name in record}
+    kinds = (known.get("state"), type(known.get("step")), type(known.get("rank")))
+    if kinds[0] not in get_args(State) or kinds[1:] != (int, int):
+        return None
+    return Status(**known)
 
 
 def _says_more(present: Status, new: Status) -> bool:

@@ -8,35 +8,28 @@ conditional on something all ranks agreed on.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import time
-import traceback
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 
 from torchmm.balance.flops import microbatch_flops
 from torchmm.batch import StepBatch
-from torchmm.build import DTYPES, RunParts, build_data, build_run, build_unfilled_model
+from torchmm.build import DTYPES, RunParts, build_run, build_unfilled_model
+from torchmm.checkpoint_directory import CheckpointDirectory
 from torchmm.config import Recipe
 from torchmm.config_model import GENERATOR
 from torchmm.data.corrupt import CorruptLimit
-from torchmm.drawings import draw_samples, held_out_drawings
 from torchmm.encoder_choice import orchestrated
-from torchmm.errors import EXIT_DONE, Preempted, TorchmmError
-from torchmm.evaluate import (
-    GeneratedText,
-    generate_samples,
-    held_out_losses,
-    held_out_prompts,
-    word_error_rate,
-)
-from torchmm.files import replace_atomically
+from torchmm.ending import closed_after, starting, training, write_end, write_failure
+from torchmm.errors import EXIT_DONE, DataError, Preempted
+from torchmm.files import make_writable_directory
+from torchmm.held_out import HeldOut
 from torchmm.layout_checks import check_layout
 from torchmm.metrics import (
     PhaseTimer,
@@ -60,7 +53,6 @@ from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.preempt import Status, StopSignal, write_status
 from torchmm.profiling import StepProfiler
 from torchmm.replanning import Replanner
-from torchmm.report import draw_captions, draw_pictures
 from torchmm.rng import restore_rng
 from torchmm.step import StepOutcome, TrainStep
 from torchmm.step_planning import StepPlanner
@@ -74,13 +66,15 @@ def train(recipe: Recipe) -> int:
         TorchmmError: the run ended early; the status is written.
     """
     run_dir = Path(recipe.output_dir) / recipe.name
-    run_dir.mkdir(parents=True, exist_ok=True)
     rank = int(os.environ.get("RANK", "0"))
-    if rank == 0:
-        write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
+    directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger("torchmm"))
     trainer = None
     try:
-        with StopSignal() as stop:
+        with StopSignal() as stop, starting(run_dir):
+            make_writable_directory(run_dir)  # all ranks see that it is not, and none waits
+            # Nothing is written into the directory of a run that is alive.
+            if rank == 0 and directory.try_claim():
+                write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
             world_size = int(os.environ.get("WORLD_SIZE", "1"))
             recipe = orchestrated(recipe, world_size)
             model, tokenizer = build_unfilled_model(recipe)
@@ -88,28 +82,19 @@ def train(recipe: Recipe) -> int:
             device = select_device(recipe.training.device)
             with peer_errors(rank):
                 start_process_group(recipe.parallel, device)
-                parts = build_run(recipe, run_dir, device, model, tokenizer)
+                parts = build_run(recipe, run_dir, device, model, tokenizer, directory)
             trainer = Trainer(parts, stop)
-            trainer.run()
+            with training(run_dir):
+                trainer.run()
+        if rank == 0:
+            write_end(run_dir, trainer.step)
     except BaseException as error:
-        _write_failure(run_dir, error, trainer.step if trainer else 0, rank)
+        write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         raise
-    if rank == 0:
-        write_status(run_dir, Status("done", trainer.step, rank, EXIT_DONE))
+    finally:
+        directory.release()
     dist.destroy_process_group()
     return EXIT_DONE
-
-
-def _write_failure(run_dir: Path, error: BaseException, step: int, rank: int) -> None:
-    """STATUS.json of a run that ended early; an error that is known already is marked so."""
-    if not isinstance(error, TorchmmError):
-        write_status(run_dir, Status("failed", step, rank, 1, traceback.format_exc()))
-        return
-    state: Literal["preempted", "failed"] = "failed"
-    if isinstance(error, Preempted):
-        state = "preempted"
-    status = Status(state, step, rank, error.exit_code, str(error))
-    error.reported = not write_status(run_dir, status)
 
 
 class Trainer:
@@ -135,7 +120,7 @@ class Trainer:
         )
         if run.restored:
             self._corrupt.add(**run.restored.state["corrupt"])
-        self._held_out: list[StepBatch] | None = None
+        self._held_out = HeldOut(run, self._loss_weights)
         self._timeline_step = min(recipe.metrics.timeline_step, recipe.training.steps)
         self._profiler = StepProfiler(recipe.metrics, run.run_dir, mesh.rank, mesh.device)
         self._planner = StepPlanner(
@@ -147,7 +132,8 @@ class Trainer:
             steps=recipe.training.steps,
         )
         self._health = Health(run.run_dir / "heartbeats", recipe.parallel.timeout_s)
-        self._data_state: dict = {}
+        self._undone = ""
+        self._data_state: dict = run.restored.state["data"] if run.restored else {}
         self._replanner = Replanner(
             run.pipeline, run.descriptions, recipe.parallel.replan_drift, run.logger
         )
@@ -156,32 +142,32 @@ class Trainer:
         """All steps, then the results.
 
         Raises:
-            Preempted: asked to stop; a checkpoint of the last finished step is saved.
+            Preempted: asked to stop; a checkpoint of the last finished step, if any, is saved.
             TorchmmError: see its subclasses.
         """
         steps = self.parts.recipe.training.steps
-        try:
-            with self.parts.checkpoints:
-                self._run_steps()
-                if self.step >= steps and self.parts.recipe.checkpoint.export_hf:
-                    with self._health.phase(self.step, "export"):
-                        export_hf(self.parts.model, self.parts.run_dir / "hf", self.parts.tokenizer)
-        finally:
-            self.close()
+        with closed_after(self.close), self.parts.checkpoints:
+            self._run_steps()
+            if self.step >= steps and self.parts.recipe.checkpoint.export_hf:
+                with self._health.phase(self.step, "export"):
+                    export_hf(self.parts.model, self.parts.run_dir / "hf", self.parts.tokenizer)
         if self.step < steps:
-            raise Preempted(f"stopped after step {self.step}, which is saved")
+            saved = f"stopped after step {self.step}, which is saved"
+            told = saved if self.step else "stopped before the first step; nothing is to be saved"
+            raise Preempted(told + self._undone)
 
     def close(self) -> None:
-        """Ends the heartbeat, the planning and the records."""
-        self._planner.close()
-        self._health.close()
-        if self.parts.recorder:
-            self.parts.recorder.close()
+        """Ends the planning, the heartbeat and the records, each also if another cannot be."""
+        with ExitStack() as ends:
+            if self.parts.recorder:
+                ends.callback(self.parts.recorder.close)
+            ends.callback(self._health.close)
+            ends.callback(self._planner.close)
 
     def _run_steps(self) -> None:
         """Trains until the last step, or until a rank was asked to stop."""
         run, steps = self.parts, self.parts.recipe.training.steps
-        batches = iter(run.loader)
+        batches = run.loader.batches(lambda: self._stop.received is not None)
         if run.restored and run.restored.rng is not None:
             restore_rng(run.restored.rng)
         self._write_running()
@@ -196,32 +182,32 @@ class Trainer:
             with self._profiler.step(self.step + 1), self._health.phase(self.step + 1, "step"):
                 record, stopping = self.run_step(batches)
             last = self.step == steps
-            with self._health.phase(self.step, "validation"):
-                if _is_due(run.recipe.validation.interval, self.step, last):
-                    record = self._validate(record)
-            if run.recorder:
-                run.recorder.record(record)
+            if record is not None:  # all ranks had data
+                with self._health.phase(self.step, "validation"):
+                    if _is_due(run.recipe.validation.interval, self.step, last):
+                        record = self._held_out.validate(self.step, record)
+                if run.recorder:
+                    run.recorder.record(record)
             with self._health.phase(self.step, "checkpoint"):
                 if stopping or _is_due(run.recipe.checkpoint.interval, self.step, last):
                     self._save()
             self._health.check(self.step)
 
-    def run_step(self, batches: Iterator[StepBatch]) -> tuple[StepRecord, bool]:
-        """One optimizer step; its record, and whether any rank was asked to stop."""
+    def run_step(self, batches: Iterator[StepBatch | None]) -> tuple[StepRecord | None, bool]:
+        """One optimizer step; its record, and whether any rank was asked to stop.
+
+        Where a rank was, and has no data, no rank does the step, and there is no record.
+        """
         run, mesh = self.parts, self.parts.mesh
         begin_s = time.perf_counter()
-        with self._timer.phase("data"):
+        with self._timer.phase("data"), self._health.waiting_for_data():
             batch = next(batches)
-        self._planner.begin(self.step + 1, run.loader.next_metas)
-        targets = sum(m.target_count for m in batch.microbatches)
-        images = sum(m.generated_count for m in batch.microbatches)
-        samples = sum(len(m.meta.samples) for m in batch.microbatches)
-        wishes = [self._stop.as_float(), float(run.checkpoints.failed)]
-        totals = mesh.sum_over_data([targets, images, samples, len(batch.skipped), *wishes])
-        global_targets, global_images, all_samples, skipped, stopping, save_failed = totals
-        self._corrupt.add(int(skipped), int(all_samples))
-        if save_failed:
-            run.checkpoints.wait()
+        if batch is not None:
+            self._planner.begin(self.step + 1, run.loader.next_metas)
+        global_targets, global_images, stopping, without_data = self._agree(batch)
+        if batch is None or without_data:
+            self._undone = f". Data for step {self.step + 1} did not come; see the ranks' logs"
+            return None, True
 
         step = self.step + 1
         annotate = step == run.recipe.metrics.profile_step
@@ -256,7 +242,37 @@ class Trainer:
         record = replace(record, **asdict(self._planner.figures))
         if run.model.generator is not None:
             record = replace(record, loss_text=text, loss_image=image)
-        return record, stopping > 0
+        return record, stopping
+
+    def _agree(self, batch: StepBatch | None) -> tuple[float, float, bool, bool]:
+        """Sums of all ranks: targets, images to be drawn; whether one is to stop, or has no data.
+
+        A rank that was asked to stop and has no data takes part all the same: others wait for it
+        here, with the same parameters, and all can save these.
+        """
+        run = self.parts
+        microbatches = batch.microbatches if batch is not None else []
+        counts = [
+            sum(m.target_count for m in microbatches),
+            sum(m.generated_count for m in microbatches),
+            sum(len(m.meta.samples) for m in microbatches),
+            len(batch.skipped) if batch is not None else 0,
+        ]
+        wishes = [self._stop.as_float(), run.checkpoints.failed, batch is None]
+        if batch is None:
+            run.logger.warning("step %d had no data: %s", self.step + 1, run.loader.overdue)
+        try:
+            totals = run.mesh.sum_over_data([*counts, *map(float, wishes)])
+        except RuntimeError as error:
+            if batch is not None:
+                raise
+            raise DataError(run.loader.overdue) from error  # for want of which peers have left
+        targets, images, samples, skipped, stopping, save_failed, without_data = totals
+        if not without_data:
+            self._corrupt.add(int(skipped), int(samples))
+        if save_failed:
+            run.checkpoints.wait()
+        return targets, images, stopping > 0, without_data > 0
 
     def _update(self, grad_norm: float) -> float:
         """Clips and applies the gradients; the learning rate used."""
@@ -301,79 +317,10 @@ class Trainer:
             **counts,
         )
 
-    def _validate(self, record: StepRecord) -> StepRecord:
-        """Held-out losses into the record; text into samples.json, drawings into drawings/."""
-        run, config = self.parts, self.parts.recipe.validation
-        run.model.eval()
-        if self._held_out is None:
-            loader = build_data(run.recipe, run.model, run.tokenizer, run.mesh, validation=True)
-            self._held_out = list(islice(loader, config.batches))
-        losses = held_out_losses(run.pipeline, self._held_out, run.mesh)
-        if config.samples:
-            texts = self._generate()
-            if any(text.duration_ms for text in texts):
-                record = replace(record, word_error_rate=word_error_rate(texts))
-        if config.drawings:
-            self._draw()
-        run.model.train()
-        if run.model.generator is None:
-            return replace(record, validation_loss=losses["llm"])
-        return replace(
-            record,
-            validation_loss=sum(self._loss_weights[name] * losses[name] for name in losses),
-            validation_loss_text=losses["llm"],
-            validation_loss_image=losses[GENERATOR],
-        )
-
-    def _draw(self) -> None:
-        """Drawings for held-out texts into a picture of this step."""
-        run, config = self.parts, self.parts.recipe.validation
-        loader = build_data(
-            run.recipe, run.model, run.tokenizer, run.mesh, validation=True, for_prompts=True
-        )
-        spec = run.model.generator_spec()
-        assert spec is not None
-        prompts = held_out_drawings(loader, config.drawings)
-        drawn = draw_samples(run.pipeline, prompts, spec, run.mesh, config.denoising_steps)
-        if run.mesh.rank == 0 and drawn:
-            directory = run.run_dir / "drawings"
-            directory.mkdir(exist_ok=True)
-            title = f"drawn after step {self.step} (and the held-out images themselves)"
-            shown = [(d.truth, d.drawn, d.text(run.tokenizer)) for d in drawn]
-            draw_pictures(shown, title, directory / f"step-{self.step}.png")
-
-    def _generate(self) -> list[GeneratedText]:
-        """Text for held-out images and sounds into samples.json and captions.png."""
-        run, config = self.parts, self.parts.recipe.validation
-        loader = build_data(
-            run.recipe, run.model, run.tokenizer, run.mesh, validation=True, for_prompts=True
-        )
-        prompts = held_out_prompts(loader, config.samples)
-        texts = generate_samples(
-            run.pipeline, prompts, run.tokenizer, run.mesh, config.max_new_tokens
-        )
-        if run.mesh.rank > 0 or not texts:
-            return texts
-        self._append_samples([{"step": self.step, **asdict(t)} for t in texts])
-        shown = [
-            (image, text.generated, text.truth)
-            for text in texts
-            for image in loader.images(text.source, text.index)[:1]
-        ]
-        if shown:
-            title = f"held-out images after step {self.step}"
-            draw_captions(shown, title, run.run_dir / "captions.png")
-        return texts
-
-    def _append_samples(self, samples: list[dict]) -> None:
-        file = self.parts.run_dir / "samples.json"
-        earlier = json.loads(file.read_text()) if file.exists() else []
-        kept = [s for s in earlier if s["step"] < self.step]
-        text = json.dumps(kept + samples, indent=1, ensure_ascii=False)
-        replace_atomically(file, text.encode())
-
     def _save(self) -> None:
         run = self.parts
+        if not self.step:
+            return  # nothing was done that the recipe does not say
         counts = {"corrupt": self._corrupt.corrupt, "seen": self._corrupt.seen}
         state = {"data": self._data_state, "corrupt": counts}
         run.checkpoints.save(self.step, run.model, run.optimizer, state)

@@ -84,3 +84,12 @@ def test_a_process_with_idle_workers_exits_at_once(tmp_path):
     process, workers = start(tmp_path, sleep_s=0)
     assert process.wait(timeout=15) == 0
     assert_gone(workers, within_s=10)
+
+
+@pytest.mark.slow
+def test_a_process_with_stopped_workers_exits_too(tmp_path):
+    process, workers = start(tmp_path, sleep_s=1)
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    assert process.wait(timeout=60) == 0
+    assert_gone(workers, within_s=10)

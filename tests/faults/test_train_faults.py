@@ -316,3 +316,31 @@ def test_a_missing_device_is_a_mistake_in_the_recipe(tmp_path, real_data, train_
     codes, output = train_server.run(command, tmp_path)
     assert codes == [2]
     assert 'training.device = "cuda": no CUDA device' in output and "Traceback" not in output
+
+
+def test_changed_data_are_refused_or_gone_on_with_as_the_recipe_says(
+    tmp_path, real_data, train_server
+):
+    rows = [{"text": f"stamp number {i} of a green bird"} for i in range(60)]
+    file = tmp_path / "a.jsonl"
+    source = f'--data.sources=[{{path="{file}"}}]'
+
+    def run(**changes):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = {"checkpoint__interval": 1, **changes}
+        command = [*arguments(tmp_path / "run", real_data, **recipe), source]
+        return train_server.run(command, tmp_path / "logs")
+
+    assert run(training__steps=2)[0] == [0]
+    codes, output = run(training__steps=3, data__prefetch=3)
+    assert codes == [0] and "data changed" not in output
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    assert "another recipe: data.prefetch 2 -> 3; training.steps 2 -> 3\n" in log
+    rows.reverse()
+    codes, output = run(training__steps=5)
+    assert codes == [4] and "Traceback" not in output
+    assert "is of other data: samples of source " in output
+    codes, output = run(training__steps=5, checkpoint__resume_changed_data="true")
+    assert codes == [0], output
+    assert "data changed since the checkpoint" in (tmp_path / "run/logs/rank-0.log").read_text()
+    assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5]

@@ -56,11 +56,11 @@ def snapshot(model, optimizer):
     return {name: value.clone() for name, value in everything(model, optimizer).items()}
 
 
-def make_manager(run_dir: Path, recipe="recipe", **config) -> CheckpointManager:
+def make_manager(run_dir: Path, recipe="recipe", table=None, **config) -> CheckpointManager:
     """Synchronous unless told otherwise."""
     settings = CheckpointConfig(**{"asynchronous": False, **config})
     logger = logging.getLogger("test_checkpoint")
-    return CheckpointManager(settings, run_dir, logger, {"shard": 1}, recipe)
+    return CheckpointManager(settings, run_dir, logger, {"shard": 1}, recipe, table)
 
 
 def steps(run_dir: Path) -> list[str]:

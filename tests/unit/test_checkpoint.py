@@ -182,9 +182,15 @@ def test_a_restarted_process_takes_the_newest_whatever_the_first_start_was(
 
 
 def test_another_recipe_is_logged(manager, caplog):
+    saved(manager(recipe="one", table={"training": {"steps": 4, "seed": 1}}), 1)
+    manager(recipe="two", table={"training": {"steps": 9, "seed": 1}}).resume(*build())
+    assert "step-1 was saved under another recipe: training.steps 4 -> 9\n" in caplog.text
+
+
+def test_another_recipe_is_logged_where_only_its_digest_is_known(manager, caplog):
     saved(manager(recipe="one"), 1)
     manager(recipe="two").resume(*build())
-    assert "another recipe" in caplog.text
+    assert "another recipe, which it does not hold" in caplog.text
 
 
 class Wider(Model):

@@ -1,6 +1,7 @@
 """Damaged, hostile and unwritable checkpoints."""
 
 import errno
+import hashlib
 import os
 import random
 import re
@@ -12,7 +13,7 @@ import pytest
 from checkpoint_runs import build, saved, steps
 
 from torchmm import checkpoint, checkpoint_storage
-from torchmm.checkpoint_manifest import find_problems
+from torchmm.checkpoint_manifest import WrittenFile, find_problems, read_manifest
 from torchmm.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +112,81 @@ def test_pickles_never_run(manager, tmp_path, name):
     assert not sentinel.exists()
 
 
+def rewrite(path: Path, **facts) -> None:
+    """Another manifest for the same files, hashed as its writer would; None takes a fact away."""
+    manifest = read_manifest(path)
+    files = [WrittenFile(n, f["bytes"], f["sha256"]) for n, f in manifest.pop("files").items()]
+    (path / "MANIFEST.json").unlink()
+    merged = {**manifest, **facts}
+    checkpoint.write_manifest(path, files, {k: v for k, v in merged.items() if v is not None})
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.glob("step-*/*")}
+
+
+def test_a_checkpoint_of_a_newer_version_stops_the_start(manager, tmp_path):
+    """Going on from an older step would give up what the newer version has trained."""
+    first = manager(keep=3)
+    saved(first, 1, 2)
+    newer = tmp_path / "checkpoints/step-2"
+    rewrite(newer, format=2, layout=None, of_tomorrow=True)
+    before = contents(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"has format 2, .* reads 1: a newer one") as caught:
+        first.resume(*build())
+    assert str(newer / "MANIFEST.json") in str(caught.value)
+    assert "checkpoint.resume" in str(caught.value)
+    with pytest.raises(CheckpointError, match="has format 2, this version of torchmm reads 1"):
+        first.load(newer, *build())
+    assert contents(tmp_path / "checkpoints") == before
+
+
+def test_what_the_user_names_goes_on_beside_a_newer_version(manager, tmp_path):
+    saved(manager(keep=3), 1, 2)
+    rewrite(tmp_path / "checkpoints/step-2", format=2)
+    again = manager(resume=str(tmp_path / "checkpoints/step-1"))
+    assert again.resume(*build()).step == 1
+    assert [n for n in steps(tmp_path) if n.startswith("step-2.set-aside")]
+
+
+def test_retention_leaves_checkpoints_of_newer_versions_alone(manager, tmp_path, caplog):
+    first = manager(keep=1)
+    saved(first, 2)
+    rewrite(tmp_path / "checkpoints/step-2", format=2)
+    first = manager(keep=1)
+    saved(first, 1, 3, 4)
+    assert steps(tmp_path) == ["step-2", "step-4"]
+    assert "damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("fact", ["layout", "world_size", "recipe_sha256", "format"])
+def test_a_manifest_without_a_fact_is_damaged(manager, tmp_path, fact):
+    first = manager(keep=2)
+    saved(first, 1, 2)
+    rewrite(tmp_path / "checkpoints/step-2", **{fact: "x" if fact == "format" else None})
+    assert fact in find_problems(tmp_path / "checkpoints/step-2")[0]
+    assert first.resume(*build()).step == 1
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "state.json", "index.json"])
+def test_deeply_nested_files_are_damaged(manager, tmp_path, name):
+    """Also where the manifest vouches for them."""
+    first = manager(keep=2)
+    saved(first, 1, 2)
+    path = tmp_path / "checkpoints/step-2"
+    deep = b"[" * 100_000 + b"]" * 100_000
+    manifest = read_manifest(path)
+    (path / name).write_bytes(deep)
+    if name != "MANIFEST.json":
+        entry = WrittenFile(name, len(deep), hashlib.sha256(deep).hexdigest())
+        others = {k: v for k, v in manifest.pop("files").items() if k != name}
+        files = [WrittenFile(n, f["bytes"], f["sha256"]) for n, f in others.items()]
+        (path / "MANIFEST.json").unlink()
+        checkpoint.write_manifest(path, [*files, entry], manifest)
+    assert len(find_problems(path)) == 1 and name in find_problems(path)[0]
+    assert first.resume(*build()).step == 1
+
+
 class FullDisk:
     """Stands in for `Path.open`: what is written to files named `name` goes to /dev/full."""
 
@@ -189,3 +265,7 @@ def test_verify_script_finds_the_damaged_step(manager, tmp_path):
     run = subprocess.run(command, check=False, capture_output=True, text=True)
     assert run.returncode == 4
     assert "step-1: valid" in run.stdout and "index.json has 2 bytes" in run.stdout
+    assert "step-2: DAMAGED" in run.stdout
+    rewrite(tmp_path / "checkpoints/step-2", format=2)
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert run.returncode == 4 and "step-2: NOT CHECKED" in run.stdout

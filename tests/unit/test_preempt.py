@@ -1,3 +1,5 @@
+import errno
+import json
 import os
 import signal
 import threading
@@ -5,6 +7,8 @@ import threading
 import pytest
 import torch
 
+from torchmm import preempt
+from torchmm.files import allocated_bytes
 from torchmm.preempt import Status, StopSignal, read_status, write_status
 
 LOST_PEER = Status("failed", 3, 1, 6, "rank 1 lost a peer")
@@ -67,6 +71,65 @@ def test_a_new_start_replaces_the_old_end(tmp_path):
     write_status(tmp_path, CULPRIT)
     write_status(tmp_path, Status("running", 0, 0))
     assert read_status(tmp_path).state == "running"
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        b"", b'{"state": "run', b"\xff\x00", b"[" * 100_000, b"[1]", b"null", b"{}",
+        b'{"state": "paused", "step": 1, "rank": 0}',
+        b'{"state": "failed", "step": "1", "rank": 0}',
+        b'{"state": ["failed"], "step": 1, "rank": 0, "time": 1.0}',
+    ],
+)  # fmt: skip
+def test_an_unreadable_status_of_before_is_none(tmp_path, left):
+    (tmp_path / "STATUS.json").write_bytes(left)
+    assert read_status(tmp_path) is None
+    assert write_status(tmp_path, LOST_PEER)
+    assert read_status(tmp_path) == LOST_PEER
+
+
+def test_a_status_of_a_newer_version_is_read_without_what_is_new(tmp_path):
+    write_status(tmp_path, CULPRIT)
+    file = tmp_path / "STATUS.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "host": "a", "version": 2}))
+    assert read_status(tmp_path) == CULPRIT
+    file.write_text('{"state": "done", "step": 9, "rank": 0}')
+    assert read_status(tmp_path) == Status("done", 9, 0)
+
+
+class FullDisk:
+    """No new file can be written; with `blocks`, not even over an old one."""
+
+    def __init__(self, monkeypatch, blocks: bool = True) -> None:
+        def fail(*arguments):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(preempt, "replace_atomically", fail)
+        if not blocks:
+            monkeypatch.setattr(preempt, "overwrite", fail)
+
+
+@pytest.mark.parametrize("message", ["", "short", "long " * 50_000])
+def test_a_status_gets_onto_a_full_disk(tmp_path, monkeypatch, message):
+    write_status(tmp_path, Status("running", 0, 0, None, "x" * 100))
+    FullDisk(monkeypatch)
+    assert write_status(tmp_path, Status("failed", 7, 0, 4, message))
+    found = read_status(tmp_path)
+    assert (found.state, found.step, found.exit_code) == ("failed", 7, 4)
+    assert found.message == message or (message.startswith(found.message) and found.message)
+    assert allocated_bytes(tmp_path / "STATUS.json") <= 8192
+
+
+def test_a_status_that_cannot_be_replaced_does_not_stay(tmp_path, monkeypatch):
+    """Nothing is better than a run that is said to be running for ever."""
+    write_status(tmp_path, Status("running", 0, 0))
+    FullDisk(monkeypatch, blocks=False)
+    with pytest.raises(OSError, match="No space left"):
+        write_status(tmp_path, LOST_PEER)
+    assert read_status(tmp_path) is None
+    with pytest.raises(OSError, match="No space left"):
+        write_status(tmp_path, LOST_PEER)
 
 
 def test_readers_never_see_half_a_status(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from torchmm.data.chat_keys import check_part, check_turn
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.samples import AudioSegment, ImageSegment, Sample, TextSegment, VideoSegment
 
@@ -67,7 +68,8 @@ class ChatTemplate:
             images, audios, videos: one per part of their kind, in order.
 
         Raises:
-            CorruptSampleError: malformed messages, or other numbers of images and image parts.
+            CorruptSampleError: malformed messages, an empty answer, keys that would be lost (see
+                `torchmm.data.chat_keys`), or other numbers of images and image parts.
         """
         remaining: dict[str, list[Any]] = {
             "image": list(images),
@@ -130,7 +132,25 @@ class ChatTemplate:
 def _role_and_content(message: Any) -> tuple[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise CorruptSampleError(f"message {str(message)[:80]} has no role of {ROLES}")
-    return message["role"], message.get("content")
+    check_turn(message)
+    role, content = message["role"], message.get("content")
+    # An empty answer would teach the model to end its turn at once. It is the mark of a record
+    # that has lost something (a tool call, a refusal), never of one worth learning. Empty
+    # instructions and questions do no harm: they are only read.
+    if role == "assistant" and _says_nothing(content):
+        raise CorruptSampleError("assistant message has no content; leave such conversations out")
+    return role, content
+
+
+def _says_nothing(content: Any) -> bool:
+    if isinstance(content, list):
+        return all(
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and _says_nothing(part.get("text"))
+            for part in content
+        )
+    return content is None or (isinstance(content, str) and not content.strip())
 
 
 def _parts(content: Any, role: str, remaining: dict[str, list[Any]]) -> list[Part]:
@@ -143,6 +163,8 @@ def _parts(content: Any, role: str, remaining: dict[str, list[Any]]) -> list[Par
     parts: list[Part] = []
     for item in content:
         kind = item.get("type") if isinstance(item, dict) else None
+        if kind == "text" or kind in remaining:
+            check_part(item, role)
         if kind == "text" and isinstance(item.get("text"), str):
             parts.append(TextSegment(item["text"], loss))
         elif kind in remaining:

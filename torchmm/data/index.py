@@ -14,7 +14,8 @@ import json
 import logging
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +25,14 @@ from transformers import PreTrainedTokenizerBase, __version__
 from torchmm.batch import ImageMeta, SampleMeta
 from torchmm.config import DataConfig, SourceConfig
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.identity import SamplesDigest
 from torchmm.data.reader import SampleReader
 from torchmm.data.sources import MapSource
-from torchmm.errors import DataError
-from torchmm.files import replace_atomically
+from torchmm.errors import ConfigError, DataError
+from torchmm.files import check_writable, replace_atomically
 from torchmm.generated import GeneratedMeta
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Raised when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
@@ -41,7 +43,8 @@ logger = logging.getLogger(__name__)
 class LengthIndex:
     """Sizes of N samples with M images and sounds, and G more images to be drawn.
 
-    `tokens_N` is 0 for corrupt samples, whose reasons stand in `corrupt`. The rows of `images_M8`
+    `tokens_N` is 0 for corrupt samples, whose reasons stand in `corrupt`; `content` identifies all
+    samples, wherever their files lie. The rows of `images_M8`
     are (width_px, height_px, patches, tokens, frames, encoder, duration_ms, frame_pixels), the
     encoder as its position in the model; sample n has rows `offsets[n]:offsets[n + 1]`. Those
     of `generated_G4` are (frames, rows, columns, context), from `generated_offsets`.
@@ -53,6 +56,7 @@ class LengthIndex:
     generated_offsets: np.ndarray
     generated_G4: np.ndarray
     corrupt: dict[int, str]
+    content: str = ""
 
     def meta(self, source: str, index: int, encoders: Sequence[str]) -> SampleMeta:
         """Metadata of sample `index` for a model with these encoders."""
@@ -109,12 +113,17 @@ def load_or_build(
         path: cache file.
 
     Raises:
+        ConfigError: there is none, and none can be written.
         DataError: no sample of the source is usable.
     """
     index = _load(path)
     if index is None:
+        with _naming_the_cache(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(path.parent)  # measuring may take hours, in vain
         index = _build(name, source, prompt, reader)
-        _save(index, path)
+        with _naming_the_cache(path.parent):
+            _save(index, path)
     if not index.tokens_N.any():
         first = [f"{name}[{i}]: {reason}" for i, reason in list(index.corrupt.items())[:3]]
         raise DataError(
@@ -131,6 +140,7 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
     generated_offsets = [0]
     generated: list[tuple[int, ...]] = []
     corrupt: dict[int, str] = {}
+    digest = SamplesDigest()
     last = time.monotonic()
     for i in range(len(source)):
         try:
@@ -138,8 +148,10 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
         except CorruptSampleError as error:
             tokens.append(0)
             corrupt[i] = str(error)
+            digest.add(None)
         else:
             tokens.append(len(sample.text.ids))
+            digest.add(sample)
             images.extend(_row(image, reader.encoders) for image in sample.images)
             generated.extend((*g.grid_thw, g.context) for g in sample.generated)
         offsets.append(len(images))
@@ -154,7 +166,19 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
         np.asarray(generated_offsets, np.int64),
         np.asarray(generated, np.int32).reshape(-1, 4),
         corrupt,
+        digest.hexdigest(),
     )
+
+
+@contextmanager
+def _naming_the_cache(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"data.index_cache = {str(directory)!r}: cannot write {error.filename or directory}: "
+            f"{error.strerror}; name a directory that can be written and has room"
+        ) from error
 
 
 def _row(image: ImageMeta, encoders: Sequence[str]) -> tuple[int, ...]:
@@ -173,8 +197,8 @@ def _save(index: LengthIndex, path: Path) -> None:
         generated_offsets=index.generated_offsets,
         generated_G4=index.generated_G4,
         corrupt=np.asarray(json.dumps(index.corrupt)),
+        content=np.asarray(index.content),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_atomically(path, buffer.getvalue())
 
 
@@ -186,7 +210,8 @@ def _load(path: Path) -> LengthIndex | None:
             corrupt = {int(k): v for k, v in json.loads(str(arrays["corrupt"])).items()}
             tokens, offsets = arrays["tokens_N"], arrays["offsets"]
             generated = arrays["generated_offsets"], arrays["generated_G4"]
-            return LengthIndex(tokens, offsets, arrays["images_M8"], *generated, corrupt)
+            content = str(arrays["content"])
+            return LengthIndex(tokens, offsets, arrays["images_M8"], *generated, corrupt, content)
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         logger.warning("index cache %s is unreadable (%s) and is built again", path, error)
         return None

@@ -12,6 +12,7 @@ import logging
 import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import datasets
@@ -25,11 +26,21 @@ from torchmm.config import DataConfig, TrainingConfig
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.opening import Samples, open_samples
 from torchmm.data.plan import Arrange, PackItems, Planner, StepPlan
-from torchmm.data.workers import fork_server, make_worker_setup
+from torchmm.data.waiting import Overdue, Waiting
+from torchmm.data.workers import (
+    describe_state,
+    end_workers,
+    fork_server,
+    make_worker_setup,
+    workers_of,
+)
 from torchmm.errors import ConfigError, DataError
 from torchmm.generated import GeneratorSpec
 
 OPEN_FILES = 65536
+STOP_GRACE_S = 5.0
+"""How long data are waited for once the run was asked to stop: most steps' come within this time,
+and launchers wait 30 s or so before they kill."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +67,11 @@ class PlanQueue(Sampler[list[list[PackItems]]]):
         while self._handed < len(self._upcoming) or self._plan_one():
             self._handed += 1
             yield self._upcoming[self._handed - 1].ranks[self._rank]
+
+    @property
+    def notice(self) -> str:
+        """What is worth telling about the starting position."""
+        return self._planner.notice
 
     def peek(self) -> StepPlan | None:
         """The next step to be trained on; None at the end."""
@@ -98,12 +114,21 @@ class Loader:
         pin_memory: bool,
         remote: Dataset[DecodedStep] | None = None,
     ) -> None:
+        if queue.notice and rank == 0:
+            logger.warning("%s", queue.notice)
         self._queue = queue
         self._decoder = decoder
         self._feeds = feeds
         self._sequence_length = sequence_length
         self._rank = rank
         self._known_corrupt: set[str] = set()
+        self._workers = data.workers
+        self._timeout_s = data.timeout_s
+        if remote is not None:  # tells by itself which producers do not answer
+            self._timeout_s += data.producers.give_up_s
+        self._pin_memory = pin_memory
+        self.overdue = ""
+        """What `batches` gave up waiting for when it was asked to stop."""
         self._loader = DataLoader(
             remote or decoder,
             batch_size=None,
@@ -119,21 +144,57 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
+        for batch in self.batches():
+            assert batch is not None  # nobody asks to stop
+            yield batch
+
+    def batches(
+        self, asked_to_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[StepBatch | None]:
+        """Iterates; None, and then nothing more, if data did not come soon after a stop signal.
+
+        Args:
+            asked_to_stop: whether the run is to end.
+
+        Raises:
+            DataError: a step's samples did not come in `data.timeout_s`, their worker died, or
+                they cannot be had.
+        """
         steps = iter(self._loader)
-        while True:
-            try:
-                step = next(steps, None)
-            except (RuntimeError, OSError, EOFError) as error:
-                if not _worker_died(error):
-                    raise
-                raise DataError(self._explain(error)) from error
-            if step is None:
-                return
-            if step.failure:
-                raise DataError(step.failure)
-            plan = self._queue.pop()
-            skipped = self._report(plan, step)
-            yield StepBatch(step.microbatches, plan.state, skipped, plan.epoch)
+        device = torch.cuda.current_device() if self._pin_memory else None
+        waiting = Waiting(partial(next, steps, None), partial(_use_device, device))
+        number = 0
+        try:
+            while (step := self._wait(waiting, asked_to_stop)) is not None:
+                if isinstance(step, Overdue):
+                    self.overdue = self._describe_overdue(step, steps, number)
+                    end_workers(workers_of(steps))  # this process could not exit otherwise
+                    if not step.stopping:
+                        raise DataError(self.overdue)
+                    yield None
+                    return
+                if step.failure:
+                    raise DataError(step.failure)
+                plan = self._queue.pop()
+                skipped = self._report(plan, step)
+                number += 1
+                yield StepBatch(step.microbatches, plan.state, skipped, plan.epoch)
+        finally:
+            waiting.close()
+
+    def _wait(
+        self, waiting: Waiting[DecodedStep | None], asked_to_stop: Callable[[], bool]
+    ) -> DecodedStep | Overdue | None:
+        try:
+            return waiting.get(self._timeout_s, asked_to_stop, STOP_GRACE_S)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not _worker_died(error):
+                raise
+            raise DataError(
+                f"a data worker died while {self._awaited()} were awaited "
+                f"({type(error).__name__}: {error}). If memory ran out, lower data.workers or "
+                "data.prefetch"
+            ) from error
 
     def images(self, source: str, index: int) -> list[Image.Image]:
         """The images of one sample as RGB pictures, to be shown; none for streams."""
@@ -157,14 +218,26 @@ class Loader:
             logger.warning("corrupt sample skipped: %s", message)
         return new
 
-    def _explain(self, error: Exception) -> str:
+    def _awaited(self) -> str:
+        """The samples of the step that comes next."""
         plan = self._queue.peek()
         items = [i for m in plan.ranks[self._rank] for p in m for i in p] if plan else []
         names = f"{items[0].meta.source}[{items[0].meta.index}]" if items else "nothing"
+        return f"{len(items)} samples beginning with {names}"
+
+    def _describe_overdue(self, overdue: Overdue, steps: Iterator[DecodedStep], number: int) -> str:
+        """Who has not delivered step `number` of this iteration: workers take turns."""
+        workers = workers_of(steps)
+        who = "this process (data.workers = 0)"
+        if workers:
+            turn = number % len(workers)
+            pid = workers[turn].pid
+            who = f"data worker {turn} (process {pid}{describe_state(pid)})"
+        limit = "" if overdue.stopping else f" (data.timeout_s = {self._timeout_s:g})"
         return (
-            f"a data worker died while {len(items)} samples beginning with {names} were awaited "
-            f"({type(error).__name__}: {error}). If memory ran out, lower data.workers or "
-            "data.prefetch"
+            f"{who} has not delivered {self._awaited()} for {overdue.waited_s:.0f} s{limit}. Look "
+            "for a file system that does not answer, a process that was stopped, or a file that is "
+            "a pipe; where samples take that long, raise data.timeout_s or data.workers"
         )
 
 
@@ -181,6 +254,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     validation: bool = False,
     generator_spec: GeneratorSpec | None = None,
     arrange: Arrange | None = None,
+    resume_changed: bool = False,
 ) -> Loader:
     """The loader of one data-parallel rank.
 
@@ -197,6 +271,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
             of the endless training mixture.
         generator_spec: the generator's wishes; None: nothing is drawn.
         arrange: which packs of a global batch go where; None: in natural order.
+        resume_changed: go on behind `state` also where data or their order have changed.
 
     Raises:
         ConfigError: sizes or specs do not fit.
@@ -213,12 +288,9 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         validation=validation,
         generator_spec=generator_spec,
     )
-    limits = data.open_packs, data_parallel_size, data.max_corrupt_samples
+    position = data_parallel_size, state, arrange, resume_changed
     return Loader(
-        PlanQueue(
-            lambda: Planner(samples.mixture(), training, *limits, state, arrange),
-            data_parallel_rank,
-        ),
+        PlanQueue(partial(_plan, samples, data, training, *position), data_parallel_rank),
         samples.decoder,
         samples.feeds(),
         data,
@@ -227,6 +299,20 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
         remote=None if validation else _ask_producers(data, samples, training, data_parallel_rank),
     )
+
+
+def _plan(
+    samples: Samples,
+    data: DataConfig,
+    training: TrainingConfig,
+    data_parallel_size: int,
+    state: dict[str, Any] | None,
+    arrange: Arrange | None,
+    resume_changed: bool,
+) -> Planner:
+    limits = data.open_packs, data_parallel_size, data.max_corrupt_samples
+    place = training, *limits, state, arrange, samples.identity
+    return Planner(samples.mixture(), *place, resume_changed=resume_changed)
 
 
 def _ask_producers(
@@ -275,6 +361,12 @@ def _allow_open_files() -> None:
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _use_device(device: int | None) -> None:
+    """A thread begins on the first device, where page-locking would take memory for a context."""
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 def _same(step: Any) -> Any:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,10 +20,11 @@ from torchmm.batch import ImageSpec, TextSpec
 from torchmm.config import DataConfig, SourceConfig, TrainingConfig
 from torchmm.data.decode import StepDecoder
 from torchmm.data.generated_images import TargetPreprocessor
+from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.index import cache_key, load_or_build
 from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture
 from torchmm.data.reader import SampleReader
-from torchmm.data.sources import MapSource, open_map_source, unique_names
+from torchmm.data.sources import MapSource, open_map_source, resolve_files, unique_names
 from torchmm.data.streams import StreamFeed, open_stream
 from torchmm.errors import ConfigError
 from torchmm.generated import GeneratorSpec
@@ -41,6 +43,8 @@ class OpenSource:
     make_feed: Callable[[], Feed]
     key: str
     """Names all that the sizes of its samples depend on; empty for streams."""
+    content: str
+    """Identifies its samples, wherever they lie; of streams what can be known of them."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Samples:
     sources: list[OpenSource]
     decoder: StepDecoder
     seed: int
+    identity: dict[str, Any] = field(default_factory=dict)
+    """See `torchmm.data.identity`."""
 
     def mixture(self) -> Mixture:
         """Their global order, from the start."""
@@ -105,9 +111,12 @@ def open_samples(
     targets = TargetPreprocessor.of(generator_spec, seed, data.max_image_pixels)
     length = training.sequence_length
     reader = SampleReader(data, length, text_spec, image_specs, tokenizer, targets)
-    sources = _open_sources(data, training, reader, tokenizer, validation)
+    settings = settings_of(data, length, reader, tokenizer)
+    sources = _open_sources(data, training, reader, tokenizer, validation, settings)
+    contents = [(source.name, source.config, source.content) for source in sources]
+    whole = identity(data, training, reader, settings, contents)
     records, prompts = [s.records for s in sources], [s.config.prompt for s in sources]
-    return Samples(sources, StepDecoder(reader, records, prompts, length), seed)
+    return Samples(sources, StepDecoder(reader, records, prompts, length), seed, whole)
 
 
 def _open_sources(
@@ -116,6 +125,7 @@ def _open_sources(
     reader: SampleReader,
     tokenizer: PreTrainedTokenizerBase,
     validation: bool,
+    settings: Mapping[str, Any],
 ) -> list[OpenSource]:
     section = "data.validation" if validation else "data.sources"
     configs = data.validation if validation else data.sources
@@ -130,12 +140,13 @@ def _open_sources(
         if config.streaming:
             stream = open_stream(name, config)
             make = partial(StreamFeed, options, stream, config.prompt, reader, data.shuffle_window)
-            opened.append(OpenSource(name, config, None, make, ""))
+            content = stream_content(config, resolve_files(config)[1], settings)
+            opened.append(OpenSource(name, config, None, make, "", content))
             continue
         records = open_map_source(config)
         key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
         path = Path(data.index_cache) / f"{key}.npz"
         index = load_or_build(name, records, config.prompt, reader, path)
         make_feed = partial(IndexFeed, options, index, reader.encoders)
-        opened.append(OpenSource(name, config, records, make_feed, key))
+        opened.append(OpenSource(name, config, records, make_feed, key, index.content))
     return opened

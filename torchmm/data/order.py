@@ -71,7 +71,7 @@ class Feed(Protocol):
         ...
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
-        """Go to a saved position; returns the items named by (epoch, index)."""
+        """Go to a saved position; returns the items named by (epoch, index), if they exist."""
         ...
 
 
@@ -121,7 +121,10 @@ class IndexFeed:
         self.draws = state["draws"]
         if self.draws:
             self._reports = []
-        return [self._item(epoch, index) for epoch, index in needed]
+        return [self._item(epoch, index) for epoch, index in needed if self._has(index)]
+
+    def _has(self, index: int) -> bool:
+        return index < len(self._index.tokens_N) and bool(self._index.tokens_N[index])
 
     def _item(self, epoch: int, index: int) -> Item:
         meta = self._index.meta(self.options.name, index, self._encoders)
@@ -162,13 +165,22 @@ class Mixture:
         self.feeds = list(feeds)
         self._weights = list(weights)
         self._alive = list(range(len(feeds)))
+        self.bases = [0] * len(feeds)
+        """Draws of each feed that do not count: of before the weights or sources were changed."""
 
     def next(self) -> Item | Skip | None:
         """The next sample of all; None when every feed has ended."""
         while self._alive:
-            feed = min(self._alive, key=lambda f: (self.feeds[f].draws + 1) / self._weights[f])
+            feed = min(self._alive, key=self._lead)
             item = self.feeds[feed].next()
             if item is not None:
                 return item
             self._alive.remove(feed)
         return None
+
+    def forget_the_past(self) -> None:
+        """From here on weights hold, without catching up with what was drawn by other ones."""
+        self.bases = [feed.draws for feed in self.feeds]
+
+    def _lead(self, feed: int) -> float:
+        return (self.feeds[feed].draws - self.bases[feed] + 1) / self._weights[feed]

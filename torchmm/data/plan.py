@@ -11,15 +11,17 @@ The state after each step (draws per feed, open packs as references) is JSON-abl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchmm.batch import MicrobatchMeta
 from torchmm.config import TrainingConfig
+from torchmm.data.identity import comparable, find_changes, same_stream
 from torchmm.data.order import Item, Mixture, Skip
 from torchmm.data.packing import Pack, Packer, assign
 from torchmm.errors import CheckpointError, DataError
+from torchmm.recipe_changes import changes
 
 STATE_VERSION = 1
 
@@ -66,12 +68,14 @@ class Planner:
         max_skipped: corrupt samples accepted within one step.
         state: of an earlier planner, to go on behind it.
         arrange: which pack goes where; None: in natural order.
+        content: what samples and their order depend on (`torchmm.data.identity`).
+        resume_changed: go on behind `state` also where that is different.
 
     Raises:
-        CheckpointError: the state belongs to other data or another sequence length or seed.
+        CheckpointError: the state belongs to other data, or to another order of them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a position in the data depends on
         self,
         mixture: Mixture,
         training: TrainingConfig,
@@ -80,6 +84,9 @@ class Planner:
         max_skipped: int,
         state: dict[str, Any] | None,
         arrange: Arrange | None = None,
+        content: Mapping[str, Any] | None = None,
+        *,
+        resume_changed: bool = False,
     ) -> None:
         self._mixture = mixture
         self._arrange = arrange
@@ -87,8 +94,11 @@ class Planner:
         self._data_parallel_size = data_parallel_size
         self._max_skipped = max_skipped
         self._packer: Packer[Item] = Packer(training.sequence_length, open_packs)
+        self._content = dict(content or {})
+        self.notice = ""
+        """What is worth telling about `state`."""
         if state is not None:
-            self._restore(state)
+            self._restore(state, resume_changed)
 
     def __iter__(self) -> Planner:
         return self
@@ -146,41 +156,111 @@ class Planner:
         return {
             "version": STATE_VERSION,
             "identity": self._identity(),
+            "content": self._content,
             "feeds": feeds,
+            "bases": self._mixture.bases,
             "closed": [[[*_reference(i)] for i in pack] for pack in self._packer.closed],
             "open": [[[*_reference(i)] for i in p.items] for p in self._packer.open],
         }
 
     def _identity(self) -> dict[str, Any]:
-        """What has to be the same for a state to make sense."""
+        """What versions before `torchmm.data.identity` compare."""
         return {
             "seed": self._training.seed,
             "sequence_length": self._training.sequence_length,
             "sources": {f.options.name: f.size for f in self._mixture.feeds},
         }
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        identity = self._identity()
-        saved = state.get("identity", {})
-        if state.get("version") != STATE_VERSION or saved != identity:
-            changes = [
-                f"{k} {saved.get(k)} -> {v}" for k, v in identity.items() if saved.get(k) != v
-            ]
+    def _restore(self, state: dict[str, Any], resume_changed: bool) -> None:
+        if state.get("version") != STATE_VERSION:
             raise CheckpointError(
-                "the checkpoint's data position is of other data: " + ", ".join(changes) + ". "
-                'Restore the recipe, or start afresh with checkpoint.resume = "none"'
+                f"the checkpoint's data position has version {state.get('version')}, this version "
+                f"of torchmm reads {STATE_VERSION}"
             )
+        changed = self._changes(state)
+        if not changed and not self._restore_exactly(state):
+            changed = ["sizes of samples in sequences not yet full"]
+        if not changed:
+            return
+        if not resume_changed:
+            raise CheckpointError(
+                f"the checkpoint's data position is of other data: {'; '.join(changed)}. Restore "
+                "the recipe and the data; or go on with the changed ones with "
+                "checkpoint.resume_changed_data = true, or start afresh with "
+                'checkpoint.resume = "none"'
+            )
+        self._restore_what_fits(state, changed)
+
+    def _changes(self, state: dict[str, Any]) -> list[str]:
+        if comparable(state.get("content")):
+            return find_changes(state["content"], self._content)
+        self.notice = (
+            "the checkpoint was saved by another version of torchmm: whether samples and their "
+            "order are those it was trained on could not be compared, only their numbers"
+        )
+        old, new = state.get("identity", {}), self._identity()
+        return changes(
+            {f"training.{k}" if k != "sources" else k: v for k, v in old.items()},
+            {f"training.{k}" if k != "sources" else k: v for k, v in new.items()},
+        )
+
+    def _restore_exactly(self, state: dict[str, Any]) -> bool:
+        """Whether that could be done: not if samples are gone or do not fit any more."""
         items: dict[tuple[int, int, int], Item] = {}
-        references = [r for pack in [*state["closed"], *state["open"]] for r in pack]
+        references = _references(state)
         for number, feed in enumerate(self._mixture.feeds):
             needed = [(epoch, index) for f, epoch, index in references if f == number]
             for item in feed.restore(state["feeds"][feed.options.name], needed):
                 items[_reference(item)] = item
-        self._packer.closed.extend([items[tuple(r)] for r in pack] for pack in state["closed"])
-        for pack in state["open"]:
-            members = [items[tuple(r)] for r in pack]
-            free = self._training.sequence_length - sum(i.meta.tokens for i in members)
-            self._packer.open.append(Pack(free, members))
+        if not items.keys() >= set(references):
+            return False
+        closed = [[items[tuple(r)] for r in pack] for pack in state["closed"]]
+        opened = [[items[tuple(r)] for r in pack] for pack in state["open"]]
+        free = [self._free_tokens(pack) for pack in opened]
+        if min([*free, *map(self._free_tokens, closed)], default=0) < 0:
+            return False
+        self._packer.closed.extend(closed)
+        self._packer.open.extend(map(Pack, free, opened))
+        self._mixture.bases = state.get("bases") or self._mixture.bases
+        return True
+
+    def _free_tokens(self, pack: PackItems) -> int:
+        return self._training.sequence_length - sum(item.meta.tokens for item in pack)
+
+    def _restore_what_fits(self, state: dict[str, Any], changed: Sequence[str]) -> None:
+        """Sources go on where they were, as far as that still means something."""
+        saved = state["content"] if comparable(state.get("content")) else None
+        # Of feeds, when the state was saved.
+        numbers = {source["name"]: n for n, source in enumerate(saved["sources"] if saved else [])}
+        items: dict[tuple[int, int, int], Item] = {}
+        told = []
+        for feed in self._mixture.feeds:
+            name = feed.options.name
+            past = state["feeds"].get(name)
+            if feed.size is None and not (saved and same_stream(saved, self._content, name)):
+                past = None
+            told.append(
+                f"source {name!r} " + (f"after {past['draws']} samples" if past else "anew")
+            )
+            number = numbers.get(name)
+            needed = [(epoch, index) for f, epoch, index in _references(state) if f == number]
+            for item in feed.restore(past or {"draws": 0, "oldest": None}, needed if past else []):
+                items[number or 0, item.epoch, item.meta.index] = item
+        self._mixture.forget_the_past()
+        kept = [items[r] for r in _references(state) if r in items]
+        for item in kept:  # packed anew: they may have other sizes
+            self._packer.add(item, item.meta.tokens)
+        self.notice = (
+            f"data changed since the checkpoint: {'; '.join(changed)}; going on, as "
+            f"checkpoint.resume_changed_data says, with {', '.join(told)} ({len(kept)} of "
+            f"{len(_references(state))} samples of unfinished sequences kept)"
+        )
+
+
+def _references(state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """Feed, epoch and index of the samples in packs that no step has taken, in order."""
+    packs = [*state["closed"], *state["open"]]
+    return [(feed, epoch, index) for pack in packs for feed, epoch, index in pack]
 
 
 def _reference(item: Item) -> tuple[int, int, int]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchmm.data.chat_keys import check_record
 from torchmm.data.corrupt import CorruptSampleError
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp")
@@ -175,6 +176,7 @@ def _parse_columns(record: Record, prompt: str, render_chat: ChatRenderer) -> Sa
     """`parse_record` without an image to be drawn."""
     columns = record.columns
     if columns.get("messages") is not None:
+        check_record(columns)
         files = [
             [_segment(kind, value, record.root) for value in _list(columns, f"{kind}s")]
             for kind in ("image", "audio", "video")

@@ -24,6 +24,7 @@ import datasets
 import numpy as np
 
 from torchmm.config import SourceConfig
+from torchmm.data.archives import check_tars
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.samples import Record
 from torchmm.errors import DataError
@@ -144,8 +145,10 @@ def load(config: SourceConfig, kind: str, files: Sequence[Path], streaming: bool
     """A `datasets.Dataset` or `IterableDataset` of a local source or a hub id.
 
     Raises:
-        DataError: `datasets` cannot read it.
+        DataError: `datasets` cannot read it, or a tar file is cut off.
     """
+    if kind == "webdataset":
+        check_tars(files)
     try:
         if kind == "hub":
             return datasets.load_dataset(config.path, split=config.split, streaming=streaming)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tarfile import TarError
 from typing import Any, NamedTuple, Protocol
 
 import datasets
@@ -28,6 +29,10 @@ from torchmm.data.reader import SampleReader
 from torchmm.data.samples import Record
 from torchmm.data.sources import load, parse_json_line, resolve_files, source_root
 from torchmm.errors import DataError
+
+_UNREADABLE = (
+    OSError, EOFError, ValueError, TarError, pa.ArrowException, datasets.exceptions.DatasetsError,
+)  # fmt: skip
 
 
 class RecordStream(Protocol):
@@ -70,7 +75,7 @@ class ArrowStream:
         """The next row."""
         try:
             table = next(self._iterator, None)
-        except (OSError, ValueError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+        except _UNREADABLE as error:
             raise DataError(f"source {self._name!r} cannot be read on: {error}") from error
         return None if table is None else Record(table.to_pylist()[0], self._root)
 
@@ -212,8 +217,11 @@ class StreamFeed:
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
         """Read forward from the oldest window; returns the needed items met on the way."""
-        self.draws = state["draws"]
+        self.draws, self.epoch, self._next_index = state["draws"], 0, 0
+        self._windows.clear()
+        self._records, self._given = [], 0
         if state["oldest"] is None:
+            self._stream.restart(None)
             return []
         self.epoch, self._next_index, position = state["oldest"]
         self._stream.restart(position)
@@ -223,8 +231,8 @@ class StreamFeed:
             for index, record in self._records:
                 if (self.epoch, index) in wanted:
                     item = self._measure(index, record)
-                    assert isinstance(item, Item)
-                    items.append(item)
+                    if isinstance(item, Item):
+                        items.append(item)
         self._given = state["given"]
         return items
 

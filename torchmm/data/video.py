@@ -48,6 +48,7 @@ class Clip:
         max_pixels: of the largest frame that is decoded.
 
     Attributes:
+        data: the file.
         frames: in the file.
         duration_s: of all of them.
         width_px, height_px: upright.
@@ -60,7 +61,7 @@ class Clip:
     def __init__(self, data: bytes, max_pixels: int) -> None:
         if importlib.util.find_spec("av") is None:
             raise ConfigError("the data have clips; pip install 'torchmm[video]' (PyAV)")
-        self._data = data
+        self.data = data
         self._max_pixels = max_pixels
         with self._opened() as (container, stream):
             packets = [p for p in container.demux(stream) if p.size and not p.is_discard]
@@ -163,14 +164,14 @@ class Clip:
 
         try:
             options = {"format_whitelist": FORMATS}
-            with av.open(io.BytesIO(self._data), options=options) as container:
+            with av.open(io.BytesIO(self.data), options=options) as container:
                 if not container.streams.video:
                     raise CorruptSampleError("clip without pictures")
                 stream = container.streams.video[0]
                 stream.codec_context.thread_count = 1
                 yield container, stream
         except (av.FFmpegError, OSError, ValueError, MemoryError) as error:
-            kind = f"{len(self._data)} bytes starting with {self._data[:12]!r}"
+            kind = f"{len(self.data)} bytes starting with {self.data[:12]!r}"
             text = f"{type(error).__name__}: {str(error)[:120]}"
             raise CorruptSampleError(f"not a clip ({kind}): {text}") from error
 

@@ -7,7 +7,8 @@ They ignore SIGTERM and SIGINT: launchers send these to whole process groups, an
 process needs its data to reach the step boundary at which it saves. What ends them instead is a
 pipe whose only writing end the training process holds: it closes when that process exits or dies.
 PyTorch's own check, a changed parent id, does not work here, because the parent is the fork server
-and lives as long as its children.
+and lives as long as its children. A worker that was stopped, or is stuck in a read, does not notice
+even that; it is killed, or multiprocessing would wait for it when this process exits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,17 @@ import multiprocessing.forkserver
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
+
+EXIT_WAIT_S = 2.0
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in a read that does not return"}
+"""Letters of /proc/PID/stat that tell why a process does nothing."""
 
 
 def fork_server() -> Any:
@@ -50,8 +59,42 @@ class WorkerSetup:
 def make_worker_setup() -> Callable[[int], None]:
     """A `worker_init_fn` that ties the workers' life to this process."""
     alive, ours = multiprocessing.Pipe(duplex=False)
-    atexit.register(ours.close)  # before multiprocessing joins its children at exit
+    atexit.register(_end_all, ours)  # before multiprocessing joins its children at exit
     return WorkerSetup(alive)
+
+
+def workers_of(steps: Iterator[Any]) -> list[BaseProcess]:
+    """The worker processes of a DataLoader's iterator, in the order of their turns."""
+    return list(getattr(steps, "_workers", []))
+
+
+def end_workers(workers: Sequence[BaseProcess]) -> None:
+    """Kills workers that do not do their work; they ignore gentler signals."""
+    for worker in workers:
+        worker.kill()
+    deadline = time.monotonic() + EXIT_WAIT_S
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+
+
+def describe_state(pid: int | None) -> str:
+    """ ", stopped" or the like, for a message; nothing where a process looks alive."""
+    with suppress(OSError):
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return f", {_STATES[letter]}" if letter in _STATES else ""
+    return ""
+
+
+def _end_all(pipe: Connection) -> None:
+    """Lets workers go, then kills those that stay, as multiprocessing would only ask them to."""
+    pipe.close()
+    children = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + EXIT_WAIT_S
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+    end_workers([child for child in children if child.is_alive()])
 
 
 def ignore_signals() -> None:

@@ -90,7 +90,9 @@ class EncoderFamily:
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         """The tower, whole."""
-        return AutoModel.from_config(config, dtype=dtype, attn_implementation=PACKED)
+        return AutoModel.from_config(
+            config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+        )
 
     def linears_before(self, tower: Any) -> LinearSizes:
         """(inputs, outputs) of the matrix products per patch before the layers."""

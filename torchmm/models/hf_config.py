@@ -53,17 +53,30 @@ def load_config(key: str, source: str | None, override: dict[str, Any] | None) -
         base, override = _make_config(key, override or {}, override or {}), None
     else:
         try:
-            base = AutoConfig.from_pretrained(source)
+            base = AutoConfig.from_pretrained(source, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"[{key}] source = {source!r} has no readable config.json; name a local directory "
-                f"or a model of the hub ({str(error).splitlines()[0]})"
+                f"or a model of the hub ({describe_refusal(error)})"
             ) from error
     if key.startswith("model.encoders."):
         base = getattr(base, "vision_config", base)
     if not override:
         return base
     return _make_config(key, _merged(base.to_dict(), override), override)
+
+
+def describe_refusal(error: Exception) -> str:
+    """Why Hugging Face could not load something, in one line.
+
+    Its own remedy for foreign code is to trust it, which is not to be had here.
+    """
+    if "trust_remote_code" in str(error):
+        return (
+            "it consists of code of its own, which is never run here; name a model or tokenizer "
+            "whose classes are part of transformers, or save it as one"
+        )
+    return " ".join(str(error).split())
 
 
 def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) -> PreTrainedConfig:

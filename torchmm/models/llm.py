@@ -32,7 +32,9 @@ from torchmm.models.loss import summed_cross_entropy
 
 
 def _build_causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED)
+    return AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+    )
 
 
 NormPlace = Literal["before", "behind", "around"]

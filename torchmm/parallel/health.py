@@ -38,6 +38,7 @@ _PEER_TROUBLE = re.compile(
 )
 _LAST_BARRIER_S = 5.0
 """After a failed collective: all ranks that can still do so fail within about this time."""
+WAITING_FOR_DATA = "waiting for data"
 _MISSING_RANKS = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 
 
@@ -106,6 +107,7 @@ class Health:
         self._heartbeat_s = heartbeat_s
         self._step = 0
         self._phase = "start"
+        self._phase_began = time.monotonic()
         self._lost_peer = False
         self._stop = threading.Event()
         directory.mkdir(parents=True, exist_ok=True)
@@ -116,13 +118,25 @@ class Health:
     @contextmanager
     def phase(self, step: int, phase: str) -> Iterator[None]:
         """What this rank is doing now; failed communication inside becomes a PeerError."""
-        self._step, self._phase = step, phase
+        self._step = step
+        self._enter(phase)
         try:
             yield
         except RuntimeError as error:
             if not is_peer_trouble(error):
                 raise
             raise self._peer_error(error) from error
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Inside of a phase: what this rank waits for comes from no peer, and peers can see that
+        in its heartbeat."""
+        outer = self._phase
+        self._enter(WAITING_FOR_DATA)
+        try:
+            yield
+        finally:
+            self._enter(outer)
 
     def check(self, step: int) -> None:
         """Barrier in every `barrier_interval`-th step; all ranks must call it in every step.
@@ -139,6 +153,9 @@ class Health:
         self._stop.set()
         self._thread.join()
 
+    def _enter(self, phase: str) -> None:
+        self._phase, self._phase_began = phase, time.monotonic()
+
     def _barrier(self, timeout_s: float) -> None:
         if self._group.group is not None:
             timeout = timedelta(seconds=timeout_s)
@@ -148,11 +165,13 @@ class Health:
         """Names the culprits, with what they were last seen doing.
 
         Who is dead or stopped does not write heartbeats any more, which every rank can see for
-        itself. Who hangs still does, but misses a barrier, which rank 0 sees.
+        itself, and so does who says that it waits for data. Who hangs otherwise still writes, but
+        misses a barrier, which rank 0 sees.
         """
         self._lost_peer = True
-        self._write_heartbeat()  # the others must not take this rank for a culprit
-        missing = _missing_ranks(error) or self._silent_ranks()
+        with suppress(OSError):  # on a full disk, which must not hide the lost peer
+            self._write_heartbeat()  # the others must not take this rank for a culprit
+        missing = _missing_ranks(error) or self._silent_ranks() or self._ranks_without_data()
         if not missing:
             try:
                 self._barrier(min(self._timeout_s, _LAST_BARRIER_S))
@@ -175,14 +194,28 @@ class Health:
             if beat is None or (beat["time"] < oldest and not beat["lost_peer"])
         ]
 
+    def _ranks_without_data(self) -> list[int]:
+        """Other ranks that have been waiting for data for some time; after `_silent_ranks`, when
+        heartbeats are fresh."""
+        long_s = min(self._timeout_s, _LAST_BARRIER_S)
+        beats = {rank: self._read_heartbeat(rank) for rank in range(self._group.size)}
+        return [
+            rank
+            for rank, beat in beats.items()
+            if beat and rank != self._group.rank and not beat["lost_peer"]
+            if beat["phase"] == WAITING_FOR_DATA and beat["phase_s"] >= long_s
+        ]
+
     def _last_seen(self, rank: int) -> str:
         beat = self._read_heartbeat(rank)
         if beat is None:
             return f"rank {rank} did not respond and left no heartbeat"
-        age_s = time.time() - beat["time"]
+        age_s, doing = time.time() - beat["time"], f" in {beat['phase']}"
+        if beat["phase"] == WAITING_FOR_DATA:
+            doing = f", {WAITING_FOR_DATA} for {beat['phase_s']:.0f} s"
         return (
             f"rank {rank} (process {beat['process']} on {beat['host']}) did not respond, "
-            f"last seen {age_s:.0f} s ago at step {beat['step']} in {beat['phase']}"
+            f"last seen {age_s:.0f} s ago at step {beat['step']}{doing}"
         )
 
     def _file(self, rank: int) -> Path:
@@ -205,6 +238,7 @@ class Health:
             "rank": self._group.rank,
             "step": self._step,
             "phase": self._phase,
+            "phase_s": time.monotonic() - self._phase_began,
             "lost_peer": self._lost_peer,
             "time": time.time(),
             "process": os.getpid(),

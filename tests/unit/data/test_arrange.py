@@ -31,7 +31,7 @@ class Only:
     """A mixture of one feed."""
 
     def __init__(self):
-        self.feeds = [Endless()]
+        self.feeds, self.bases = [Endless()], [0]
         self.next = self.feeds[0].next
 
 

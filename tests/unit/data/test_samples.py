@@ -70,6 +70,22 @@ def test_chat_gets_its_images_in_order():
     assert made.segments == (*files, VideoSegment(data=b"4"), text("hello"))
 
 
+@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]', {"f": {"type": "object"}}])
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_chats_with_tools_are_corrupt(column, tools):
+    with pytest.raises(CorruptSampleError, match=f"column {column} is not empty"):
+        parse({"messages": [], column: tools})
+
+
+@pytest.mark.parametrize("tools", [None, [], "[]", "", [None], {"name": None}])
+def test_empty_columns_of_tools_change_nothing(tools):
+    def render(messages, *files):
+        return Sample((text(messages[0]),))
+
+    assert parse_record(Record({"messages": ["a"], "tools": tools}), "", render).segments
+    assert parse({"text": "dog", "tools": "hammer"}) == (text("dog"),)
+
+
 def test_clips_are_columns_and_elements():
     clip = VideoSegment(data=b"1")
     assert parse({"mp4": b"1", "txt": "dog"}) == (clip, text("dog"))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import datasets
 import pytest
 import torch
 from data_cases import CLIP, png
@@ -182,6 +183,112 @@ def test_tokenizer_without_template_gets_a_plain_one(tokenizer):
 def test_malformed_chats_are_corrupt(tokenizer, messages, images, message):
     with pytest.raises(CorruptSampleError, match=message):
         chat(tokenizer, messages, [IMAGE] * images)
+
+
+LOST = {
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    "function_call": {"name": "f", "arguments": "{}"},
+    "reasoning_content": "because",
+    "reasoning": "because",
+    "thinking": "because",
+    "thoughts": ["because"],
+    "refusal": "never",
+    "weight": 0,
+    "train": False,
+    "of_tomorrow": {"a": [None, 0]},
+}
+
+
+@pytest.mark.parametrize("key", LOST)
+@pytest.mark.parametrize("content", ["", "red", None])
+def test_what_would_be_lost_of_an_answer_makes_it_corrupt(tokenizer, key, content):
+    answer = {**turn("assistant", content), key: LOST[key]}
+    with pytest.raises(CorruptSampleError, match=f"assistant message has {key}"):
+        chat(tokenizer, [turn("user", "two"), answer])
+
+
+@pytest.mark.parametrize("key", ["tool_call_id", "name"])
+def test_results_of_named_tools_are_corrupt(tokenizer, key):
+    result = {**turn("tool", "red"), key: "7"}
+    with pytest.raises(CorruptSampleError, match=f"tool message has {key} = '7'"):
+        chat(tokenizer, [turn("user", "two"), turn("assistant", "f()"), result])
+
+
+def test_results_of_tools_called_in_the_text_are_read(tokenizer):
+    plain = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
+    made = chat(plain, [turn("assistant", "f()"), turn("tool", "red"), turn("assistant", "a dog")])
+    learnt = [s.text for s in made.segments if s.loss]
+    assert learnt == ["f()", "</s>", "a dog", "</s>"]
+    assert "tool: red" in "".join(s.text for s in made.segments)
+
+
+@pytest.mark.parametrize(
+    "content", ["", " \n", None, [], [{"type": "text", "text": ""}, {"type": "text", "text": " "}]]
+)
+def test_an_empty_answer_is_not_learnt(tokenizer, content):
+    with pytest.raises(CorruptSampleError, match="assistant message has no content"):
+        chat(tokenizer, [turn("user", "two"), turn("assistant", content)])
+    chat(tokenizer, [turn("system", ""), turn("user", ""), turn("assistant", "red")])
+
+
+def test_short_answers_are_answers(tokenizer):
+    for text in ("null", "[]", "0"):
+        made = chat(tokenizer, [turn("assistant", [{"type": "text", "text": text}])])
+        assert [s.text for s in made.segments if s.loss] == [text, "</s>"]
+
+
+def test_empty_keys_and_metadata_change_nothing(tokenizer):
+    filler = {
+        "tool_calls": None, "function_call": {"name": None, "arguments": ""}, "tool_call_id": None,
+        "reasoning_content": "", "thoughts": [], "tools": "[]", "audio": None, "name": "Ann",
+        "weight": 1.0, "id": 7, "timestamp": "2024-01-01", "toxic": False,
+    }  # fmt: skip
+    filled = [{**filler, **message} for message in CONVERSATION]
+    filled[0]["weight"] = 0  # no answer
+    assert chat(tokenizer, filled) == chat(tokenizer, CONVERSATION)
+
+
+def test_chats_through_parquet_have_no_key_too_many(tokenizer, tmp_path):
+    """Parquet gives all turns the keys of any, and tables inside of them all their own keys."""
+    call = {**turn("assistant", "f()"), "tool_calls": [{"function": {"name": "f"}}]}
+    rows = [{"messages": CONVERSATION}, {"messages": [turn("user", "two"), call]}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    plain, calling = datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"))
+    assert "tool_calls" in plain["messages"][0]
+    assert chat(tokenizer, plain["messages"]) == chat(tokenizer, CONVERSATION)
+    with pytest.raises(CorruptSampleError, match="has tool_calls, which is not supported"):
+        chat(tokenizer, calling["messages"])
+
+
+def test_deeply_nested_keys_cost_one_sample(tokenizer):
+    deep: list = ["x"]
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(CorruptSampleError, match="has tool_calls"):
+        chat(tokenizer, [{**turn("assistant", "red"), "tool_calls": deep}])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "text", "text": "red", "citations": ["a"]},
+        {"type": "image", "text": "a dog"},
+        {"type": "image", "crop": 3},
+    ],
+)
+def test_what_would_be_lost_of_a_part_makes_it_corrupt(tokenizer, part):
+    with pytest.raises(CorruptSampleError, match="part of a user message has"):
+        chat(tokenizer, [turn("user", [part]), turn("assistant", "red")], [IMAGE])
+
+
+def test_parts_with_the_keys_of_all_kinds_are_fine(tokenizer):
+    parts = [
+        {"type": "image", "text": None, "index": 0, "image": "a.png"},
+        {"type": "text", "text": "two", "index": None, "image": None},
+    ]
+    plain = [{"type": "image"}, {"type": "text", "text": "two"}]
+    made = [chat(tokenizer, [turn("user", p)], [IMAGE]) for p in (parts, plain)]
+    assert made[0] == made[1]
 
 
 # Positions

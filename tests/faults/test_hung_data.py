@@ -1,0 +1,115 @@
+"""Data workers of a training run that stand still: the run ends, names them, and can be stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from test_train_faults import assert_preempted, process_of, wait_for_step
+from tiny_recipe import arguments, records
+
+from torchmm.preempt import read_status
+
+pytestmark = pytest.mark.slow
+RUN = {
+    "training__steps": 40,
+    "training__global_batch_size": 2,
+    "data__workers": 2,
+    "checkpoint__interval": 0,
+}
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for text in lists for child in text.read_text().split()]
+
+
+def stop_workers(run_dir: Path, rank: int) -> list[int]:
+    """Halts the data workers of a rank: they are children of its fork server."""
+    workers = [w for child in children(process_of(run_dir, rank)) for w in children(child)]
+    assert len(workers) == RUN["data__workers"]
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    return workers
+
+
+def wait_until_it_waits(run_dir: Path, rank: int, timeout_s: float = 60) -> None:
+    """Until a rank's heartbeat says that it has been waiting for data since its workers stand."""
+    stopped, deadline = time.time(), time.monotonic() + timeout_s
+    file = run_dir / f"heartbeats/rank-{rank:05}.json"
+    while True:
+        beat = json.loads(file.read_text())
+        waits = beat["phase"] == "waiting for data" and beat["phase_s"] > 1
+        if waits and beat["time"] > stopped + 3:  # nothing is under way any more
+            return
+        assert time.monotonic() < deadline, beat
+        time.sleep(0.05)
+
+
+def assert_gone(processes: list[int], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in processes):
+        assert time.monotonic() < deadline, f"{processes} are still there"
+        time.sleep(0.05)
+
+
+def test_the_run_ends_and_names_workers_and_samples(tmp_path, real_data, train_server):
+    run_dir = tmp_path / "run"
+    changes = {**RUN, "data__timeout_s": 3}
+    run = train_server.start(arguments(run_dir, real_data, **changes), tmp_path / "logs")
+    wait_for_step(run_dir, 3)
+    workers = stop_workers(run_dir, 0)
+    assert run.wait() == [3], run.output()
+    told = read_status(run_dir)
+    assert (told.state, told.exit_code) == ("failed", 3)
+    found = re.search(r"data worker \d \(process (\d+), stopped\)", told.message)
+    assert found and int(found[1]) in workers and "Traceback" not in run.output()
+    assert "tuxpaint_stamps/train[" in told.message
+    assert_gone(workers)
+
+
+@pytest.mark.parametrize("timeouts", [(3, 60), (60, 8)], ids=["data first", "peer first"])
+def test_peers_name_the_rank_that_waits_for_data(tmp_path, real_data, train_server, timeouts):
+    run_dir = tmp_path / "run"
+    changes = {**RUN, "data__timeout_s": timeouts[0], "parallel__timeout_s": timeouts[1]}
+    run = train_server.start(arguments(run_dir, real_data, **changes), tmp_path / "logs", ranks=2)
+    wait_for_step(run_dir, 3)
+    stop_workers(run_dir, 1)
+    assert run.processes[0].wait(60) == 6
+    if timeouts[0] > timeouts[1]:
+        named = r"lost a peer .*: rank 1 \(process .* at step \d+, waiting for data for \d+ s"
+        assert re.search(named, run.output(0))
+        assert read_status(run_dir).exit_code == 6
+        run.kill(1, signal.SIGTERM)  # as torchrun does
+    assert run.processes[1].wait(60) == 3
+    status = read_status(run_dir)
+    assert (status.rank, status.exit_code) == (1, 3) and "data worker" in status.message
+
+
+def test_a_stop_signal_ends_a_wait_for_data_and_saves(tmp_path, real_data, train_server):
+    run_dir = tmp_path / "run"
+    command = arguments(run_dir, real_data, **RUN)
+    run = train_server.start(command, tmp_path / "logs", ranks=2)
+    wait_for_step(run_dir, 3)
+    workers = stop_workers(run_dir, 1)
+    wait_until_it_waits(run_dir, 1)
+    for rank in range(2):
+        run.kill(rank, signal.SIGTERM)
+    assert [process.wait(60) for process in run.processes] == [75, 75], run.output(1)
+    assert_preempted(run_dir)
+    assert re.search(
+        r"which is saved. Data for step \d+ did not come", read_status(run_dir).message
+    )
+    log = (run_dir / "logs/rank-1.log").read_text()
+    assert re.search(r"step \d+ had no data: data worker \d \(process \d+, stopped\)", log)
+    assert_gone(workers)
+    first = [r["step"] for r in records(run_dir)]
+    changes = {**RUN, "training__steps": first[-1] + 1}
+    assert train_server.run(arguments(run_dir, real_data, **changes), tmp_path, 2)[0] == [0, 0]
+    assert [r["step"] for r in records(run_dir)] == [*first, first[-1] + 1]

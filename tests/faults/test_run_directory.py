@@ -1,0 +1,165 @@
+"""Run directories that belong to another run, are full, or cannot be written."""
+
+import logging
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from test_train_faults import wait_for_step
+from tiny_recipe import arguments
+
+from torchmm.checkpoint_directory import CheckpointDirectory
+from torchmm.preempt import Status, read_status, write_status
+
+pytestmark = pytest.mark.slow
+IMPATIENT = Path(__file__).with_name("impatient_train.py")
+MISTAKE = {"model__llm__config__hiden_size": 64}
+
+
+@pytest.fixture
+def live_run(tmp_path) -> Iterator[Path]:
+    """Directory of a run that is alive, as far as another process can tell."""
+    run_dir = tmp_path / "run"
+    directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger(__name__))
+    directory.claim()
+    write_status(run_dir, Status("running", 7, 0))
+    (run_dir / "recipe.toml").write_text("what it trains\n")
+    (run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
+    yield run_dir
+    directory.release()
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Callable[[str], Path]]:
+    """A small disk that is mounted with the given options, or remounted."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = False
+
+    def mount(options: str) -> Path:
+        nonlocal mounted
+        how = ["-o", f"remount,{options}"] if mounted else ["-t", "tmpfs", "-o", options, "tmpfs"]
+        if subprocess.run(["mount", *how, str(path)], check=False, capture_output=True).returncode:
+            pytest.skip("cannot mount a tmpfs here")
+        mounted = True
+        return path
+
+    yield mount
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Down to the last byte."""
+    with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def contents(run_dir: Path) -> dict[Path, bytes]:
+    """All but the lock, which this process would give up by closing it."""
+    files = (path for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path: path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mistake", [False, True])
+def test_a_run_in_the_directory_of_another_touches_nothing(
+    live_run, tmp_path, real_data, train_server, ranks, mistake
+):
+    before = contents(live_run)
+    changes = {"training__steps": 2, "optimizer__lr": 0.5, **(MISTAKE if mistake else {})}
+    command = arguments(live_run, real_data, **changes)
+    run = train_server.start(command, tmp_path / "logs", ranks, script=IMPATIENT)
+    codes = run.wait()
+    told = "".join(run.output(rank) for rank in range(ranks))
+    assert codes == [2 if mistake else 4] * ranks, told
+    assert "Traceback" not in told
+    if not mistake:
+        assert told.count("in use by another run") == 1
+    assert contents(live_run) == before
+    assert read_status(live_run) == Status("running", 7, 0)
+
+
+def test_mistakes_found_before_ranks_meet_are_the_status(tmp_path, real_data, train_server):
+    run_dir = tmp_path / "run"
+    write_status_of_before(run_dir)
+    command = arguments(run_dir, real_data, **MISTAKE)
+    assert train_server.run(command, tmp_path / "logs", ranks=2)[0] == [2, 2]
+    assert read_status(run_dir).exit_code == 2
+
+
+def test_a_disk_too_small_for_a_checkpoint(disk, tmp_path, real_data, train_server):
+    run_dir = disk("size=2m") / "run"
+    changes = {"training__steps": 4, "checkpoint__interval": 1, "data__index_cache": tmp_path / "i"}
+    command = arguments(run_dir, real_data, **changes)
+    codes, output = train_server.run(command, tmp_path / "logs")
+    assert codes == [4] and "Traceback" not in output, output
+    assert output.count("CheckpointError: cannot save") == 1
+    assert "No space left on device: needs" in output
+    status = read_status(run_dir)
+    assert (status.state, status.exit_code) == ("failed", 4)
+    assert "No space left on device" in status.message
+    disk("size=64m")
+    assert train_server.run(command, tmp_path / "again")[0] == [0]
+    assert read_status(run_dir).state == "done"
+
+
+def test_a_disk_that_fills_up_while_training(disk, tmp_path, real_data, train_server):
+    run_dir = disk("size=64m") / "run"
+    changes = {"training__steps": 100_000, "data__index_cache": tmp_path / "index"}
+    run = train_server.start(arguments(run_dir, real_data, **changes), tmp_path / "logs")
+    wait_for_step(run_dir, 2)
+    fill(disk("size=64m"))
+    assert run.wait() == [4], run.output()
+    assert "Traceback" not in run.output()
+    assert f"CheckpointError: cannot write {run_dir}/metrics.jsonl: No space left" in run.output()
+    status = read_status(run_dir)
+    assert (status.state, status.exit_code) == ("failed", 4) and status.step > 2
+    codes, output = train_server.run(arguments(run_dir, real_data, **changes), tmp_path / "again")
+    assert codes == [2] and "Traceback" not in output, output
+    assert "output_dir = " in output and "No space left on device" in output
+    assert read_status(run_dir).exit_code == 2
+
+
+def test_a_disk_too_small_for_the_export(disk, tmp_path, real_data, train_server):
+    run_dir = disk("size=300k") / "run"
+    changes = {"training__steps": 2, "checkpoint__export_hf": "true"}
+    command = arguments(run_dir, real_data, **changes, data__index_cache=tmp_path / "index")
+    codes, output = train_server.run(command, tmp_path / "logs")
+    assert codes == [4] and "Traceback" not in output, output
+    assert read_status(run_dir).exit_code == 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_read_only_output_directory(disk, tmp_path, real_data, train_server, ranks):
+    run_dir = disk("size=1m") / "run"
+    write_status_of_before(run_dir)
+    disk("ro")
+    run = train_server.start(arguments(run_dir, real_data), tmp_path / "logs", ranks)
+    codes = run.wait()
+    output = "".join(run.output(rank) for rank in range(ranks))
+    assert codes == [2] * ranks and "Traceback" not in output, output
+    assert f"output_dir = '{run_dir.parent}': cannot write {run_dir}" in output
+    assert "Read-only file system or permission denied; name a directory" in output
+
+
+@pytest.mark.parametrize("key", ["output_dir", "data__index_cache"])
+def test_a_directory_that_cannot_be(tmp_path, real_data, train_server, key):
+    (tmp_path / "file").write_text("no directory")
+    run_dir = tmp_path / "run"
+    command = arguments(run_dir, real_data)
+    command.append(f"--{key.replace('__', '.')}={tmp_path / 'file' / 'below'}")
+    codes, output = train_server.run(command, tmp_path / "logs")
+    assert codes == [2] and "Traceback" not in output, output
+    assert f"{key.replace('__', '.')} = '{tmp_path}/file/below': cannot write" in output
+    assert "Not a directory" in output
+    if key == "data__index_cache":
+        assert read_status(run_dir).exit_code == 2
+
+
+def write_status_of_before(run_dir: Path) -> None:
+    run_dir.mkdir()
+    write_status(run_dir, Status("failed", 5, 0, 3, "what happened last time"))

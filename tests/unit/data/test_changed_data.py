@@ -1,0 +1,178 @@
+"""Resuming on data that changed meanwhile: refused by name, unless the recipe accepts it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from data_cases import CLIP, caption, data_config, png, training, write_jsonl
+
+from torchmm.config import SourceConfig
+from torchmm.data.loader import build_loader
+from torchmm.errors import CheckpointError
+
+ROWS = 23
+
+
+@pytest.fixture
+def site(tmp_path, tokenizer, text_spec):
+    """Two sources in `tmp_path`/data, and a function that builds loaders on them."""
+    return Site(tmp_path, tokenizer, text_spec)
+
+
+class Site:
+    def __init__(self, tmp_path, tokenizer, text_spec):
+        self.root, self.place = tmp_path, tmp_path / "data"
+        self.common = {"tokenizer": tokenizer, "text_spec": text_spec}
+        self.spec = CLIP
+        self.rows = [{"image": f"{i}.png", "text": caption(i)} for i in range(ROWS)]
+        self.texts = [{"text": caption(i + 2)} for i in range(11)]
+        self.write()
+
+    def write(self):
+        write_jsonl(self.place / "shown" / "rows.jsonl", self.rows)
+        write_jsonl(self.place / "told" / "rows.jsonl", self.texts)
+        for i in range(ROWS):
+            (self.place / "shown" / f"{i}.png").write_bytes(png(16 + i % 3 * 8, 24, i))
+
+    def loader(self, state=None, *, accept=False, streaming=False, first=(), sizes=(), **data):
+        path = self.place
+        options = {"weight": 2.0, **dict(first)}
+        sources = [
+            SourceConfig(path=str(path / "shown"), name="shown", streaming=streaming, **options),
+            SourceConfig(path=str(path / "told"), name="told"),
+        ]
+        return build_loader(
+            data_config(self.root, *sources, **{"shuffle_window": 7, **data}),
+            training(**dict(sizes)),
+            image_specs={"vision": self.spec},
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=json.loads(json.dumps(state)) if state else None,
+            resume_changed=accept,
+            **self.common,
+        )
+
+
+def take(loader, count):
+    return list(islice(loader, count))
+
+
+def names(batches):
+    return [(s.source, s.index) for b in batches for m in b.microbatches for s in m.meta.samples]
+
+
+def rewrite(site):
+    site.rows[3]["text"] = " ".join(reversed(site.rows[3]["text"].split()))
+    site.write()
+
+
+def reverse(site):
+    site.rows.reverse()
+    site.write()
+
+
+def lengthen(site):
+    for row in site.rows:
+        row["text"] += " " + caption(5)
+    site.write()
+
+
+def repaint(site):
+    (site.place / "shown" / "4.png").write_bytes(png(16 + 4 % 3 * 8, 24, 99))
+    (site.place / "shown" / "rows.jsonl").touch()  # files beside it are not looked at each time
+
+
+def process_otherwise(site):
+    site.spec = replace(CLIP, processor={**CLIP.processor, "image_mean": [0.1, 0.2, 0.3]})
+
+
+CHANGES = {
+    "texts": (rewrite, {}, r"samples of source 'shown'"),
+    "order of lines": (reverse, {}, r"samples of source 'shown'"),
+    "longer samples": (lengthen, {}, r"samples of source 'shown'"),
+    "an image": (repaint, {}, r"samples of source 'shown'"),
+    "image processing": (process_otherwise, {}, "image processing of vision"),
+    "prompt": (None, {"first": {"prompt": "a small picture of"}}, "prompt of source 'shown'"),
+    "weight": (None, {"first": {"weight": 3.0}}, r"weight of source 'shown' 2.0 -> 3.0"),
+    "shuffle": (None, {"shuffle": False}, r"data.shuffle true -> false"),
+    "open packs": (None, {"open_packs": 2}, r"data.open_packs 3 -> 2"),
+    "seed": (None, {"sizes": {"seed": 4}}, r"training.seed 3 -> 4"),
+    "length": (None, {"sizes": {"sequence_length": 72}}, r"training.sequence_length 64 -> 72"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_data_are_refused_by_name_unless_accepted(site, name, caplog):
+    state = take(site.loader(), 2)[-1].state
+    change, options, told = CHANGES[name]
+    if change:
+        change(site)
+    with pytest.raises(CheckpointError, match=f"(?s)other data.*{told}.*resume_changed_data"):
+        site.loader(state, **options)
+    with caplog.at_level(logging.WARNING, "torchmm"):
+        batches = take(site.loader(state, accept=True, **options), 12)
+    assert "resume_changed_data" in caplog.text
+    seen = names(batches)
+    assert {n for n, _ in seen} == {"shown", "told"}
+    again = take(site.loader(batches[4].state, **options), 3)
+    assert names(again) == names(batches[5:8])
+
+
+@pytest.mark.parametrize("change", [{"shuffle_window": 5}, {"first": {"prompt": "a picture"}}])
+def test_changed_streams_begin_anew(site, change, caplog):
+    state = take(site.loader(streaming=True), 2)[-1].state
+    with pytest.raises(CheckpointError, match="other data"):
+        site.loader(state, streaming=True, **change)
+    batches = take(site.loader(state, accept=True, streaming=True, **change), 4)
+    shown = [i for n, i in names(batches) if n == "shown"]
+    window = change.get("shuffle_window", 7)
+    assert min(shown) < window, "the beginning of the stream"
+
+
+def test_the_files_of_a_stream_are_compared(site):
+    state = take(site.loader(streaming=True), 2)[-1].state
+    site.rows[3]["text"] = site.rows[3]["text"][::-1]
+    site.write()
+    with pytest.raises(CheckpointError, match="samples of source 'shown'"):
+        site.loader(state, streaming=True)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_changes_no_sample_is_free(site, streaming):
+    reference = take(site.loader(streaming=streaming), 6)
+    moved = site.root / "moved"
+    shutil.copytree(site.place, moved)
+    site.place = moved
+    options = {"prefetch": 3, "max_corrupt_samples": 7, "sizes": {"steps": 77}}
+    resumed = take(site.loader(reference[1].state, streaming=streaming, **options), 4)
+    assert names(resumed) == names(reference[2:])
+
+
+def test_weights_changed_on_the_way_hold_from_there_on(site):
+    state = take(site.loader(), 6)[-1].state
+    batches = take(site.loader(state, accept=True, first={"weight": 0.25}), 6)
+    shown = [n for n, _ in names(batches)].count("shown")
+    assert 0 < shown < 0.4 * len(names(batches))
+    told = [n for n, _ in names(batches[:1])]
+    assert "shown" in told, "no catching up with a past that had other weights"
+
+
+def test_what_older_versions_saved_goes_on(site, caplog):
+    batches = take(site.loader(), 5)
+    old = {key: value for key, value in batches[1].state.items() if key in OLD_KEYS}
+    with caplog.at_level(logging.WARNING, "torchmm"):
+        assert names(take(site.loader(old), 3)) == names(batches[2:])
+    assert "could not be compared" in caplog.text
+    with pytest.raises(CheckpointError, match=r"training.seed 3 -> 4"):
+        site.loader(old, sizes={"seed": 4})
+    lengthen(site)
+    with pytest.raises(CheckpointError, match="other data"):
+        take(site.loader(old), 1)
+
+
+OLD_KEYS = ("version", "identity", "feeds", "closed", "open")

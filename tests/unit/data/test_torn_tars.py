@@ -1,0 +1,80 @@
+"""Webdataset shards that lost their tail, as after a download that was cut off."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import logging
+import tarfile
+
+import pytest
+from data_cases import caption_rows
+
+from torchmm.config import SourceConfig
+from torchmm.data.sources import open_map_source
+from torchmm.data.streams import open_stream
+from torchmm.errors import DataError
+
+
+@pytest.fixture
+def shard(tmp_path):
+    """Two shards; the second one, to be harmed, and the offsets of its members."""
+    for name in ("a.tar", "b.tar"):
+        with tarfile.open(tmp_path / name, "w") as tar:
+            for i, row in enumerate(caption_rows(6)):
+                for suffix, body in (("png", row["image"]["bytes"]), ("txt", row["text"].encode())):
+                    info = tarfile.TarInfo(f"{name[0]}{i:05d}.{suffix}")
+                    info.size = len(body)
+                    tar.addfile(info, io.BytesIO(body))
+    with tarfile.open(tmp_path / "b.tar") as tar:
+        members = [(m.offset, m.offset_data) for m in tar]
+    return tmp_path / "b.tar", members
+
+
+def read_all(directory, streaming):
+    config = SourceConfig(path=str(directory))
+    if streaming:
+        return list(iter(open_stream("shards", config).next, None))
+    source = open_map_source(config)
+    return [source.read(i) for i in range(len(source))]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("where", ["header", "body", "padding", "nothing left"])
+def test_a_torn_tail_is_an_error_that_names_the_file(shard, streaming, where):
+    path, members = shard
+    whole = path.read_bytes()
+    header, body = members[6]
+    end = {"header": header + 100, "body": body + 40, "padding": body + 1100, "nothing left": 0}
+    path.write_bytes(whole[: end[where]])
+    with pytest.raises(DataError, match=r"b\.tar.*again") as caught:
+        read_all(path.parent, streaming)
+    if where != "nothing left":
+        assert "b00002.txt" in str(caught.value) or "b00003.png" in str(caught.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_tail_torn_between_members_is_warned_of(shard, streaming, caplog):
+    path, members = shard
+    path.write_bytes(path.read_bytes()[: members[8][0]])
+    with caplog.at_level(logging.WARNING, "torchmm"):
+        assert len(read_all(path.parent, streaming)) == 6 + 4
+    assert "b.tar has no end-of-archive mark" in caplog.text
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_torn_compressed_shard_is_an_error(shard, streaming):
+    path, _ = shard
+    packed = gzip.compress(path.read_bytes())
+    path.write_bytes(packed)
+    assert len(read_all(path.parent, streaming)) == 12
+    path.write_bytes(packed[: len(packed) * 2 // 3])
+    with pytest.raises(DataError, match=r"b\.tar|cannot be read"):
+        read_all(path.parent, streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_whole_shards_are_read_without_a_word(shard, streaming, caplog):
+    with caplog.at_level(logging.WARNING, "torchmm"):
+        assert len(read_all(shard[0].parent, streaming)) == 12
+    assert not caplog.records

@@ -1,0 +1,132 @@
+"""Waiting for data that do not come: for so long, and not once the run was asked to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from data_cases import CLIP, caption, data_config, png, training, write_jsonl
+
+from torchmm.config import SourceConfig
+from torchmm.data import loader as loader_module
+from torchmm.data.loader import build_loader
+from torchmm.data.waiting import Overdue, Waiting
+from torchmm.errors import DataError
+
+LONG_S = 60.0
+
+
+def build(tmp_path, tokenizer, text_spec, spec=None, rows=None, **changes):
+    rows = rows or [{"text": caption(i)} for i in range(40)]
+    path = write_jsonl(tmp_path / "words.jsonl", rows)
+    return build_loader(
+        data_config(tmp_path, SourceConfig(path=str(path)), **changes),
+        training(),
+        text_spec=text_spec,
+        image_specs={"vision": spec} if spec else {},
+        tokenizer=tokenizer,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        state=None,
+    )
+
+
+def workers_of(loader):
+    return list(loader._loader._iterator._workers)
+
+
+def assert_gone(workers):
+    for worker in workers:
+        worker.join(LONG_S)
+        assert not worker.is_alive()
+
+
+def test_a_stopped_worker_is_named_with_its_samples_and_ended(tmp_path, tokenizer, text_spec):
+    loader = build(tmp_path, tokenizer, text_spec, workers=2, timeout_s=2.0)
+    batches = iter(loader)
+    next(batches)
+    workers = workers_of(loader)
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(DataError) as caught:
+        for _ in range(8):  # what it prepared before
+            next(batches)
+    told = str(caught.value)
+    assert "data.timeout_s = 2" in told and "words.jsonl[" in told and "stopped" in told
+    assert any(f"data worker {n} (process {w.pid}, stopped)" in told for n, w in enumerate(workers))
+    assert_gone(workers)
+
+
+@pytest.fixture
+def pipe_for_an_image(tmp_path):
+    """Rows of pictures; once called, opening one of them blocks for ever."""
+    paths = [tmp_path / f"{i}.png" for i in range(12)]
+    for path in paths:
+        path.write_bytes(png(16, 16))
+
+    def replace() -> None:
+        for path in paths:
+            path.unlink()
+            os.mkfifo(path)
+
+    return [{"image": path.name, "text": caption(i)} for i, path in enumerate(paths)], replace
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_never_answers_ends_the_wait(
+    tmp_path, tokenizer, text_spec, pipe_for_an_image, workers
+):
+    rows, replace = pipe_for_an_image
+    given = {"spec": CLIP, "rows": rows, "workers": workers, "timeout_s": 2.0}
+    loader = build(tmp_path, tokenizer, text_spec, **given)
+    replace()
+    who = "data worker 0" if workers else "this process"
+    with pytest.raises(DataError, match=rf"{who}.* samples beginning with .*words.jsonl\["):
+        next(iter(loader))
+
+
+def test_who_was_asked_to_stop_waits_a_little_longer_only(
+    tmp_path, tokenizer, text_spec, monkeypatch
+):
+    monkeypatch.setattr(loader_module, "STOP_GRACE_S", 1.0)
+    loader = build(tmp_path, tokenizer, text_spec, workers=1, timeout_s=LONG_S)
+    asked = threading.Event()
+    batches = loader.batches(asked.is_set)
+    assert next(batches) is not None
+    asked.set()
+    assert next(batches) is not None, "data that come are taken"
+    workers = workers_of(loader)
+    os.kill(workers[0].pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    given = [next(batches) for _ in range(1)]
+    while given[-1] is not None:
+        given.append(next(batches))
+    assert time.monotonic() - begin < LONG_S / 2
+    assert "data worker 0" in loader.overdue
+    assert_gone(workers)
+
+
+def test_waiting_gives_results_errors_and_up():
+    answers = iter([1, ValueError("bad"), 2])
+    hold = threading.Event()
+
+    def answer():
+        value = next(answers, None)
+        if value is None:
+            hold.wait(LONG_S)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    waiting = Waiting(answer)
+    assert waiting.get(LONG_S) == 1
+    with pytest.raises(ValueError, match="bad"):
+        waiting.get(LONG_S)
+    assert waiting.get(LONG_S) == 2
+    overdue = waiting.get(0.05)
+    assert isinstance(overdue, Overdue) and not overdue.stopping and overdue.waited_s >= 0.05
+    hold.set()
+    waiting.close()

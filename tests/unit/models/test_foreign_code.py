@@ -1,0 +1,70 @@
+"""Models and tokenizers that bring Python files of their own: refused, whoever says yes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchmm.config import FreezeConfig, ModelConfig, Recipe
+from torchmm.errors import ConfigError
+from torchmm.models.hf_config import load_config
+from torchmm.models.registry import build_model
+from torchmm.tokenizer import load_tokenizer, read_tokenizer
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch) -> Path:
+    """A model whose classes are in a file beside it; importing that leaves a file called "ran"."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+    directory = tmp_path / "foreign"
+    directory.mkdir()
+    (directory / "code.py").write_text(
+        f"open({str(directory / 'ran')!r}, 'w').close()\n"
+        "from transformers import PreTrainedConfig, PreTrainedTokenizerFast\n"
+        "class Config(PreTrainedConfig):\n    model_type = 'foreign'\n"
+        "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    names = {"AutoConfig": "code.Config", "AutoTokenizer": [None, "code.Tokenizer"]}
+    config = {"model_type": "foreign", "auto_map": names}
+    (directory / "config.json").write_text(json.dumps(config))
+    tokenizer = {"tokenizer_class": "Tokenizer", "auto_map": names}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+def refused(load, *arguments, match: str) -> str:
+    with pytest.raises(ConfigError, match=match) as caught:
+        load(*arguments)
+    assert "transformers" in str(caught.value) and "never run" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["model", "model.llm", "model.encoders.vision"])
+def test_a_model_with_its_own_code_is_refused(foreign, key):
+    message = refused(load_config, key, str(foreign), None, match=rf"\[{key}\] source = ")
+    assert str(foreign) in message and "trust_remote_code=True" not in message
+    assert not (foreign / "ran").exists()
+
+
+def test_a_tokenizer_with_its_own_code_is_refused(foreign):
+    recipe = Recipe.model_validate(
+        {"name": "run", "model": {"tokenizer": str(foreign), "llm": {"source": str(foreign)}}}
+    )
+    message = refused(load_tokenizer, recipe, match="model.tokenizer = ")
+    assert str(foreign) in message and "trust_remote_code=True" not in message
+    refused(read_tokenizer, "tokenizer of the export", foreign, match="of the export")
+    assert not (foreign / "ran").exists()
+
+
+def test_known_families_keep_their_own_class(foreign):
+    """Also where a checkpoint brings another version of it."""
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "vocab_size": 99}
+    config |= {"num_attention_heads": 2, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    (foreign / "config.json").write_text(json.dumps({**config, "auto_map": names}))
+    section = {"llm": {"source": str(foreign)}}
+    model = build_model(ModelConfig.model_validate(section), FreezeConfig())
+    assert type(model.llm.backbone).__module__.startswith("transformers.")
+    assert not (foreign / "ran").exists()

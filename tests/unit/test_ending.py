@@ -1,0 +1,70 @@
+"""The error that comes first stays the one that is told."""
+
+import logging
+
+import pytest
+
+from torchmm import ending
+from torchmm.checkpoint_directory import CheckpointDirectory
+from torchmm.ending import closed_after, starting, training, write_failure
+from torchmm.errors import CheckpointError, ConfigError
+from torchmm.preempt import read_status
+
+FULL = 28, "No space left on device"
+
+
+@pytest.fixture(autouse=True)
+def a_logger_that_is_heard(monkeypatch):
+    """The run's own passes nothing on."""
+    monkeypatch.setattr(ending, "logger", logging.getLogger(__name__))
+
+
+def fail() -> None:
+    raise OSError(*FULL)
+
+
+def test_closing_hides_no_error_that_came_first(caplog):
+    with pytest.raises(CheckpointError, match="first"), closed_after(fail):
+        raise CheckpointError("first")
+    assert "No space left on device" in caplog.text
+
+
+def test_closing_that_fails_alone_is_an_error():
+    with pytest.raises(OSError, match="No space"), closed_after(fail):
+        pass
+
+
+@pytest.mark.parametrize("name", ["run/metrics.jsonl", "run"])
+def test_only_the_run_directory_is_a_mistake_in_the_recipe(tmp_path, name):
+    told = pytest.raises(ConfigError, match=f"output_dir = .*{name}: No space")
+    with told, starting(tmp_path / "run"):
+        raise OSError(*FULL, str(tmp_path / name))
+    for error in (OSError(*FULL, str(tmp_path / "weights")), ConnectionResetError("peer")):
+        with pytest.raises(type(error)) as caught, starting(tmp_path / "run"):
+            raise error
+        assert caught.value is error
+
+
+def test_a_full_disk_ends_training_like_a_failed_save(tmp_path):
+    inside = OSError(5, "Input/output error", str(tmp_path / "run/a"))
+    for error in (OSError(*FULL), inside, RuntimeError("I/O error: No space (os error 28)")):
+        with pytest.raises(CheckpointError, match="make room"), training(tmp_path / "run"):
+            raise error
+    outside = OSError(5, "Input/output error", "/elsewhere")
+    for error in (ConnectionResetError("peer"), outside, ValueError("(os error 2)")):
+        with pytest.raises(type(error)) as caught, training(tmp_path / "run"):
+            raise error
+        assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [CheckpointError("first"), ValueError("first")])
+def test_a_status_that_cannot_be_written_hides_nothing(tmp_path, monkeypatch, caplog, error):
+    directory = CheckpointDirectory(tmp_path / "checkpoints", logging.getLogger())
+    directory.claim()
+    with monkeypatch.context() as context:
+        context.setattr(ending, "write_status", lambda *arguments: fail())
+        write_failure(tmp_path, error, 3, 0, directory)
+    assert "STATUS.json" in caplog.text and read_status(tmp_path) is None
+    write_failure(tmp_path, error, 3, 0, directory)
+    assert "first" in read_status(tmp_path).message
+    directory.release()

@@ -1,0 +1,123 @@
+"""What of a chat record is understood; a key that would be lost on the way makes it corrupt.
+
+Public chats carry more than roles and contents: tool calls, thoughts, weights of turns. Left out
+in silence, an answer that only calls a tool is learnt as "say nothing", and one that follows from
+thoughts as one without any. Values that are empty do not count: Parquet and Arrow give every
+turn every key that any turn has, and fill them with None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchmm.data.corrupt import CorruptSampleError
+
+RECORD_KEYS = ("tools", "functions")
+"""Columns beside `messages` that a chat template would write into the conversation."""
+METADATA = frozenset(
+    {
+        "country",
+        "create_time",
+        "created_at",
+        "date",
+        "hashed_ip",
+        "header",
+        "id",
+        "index",
+        "language",
+        "message_id",
+        "model",
+        "name",
+        "openai_id",
+        "parent_id",
+        "redacted",
+        "source",
+        "state",
+        "timestamp",
+        "toxic",
+        "turn",
+        "turn_id",
+        "turn_identifier",
+    }
+)
+"""Keys of a turn that say where it comes from; no model reads them. `name` tells participants of
+one role apart, which templates do not write either; of a tool it is another matter."""
+_UNDERSTOOD = {"role", "content"}
+_EMPTY_TEXTS = ("", "[]", "{}", "null")
+_WITH_FILE = {"type", "index", "path", "url", "bytes"}
+
+
+def check_record(columns: Mapping[str, Any]) -> None:
+    """Looks at the columns beside `messages`.
+
+    Raises:
+        CorruptSampleError: one of them belongs into the conversation.
+    """
+    for key in RECORD_KEYS:
+        if not is_empty(columns.get(key)):
+            raise CorruptSampleError(
+                f"column {key} is not empty: descriptions of tools are not supported yet; leave "
+                "such conversations out, or write them into the system message"
+            )
+
+
+def check_turn(message: Mapping[str, Any]) -> None:
+    """Looks at the keys of one message beside its role and content.
+
+    Raises:
+        CorruptSampleError: one of them would be lost.
+    """
+    role = message["role"]
+    for key in _filled(message, _UNDERSTOOD):
+        if key == "weight" and (role != "assistant" or message[key] == 1):
+            continue  # in OpenAI's format: whether an answer counts in the loss, as all do here
+        if key in METADATA and (role, key) != ("tool", "name"):
+            continue
+        raise CorruptSampleError(
+            f"{role} message has {_shown(key, message[key])}, which is not supported and "
+            "would be lost; write it into the content, or leave such conversations out"
+        )
+
+
+def check_part(part: Mapping[str, Any], role: str) -> None:
+    """The same for one part of a content that is a list.
+
+    Parts with files may name them once more: which file is meant follows from their order.
+
+    Raises:
+        CorruptSampleError: one of its keys would be lost.
+    """
+    kind = part["type"]
+    known = {"type", "text", "index"} if kind == "text" else {*_WITH_FILE, kind}
+    for key in _filled(part, known):
+        raise CorruptSampleError(
+            f"{kind} part of a {role} message has {_shown(key, part[key])}, which is not "
+            "supported and would be lost; remove it, or make it a part of its own"
+        )
+
+
+def is_empty(value: Any) -> bool:
+    """Whether there is nothing in it: None, blanks, and lists and tables of nothing else.
+
+    Also as JSON text, which is how lists of tools are often stored. False and 0 are something.
+    """
+    left = [value]
+    while left:  # no recursion: data may be nested as deeply as it likes
+        item = left.pop()
+        if isinstance(item, Mapping):
+            left.extend(item.values())
+        elif isinstance(item, list | tuple):
+            left.extend(item)
+        elif item is not None and not (isinstance(item, str) and item.strip() in _EMPTY_TEXTS):
+            return False
+    return True
+
+
+def _filled(table: Mapping[str, Any], known: set[str]) -> Iterator[str]:
+    return (key for key, value in table.items() if key not in known and not is_empty(value))
+
+
+def _shown(key: str, value: Any) -> str:
+    """Without what is in tables and lists, which may be nested too deeply to be written."""
+    return f"{key} = {value!r:.80}" if isinstance(value, str | float | int) else key

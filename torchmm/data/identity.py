@@ -1,0 +1,195 @@
+"""What samples and their order depend on: kept in checkpoints, so that a resume on other data is
+noticed.
+
+A source with random access is identified by its samples as they reach the model (token ids, what
+counts in the loss, bytes of files): a digest made while its index is built, when all of it is read
+anyway. So it does not matter where files lie, how old they are, or which version of a library cuts
+texts into the same tokens. A stream is never read as a whole: sizes and ends of its files, and the
+settings its samples depend on, have to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.config import DataConfig, SourceConfig, TrainingConfig
+from torchmm.data.reader import MeasuredSample, SampleReader
+from torchmm.data.video import ClipFrames
+from torchmm.recipe_changes import changes, short
+
+VERSION = 1
+"""Raised when digests are made otherwise; those of other versions are not compared."""
+ENDS_BYTES = 1 << 16
+ENDS_FILES = 16
+"""Of so many of a stream's files both ends are read."""
+_CAUSES = ("prompt", "generate", "split")
+
+
+class SamplesDigest:
+    """Digest of a source's samples, in order."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, sample: MeasuredSample | None) -> None:
+        """The next sample; None: it is corrupt."""
+        if sample is None:
+            self._hash.update(b"corrupt")
+            return
+        ids = np.asarray(sample.text.ids, "<i4")
+        self._hash.update(len(ids).to_bytes(8, "little") + ids.tobytes() + bytes(sample.text.loss))
+        clip = None
+        for file in [*sample.files, *sample.generated_files]:
+            if not isinstance(file, ClipFrames):
+                self._hash.update(file)
+                continue
+            if file.clip is not clip:  # once for all its frames
+                clip = file.clip
+                self._hash.update(clip.data)
+            self._hash.update(str(file.numbers).encode())
+
+    def hexdigest(self) -> str:
+        """Of all so far."""
+        return self._hash.hexdigest()[:32]
+
+
+def stream_content(config: SourceConfig, files: Sequence[Path], settings: Mapping[str, Any]) -> str:
+    """What can be known of a stream's content without reading it.
+
+    Args:
+        config: the source.
+        files: its files in order; none: a hub data set.
+        settings: the identity's "settings".
+    """
+    parts: list[Any] = [[getattr(config, key) for key in _CAUSES], settings]
+    parts += [file.stat().st_size for file in files] or [config.path]
+    some = {int(i) for i in np.linspace(0, len(files) - 1, min(len(files), ENDS_FILES))}
+    for number in sorted(some):
+        with files[number].open("rb") as stream:
+            head = stream.read(ENDS_BYTES)
+            stream.seek(max(len(head), files[number].stat().st_size - ENDS_BYTES))
+            parts.append(hashlib.sha256(head + stream.read(ENDS_BYTES)).hexdigest())
+    return _digest(parts)
+
+
+def settings_of(
+    data: DataConfig, length: int, reader: SampleReader, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Settings that may change what a sample becomes; where they do, its digest tells."""
+    return {
+        "training.sequence_length": length,
+        "data.max_images_per_sample": data.max_images_per_sample,
+        "data.max_image_pixels": data.max_image_pixels,
+        **{f"data.video.{key}": value for key, value in data.video.model_dump().items()},
+        "tokenizer": _digest(tokenizer.backend_tokenizer.to_str()),
+        "chat template": _digest(tokenizer.chat_template),
+        "special tokens": _digest(dataclasses.asdict(reader.text_spec)),
+        "transformers": transformers.__version__,
+    }
+
+
+def identity(
+    data: DataConfig,
+    training: TrainingConfig,
+    reader: SampleReader,
+    settings: Mapping[str, Any],
+    sources: Sequence[tuple[str, SourceConfig, str]],
+) -> dict[str, Any]:
+    """All that decides order and content of samples, as JSON.
+
+    Args:
+        sources: name, settings and content of each.
+    """
+    order: dict[str, Any] = {
+        "training.seed": training.seed,
+        "training.sequence_length": training.sequence_length,
+        "data.shuffle": data.shuffle,
+        "data.open_packs": data.open_packs,
+    }
+    if any(config.streaming for _, config, _ in sources):
+        order["data.shuffle_window"] = data.shuffle_window
+    pixels = {
+        f"image processing of {name}": _digest(dataclasses.asdict(medium.spec))
+        for name, medium in reader.media.items()
+    }
+    if reader.targets is not None:
+        pixels["images to be drawn"] = _digest(dataclasses.asdict(reader.targets.spec))
+    described = [
+        {
+            "name": name,
+            "content": content,
+            **{key: getattr(config, key) for key in ("weight", "streaming", *_CAUSES)},
+        }
+        for name, config, content in sources
+    ]
+    return {
+        "version": VERSION,
+        "order": order,
+        "pixels": pixels,
+        "settings": dict(settings),
+        "sources": described,
+    }
+
+
+def comparable(saved: Any) -> bool:
+    """Whether a checkpoint's identity is of this version."""
+    return isinstance(saved, dict) and saved.get("version") == VERSION
+
+
+def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of the samples and their order is different, one description each."""
+    found = changes(saved["order"], now["order"])
+    kinds = dict.fromkeys([*saved["pixels"], *now["pixels"]])
+    found += [kind for kind in kinds if saved["pixels"].get(kind) != now["pixels"].get(kind)]
+    old, new = ({s["name"]: s for s in side["sources"]} for side in (saved, now))
+    if list(old) != list(new):
+        found.append(f"data.sources {', '.join(old)} -> {', '.join(new)} (in this order)")
+    for name in (name for name in new if name in old):
+        found += _of_source(name, old[name], new[name], ("weight", "streaming"))
+        if old[name]["content"] != new[name]["content"]:
+            causes = _of_source(name, old[name], new[name], _CAUSES)
+            causes += _hiding_digests(changes(saved["settings"], now["settings"]))
+            found += causes or [f"samples of source {name!r}"]
+    return list(dict.fromkeys(found))
+
+
+def same_stream(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
+    """Whether a position in the stream of this name is still one."""
+    old, new = ({s["name"]: s for s in side["sources"]}.get(name) for side in (saved, now))
+    keys = ("training.seed", "data.shuffle", "data.shuffle_window")
+    return (
+        old is not None
+        and new is not None
+        and old["streaming"]
+        and old["content"] == new["content"]
+        and all(saved["order"].get(key) == now["order"].get(key) for key in keys)
+    )
+
+
+def _of_source(
+    name: str, old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[str]
+) -> list[str]:
+    return [
+        f"{key} of source {name!r} {short(old[key])} -> {short(new[key])}"
+        for key in keys
+        if old[key] != new[key]
+    ]
+
+
+def _hiding_digests(lines: Sequence[str]) -> list[str]:
+    hashed = ("tokenizer ", "chat template ", "special tokens ")
+    return [line.partition(' "')[0] if line.startswith(hashed) else line for line in lines]
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
