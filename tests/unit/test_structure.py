@@ -27,8 +27,8 @@ GROUND_FLOOR = {
     "__init__", "errors", "config", "config_activation", "config_data", "config_model",
     "config_producers", "config_search", "config_simulation", "config_video", "recipe",
     "recipe_changes", "recipe_checks", "recipe_colocated", "recipe_generator", "recipe_layout",
-    "recipe_pipeline", "recipe_schema", "recipe_units", "batch", "foreign_code", "generated", "host_memory", "log",
-    "rng", "files",
+    "recipe_pipeline", "recipe_schema", "recipe_units", "batch", "foreign_code", "generated",
+    "host_memory", "log", "rng", "files",
 }  # fmt: skip
 LEVELS = {"data": 1, "models": 1, "parallel": 2, "pipelining": 3, "balance": 4, "trainer": 6}
 LEVEL_OF_OTHERS = 5  # metrics, optim, checkpoint, ...: what the trainer puts together
