@@ -39,6 +39,7 @@ def run_rank(
         spoil: "gradient" or "rows" makes something wrong on purpose, to test the judge.
     """
     run_dir = Path(recipe.output_dir) / recipe.name
+    run_dir.mkdir(parents=True, exist_ok=True)
     seen: dict[str, Any] = {"losses": [], "norms": []}
     with StopSignal() as stop:
         device = select_device(recipe.training.device)

@@ -8,8 +8,10 @@ from fuzz.data import make_data
 from fuzz.draw import Table, merged
 from fuzz.recipes import complete
 
+import torchmm.training.trainer
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_unfilled_model
 from torchmm.training.layout_checks import check_layout
 
@@ -48,8 +50,8 @@ def data(tmp_path_factory) -> Path:
     return directory
 
 
-def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table) -> None:
-    """As train.py does."""
+def read(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table) -> Recipe:
+    """A recipe with this LLM behind an encoder."""
     model = {
         "llm": {"config": LLM | llm},
         "encoders": {"vision": {"config": VISION, "connector": "mlp"}},
@@ -57,7 +59,12 @@ def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Tabl
     table = {"model": model, "training": {"sequence_length": 64}, "parallel": parallel}
     whole = merged(complete(table, "images", data, run_dir, steps=1), {})
     (run_dir / "recipe.toml").write_text(tomli_w.dumps(whole))
-    recipe = load_recipe(run_dir / "recipe.toml", [], world_size).recipe
+    return load_recipe(run_dir / "recipe.toml", [], world_size).recipe
+
+
+def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table) -> None:
+    """As train.py does."""
+    recipe = read(data, run_dir, world_size, llm, parallel)
     check_layout(recipe, *build_unfilled_model(recipe), world_size)
 
 
@@ -90,3 +97,13 @@ def test_what_cannot_be_split_is_told_without_ranks(
     with pytest.raises(ConfigError) as raised:
         check(data, tmp_path, world_size, llm, parallel)
     assert told in str(raised.value)
+
+
+def test_training_checks_before_ranks_meet(data, tmp_path, monkeypatch):
+    def meet(*_: object) -> None:
+        pytest.fail("ranks met")
+
+    monkeypatch.setattr(torchmm.training.trainer, "start_process_group", meet)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="does not divide the 3 experts"):
+        torchmm.training.trainer.train(read(data, tmp_path, 2, EXPERTS, {"tensor": 2}))
