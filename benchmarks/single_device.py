@@ -50,8 +50,8 @@ from torchmm.recipe.training_section import (
     TrainingConfig,
 )
 from torchmm.training.build import build_run, build_unfilled_model
+from torchmm.training.ending import StopSignal
 from torchmm.training.metrics import peak_flops
-from torchmm.training.status import StopSignal
 from torchmm.training.trainer import Trainer
 
 SEED = 0

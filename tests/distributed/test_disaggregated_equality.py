@@ -33,11 +33,10 @@ from torchmm.recipe.training_section import (
     CompileConfig,
     OptimizerConfig,
 )
-from torchmm.training.drawings import draw
 from torchmm.training.optim import build_optimizer, global_grad_norm
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
-from torchmm.training.validation import held_out_losses
+from torchmm.training.validation import draw, held_out_losses
 
 CPU = torch.device("cpu")
 WEIGHTS = {"llm": 0.7, "generator": 1.9}

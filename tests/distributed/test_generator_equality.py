@@ -30,10 +30,9 @@ from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import FreezeConfig, GeneratorConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
-from torchmm.training.drawings import draw
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
-from torchmm.training.validation import held_out_losses
+from torchmm.training.validation import draw, held_out_losses
 
 pytest.importorskip("diffusers")
 

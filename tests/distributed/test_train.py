@@ -9,7 +9,7 @@ from ports import free_port
 from tiny_recipe import records, tiny_recipe, weights
 
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.status import read_status
+from torchmm.training.ending import read_status
 from torchmm.training.trainer import train
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from torchmm.common.rng import restore_rng, seed_everything
 from torchmm.parallel.health import Health, check_finite, gather_floats
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.status import Status, StopSignal, write_status
+from torchmm.training.ending import Status, StopSignal, write_status
 
 TIMEOUT_S = float(os.environ.get("TIMEOUT_S", "10"))
 

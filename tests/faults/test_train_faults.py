@@ -16,7 +16,7 @@ from tiny_recipe import ROOT, arguments, records, weights
 from train_server import CLIENT, TRAIN
 
 from torchmm.training.checkpoint.manifest import find_problems, list_steps, step_of
-from torchmm.training.status import read_status
+from torchmm.training.ending import read_status
 
 pytestmark = pytest.mark.slow
 STEPS = 24

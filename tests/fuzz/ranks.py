@@ -23,7 +23,7 @@ from torchmm.parallel.health import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_run
-from torchmm.training.status import StopSignal
+from torchmm.training.ending import StopSignal
 from torchmm.training.trainer import Trainer
 
 

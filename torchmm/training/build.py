@@ -49,11 +49,11 @@ from torchmm.recipe.read import dump_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.manager import CheckpointManager, Restored
+from torchmm.training.ending import Status, write_status
 from torchmm.training.metrics import MetricsRecorder
 from torchmm.training.optim import build_optimizer
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import print_summary
-from torchmm.training.status import Status, write_status
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -164,10 +164,7 @@ def build_run(
             log=logger,
         )
     state = restored.state["data"] if restored else None
-    arrange = None
-    if recipe.data.reorder != "none":
-        costs = _costs(recipe, descriptions, mesh)
-        arrange = arrangement(recipe, descriptions, costs, pipeline.layout, mesh.data_parallel_size)
+    arrange = _arrange(recipe, descriptions, pipeline, mesh)
     loader = build_data(recipe, model, tokenizer, mesh, state=state, arrange=arrange)
     return RunParts(
         recipe, run_dir, logger, mesh, tokenizer, model, descriptions, pipeline, optimizer,
@@ -261,6 +258,15 @@ def fill_model(
 
 def _costs(recipe: Recipe, modules: list[ModuleDescription], mesh: ParallelMesh) -> CostModel:
     return run_costs(recipe, modules, mesh.world_size, run_profile(recipe, mesh.device))
+
+
+def _arrange(
+    recipe: Recipe, modules: list[ModuleDescription], pipeline: Pipeline, mesh: ParallelMesh
+) -> Arrange | None:
+    if recipe.data.reorder == "none":
+        return None
+    costs = _costs(recipe, modules, mesh)
+    return arrangement(recipe, modules, costs, pipeline.layout, mesh.data_parallel_size)
 
 
 def typical_microbatches(

@@ -3,22 +3,171 @@
 The files of a run directory can stop being writable at any moment (a full disk, a file system that
 became read-only), and the way out of a run writes some of them. None of that may hide why the run
 ended, or make another exit code of it.
+
+Being asked to stop, stopping together, and leaving word of how the run ended.
+
+A scheduler sends SIGTERM (Slurm also SIGUSR1, a user SIGINT) to one rank or to all, at any moment.
+The handler only sets a flag; ranks agree on it at a step boundary, so that all of them save the
+same step. Rejected: saving, raising or communicating in the handler, which runs between any two
+bytecodes of one rank, with its peers elsewhere.
+
+torchrun exits with 1 whatever its workers exit with, therefore `STATUS.json` in the run directory
+has the truth. Data workers must ignore SIGTERM themselves: they inherit no flag worth reading.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import logging
+import os
 import re
+import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal
+from types import FrameType, TracebackType
+from typing import Any, Literal, get_args
 
-from torchmm.common.errors import CheckpointError, ConfigError, Preempted, TorchmmError
+import torch
+import torch.distributed as dist
+
+from torchmm.common.errors import CheckpointError, ConfigError, PeerError, Preempted, TorchmmError
+from torchmm.common.files import allocated_bytes, canonical_json, overwrite, replace_atomically
 from torchmm.training.checkpoint.directory import CheckpointDirectory, InUseError
-from torchmm.training.status import STATUS_NAME, Status, write_status
+
+State = Literal["running", "done", "preempted", "failed"]
+STATUS_NAME = "STATUS.json"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopSignal:
+    """Remembers the first stop signal of this process; later ones change nothing.
+
+    A context manager: the previous handlers come back at its end. Main thread only.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def as_float(self) -> float:
+        """1.0 if this rank was asked to stop, else 0.0: to travel in a reduction the step does
+        anyway (`health.gather_floats`), where one rank's 1.0 stops all."""
+        return 0.0 if self.received is None else 1.0
+
+    def agreed(self, device: torch.device) -> bool:
+        """Whether any rank was asked to stop, by an all_reduce of its own (outside of steps)."""
+        flag = torch.tensor(self.as_float(), device=device)
+        if dist.is_initialized():
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number)
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run stands or ended."""
+
+    state: State
+    step: int
+    """Last finished step."""
+    rank: int
+    """Who wrote it; for a failure, who failed."""
+    exit_code: int | None = None
+    """None while running."""
+    message: str = ""
+
+
+def write_status(run_dir: Path, status: Status) -> bool:
+    """Replaces STATUS.json atomically, unless what stands there says more; whether it did.
+
+    When one rank fails the others lose a peer, and all of them come here in any order: the first
+    failure stays, and a lost peer never replaces another outcome. Of several reports of a lost
+    peer rank 0's stays: it may know which one.
+
+    Raises:
+        OSError: it cannot be written. One that is not true any more is gone then, if possible.
+    """
+    descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        present = read_status(run_dir)
+        if present is None or not _says_more(present, status):
+            _put(run_dir / STATUS_NAME, {**asdict(status), "time": time.time()})
+            return True
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _put(path: Path, record: dict[str, Any]) -> None:
+    try:
+        replace_atomically(path, canonical_json(record) + b"\n")
+    except OSError:
+        if not path.exists():
+            raise
+        # A full disk has no room for a second file, but the last block of this one has.
+        room = allocated_bytes(path)
+        while len(data := canonical_json(record) + b"\n") > room and record["message"]:
+            record["message"] = record["message"][: len(record["message"]) // 2]
+        try:
+            overwrite(path, data)
+        except OSError:
+            path.unlink()  # says what is not so any more, perhaps in halves
+            raise
+
+
+def read_status(run_dir: Path) -> Status | None:
+    """The status of a run directory; None if it has none that can be read.
+
+    What an earlier run left, torn by a crash or written by another version, must not keep the next
+    one from starting: nothing hangs on it.
+    """
+    try:
+        record = json.loads((run_dir / STATUS_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    known = {field.name: record[field.name] for field in fields(Status) if field.name in record}
+    kinds = (known.get("state"), type(known.get("step")), type(known.get("rank")))
+    if kinds[0] not in get_args(State) or kinds[1:] != (int, int):
+        return None
+    return Status(**known)
+
+
+def _says_more(present: Status, new: Status) -> bool:
+    lost_peer = PeerError.exit_code
+    if present.state == "running":
+        return False
+    if new.state != "failed":
+        return new.state == present.state == "preempted"
+    if new.exit_code == lost_peer:
+        return present.exit_code != lost_peer or new.rank != 0
+    return present.state == "failed" and present.exit_code != lost_peer
+
 
 logger = logging.getLogger("torchmm")
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}

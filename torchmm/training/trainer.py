@@ -32,8 +32,16 @@ from torchmm.planning.open_sizes import orchestrated
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import DTYPES, RunParts, build_run, build_unfilled_model
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.ending import closed_after, starting, training, write_end, write_failure
-from torchmm.training.held_out import HeldOut
+from torchmm.training.ending import (
+    Status,
+    StopSignal,
+    closed_after,
+    starting,
+    training,
+    write_end,
+    write_failure,
+    write_status,
+)
 from torchmm.training.layout_checks import check_layout
 from torchmm.training.metrics import (
     PhaseTimer,
@@ -54,8 +62,8 @@ from torchmm.training.optim import (
 from torchmm.training.pictures import save_timeline
 from torchmm.training.planner import Replanner, StepPlanner
 from torchmm.training.profiling import StepProfiler
-from torchmm.training.status import Status, StopSignal, write_status
 from torchmm.training.step import StepOutcome, TrainStep
+from torchmm.training.validation import HeldOut
 
 
 def train(recipe: Recipe) -> int:

@@ -1,26 +1,41 @@
-"""Held-out losses, and text the model generates for held-out images.
+"""Held-out samples in a run: losses, text that the model generates, images and clips that it draws.
 
-Both are plans of forwards alone, run as training steps are. For generation all data-parallel ranks
+All are plans of forwards alone, run as training steps are. For generation all data-parallel ranks
 work on the same sample in lockstep (FSDP gathers every layer's weights for all of them anyway) and
 one rank's choice of each token is broadcast, so ranks can never disagree on when to stop. Rejected:
 a key-value cache; captions are short and recomputing keeps one code path for training and
 generation.
+
+Drawings come from noise in a fixed number of steps, each a plan of forwards through the whole
+model, so that drawing works in every layout. Rejected: keeping the LLM's hidden states between the
+steps; texts are short, and one code path serves both.
+
+Shape legend: P patches of all images, V values of a patch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from math import prod
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch, SampleMeta, StepBatch
+from torchmm.common.files import replace_atomically
+from torchmm.common.generated import GeneratorInputs, GeneratorSpec
 from torchmm.common.module_names import GENERATOR
 from torchmm.parallel.mesh import ParallelMesh
+from torchmm.training.build import RunParts, build_data
+from torchmm.training.metrics import StepRecord
 from torchmm.training.pipeline import Pipeline
+from torchmm.training.report import draw_captions, draw_pictures
 
 
 @dataclass(frozen=True)
@@ -208,3 +223,208 @@ def _append(state: Microbatch, token: Tensor) -> Microbatch:
         cu_seqlens=[0, length],
         meta=replace(state.meta, tokens=length),
     )
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What the model drew for one text, and what it should have drawn; frames of a clip."""
+
+    context_ids: list[int]
+    """Tokens it was drawn from, without placeholders of images that were read."""
+    truth: list[Image.Image]
+    drawn: list[Image.Image]
+
+    def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """What it was drawn from, in words."""
+        return str(tokenizer.decode(self.context_ids, skip_special_tokens=True))
+
+
+def held_out_drawings(batches: Iterable[StepBatch], count: int) -> Iterator[Microbatch]:
+    """Microbatches with `count` images to be drawn in all, or as many as there are."""
+    left = count
+    for microbatch in (m for batch in batches for m in batch.microbatches):
+        if left == 0:
+            return
+        inputs = microbatch.generator
+        if inputs is None:
+            continue
+        images = len(inputs.grids_thw)
+        if images > left:
+            inputs, images = inputs.select(range(left)), left
+            microbatch = with_inputs(microbatch, inputs)  # noqa: PLW2901
+        left -= images
+        yield microbatch
+
+
+def with_inputs(microbatch: Microbatch, inputs: GeneratorInputs) -> Microbatch:
+    """The microbatch with (only the first of) its images to be drawn; metadata agree."""
+    left = len(inputs.grids_thw)
+    samples = []
+    for sample in microbatch.meta.samples:
+        samples.append(replace(sample, generated=sample.generated[:left]))
+        left -= len(samples[-1].generated)
+    meta = replace(microbatch.meta, samples=tuple(samples))
+    return replace(microbatch, generator=inputs, meta=meta)
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def draw_samples(
+    pipeline: Pipeline,
+    microbatches: Iterable[Microbatch],
+    spec: GeneratorSpec,
+    mesh: ParallelMesh,
+    steps: int,
+) -> list[Drawing]:
+    """Draws all images of all microbatches; all ranks must pass the same ones.
+
+    Args:
+        microbatches: from `held_out_drawings`; their noise is what drawing starts from.
+        spec: the generator's.
+        steps: from noise to image, of equal length (Euler's method).
+    """
+    drawings = []
+    for microbatch in microbatches:
+        pixels_PV = draw(pipeline, microbatch, mesh, steps)
+        drawings += _drawings(microbatch, pixels_PV.cpu(), spec)
+    return drawings
+
+
+@torch.no_grad()
+def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: int) -> Tensor:
+    """float32 (P, V) pixels, from the noise of the microbatch's images; on every rank."""
+    moved = microbatch.to(mesh.device)
+    inputs = moved.generator
+    assert inputs is not None
+    source = mesh.global_rank(pipeline=pipeline.last_rank(GENERATOR))
+    x_PV = inputs.noise_PV.clone()
+    images = len(inputs.grids_thw)
+    for step in range(steps, 0, -1):
+        # At time t an input is (1 - t) pixels + t noise: with both equal to x, it is x at any t.
+        now = replace(inputs, patches_PV=x_PV, noise_PV=x_PV, times=[step / steps] * images)
+        velocity_PV = pipeline.velocities(replace(moved, generator=now))
+        if velocity_PV is None:
+            velocity_PV = torch.empty_like(x_PV)
+        dist.broadcast(velocity_PV, src=source)
+        x_PV = x_PV - velocity_PV / steps
+    return x_PV
+
+
+def _drawings(microbatch: Microbatch, pixels_PV: Tensor, spec: GeneratorSpec) -> list[Drawing]:
+    inputs = microbatch.generator
+    assert inputs is not None
+    sizes = [prod(grid) for grid in inputs.grids_thw]
+    read = torch.zeros(len(microbatch.input_ids_T), dtype=torch.bool)
+    for encoder in microbatch.encoders.values():
+        read[encoder.positions_K] = True
+    drawings = []
+    for positions, truth, drawn, grid in zip(
+        inputs.context_positions_K.split(inputs.contexts),
+        inputs.patches_PV.split(sizes),
+        pixels_PV.split(sizes),
+        inputs.grids_thw,
+        strict=True,
+    ):
+        words = positions[~read[positions]]
+        ids = microbatch.input_ids_T[words].tolist()
+        shown = (to_frames(patches, grid, spec.patch_size_px) for patches in (truth, drawn))
+        drawings.append(Drawing(ids, *shown))
+    return drawings
+
+
+def to_frames(
+    patches_PV: Tensor, grid_thw: tuple[int, int, int], patch_size_px: int
+) -> list[Image.Image]:
+    """RGB frames from patches with values in [-1, 1]; others are clipped."""
+    frames, rows, columns = grid_thw
+    patch = patch_size_px
+    blocks = patches_PV.view(frames, rows, columns, 3, patch, patch).permute(0, 1, 4, 2, 5, 3)
+    pixels = blocks.reshape(frames, rows * patch, columns * patch, 3)
+    levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return [Image.fromarray(frame.numpy()) for frame in levels]
+
+
+class HeldOut:
+    """Validation of one run.
+
+    Args:
+        run: its parts.
+        loss_weights: factors of the losses, by module, where there are several.
+    """
+
+    def __init__(self, run: RunParts, loss_weights: Mapping[str, float]) -> None:
+        self._run = run
+        self._loss_weights = loss_weights
+        self._batches: list[StepBatch] | None = None
+
+    def validate(self, step: int, record: StepRecord) -> StepRecord:
+        """Held-out losses after `step` into the record; text into samples.json, drawings into
+        drawings/. All ranks must call it."""
+        run, config = self._run, self._run.recipe.validation
+        run.model.eval()
+        if self._batches is None:
+            loader = build_data(run.recipe, run.model, run.tokenizer, run.mesh, validation=True)
+            self._batches = list(islice(loader, config.batches))
+        losses = held_out_losses(run.pipeline, self._batches, run.mesh)
+        if config.samples:
+            texts = self._generate(step)
+            if any(text.duration_ms for text in texts):
+                record = replace(record, word_error_rate=word_error_rate(texts))
+        if config.drawings:
+            self._draw(step)
+        run.model.train()
+        if run.model.generator is None:
+            return replace(record, validation_loss=losses["llm"])
+        return replace(
+            record,
+            validation_loss=sum(self._loss_weights[name] * losses[name] for name in losses),
+            validation_loss_text=losses["llm"],
+            validation_loss_image=losses[GENERATOR],
+        )
+
+    def _draw(self, step: int) -> None:
+        """Drawings for held-out texts into a picture of this step."""
+        run, config = self._run, self._run.recipe.validation
+        loader = build_data(
+            run.recipe, run.model, run.tokenizer, run.mesh, validation=True, for_prompts=True
+        )
+        spec = run.model.generator_spec()
+        assert spec is not None
+        prompts = held_out_drawings(loader, config.drawings)
+        drawn = draw_samples(run.pipeline, prompts, spec, run.mesh, config.denoising_steps)
+        if run.mesh.rank == 0 and drawn:
+            directory = run.run_dir / "drawings"
+            directory.mkdir(exist_ok=True)
+            title = f"drawn after step {step} (and the held-out images themselves)"
+            shown = [(d.truth, d.drawn, d.text(run.tokenizer)) for d in drawn]
+            draw_pictures(shown, title, directory / f"step-{step}.png")
+
+    def _generate(self, step: int) -> list[GeneratedText]:
+        """Text for held-out images and sounds into samples.json and captions.png."""
+        run, config = self._run, self._run.recipe.validation
+        loader = build_data(
+            run.recipe, run.model, run.tokenizer, run.mesh, validation=True, for_prompts=True
+        )
+        prompts = held_out_prompts(loader, config.samples)
+        texts = generate_samples(
+            run.pipeline, prompts, run.tokenizer, run.mesh, config.max_new_tokens
+        )
+        if run.mesh.rank > 0 or not texts:
+            return texts
+        self._append_samples(step, [{"step": step, **asdict(t)} for t in texts])
+        shown = [
+            (image, text.generated, text.truth)
+            for text in texts
+            for image in loader.images(text.source, text.index)[:1]
+        ]
+        if shown:
+            title = f"held-out images after step {step}"
+            draw_captions(shown, title, run.run_dir / "captions.png")
+        return texts
+
+    def _append_samples(self, step: int, samples: list[dict]) -> None:
+        file = self._run.run_dir / "samples.json"
+        earlier = json.loads(file.read_text()) if file.exists() else []
+        kept = [s for s in earlier if s["step"] < step]
+        text = json.dumps(kept + samples, indent=1, ensure_ascii=False)
+        replace_atomically(file, text.encode())

@@ -12,8 +12,8 @@ from PIL import Image
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta, StepBatch
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.data.media.generated_images import TargetPreprocessor
-from torchmm.training.drawings import held_out_drawings, to_frames
 from torchmm.training.report import draw_pictures
+from torchmm.training.validation import held_out_drawings, to_frames
 
 GRID = (1, 1, 1)
 

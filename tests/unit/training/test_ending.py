@@ -7,8 +7,7 @@ import pytest
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.training import ending
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.ending import closed_after, starting, training, write_failure
-from torchmm.training.status import read_status
+from torchmm.training.ending import closed_after, read_status, starting, training, write_failure
 
 FULL = 28, "No space left on device"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torchmm.common.files import allocated_bytes
-from torchmm.training import status as preempt
-from torchmm.training.status import Status, StopSignal, read_status, write_status
+from torchmm.training import ending as preempt
+from torchmm.training.ending import Status, StopSignal, read_status, write_status
 
 LOST_PEER = Status("failed", 3, 1, 6, "rank 1 lost a peer")
 CULPRIT = Status("failed", 3, 2, 3, "bad sample")
