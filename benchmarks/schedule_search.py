@@ -2,7 +2,7 @@
 
 The steps are like those of PipeWeaver's VLM-L (`search_instances`); seeds are printed. Every
 strategy runs on one core, with the same dispatcher and from the same natural order, so that only
-what it tries differs. The bound is that of equal ranks (`dispatch_bounds`): it knows no memory, so
+what it tries differs. The bound is that of equal ranks (`bounds`): it knows no memory, so
 with a tight cap part of the gap is the cap's, not the search's. PipeWeaver needs 10 s on 64 cores
 for "near-optimal" schedules (section 6), and compares MCTS with random and depth-first search over
 time (figure 12).

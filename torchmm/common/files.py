@@ -1,6 +1,7 @@
-"""Writing small files so that a reader, or a crash, never sees half of one.
+"""Small files that nobody ever sees half of: not a reader, not the run after a crash.
 
-Hands the newest of something to another process; neither side ever waits for the other.
+`Handover` uses that to hand the newest of something to another process; neither side ever waits
+for the other.
 
     newest = Handover(directory / "plan")
     newest.put({"numbers": numbers})    one process, as often as it likes

@@ -1,4 +1,4 @@
-"""Birth and death of the data workers.
+"""Processes: birth and death of the data workers, and memory that is kept between steps.
 
 Workers are forked from a fork server: forking the training process is unsafe once it has CUDA,
 NCCL and checkpoint threads, and spawning pays the imports (seconds) once per worker.
@@ -10,12 +10,11 @@ PyTorch's own check, a changed parent id, does not work here, because the parent
 and lives as long as its children. A worker that was stopped, or is stuck in a read, does not notice
 even that; it is killed, or multiprocessing would wait for it when this process exits.
 
-Memory of processes that compute on a CPU.
-
-glibc gives large freed blocks back to the system, and the next step's activations come as fresh
-pages, which the kernel has to find and clear: a tenth of a step's time for a SigLIP tower with
-256 patches per image. Devices have a caching allocator for that; here malloc is told to keep what
-is freed. The price is that a process stays as large as it once was.
+`keep_freed_memory` is for processes that compute on a CPU. glibc gives large freed blocks back to
+the system, and the next step's activations come as fresh pages, which the kernel has to find and
+clear: a tenth of a step's time for a SigLIP tower with 256 patches per image. Devices have a
+caching allocator for that; here malloc is told to keep what is freed. The price is that a process
+stays as large as it once was.
 
 Rejected: MALLOC_ variables of the environment, which must be set before a process starts, by
 whoever starts it.

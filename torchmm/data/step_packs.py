@@ -8,12 +8,10 @@ or workers, and metadata of all ranks is known before anything is decoded.
 
 The state after each step (draws per feed, open packs as references) is JSON-able and small.
 
-Packing of a stream of samples into sequences, and sequences to ranks. Pure functions of sizes.
-
-Bounded best fit: every sample goes into the fullest open pack that still has room for it. When
-none has, a new one is opened, and if there are too many open ones the fullest is closed first.
-Unlike sorting by length this keeps the stream's order up to `open_packs` sequences, so that the
-state to save is small and mixtures stay mixed.
+Packing is bounded best fit: every sample goes into the fullest open pack that still has room for
+it. When none has, a new one is opened, and if there are too many open ones the fullest is closed
+first. Unlike sorting by length this keeps the stream's order up to `open_packs` sequences, so that
+the state to save is small and mixtures stay mixed.
 """
 
 from __future__ import annotations

@@ -5,11 +5,9 @@
 
 Every combination of pipeline sizes that divide the LLM's, with every tensor-parallel size that does
 (§4.1; with several encoders, §4.4: one tensor-parallel size for all), is first held against the
-memory of the rank that needs most, optimizer state included (`encoder_plans`). Of those that fit,
+memory of the rank that needs most, optimizer state included (`bubbles.encoder_sizes`). Of those that fit,
 the first step is planned and simulated, activations included; the fastest that still fits is taken,
 of equally fast ones the leanest. It is a pure function of the recipe, so every rank finds the same.
-
-Which sizes colocated encoders may have, and recipes that say so (Optimus §4.1, §4.4).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Value checks of a recipe's generator: its section, and data with images to be drawn.
 
-As in `recipe_checks`, only what needs neither torch nor a download.
+As in `check`, only what needs neither torch nor a download.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Value checks of a recipe's pipeline: schedule, stages and what does not go with them.
 
-As in `recipe_checks`, only what needs neither torch nor a download: layer counts are known where a
+As in `check`, only what needs neither torch nor a download: layer counts are known where a
 config stands in the recipe itself; otherwise the model is asked when it is built.
 """
 

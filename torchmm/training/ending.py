@@ -1,10 +1,8 @@
-"""How a run ends: with the error that came first, told in STATUS.json, whatever fails after it.
+"""How a run ends: asked to stop, or with the error that came first; STATUS.json says so.
 
 The files of a run directory can stop being writable at any moment (a full disk, a file system that
 became read-only), and the way out of a run writes some of them. None of that may hide why the run
 ended, or make another exit code of it.
-
-Being asked to stop, stopping together, and leaving word of how the run ended.
 
 A scheduler sends SIGTERM (Slurm also SIGUSR1, a user SIGINT) to one rank or to all, at any moment.
 The handler only sets a flag; ranks agree on it at a step boundary, so that all of them save the

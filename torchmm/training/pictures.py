@@ -4,10 +4,10 @@ timeline/step-N.svg          what each rank did when; bubbles by class
 timeline/step-N.trace.json   the same for Perfetto and chrome://tracing
 timeline/step-N.json         the records, for `scripts/draw.py --records`
 
-The order a step was planned in beside the static one: timeline/step-N.schedules.svg.
+timeline/step-N.schedules.svg  a searched order next to the static one
 
-Three steps on one time axis: the searched order and the separated schedule as they were to be by
-the mean times of the step itself, and what was measured.
+The last has three steps on one time axis: the searched order and the separated schedule as they
+were to be by the mean times of the step itself, and what was measured.
 """
 
 from __future__ import annotations

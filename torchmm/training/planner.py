@@ -1,7 +1,9 @@
-"""Searched schedules in a run: who plans which step when, and with what measured times.
+"""Plans in a run: who plans which step when, and with what measured times.
+
+Searched schedules (`StepPlanner`).
 
 On the first rank of every pipeline a process searches the order of the next step while this one
-trains, lowers and validates it and tunes its layers (`planning_process`); when the step begins,
+trains, lowers and validates it and tunes its layers (`planning.ahead`); when the step begins,
 that rank sends the best plan so far to the others of its pipeline as numbers. Every data-parallel
 replica does so for its own data. What a process has not finished in time is used as far as it is;
 where there is nothing yet, the natural order and static ones are compared on every rank, which all
@@ -15,11 +17,10 @@ false`) plan with FLOPs alone, in all evaluations, before the step begins.
 Rejected: letting ranks search the same order on their own beside training, which needs as many
 cores as there are ranks, and budgets in evaluations, which nobody can know.
 
-New plans when measured times have drifted away from those that steps are planned with.
-
-After every step all ranks add up what their actions took; they then know the same and decide the
-same, so that the plans of a pipeline's ranks stay one. Losses change by rounding only: another
-order adds up the same gradients.
+Other schedules (`Replanner`) are planned anew when measured times have drifted. After every step
+all ranks add up what their actions took; they then know the same and decide the same, so that the
+plans of a pipeline's ranks stay one. Losses change by rounding only: another order adds up the same
+gradients.
 """
 
 from __future__ import annotations

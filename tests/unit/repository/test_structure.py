@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,11 +26,6 @@ OWN_PROCESSES = {ROOT / "tests" / "distributed" / "launch.py"}  # hands function
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60  # alarms: what rings one asks for a simpler idea
 MAX_FOLDER_FILES, MAX_TOP_LEVEL = 15, 12
 
-FOLDERS = (
-    "common", "recipe", "models", "data", "parallel", "pipelining", "balance", "planning",
-    "training", "measure",
-)  # fmt: skip
-"""Of torchmm/, from the ground up: each imports itself and those before it."""
 NEVER_TOGETHER = {  # exceptions to that: these also know nothing of some folders below them
     "data": {"models"},
     "balance": {"data", "models", "parallel"},
@@ -43,6 +39,18 @@ LAZY_IMPORTS = {
     "torchmm/models/registry.py": "diffusers is installed only where images are drawn",
     "torchmm/planning/forecast.py": "simulated sequences need no data, and no libraries for them",
 }
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+MAP = load_script("folder_map")
+FOLDERS = MAP.FOLDERS
 
 
 def short(file: Path) -> str:
@@ -227,11 +235,12 @@ def test_the_ban_finds(tmp_path, code):
 
 
 def test_recipe_reference_is_up_to_date():
-    script = ROOT / "scripts" / "recipe_reference.py"
-    spec = importlib.util.spec_from_file_location("recipe_reference", script)
-    assert spec is not None and spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
+    reference = load_script("recipe_reference")
     assert (ROOT / "docs" / "recipes.md").read_text() == reference.render(), (
         "docs/recipes.md is stale: run python scripts/recipe_reference.py"
     )
+
+
+def test_the_map_is_up_to_date():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert page == MAP.with_map(page), "the map is stale: run python scripts/folder_map.py"

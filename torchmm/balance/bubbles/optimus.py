@@ -1,6 +1,6 @@
 """Plans with encoders in the LLM's bubbles: from a layout and costs to an order of actions.
 
-The bubble scheduler (`bubble_filling`) says when each action runs; here its times become the order
+The bubble scheduler (`scheduler`) says when each action runs; here its times become the order
 of every rank and the replica of every encoder task, which is all that a plan knows. The runtime
 then runs everything as early as that order allows: where transfers take no time, the simulated step
 is not longer than what the scheduler promises. Where they do, it can be: messages between two ranks

@@ -23,11 +23,10 @@ Rejected: the paper's enumeration of all partitions of the microbatches among th
 hill climbing in each, which takes minutes; and sorting backward starts without regard to which
 pipeline holds the activations.
 
-Search for the best assignment of tasks to places when an assignment's cost is a black box.
-
-Small spaces are enumerated. In others, simulated annealing moves one task or exchanges two; a cost
-is the longest of several sums, so descent alone stops where two tasks would have to change places
-with one. Seeded: the same input gives the same assignment.
+The best assignment of tasks to pipelines is searched with its cost as a black box. Small spaces are
+enumerated. In others, simulated annealing moves one task or exchanges two; a cost is the longest of
+several sums, so descent alone stops where two tasks would have to change places with one. Seeded:
+the same input gives the same assignment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiled loops of bubble filling over flat arrays; `bubble_filling` says what they do and why.
+"""Compiled loops of bubble filling over flat arrays; `scheduler` says what they do and why.
 
 A *task* is one pass of some images through an encoder's pipeline; a *row* is a task on one of its
 stages; its *kernels* run there one after the other. Kernels are never split: each goes to the first

@@ -1,4 +1,4 @@
-"""Bytes of activations that tasks keep between forward and backward.
+"""Bytes of activations: what tasks keep between forward and backward, what they need meanwhile.
 
 Listed are the tensors that autograd saves in Hugging Face's layers, each once: inputs of trained
 linears, both sides of norms, what attention and activation functions need. RMSNorms keep float32
@@ -11,13 +11,12 @@ of all results of linears and norms beside it: more than before, not less.
 Layers share rotary tables, which `shared_bytes` has. Left out: temporary buffers inside of one
 operator, and states of random generators (5 KB on the host for each layer that is run again).
 
-Memory that a task needs while it runs, beyond what it keeps.
-
-Gradients of a layer's results, of its weights before they are added to those of other microbatches,
-results of a layer that is going to run again, float32 copies in norms and rotary embeddings, logits
-and their gradients. Bounds, not sums: what is listed for a layer is the largest of what its
-attention, its feed-forward part and its norms have at one time. They were found by following every
-allocation of real layers of each family, with weights, in each mode of recomputation; tests do.
+While a task runs it needs more than it keeps: gradients of a layer's results, of its weights before
+they are added to those of other microbatches, results of a layer that is going to run again,
+float32 copies in norms and rotary embeddings, logits and their gradients. Bounds, not sums: what is
+listed for a layer is the largest of what its attention, its feed-forward part and its norms have at
+one time. They were found by following every allocation of real layers of each family, with weights,
+in each mode of recomputation; tests do.
 
 Left out: buffers inside of one operator, such as a kernel's scratch space.
 """

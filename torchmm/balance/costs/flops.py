@@ -11,9 +11,8 @@ input gradients (something upstream is trainable). Attention products have two i
 weights: twice. So a frozen encoder has no backward, and a frozen LLM behind a trainable encoder
 has only input gradients.
 
-What layers and tasks cost on given microbatches, as cutting modules and ordering tasks need it.
-
-Costs are FLOPs, a unit that all modules share. They follow from what microbatches contain, so a
+Cutting modules and ordering tasks need no more than that: FLOPs are a unit that all modules share.
+They follow from what microbatches contain, so a
 data set with many images gives the encoder a larger share of the ranks, and a microbatch with many
 images longer encoder tasks. How fast a device does them is left out: it matters where modules
 differ in efficiency, which only a measurement tells.

@@ -1,10 +1,10 @@
-"""A module as a chain of parts, and which gradients each of them needs.
+"""A module as a chain of parts, how it is run, and which gradients each part needs.
 
 Costs, FLOPs and memory all walk the same chain: what stands before the layers, the layers, what
 stands behind them. A part needs weight gradients if it is trained, and input gradients if anything
 before it in the chain is trained or a gradient is to go back to the stage before.
 
-How a module is run: over how many ranks, with what kept; and what of it a rank then has.
+`Execution` says over how many ranks a module is split and what it recomputes.
 """
 
 from __future__ import annotations

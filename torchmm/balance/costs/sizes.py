@@ -5,10 +5,9 @@ the costs of all tasks of a step. Sizes follow from metadata alone.
 
 Shape suffix: N tasks of one module; S attention segments of all of them.
 
-The tasks of a step with their sizes, module by module.
-
-All stages of a module have the same tasks, so sizes are worked out once per module; which gradients
-a task needs differs from stage to stage.
+`module_tasks` lists the tasks of a step, module by module. All stages of a module have the same
+tasks, so sizes are worked out once per module; which gradients a task needs differs from stage to
+stage.
 """
 
 from __future__ import annotations

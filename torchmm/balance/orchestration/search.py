@@ -17,7 +17,7 @@ weights and gradients, optimizer state divided by D_u, and activations of as man
 1F1B keeps there, which is the number of ranks from there to the end of the *whole* pipeline.
 
 The paper relaxes the numbers of devices to real ones and rounds. The optimum in whole numbers is
-found here directly (`orchestrate_kernels`); the relaxed one is reported as a bound. Rejected:
+found here directly (`kernels`); the relaxed one is reported as a bound. Rejected:
 P_u microbatches in flight, as printed, which overlooks that the LLM's first rank waits for the
 generator too; a convex solver, slower than the exact search.
 """

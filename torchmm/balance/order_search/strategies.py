@@ -13,13 +13,11 @@ PipeWeaver's algorithm (§6.1) as printed leaves open what is decided so: the ea
 higher its priority; groups are tried in natural order; a path of the tree is as good as the best
 rollout below it; visits are counted on the way back.
 
-Orders of segment groups that are worth trying first.
-
-Where encoders run in front of the LLM, three things decide most of a step's time: which
-microbatches come first and last (few images there shorten warm-up and cool-down), how far encoders
-run ahead, and whether the LLM or the encoders have the say. A few dozen combinations cost
-milliseconds, and the best of them often is within a few tenths of a percent of the lower bound,
-where the natural order misses it by several percent.
+Some orders of groups are worth trying first. Where encoders run in front of the LLM, three things
+decide most of a step's time: which microbatches come first and last (few images there shorten
+warm-up and cool-down), how far encoders run ahead, and whether the LLM or the encoders have the
+say. A few dozen combinations cost milliseconds, and the best of them often is within a few tenths
+of a percent of the lower bound, where the natural order misses it by several percent.
 """
 
 from __future__ import annotations

@@ -12,12 +12,11 @@ Where a device has memory of its own, a recomputed layer's input may wait in the
 It is copied there and back between kernels, so all of the copies' time counts. What a stage
 received stays on the device all the same, as the runtime holds it: its first layer gains nothing.
 
-Candidates of layer tuning: ways to run a stage's layers worth choosing from.
-
-A multiple-choice knapsack: each layer takes one mode, times and bytes add up, and what is neither
-faster nor leaner than something else is dropped (the Pareto front). Equal layers are counted
-instead of told apart, so the front of a stage is exact and small. Of a long front, the fastest and
-the leanest stay, and of each of K - 2 equal ranges of bytes the fastest (PipeWeaver §6.3).
+Candidates of a stage, the ways to run its layers worth choosing from, are a multiple-choice
+knapsack: each layer takes one mode, times and bytes add up, and what is neither faster nor leaner
+than something else is dropped (the Pareto front). Equal layers are counted instead of told apart,
+so the front of a stage is exact and small. Of a long front, the fastest and the leanest stay, and
+of each of K - 2 equal ranges of bytes the fastest (PipeWeaver §6.3).
 
 The front is that of a stage's mean task, which gives each task of the stage the same candidates, at
 its own times and bytes: tasks differ in size, hardly in what their layers' modes cost per byte.

@@ -1,9 +1,9 @@
 """Layer tuning: what each task's layers recompute, so that a plan fits into memory and is fast.
 
 PipeWeaver §6.3. The order of a plan is given, and with it which tasks are in memory together. Each
-pair of a forward and its backward has candidates (`layer_tuning_candidates`), each rank is a
-problem of its own (`layer_tuning_problem`), solved by prices of memory with a bound on what is lost
-(`layer_tuning_kernels`) or by the paper's integer program (`layer_tuning_ilp`). Any schedule's plan
+pair of a forward and its backward has candidates (`costs`), each rank is a
+problem of its own (`problem`), solved by prices of memory with a bound on what is lost
+(`prices`) or by the paper's integer program (`integer_program`). Any schedule's plan
 will do; the choice is a part of the plan (`PipelinePlan.recompute`).
 
 Counted against the limit are weights, gradients, optimizer state, messages, what tasks keep, and

@@ -1,4 +1,4 @@
-"""Compiled loops over a step's program; `step_program` and `reorder_microbatches` call them.
+"""Compiled loops over a step's program; `program` and `reorder_microbatches` call them.
 
 Many groups are searched at once: arrays have a last axis of *lanes*, one group each, and every
 lane tries to swap the same two slots at the same time. What to do next is then looked up once for

@@ -11,11 +11,10 @@ threads: workers are processes. Rejected: torchcodec (needs the machine's FFmpeg
 fits torch's), OpenCV (neither times nor rotation), a pipe to the `ffmpeg` program (a process per
 clip). Only container formats that hold their own data are allowed: playlists name other files.
 
-Clips to the inputs of an image encoder: whole, or frame by frame.
-
-Encoders whose patches span frames (Qwen's: two) read a clip as one image of several frames, behind
-one marker; their LLM's positions know the time. All others read its frames as single images, each
-with its time before it as text ("<1.5 seconds>", as in Qwen3-VL). Both use the encoder's image
+`ClipMedia` makes the inputs of an image encoder of them. Encoders whose patches span frames
+(Qwen's: two) read a clip as one image of several frames, behind one marker; their LLM's positions
+know the time. All others read its frames as single images, each with its time before it as text
+("<1.5 seconds>", as in Qwen3-VL). Both use the encoder's image
 processor: a patch of two frames is made of halves of theirs. Rejected: Hugging Face's video
 processors, which need torchvision and differ in little else (its resizing from Pillow's).
 

@@ -1,4 +1,4 @@
-"""How each family of audio encoders is cut into pre, context, layers and post.
+"""How Whisper and Wav2Vec2 are cut into pre, context, layers and post.
 
 Sounds of any length stand behind each other, as images of variable sizes do, and attend only to
 themselves. Hugging Face's own forward pads each to 30 s and lets it attend to the silence;
@@ -7,11 +7,10 @@ a model whose `max_source_positions` is the sound's length gives the same number
 Shape legend: P positions of all sounds, F mel frames of one (two per position), M mel bins,
 D features.
 
-How Wav2Vec2 is cut into pre, context, layers and post.
-
-It hears the waveform itself. Convolutions without padding make one position of every 320 samples,
-but look at 400: behind each sound stand the 80 zeros that its last position would lack, so that a
-sound of n patches has n positions, those of Hugging Face's model for the sound with its zeros.
+Wav2Vec2 hears the waveform itself. Convolutions without padding make one position of every 320
+samples, but look at 400: behind each sound stand the 80 zeros that its last position would lack, so
+that a sound of n patches has n positions, those of Hugging Face's model for the sound with its
+zeros.
 
 Each sound passes what stands before the layers by itself. Rejected: all of them in one call, which
 leaks from sound to sound in two places, the edges of the convolutions and the "group" norm over

@@ -6,13 +6,9 @@ for the whole model, so that ranks with different stages of it all raise the sam
 modules that did not exist before (a new connector) may be missing. Pickled weight files are never
 opened. Rejected: `from_pretrained` and a broadcast, which needs the whole model on a rank.
 
-Parameters as the pieces that weight files have.
-
-Most are one tensor in the files. The experts of a layer are one parameter for the model, (experts,
-rows, columns) with gate and up projection behind each other, and two or three matrices per expert
-in the files.
-
-This rank's part of a parameter, be it a plain tensor or a DTensor.
+Parameters are filled piece by piece, as the files have them. Most are one tensor in the files. The
+experts of a layer are one parameter for the model, (experts, rows, columns) with gate and up
+projection behind each other, and two or three matrices per expert in the files.
 """
 
 from __future__ import annotations

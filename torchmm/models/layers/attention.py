@@ -18,10 +18,9 @@ whenever a cache or an all-ones mask is passed; flex_attention, which has no bac
 Shape legend: B batch, T tokens of all segments, S tokens of one segment, H query heads, G key and
 value heads (G divides H), D head size.
 
-Tokens that see each other in both directions although attention is causal.
-
-Gemma 3 lets the tokens of an image see each other, PaliGemma those of a prompt. With causal
-attention alone losses are off by 1e-3 or less: little enough to miss.
+Some tokens see each other in both directions although attention is causal: Gemma 3 lets the tokens
+of an image see each other, PaliGemma those of a prompt. With causal attention alone losses are off
+by 1e-3 or less: little enough to miss.
 
 Shape legend: T tokens of a microbatch.
 """

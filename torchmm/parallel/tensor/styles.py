@@ -1,22 +1,19 @@
-"""Tensor parallelism of linears that hold several matrices behind each other.
+"""What PyTorch has no tensor-parallel style for: packed linears, experts, norms over heads.
 
-Queries, keys and values in one linear, or a gate and what it is for: every rank computes its own
-rows of each. The weights stay replicated, because no plain sharding of their rows gives a rank its
-part of all of them; their gradients, zero for other ranks' rows, are summed.
+Linears that hold several matrices one after the other: queries, keys and values in one linear, or a
+gate and what it is for: every rank computes its own rows of each. The weights stay replicated,
+because no plain sharding of their rows gives a rank its part of all of them; their gradients, zero
+for other ranks' rows, are summed.
 
-Experts divided among tensor-parallel ranks.
+Experts: each rank has some of the experts whole. All ranks see all tokens and route them alike; a
+rank computes what goes to its own experts, and the results are summed like those of a row-wise
+linear. No tokens are exchanged. Rejected: splitting every expert's matrices, which makes small
+products smaller, and needs gate and up projection, which lie behind each other, cut apart.
 
-Each rank has some of the experts whole. All ranks see all tokens and route them alike; a rank
-computes what goes to its own experts, and the results are summed like those of a row-wise linear.
-No tokens are exchanged. Rejected: splitting every expert's matrices, which makes small products
-smaller, and needs gate and up projection, which lie behind each other, cut apart.
-
-An RMSNorm over features that are divided among tensor-parallel ranks.
-
-OLMo 2 normalizes the queries of all heads together. Each rank has those of its own heads; the mean
-of squares is summed over the ranks, one number per position, and the rest stays local. Rejected:
-Hugging Face's plan, which gathers queries, keys and values and attends with all heads on every
-rank.
+Norms over features that are divided among ranks: OLMo 2 normalizes the queries of all heads
+together. Each rank has those of its own heads; the mean of squares is summed over the ranks, one
+number per position, and the rest stays local. Rejected: Hugging Face's plan, which gathers queries,
+keys and values and attends with all heads on every rank.
 """
 
 from __future__ import annotations

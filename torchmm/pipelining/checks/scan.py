@@ -1,11 +1,10 @@
 """One pass over the programs of a plan: facts, memory, and what is left for all ranks together.
 
-Whether the ranks of a plan can all reach its end.
-
-Computation never blocks, so only posts and waits are played. A transfer is complete when both its
-ends are posted and not before, as with large messages on every backend: a plan that passes does
-not depend on buffers. The k-th send of a channel meets its k-th receive whatever they are called;
-that both mean the same is checked elsewhere.
+`find_stuck` then asks whether all ranks can reach the end. Computation never blocks, so only posts
+and waits are played. A transfer is complete when both its ends are posted and not before, as with
+large messages on every backend: a plan that passes does not depend on buffers. The k-th send of a
+channel meets its k-th receive whatever they are called; that both mean the same is checked
+elsewhere.
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ starts from is then an alias without memory (`_Handed`), which torch's own runti
 Rejected: `torch.distributed.pipelining`'s runtime and stages: one number of microbatches and one
 shape for all, a backward for every forward, a line of stages, losses by order of execution.
 
-Runs encoders on a CUDA stream of their own, so that fillers overlap with LLM actions.
-
-Everything of encoder stages goes to the side stream, all else stays on the stream of the caller:
-autograd runs backwards on the stream of their forwards, and memory of encoders comes from and goes
-back to the side stream's pool. The two wait for each other, as if there were one stream, with one
+On CUDA, encoders that fill bubbles run on a stream of their own (`SideStream`). Everything of
+encoder stages goes to the side stream, all else stays on the stream of the caller: autograd runs
+backwards on the stream of their forwards, and memory of encoders comes from and goes back to the
+side stream's pool. The two wait for each other, as if there were one stream, with one
 exception: an LLM action with fillers does not wait for them.
 
 - The side stream waits for the main one before each of its actions: what that made, or let go of,

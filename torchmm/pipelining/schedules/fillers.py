@@ -4,7 +4,7 @@ While a tensor-parallel collective is under way, a rank of the LLM computes noth
 Optimus §2.2). An LLM action may therefore have *fillers*: encoder actions, layers for some images,
 that run beside it. In a rank's order they stand directly in front of it, so a plan with fillers is
 also an order like any other: where there is one stream, as on the CPU, they run before it. On CUDA
-they run on a stream of their own (`side_stream`), and the device runs their kernels where those of
+they run on a stream of their own (`runtime`), and the device runs their kernels where those of
 the LLM leave room.
 
 Fillers take no longer than the communication of the LLM action they stand in front of, all bubbles

@@ -8,13 +8,11 @@ A stage has at least one layer. Rejected: empty stages for modules with fewer la
 hop that computes nothing still costs two transfers per task, and two stages that begin at layer 0
 would both claim what stands before the layers. Such a module takes fewer segments or ranks.
 
-Cutting a chain of layers into consecutive parts whose largest is as small as possible.
-
-The dynamic programming of Optimus (appendix B), a simple form of Alpa's: F(l, m), the least
-possible largest part when the first l layers form m parts, is the minimum over j < l of
-max(F(j, m - 1), cost of layers j..l). Many cuts share the least maximum, and the paper does not say
-which it takes; here it is the one with the least sum of squares, which evens out the other parts
-too, and among equal ones the one whose last parts are largest.
+Equal parts come from the dynamic programming of Optimus (appendix B), a simple form of Alpa's: F(l,
+m), the least possible largest part when the first l layers form m parts, is the minimum over j < l
+of max(F(j, m - 1), cost of layers j..l). Many cuts share the least maximum, and the paper does not
+say which it takes; here it is the one with the least sum of squares, which evens out the other
+parts too, and among equal ones the one whose last parts are largest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Saving and resuming: any layout to any layout, and never half a checkpoint.
 
 A save copies all tensors to CPU memory (asynchronous) or takes them as they are, lets DCP decide
-which rank writes which chunk, and commits in one rename (see `checkpoint_storage`). Everything
+which rank writes which chunk, and commits in one rename (see `storage`). Everything
 the ranks say to each other meanwhile goes over a gloo group of this module's own: a background
 thread that shared the training group would interleave its collectives with the step's.
 
