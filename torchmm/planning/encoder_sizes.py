@@ -5,9 +5,10 @@
 
 Every combination of pipeline sizes that divide the LLM's, with every tensor-parallel size that does
 (§4.1; with several encoders, §4.4: one tensor-parallel size for all), is first held against the
-memory of the rank that needs most, optimizer state included (`bubbles.encoder_sizes`). Of those that fit,
-the first step is planned and simulated, activations included; the fastest that still fits is taken,
-of equally fast ones the leanest. It is a pure function of the recipe, so every rank finds the same.
+memory of the rank that needs most, optimizer state included (`bubbles.encoder_sizes`). Of those
+that fit, the first step is planned and simulated, activations included; the fastest that still fits
+is taken, of equally fast ones the leanest. It is a pure function of the recipe, so every rank finds
+the same.
 """
 
 from __future__ import annotations
