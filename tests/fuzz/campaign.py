@@ -39,10 +39,12 @@ class Judged:
         return f"{self.draw.first.world} ranks, {' + '.join(parts)}: {keys}"
 
 
-def judge_all(draws: list[Draw], jobs: int, deadline_s: float) -> Iterator[Judged]:
+def judge_all(
+    draws: list[Draw], jobs: int, deadline_s: float, only_read: bool = False
+) -> Iterator[Judged]:
     """Verdicts in the order of the draws."""
     judges: SimpleQueue[Judge] = SimpleQueue()
-    every = [Judge(deadline_s) for _ in range(min(jobs, len(draws)))]
+    every = [Judge(deadline_s, only_read=only_read) for _ in range(min(jobs, len(draws)))]
     for judge in every:
         judges.put(judge)
 
@@ -89,7 +91,7 @@ def summary(judged: list[Judged]) -> str:
     resumed = Counter(j.verdict.then for j in judged if j.verdict.kind == "equal")
     lines = [
         f"{len(judged)} draws: {kinds['equal']} equal, {kinds['refused']} refused, "
-        f"{kinds['failed']} failed",
+        f"{kinds['failed']} failed" + (f", {kinds['read']} only read" if kinds["read"] else ""),
         f"of the equal ones {resumed['equal']} went on equal in another layout, for "
         f"{resumed['refused']} all others were refused",
     ]

@@ -22,7 +22,7 @@ from typing import Literal
 
 from fuzz.draw import Draw
 
-Kind = Literal["equal", "refused", "failed"]
+Kind = Literal["equal", "refused", "failed", "read"]
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class Judge:
     Args:
         deadline_s: longest that the ranks of a layout may take.
         spoil: what ranks do wrong on purpose, see `fuzz.ranks.run_rank`.
+        only_read: whether recipes that are not refused are left at that ("read"), and none is run.
     """
 
-    def __init__(self, deadline_s: float = 120.0, spoil: str = "") -> None:
+    def __init__(self, deadline_s: float = 120.0, spoil: str = "", only_read: bool = False) -> None:
         ours, its = get_context().Pipe()
         tests = Path(__file__).parents[1]
         environment = {
@@ -55,7 +56,8 @@ class Judge:
             "PYTHONSAFEPATH": "1",  # the tree under test is the one that is found here
             "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(tests)]),
         }
-        command = [sys.executable, "-m", "fuzz.server", str(its.fileno()), str(deadline_s), spoil]
+        given = [str(its.fileno()), str(deadline_s), spoil, "only read" if only_read else ""]
+        command = [sys.executable, "-m", "fuzz.server", *given]
         self._process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()])
         its.close()
         self._jobs: Connection = ours

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from fuzz.wording import Refusal, refusal
 
+FILE = "docs/refused.md"
 HEAD = """# What is refused, and why
 
 Before any process starts to talk to another, a recipe is held against its model and the number of
@@ -14,7 +15,7 @@ ranks; all that is wrong with it is told at once, with the keys and what to do. 
 what {draws:,} drawn recipes met (seed {seed}; {refused:,} were refused), most frequent first.
 Numbers are replaced by N, module names by NAME, files by PATH.
 
-Generated: `python tests/fuzz/run.py --draws {draws} --seed {seed} --docs docs/refused.md`
+Generated: `python tests/fuzz/run.py --only-read --draws {draws} --seed {seed} --docs {file}`
 
 | key | what is wrong | remedy | met |
 |---|---|---|---|
@@ -25,7 +26,7 @@ def page(problems: Iterable[str], draws: int, seed: int, refused: int) -> str:
     """The whole page."""
     found = Counter(refusal(problem) for problem in problems)
     rows = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-    text = HEAD.format(draws=draws, seed=seed, refused=refused)
+    text = HEAD.format(draws=draws, seed=seed, refused=refused, file=FILE)
     return text + "".join(_row(entry, times) for entry, times in rows)
 
 

@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=120, help="to shrink a failure; 0: leave it")
     parser.add_argument("--write", type=Path, default=Path("outputs/fuzz"), help="for failures")
     parser.add_argument("--json", type=Path, help="file for all verdicts")
+    parser.add_argument("--only-read", action="store_true", help="judge refusals, run nothing")
     parser.add_argument("--docs", type=Path, help="file for the table of refusals")
     parser.add_argument("--replay", type=Path, help="judge the draw in this file")
     options = parser.parse_args()
@@ -62,7 +63,8 @@ def main() -> int:
 def judge_and_print(draws: list[Draw], options: argparse.Namespace) -> list[Judged]:
     """Verdicts; failures are shrunk, told and written where they are met."""
     judged, begin = [], time.monotonic()
-    for number, found in enumerate(judge_all(draws, options.jobs, options.deadline), 1):
+    every = judge_all(draws, options.jobs, options.deadline, options.only_read)
+    for number, found in enumerate(every, 1):
         judged.append(found)
         spent_s = time.monotonic() - begin
         print(

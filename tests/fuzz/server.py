@@ -1,4 +1,4 @@
-"""The judge's process: `python -m fuzz.server FD DEADLINE_S SPOIL`, started by `fuzz.judge`."""
+"""The judge's process: `python -m fuzz.server FD DEADLINE_S SPOIL ONLY_READ`; see `fuzz.judge`."""
 
 from __future__ import annotations
 
@@ -52,8 +52,11 @@ class Server:
         directory: for data and runs.
     """
 
-    def __init__(self, directory: Path, deadline_s: float, spoil: str = "") -> None:
+    def __init__(
+        self, directory: Path, deadline_s: float, spoil: str = "", only_read: bool = False
+    ) -> None:
         self._spoil = spoil
+        self._only_read = only_read
         self._data = directory / "data"
         self._runs = directory / "runs"
         self._deadline_s = deadline_s
@@ -77,6 +80,8 @@ class Server:
         read = self._read(draw, draw.first, directory, STEPS)
         if isinstance(read, list):
             return refused(read)
+        if self._only_read:
+            return {"kind": "read", "how": ""}
         recipe, model, tokenizer = read
         expected = directory / "reference.pt"
         steps = STEPS + bool(draw.then)
@@ -239,7 +244,7 @@ def main() -> None:
     jobs = Connection(int(sys.argv[1]))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fuzz") as directory, suppress(EOFError):
-        server = Server(Path(directory), float(sys.argv[2]), sys.argv[3])
+        server = Server(Path(directory), float(sys.argv[2]), sys.argv[3], bool(sys.argv[4]))
         gc.freeze()
         while True:
             jobs.send(server.judge(Draw.from_table(jobs.recv())))
