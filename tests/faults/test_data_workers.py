@@ -20,7 +20,7 @@ from data_cases import data_config, training, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from torchmm.common.batch import TextSpec
-from torchmm.recipe.recipe import SourceConfig
+from torchmm.recipe.data_section import SourceConfig
 from torchmm.data.loader import build_loader
 
 if __name__ == "__main__":

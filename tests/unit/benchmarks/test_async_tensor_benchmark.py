@@ -26,7 +26,7 @@ def load(monkeypatch):
 
 
 def test_a_link_transfers_one_after_the_other_and_forgets_what_was_taken(load):
-    link = load("slow_link").Link()
+    link = load("support.slow_link").Link()
     link.s_per_byte = 1e-4
     first, second = link.post(100), link.post(200)
     assert second - first == pytest.approx(0.02)
@@ -47,7 +47,7 @@ def test_the_bound_is_the_longer_of_compute_and_transfers(load):
 
 
 def test_predictions_are_labelled_and_between_nothing_and_all_hidden(load, monkeypatch):
-    prediction = load("async_prediction")
+    prediction = load("support.models.async_prediction")
     monkeypatch.setattr(prediction, "BACKBONES", {"7B": "disttrain_mllm_9b"})
     rows = prediction.prediction_rows()
     assert [row.metric for row in rows] == ["speed-up", "exposed transfers per layer"] * 2

@@ -78,13 +78,13 @@ def test_losses_that_differ_stop_the_benchmark(load):
     [("higher", 1.0, True), ("higher", 0.9, False), ("lower", 1.1, False), ("lower", 0.9, True)],
 )
 def test_a_goal_is_met_in_the_direction_that_is_better(load, better, ours, met):
-    row = load("harness").Row("case", "metric", "unit", ours, goal=1.0, better=better)
+    row = load("support.harness").Row("case", "metric", "unit", ours, goal=1.0, better=better)
     assert row.met is met
 
 
 def test_the_speed_ratio_is_the_median_over_pairs(load):
     # A minute in which everything is ten times slower changes nothing.
-    harness = load("harness")
+    harness = load("support.harness")
     ours, baseline = [(1.0, 1.0), (10.0, 1.0), (1.0, 2.0)], [(2.0, 3.0), (20.0, 3.0), (1.5, 2.0)]
     times = harness.PairedTimes(*([harness.Seconds(*t) for t in side] for side in (ours, baseline)))
     assert times.speed_ratio == 2.0
@@ -92,7 +92,7 @@ def test_the_speed_ratio_is_the_median_over_pairs(load):
 
 
 def test_synthetic_captions_are_the_same_for_a_seed_and_can_be_of_one_length(load, tmp_path):
-    first, second = (load("captions").load_captions(3, data=tmp_path) for _ in range(2))
+    first, second = (load("support.captions").load_captions(3, data=tmp_path) for _ in range(2))
     assert first.records == second.records
     lengths = {len(first.tokenizer(r["text"]).input_ids) for r in first.of_one_length().records}
     assert len(lengths) == 1
@@ -100,7 +100,7 @@ def test_synthetic_captions_are_the_same_for_a_seed_and_can_be_of_one_length(loa
 
 @pytest.mark.parametrize("name", PUBLISHED_SIZES)
 def test_shapes_of_published_models_have_their_size_and_cost(load, name):
-    shape = load("shapes").SHAPES[name]
+    shape = load("support.shapes").SHAPES[name]
     config = ModelConfig(config=shape.llava_config(image_token_id=5))
     model = build_model(config, FreezeConfig(modules=list(shape.frozen)))
     sizes = {module: every for module, (every, _) in model.parameter_counts().items()}

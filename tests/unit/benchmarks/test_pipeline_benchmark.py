@@ -70,7 +70,7 @@ def test_lengths_of_text_shrink_with_the_microbatch(load):
 
 
 def test_splits_are_all_that_are_balanced(load):
-    case = load("pipeline_model_case")
+    case = load("support.cases.pipeline_model_case")
     modules = [
         case.ModuleLayers("vision", "encoder", (1.0,) * 4, True),
         case.ModuleLayers("llm", "llm", (1.0,) * 4),
@@ -88,7 +88,7 @@ def test_splits_are_all_that_are_balanced(load):
 
 
 def test_the_layout_of_a_split_has_both_modules_in_one_virtual_stage(load):
-    case = load("pipeline_model_case")
+    case = load("support.cases.pipeline_model_case")
     modules = [
         case.ModuleLayers("vision", "encoder", (1.0,) * 4, True),
         case.ModuleLayers("llm", "llm", (1.0,) * 4),
@@ -105,7 +105,7 @@ def test_the_layout_of_a_split_has_both_modules_in_one_virtual_stage(load):
 
 
 def test_ratios_are_medians_of_runs_and_times_means_over_steps(load):
-    ranks = load("ranks")
+    ranks = load("support.ranks")
 
     def times(*walls: float) -> list:
         return [ranks.StepTime(wall, wall, 0.0) for wall in walls]
@@ -130,6 +130,6 @@ def fail_on_rank_1() -> str:
 
 
 def test_a_failing_rank_fails_the_benchmark(load):
-    ranks = load("ranks")
+    ranks = load("support.ranks")
     with pytest.raises(ranks.RankFailedError, match=r"(?s)rank 1.*ValueError: no"):
         ranks.run_ranks(fail_on_rank_1, 2)

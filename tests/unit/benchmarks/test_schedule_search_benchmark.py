@@ -16,7 +16,9 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 @pytest.fixture
 def modules(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return (importlib.import_module(n) for n in ("schedule_search", "search_instances"))
+    return (
+        importlib.import_module(n) for n in ("schedule_search", "support.cases.search_instances")
+    )
 
 
 def test_rows_and_picture(modules, tmp_path):

@@ -50,14 +50,14 @@ def test_ranks_that_compute_write_rows_with_equal_gradients(tmp_path):
 
 
 def times(load, *walls: float) -> list:
-    return [load("ranks").StepTime(wall, 1.0, 0.0) for wall in walls]
+    return [load("support.ranks").StepTime(wall, 1.0, 0.0) for wall in walls]
 
 
 def test_goals_hold_against_each_of_the_others(load):
     ours = times(load, 1.0, 1.0, 2.0)
     walls = ((1.2, 1.4, 2.2), (0.9, 1.1, 1.8), (1.5, 0.5, 9.0))
     others = {name: times(load, *wall) for name, wall in zip(OTHERS, walls, strict=True)}
-    comparison = load("ranks").Comparison({"searched": ours, **others}, [0, 0, 0], 2, 0)
+    comparison = load("support.ranks").Comparison({"searched": ours, **others}, [0, 0, 0], 2, 0)
     rows = {row.metric: row for row in load("searched_pipeline").compared("a", comparison, 1.15)}
     assert len(rows) == 9
     goals = [
@@ -70,10 +70,10 @@ def test_goals_hold_against_each_of_the_others(load):
 
 @pytest.mark.parametrize(("planning", "goal", "met"), [({1}, 1.02, False), ({0}, None, None)])
 def test_planning_has_a_goal_where_a_core_is_spare(load, planning, goal, met):
-    beside = load("planning_beside")
+    beside = load("support.cases.planning_beside")
     cores = beside.Cores(frozenset({0}), frozenset(planning))
     pairs = {"planning": times(load, 1.1, 2.2, 4.0), "replay": times(load, 1.0, 2.0, 5.0)}
-    comparison = load("ranks").Comparison(pairs, [0, 0, 0], 2, 0)
+    comparison = load("support.ranks").Comparison(pairs, [0, 0, 0], 2, 0)
     found = {"comparison": comparison, "figures": PlanFigures(planner_ms=1100.0)}
     ratio, seconds, share = beside.rows(cores, 2000, found)
     assert ratio.ours == pytest.approx(1.1)
@@ -86,7 +86,7 @@ def test_planning_has_a_goal_where_a_core_is_spare(load, planning, goal, met):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_cores_are_divided_as_far_as_there_are_any(load, monkeypatch, count):
-    beside = load("planning_beside")
+    beside = load("support.cases.planning_beside")
     monkeypatch.setattr(beside.os, "sched_getaffinity", lambda pid: set(range(count)))
     *with_spare, without = beside.divisions()
     assert not without.spare and len(without.ranks) == min(count, 2)
@@ -96,7 +96,7 @@ def test_cores_are_divided_as_far_as_there_are_any(load, monkeypatch, count):
 
 
 def test_searched_sleep_is_planned_no_slower_than_separated(load):
-    pipeline, sleepers = load("searched_pipeline"), load("sleepers")
+    pipeline, sleepers = load("searched_pipeline"), load("support.sleepers")
     work = sleepers.Work([[1, 9, 0, 4, 20, 2, 3, 7]], layer_s=4e-3, image_s=1e-3)
     size = 1, 2, 4
     played_s = load("bubble_runtime").played_s

@@ -163,7 +163,7 @@ def test_images_of_a_recipe_are_those_of_its_modules(name: str) -> None:
 
 
 def test_named_sizes_are_reached_where_the_printed_shapes_allow_it(load) -> None:
-    figures = load("paper_figures")
+    figures = load("support.papers.paper_figures")
     named = set()
     for size in figures.NAMED_SIZES:
         error = abs(SIZES[size.recipe][size.module] / size.name.value - 1)
@@ -202,7 +202,7 @@ def test_exact_tables_are_reproduced(load, tmp_path, monkeypatch, capsys) -> Non
 
 @pytest.mark.slow
 def test_strong_scaling_follows_from_one_cell(load) -> None:
-    steps = load("paper_steps")
+    steps = load("support.papers.paper_steps")
     calibrated, *_ = section = steps.strong_scaling().cells
     assert calibrated.note.startswith("calibrated") and abs(calibrated.error_percent) < 0.05
     assert 0.2 < steps.efficiency() < 1
@@ -214,7 +214,7 @@ def test_strong_scaling_follows_from_one_cell(load) -> None:
 
 def test_the_factor_is_of_computing_alone(load) -> None:
     profile = load_profile("h100")
-    half = load("paper_steps").scaled(profile, 0.5)
+    half = load("support.papers.paper_steps").scaled(profile, 0.5)
     for kind, curve in half.efficiency.items():
         factor = 0.5 if kind in COMPUTE_KINDS else 1.0
         before = [factor * value for value in profile.efficiency[kind].values]
@@ -222,7 +222,7 @@ def test_the_factor_is_of_computing_alone(load) -> None:
 
 
 def test_a_cell_tells_how_far_it_is_off(load) -> None:
-    tables, figures = load("paper_tables"), load("paper_figures")
+    tables, figures = load("paper_tables"), load("support.papers.paper_figures")
     cell = tables.Comparison(figures.Figure("somewhere", 8.0, "s"), 7.0, goal_percent=10.0)
     value, error = cell.rows()
     assert cell.error_percent == -12.5
@@ -232,7 +232,7 @@ def test_a_cell_tells_how_far_it_is_off(load) -> None:
 
 def test_figures_are_those_of_consistent_tables(load) -> None:
     """Slips of transcription would break what the tables share."""
-    figures = load("paper_figures")
+    figures = load("support.papers.paper_figures")
     for (_, gpus), row in figures.OPTIMUS_STRONG_SCALING.items():
         assert row.flops_per_s.value * row.seconds.value == pytest.approx(5.12e18, rel=3e-3), gpus
     seconds = [row.seconds.value for row in figures.PIPEWEAVER_ABLATION.values()]
