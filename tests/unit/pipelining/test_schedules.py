@@ -9,11 +9,11 @@ from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.schedules.classic import forward_only
 from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout
-from torchmm.recipe import recipe as config
+from torchmm.recipe import parallel_section
 
 
 def test_recipes_know_the_same_schedules():
-    assert set(config.SCHEDULES) == {*SCHEDULES, "searched"}  # which needs costs: in balance
+    assert set(parallel_section.SCHEDULES) == {*SCHEDULES, "searched"}  # which needs costs: in balance
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
