@@ -13,7 +13,8 @@ from torchmm.recipe import parallel_section
 
 
 def test_recipes_know_the_same_schedules():
-    assert set(parallel_section.SCHEDULES) == {*SCHEDULES, "searched"}  # which needs costs: in balance
+    # The last needs costs, and so is in balance.
+    assert set(parallel_section.SCHEDULES) == {*SCHEDULES, "searched"}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
