@@ -10,11 +10,11 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.encoders import EncoderModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.tensor.apply import tensor_problems
+from torchmm.planning.executions import run_executions
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.placement_sizes import encoder_layout, units_of
+from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.read import resolve_layout
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.sizes import replica_groups
@@ -46,15 +46,11 @@ def check_layout(
 
 
 def _tensor_problems(recipe: Recipe, model: MultimodalModel, world_size: int) -> list[str]:
-    parallel, units = recipe.parallel, units_of(recipe, world_size)
-    problems: list[str] = []
-    for module in model.modality_modules():
-        if units:
-            size = units[module.name].tensor
-        else:
-            sizes = resolve_layout(parallel, world_size)
-            if parallel.placement == "colocated" and isinstance(module, EncoderModule):
-                sizes = encoder_layout(parallel, module.name, sizes)
-            size = sizes.tensor
-        problems += tensor_problems(module, size, parallel.async_tensor_parallel)
-    return problems
+    modules = list(model.modality_modules())
+    executions = run_executions(recipe, [module.describe() for module in modules], world_size)
+    overlaps = recipe.parallel.async_tensor_parallel
+    return [
+        problem
+        for module in modules
+        for problem in tensor_problems(module, executions[module.name].tensor, overlaps)
+    ]
