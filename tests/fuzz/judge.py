@@ -6,7 +6,9 @@
 The judge is a warm process without threads, which has everything imported; ranks and the reference
 are forks of it, so a rank that crashes or hangs costs its recipe and nothing else. A recipe is
 refused where reading it, or building its model, raises a `ConfigError`: that is before any process
-group. Whatever goes wrong later is a failure: a wrong number, a crash, a hang, a late refusal.
+group; only that a step does not fit into `activation_checkpoint.memory_limit` cannot be known
+before its images are. Whatever else goes wrong later is a failure: a wrong number, a crash, a hang,
+a late refusal.
 """
 
 from __future__ import annotations

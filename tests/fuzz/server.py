@@ -28,13 +28,16 @@ from fuzz.ranks import run_rank, run_reference
 from fuzz.recipes import complete
 from fuzz.reference import write_generator
 from fuzz.wording import names_a_key
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, PlanError
 from torchmm.planning.open_sizes import orchestrated
 from torchmm.recipe.read import load_recipe
 from torchmm.training.build import build_unfilled_model
 from torchmm.training.layout_checks import check_layout
 
 Table = dict[str, Any]
+LIMIT = "raise activation_checkpoint.memory_limit"
+"""How a plan that cannot stay within memory is refused: when a step's images are known, not before
+(docs/layer_tuning.md). The one refusal that may come late."""
 
 
 class FailedError(Exception):
@@ -43,6 +46,10 @@ class FailedError(Exception):
     def __init__(self, how: str, problems: list[str]) -> None:
         super().__init__(how)
         self.how, self.problems = how, problems
+
+
+class BeyondMemoryError(Exception):
+    """A step's plan does not fit into `memory_limit`; what the ranks said."""
 
 
 class Server:
@@ -73,6 +80,8 @@ class Server:
             verdict = self._judge(draw, directory)
         except FailedError as failure:
             verdict = {"kind": "failed", "how": failure.how, "problems": failure.problems}
+        except BeyondMemoryError as refusal:
+            verdict = refused(list(refusal.args[0]))
         shutil.rmtree(directory, ignore_errors=True)
         return verdict | {"seconds": time.perf_counter() - begin}
 
@@ -110,6 +119,8 @@ class Server:
                 bounds = BOUNDS[read[0].training.dtype]
                 if problems := list(differences(ranks, wanted, STEPS, bounds)):
                     raise FailedError("different", problems)
+            except BeyondMemoryError:
+                continue
             except FailedError as failure:
                 how = f"{failure.how} after resuming"
                 raise FailedError(how, [f"then {layout}", *failure.problems]) from failure
@@ -169,6 +180,8 @@ class Server:
             process.join()
         found = {how for how, _ in told.values()} - {"done"}
         texts = [f"rank {r}: {text}" for r, (how, text) in sorted(told.items()) if how != "done"]
+        if "beyond memory" in found:  # its peers miss it, or say the same
+            raise BeyondMemoryError(texts)
         if "late refusal" in found:
             raise FailedError("late refusal", texts)
         if found or len(told) < layout.world:
@@ -210,7 +223,7 @@ def fork(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def rank_main(place: tuple[int, int, int, Path], writer: Connection, args: tuple) -> None:
-    """One rank of a run: tells "done", "late refusal" or "crash"."""
+    """One rank of a run: tells "done", "late refusal", "beyond memory" or "crash"."""
     rank, world, port, log = place
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
@@ -225,6 +238,9 @@ def rank_main(place: tuple[int, int, int, Path], writer: Connection, args: tuple
         writer.send(("done", ""))
     except ConfigError as error:
         writer.send(("late refusal", str(error)))
+    except PlanError as error:
+        told = "beyond memory" if LIMIT in str(error) else "crash"
+        writer.send((told, traceback.format_exc() if told == "crash" else str(error)))
     except BaseException:
         writer.send(("crash", traceback.format_exc()))
     finally:
