@@ -52,7 +52,7 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         picture = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
         print(describe_run(recipe, world_size, picture))
         return 0
-    from torchmm.training.trainer import train
+    from torchmm.training.run import train
 
     return train(recipe)
 

@@ -175,7 +175,8 @@ class ComputingReplicas:
     def step(self, index: int) -> float:
         """Seconds of work."""
         self.model.zero_grad()
-        _, result = self.pipeline.run(self.steps[index])
+        plan = self.pipeline.plan_training(self.steps[index])
+        result = self.pipeline.run(plan, self.steps[index])
         for parameter in self.model.parameters():
             if parameter.grad is None:  # no images at all on this replica
                 parameter.grad = torch.zeros_like(parameter)

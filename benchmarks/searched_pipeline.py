@@ -98,17 +98,10 @@ class PlannedProgram(OurProgram):
         rates: Mapping[Kind, float],
     ) -> None:
         super().__init__(name, model, steps, choice, mesh)
-        self.pipeline.factors = rates
-        self.plans = [self._plan(step) for step in steps]
-        self.index = 0
-        self.pipeline.ready = lambda metas, specs: self.plans[self.index]
+        self.plans = [self.pipeline.plan_training(step, factors=rates) for step in steps]
 
-    def _plan(self, step: Sequence[Microbatch]) -> PipelinePlan:
-        return self.pipeline.plan([m.meta for m in step], [m.target_count for m in step])
-
-    def step(self, index: int) -> float:
-        self.index = index
-        return super().step(index)
+    def plan(self, index: int) -> PipelinePlan:
+        return self.plans[index]
 
 
 def searched_s(costs: Costs, choice: SearchedChoice) -> float:

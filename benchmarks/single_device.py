@@ -38,6 +38,7 @@ from support.shapes import SHAPES, Shape
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import StepBatch
 from torchmm.parallel.mesh import select_device, start_process_group
+from torchmm.planning.resolved import resolve
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -49,7 +50,7 @@ from torchmm.recipe.training_section import (
     OptimizerConfig,
     TrainingConfig,
 )
-from torchmm.training.build import build_run, build_unfilled_model
+from torchmm.training.build import build_run, build_unfilled_model, cut_model
 from torchmm.training.ending import StopSignal
 from torchmm.training.metrics import peak_flops
 from torchmm.training.trainer import Trainer
@@ -158,11 +159,11 @@ def _run_case(
         tempfile.TemporaryDirectory() as scratch,
         _open_trainer(case, captions, Path(scratch), device) as trainer,
     ):
-        run = trainer.parts
-        batches = list(islice(run.loader, case.batches))
+        parts = trainer.parts
+        batches = list(islice(parts.loader, case.batches))
         vision = SHAPES[case.shape].vision
         padded = [pad_batch(captions, b.microbatches[0], vision, device) for b in batches]
-        baseline = build_baseline(run.recipe, run.model, device)
+        baseline = build_baseline(parts.run.recipe, parts.model, device)
         times = _compare(case, trainer, baseline, batches, padded, device)
         flops = _flops(trainer, batches)
     rows = _speed_rows(case, times, batches, flops, peak, device)
@@ -181,9 +182,11 @@ def _release_memory(device: torch.device) -> None:
 def _open_trainer(
     case: Case, captions: Captions, scratch: Path, device: torch.device
 ) -> Iterator[Trainer]:
-    recipe = _recipe(case, captions, scratch, device)
+    run = resolve(_recipe(case, captions, scratch, device), 1)
     with StopSignal() as stop, redirect_stdout(io.StringIO()):  # the run's own start table
-        trainer = Trainer(build_run(recipe, scratch, device, *build_unfilled_model(recipe)), stop)
+        model, tokenizer = build_unfilled_model(run)
+        cut = cut_model(run, model, tokenizer, device)
+        trainer = Trainer(build_run(run, scratch, device, model, tokenizer, cut), stop)
     with closing(trainer):
         yield trainer
 

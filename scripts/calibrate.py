@@ -24,16 +24,15 @@ import torch.distributed as dist
 
 from torchmm.balance.costs.calibration import Observed, RecordedStep, fit_profile, learn, observe
 from torchmm.balance.costs.devices import DEVICES
-from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile, save_profile
 from torchmm.common.errors import TorchmmError
 from torchmm.measure.operators import machine, measure
 from torchmm.models.registry import build_model
 from torchmm.pipelining.view.records import read_content, read_records
-from torchmm.planning.executions import module_executions
-from torchmm.recipe.placement_sizes import units_of
-from torchmm.recipe.read import load_recipe, resolve_layout
+from torchmm.planning.executions import run_costs
+from torchmm.planning.resolved import resolve
+from torchmm.recipe.read import load_recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,11 +139,7 @@ def _learn(options: argparse.Namespace) -> Profile:
     if parallel.placement == "disaggregated" and options.world_size is None:
         raise ValueError("modules on ranks of their own: give their number, --world-size")
     ranks = options.world_size or parallel.pipeline * parallel.tensor
-    units = units_of(recipe, ranks)
-    llm = units["llm"] if units else resolve_layout(parallel, ranks)
-    checkpointing = recipe.activation_checkpoint
-    executions = module_executions(parallel, checkpointing, modules, llm, units)
-    costs = CostModel(profile, recipe.training.dtype, executions)
+    costs = run_costs(resolve(recipe, ranks), modules, profile)
     observed: list[Observed] = []
     for path in options.learn:
         records, graph = read_records(path)

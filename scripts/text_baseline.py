@@ -16,9 +16,9 @@ from rich.table import Table
 
 from torchmm.common.errors import TorchmmError
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, select_device, start_process_group
+from torchmm.planning.resolved import Resolved, resolve
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.recipe import Recipe
 from torchmm.training.ablation import image_losses, text_only_loss
 
 
@@ -44,15 +44,15 @@ def main() -> int:
 
 
 def _losses(run_dir: Path, blind_dir: Path | None) -> list[tuple[str, str, float]]:
-    recipe = _read(run_dir)
-    device = select_device(recipe.training.device)
+    run = _read(run_dir)
+    device = select_device(run.recipe.training.device)
     alone = ParallelConfig()
     start_process_group(alone, device)
     mesh = build_mesh(alone, device)
-    rows = [("LLM as it came", "none", text_only_loss(recipe, mesh))]
+    rows = [("LLM as it came", "none", text_only_loss(run, mesh))]
     if blind_dir is not None:
         rows.append(("trained blind", "blank", _blind_loss(blind_dir, mesh)))
-    losses = image_losses(recipe, run_dir, mesh)
+    losses = image_losses(run, run_dir, mesh)
     names = {"blank": "blank", "other": "of another sample", "own": "its own"}
     return rows + [("trained", name, losses[key]) for key, name in names.items()]
 
@@ -61,9 +61,9 @@ def _blind_loss(run_dir: Path, mesh: ParallelMesh) -> float:
     return image_losses(_read(run_dir), run_dir, mesh)["blank"]
 
 
-def _read(run_dir: Path) -> Recipe:
+def _read(run_dir: Path) -> Resolved:
     recipe = load_recipe(run_dir / "recipe.toml", [], world_size=1).recipe
-    return recipe.model_copy(update={"parallel": ParallelConfig()})
+    return resolve(recipe.model_copy(update={"parallel": ParallelConfig()}), 1)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def _warm_process() -> Connection:
 
 def _serve(jobs: Connection) -> None:
     """Starts the ranks of one job after the other."""
-    import torchmm.training.trainer  # noqa: F401, PLC0415 - what is paid for once
+    import torchmm.training.run  # noqa: F401, PLC0415 - what is paid for once
 
     with suppress(EOFError):
         while True:

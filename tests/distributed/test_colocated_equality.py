@@ -226,7 +226,8 @@ def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[li
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     targets = sum(m.target_count for m in batch)
-    plan, result = pipeline.run(share, loss_scale=1 / targets)
+    plan = pipeline.plan_training(share)
+    result = pipeline.run(plan, share, loss_scale=1 / targets)
     loss, gradients = shared_reference(case.freeze, case.encoders)
     here = result.losses if mesh.mesh.get_local_rank("tensor") == 0 else {}
     problems = _loss_problems(here, targets, loss)

@@ -229,7 +229,7 @@ def compare(case: Case) -> list[str]:
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     counts = _counts(batch)
     step = TrainStep(pipeline, mesh, WEIGHTS)
-    outcome = step.run(share, counts["llm"], global_images=counts["generator"])
+    outcome = step.run(pipeline.plan_training(share), share, counts["llm"], counts["generator"])
     problems = _loss_problems({**outcome.losses, "": outcome.loss}, wanted, mesh)
     problems += _gradient_problems(model, wanted, mesh)
     problems += _traffic_problems(outcome.plan, layout, case)

@@ -21,11 +21,12 @@ from transformers import (
 )
 
 from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
+from torchmm.planning.resolved import resolve
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.ablation import image_losses, text_only_loss
-from torchmm.training.trainer import train
+from torchmm.training.run import train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 VISION = "model.encoders.vision.config."
@@ -71,10 +72,11 @@ def train_and_compare(recipes: list[Recipe], ports: list[int]) -> dict[str, floa
     device = select_device("cpu")
     start_process_group(ParallelConfig(), device)
     mesh = build_mesh(ParallelConfig(), device)
+    run = resolve(recipes[0], mesh.world_size)
     run_dir = Path(recipes[0].output_dir) / recipes[0].name
     return {
-        "text": text_only_loss(recipes[0], mesh),
-        **image_losses(recipes[0], run_dir, mesh),
+        "text": text_only_loss(run, mesh),
+        **image_losses(run, run_dir, mesh),
     }
 
 

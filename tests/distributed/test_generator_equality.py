@@ -289,7 +289,9 @@ def compare(
     for number, reference in enumerate(wanted):
         model.zero_grad(set_to_none=True)
         share = reference.batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
-        outcome = step.run(share, reference.targets, global_images=reference.images)
+        outcome = step.run(
+            pipeline.plan_training(share), share, reference.targets, reference.images
+        )
         own = [outcome.loss, *(outcome.losses[name] for name in WEIGHTS)]
         local = [loss.item() * mesh.pipeline_size for loss in own]
         expected = [reference.loss, *(reference.by_module[name] for name in WEIGHTS)]

@@ -162,7 +162,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     init_weights(model, seed=1)
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
-    local_loss = TrainStep(pipeline, mesh).run(share, targets).loss
+    local_loss = TrainStep(pipeline, mesh).run(pipeline.plan_training(share), share, targets).loss
     # Only one rank of a pipeline has a loss.
     total_loss = mesh.sum_over_data([local_loss.item() * mesh.pipeline_size])[0]
     trained = [p for p in model.parameters() if p.requires_grad]

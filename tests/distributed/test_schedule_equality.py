@@ -187,7 +187,7 @@ def _compare(
     for number, reference in enumerate(references):
         model.zero_grad(set_to_none=True)
         share = reference.batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
-        outcome = step.run(share, reference.targets)
+        outcome = step.run(pipeline.plan_training(share), share, reference.targets)
         loss = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
         if abs(loss / reference.loss - 1) > 1e-5:
             problems.append(f"step {number}: loss {loss}, expected {reference.loss}")

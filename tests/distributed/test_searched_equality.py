@@ -39,17 +39,18 @@ def compare(layout: dict[str, int]) -> tuple[list[str], int, int]:
     for seed in range(BATCHES):
         batch, speed = batch_of(seed), random.Random(seed)
         targets = sum(m.target_count for m in batch)
-        of.pipeline.factors = {
+        factors = {
             (name, kind): speed.choice((0.3, 1.0, 3.0))
             for name in ("llm", "vision")
             for kind in (ActionType.F, ActionType.B)
         }
         of.model.zero_grad(set_to_none=True)
         share = of.share(batch)
-        of.pipeline.tuning = None
+        tuning = None
         if seed % 2:
-            of.pipeline.tuning = half_way(of.pipeline, of.descriptions, [m.meta for m in share])
-        outcome = of.step.run(share, targets)
+            tuning = half_way(of.pipeline, [m.meta for m in share], factors)
+        plan = of.pipeline.plan_training(share, factors=factors, tuning=tuning)
+        outcome = of.step.run(plan, share, targets)
         tuned += bool(outcome.plan.recompute)
         loss = of.mesh.sum_over_data([outcome.loss.item() * of.mesh.pipeline_size])[0]
         wanted = sum(shared_losses(of.alone, [batch], targets)[0]) / targets

@@ -131,15 +131,14 @@ def compare(kinds: dict[str, Kind]) -> tuple[list[str], int, int]:
     none = ActivationCheckpointConfig(mode="none")
     parallelize(model, mesh, config, none, CompileConfig(), torch.float32)
     filled(model)
-    step = TrainStep(
-        Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32), mesh
-    )
+    pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
+    step = TrainStep(pipeline, mesh)
     alone, problems, searched, lacking = filled(_whole(kinds)), [], 0, 0
     for seed in range(BATCHES):
         batch = batch_of(kinds, seed)
         targets = sum(m.target_count for m in batch)
         model.zero_grad(set_to_none=True)
-        outcome = step.run(batch, targets)
+        outcome = step.run(pipeline.plan_training(batch), batch, targets)
         loss = mesh.sum_over_data([outcome.loss.item() * mesh.pipeline_size])[0]
         wanted = sum(shared_losses(alone, [batch], targets)[0]) / targets
         if abs(loss / wanted - 1) > 1e-5:

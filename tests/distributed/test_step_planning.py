@@ -3,7 +3,6 @@
 import logging
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 from launch import run_distributed
@@ -49,11 +48,9 @@ class FakeProcess:
         graph = self.graph(request)
         order = tuple(tuple(row) for row in reversed_microbatches(graph, self.setup.config))
         plan = lower_plan(order, graph, {}, sharding="step")
-        work = np.ones((2, len(self.setup.kinds)))
-        return PlannedStep(
-            step, encode_plan(plan), work, 50.0, 60.0, 33, "search", 7.0,
-            self.mood == "finished", bool(request.rates),
-        )  # fmt: skip
+        predicted_ms = 50.0 if request.rates else None
+        finished = self.mood == "finished"
+        return PlannedStep(step, encode_plan(plan), predicted_ms, 0.2, 33, 7.0, finished)
 
     def graph(self, request: PlanRequest) -> StageGraph:
         return step_graph(self.setup.layout, self.setup.config, request.microbatches)
@@ -91,7 +88,7 @@ class Run:
         logger = logging.Logger("planning")
         logger.addHandler(self.log)
         self.planner = StepPlanner(
-            of.pipeline, of.descriptions, of.mesh, logger,
+            of.pipeline, None, of.mesh, logger,
             deterministic=options.get("deterministic", False), steps=20, start=self.start,
         )  # fmt: skip
         self.number = 0
@@ -108,9 +105,10 @@ class Run:
         other = [batch_of(9)[1]] * 4
         metas = [m.meta for m in (other if announced else batch)]
         replicas = of.mesh.data_parallel_size
-        self.planner.begin(self.number, lambda: [metas[:2]] * replicas)
-        outcome = of.step.run(of.share(batch)[:2], 50)
-        self.planner.observe(outcome, 100.0)
+        share = of.share(batch)[:2]
+        plan = self.planner.plan(self.number, share, lambda: [metas[:2]] * replicas)
+        outcome = of.step.run(plan, share, 50)
+        self.planner.learn(self.number, outcome, share, 100.0)
         return self.planner.figures, compute_order(outcome.plan)
 
 

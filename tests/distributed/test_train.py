@@ -10,7 +10,7 @@ from tiny_recipe import records, tiny_recipe, weights
 
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.ending import read_status
-from torchmm.training.trainer import train
+from torchmm.training.run import train
 
 pytestmark = pytest.mark.slow
 STEPS = 20

@@ -11,7 +11,7 @@ from ports import free_port
 from tiny_recipe import arguments, records, tiny_recipe, weights
 
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.trainer import train
+from torchmm.training.run import train
 
 pytestmark = pytest.mark.slow
 

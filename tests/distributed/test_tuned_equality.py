@@ -88,12 +88,12 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
         batch = batch_of(seed)
         targets = sum(m.target_count for m in batch)
         share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
-        pipeline.tuning = half_way(pipeline, descriptions, [m.meta for m in share])
+        tuning = half_way(pipeline, [m.meta for m in share])
         model.zero_grad(set_to_none=True)
         with CountPeak(held_in_a_step(model, share)) as counter:
-            outcome = step.run(share, targets)
+            outcome = step.run(pipeline.plan_training(share, tuning=tuning), share, targets)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        peak, limit = counter.peak_bytes + 8 * trained, pipeline.tuning.memory_limit_bytes
+        peak, limit = counter.peak_bytes + 8 * trained, tuning.memory_limit_bytes
         if pipeline.sharding == "none" and peak > limit:
             problems.append(f"batch {seed}: {peak} bytes of {limit}")
         chosen = [mode for modes in outcome.plan.recompute.values() for mode in modes]

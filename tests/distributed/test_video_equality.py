@@ -151,13 +151,14 @@ def compare() -> list[str]:
         for seed in range(BATCHES if schedule == "searched" else 3):
             batch, speed = batch_of(seed), random.Random(seed)
             targets = sum(m.target_count for m in batch)
-            of.pipeline.factors = {
+            factors = {
                 (name, kind): speed.choice((0.3, 1.0, 3.0))
                 for name in ("llm", "vision")
                 for kind in (ActionType.F, ActionType.B)
             }
             of.model.zero_grad(set_to_none=True)
-            outcome = of.step.run(batch, targets)
+            plan = of.pipeline.plan_training(batch, factors=factors)
+            outcome = of.step.run(plan, batch, targets)
             loss = of.mesh.sum_over_data([outcome.loss.item() * of.mesh.pipeline_size])[0]
             wanted = sum(shared_losses(of.alone, [batch], targets)[0]) / targets
             if abs(loss / wanted - 1) > 1e-5:

@@ -1,24 +1,27 @@
 """Memory limits that plans can meet, but not with everything kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.rates import Kind
 from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.training.pipeline import Pipeline
 
 
 def half_way(
-    pipeline: Pipeline, modules: Sequence[ModuleDescription], metas: Sequence[MicrobatchMeta]
+    pipeline: Pipeline,
+    metas: Sequence[MicrobatchMeta],
+    factors: Mapping[Kind, float] | None = None,
 ) -> LayerTuning:
     """Half-way between the least and the most that the step's plan may need on any rank."""
+    modules = pipeline.descriptions
     names = frozenset(module.name for module in modules)
     costs = CostModel(load_profile("cpu"), "float32", {name: Execution() for name in names})
     tuning = LayerTuning(costs, names, 0, pipeline.sharding == "layer")
-    pipeline.tuning = None
-    needs = memory_needs(pipeline.plan(metas), modules, metas, tuning)
+    needs = memory_needs(pipeline.plan(metas, factors=factors), modules, metas, tuning)
     least, most = (max(each) for each in zip(*needs, strict=True))
     return replace(tuning, memory_limit_bytes=(least + most) // 2)

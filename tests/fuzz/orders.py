@@ -10,20 +10,19 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.classic import gpipe, one_f_one_b, zero_bubble
 from torchmm.pipelining.view.exchange import write_order
+from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.read import resolve_layout
-from torchmm.recipe.recipe import Recipe
 
 
-def write_csv(recipe: Recipe, model: Any, world: int, file: Path) -> None:
+def write_csv(run: Resolved, model: Any, file: Path) -> None:
     """Writes one of the classic orders for the recipe's microbatches of text.
 
     Args:
-        recipe: with the schedule "separated".
+        run: of a recipe with the schedule "separated".
     """
     descriptions = [module.describe() for module in model.modality_modules()]
-    training, sizes = recipe.training, resolve_layout(recipe.parallel, world)
-    ranks = sizes.replicate * sizes.shard * training.microbatch_size
+    recipe, training = run.recipe, run.recipe.training
+    ranks = run.llm.data_parallel * training.microbatch_size
     tokens = training.microbatch_size * training.sequence_length
     layout = plan_layout(recipe.parallel, descriptions, [MicrobatchMeta((), tokens)])
     graph = StageGraph(layout, training.global_batch_size // ranks, {})

@@ -21,16 +21,22 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.health import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
+from torchmm.planning.resolved import Resolved
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_run
+from torchmm.training.build import ModelCut, build_run
 from torchmm.training.ending import StopSignal
 from torchmm.training.trainer import Trainer
 
 
 def run_rank(
-    recipe: Recipe, model: MultimodalModel, tokenizer: Any, found: Path, spoil: str = ""
+    run: Resolved,
+    model: MultimodalModel,
+    tokenizer: Any,
+    cut: ModelCut,
+    found: Path,
+    spoil: str = "",
 ) -> None:
-    """Trains as `torchmm.training.trainer.train` does and saves what this rank has seen.
+    """Trains as `torchmm.training.run.train` does and saves what this rank has seen.
 
     Args:
         model: on the meta device; this process may cut it.
@@ -38,6 +44,7 @@ def run_rank(
             norms of all steps, weights at the end.
         spoil: "gradient" or "rows" makes something wrong on purpose, to test the judge.
     """
+    recipe = run.recipe
     run_dir = Path(recipe.output_dir) / recipe.name
     run_dir.mkdir(parents=True, exist_ok=True)
     seen: dict[str, Any] = {"losses": [], "norms": []}
@@ -45,7 +52,7 @@ def run_rank(
         device = select_device(recipe.training.device)
         with peer_errors(int(os.environ["RANK"])):
             start_process_group(recipe.parallel, device)
-            parts = build_run(recipe, run_dir, device, model, tokenizer)
+            parts = build_run(run, run_dir, device, model, tokenizer, cut)
         if spoil == "rows":
             _turn_rows(next(p for p in parts.model.parameters() if p.ndim > 1))
         trainer = Trainer(parts, stop)

@@ -30,9 +30,9 @@ from fuzz.reference import write_generator
 from fuzz.wording import names_a_key
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.planning.open_sizes import orchestrated
+from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
-from torchmm.training.build import build_unfilled_model
-from torchmm.training.layout_checks import check_layout
+from torchmm.training.build import build_unfilled_model, cut_model
 
 Table = dict[str, Any]
 LIMIT = "raise activation_checkpoint.memory_limit"
@@ -91,7 +91,8 @@ class Server:
             return refused(read)
         if self._only_read:
             return {"kind": "read", "how": ""}
-        recipe, model, tokenizer = read
+        run, model, tokenizer, _ = read
+        recipe = run.recipe
         expected = directory / "reference.pt"
         steps = STEPS + bool(draw.then)
         helper = fork(run_reference, recipe, model, tokenizer, steps, expected)
@@ -116,7 +117,7 @@ class Server:
                 continue
             try:
                 ranks = self._launch(layout, read, directory)
-                bounds = BOUNDS[read[0].training.dtype]
+                bounds = BOUNDS[read[0].recipe.training.dtype]
                 if problems := list(differences(ranks, wanted, STEPS, bounds)):
                     raise FailedError("different", problems)
             except BeyondMemoryError:
@@ -128,7 +129,7 @@ class Server:
         return "refused" if draw.then else ""
 
     def _read(self, draw: Draw, layout: Layout, directory: Path, steps: int) -> Any:
-        """The recipe and the unfilled model, or what is wrong with it, as train.py finds it."""
+        """What a rank begins with, or what is wrong with the recipe, as train.py finds it."""
         table = complete(draw.table(layout), draw.source, self._data, directory, steps)
         if (generator := table["model"].get("generator")) is not None:
             generator["source"] = str(directory / "generator")
@@ -143,15 +144,14 @@ class Server:
         os.environ.update(WORLD_SIZE=str(layout.world), RANK="0")
         try:
             recipe = load_recipe(file, [], layout.world).recipe
-            recipe = orchestrated(recipe, layout.world)
-            model, tokenizer = build_unfilled_model(recipe)
+            run = resolve(orchestrated(recipe, layout.world), layout.world)
+            model, tokenizer = build_unfilled_model(run)
             if asks_for_order:
-                write_csv(recipe, model, layout.world, directory / "order.csv")
+                write_csv(run, model, directory / "order.csv")
                 table["parallel"]["schedule"] = f"csv:{directory / 'order.csv'}"
                 file.write_text(tomli_w.dumps(table))
-                recipe = load_recipe(file, [], layout.world).recipe
-            check_layout(recipe, model, tokenizer, layout.world)
-            return recipe, model, tokenizer
+                run = resolve(load_recipe(file, [], layout.world).recipe, layout.world)
+            return run, model, tokenizer, cut_model(run, model, tokenizer, torch.device("cpu"))
         except ConfigError as error:
             return list(error.problems)
         except Exception as error:

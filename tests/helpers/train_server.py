@@ -156,7 +156,7 @@ class TrainServer:
 
 
 def _serve(address: str) -> None:
-    import torchmm.training.trainer  # noqa: F401, PLC0415 - what is paid for once
+    import torchmm.training.run  # noqa: F401, PLC0415 - what is paid for once
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the watchers
     with socket.socket(socket.AF_UNIX) as listener:

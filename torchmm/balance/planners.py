@@ -8,7 +8,7 @@ and the balance package is here: a planner gets durations and returns the graph 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchmm.balance.bubbles.optimus import optimus
@@ -46,17 +46,31 @@ class Planner(NamedTuple):
     """The step's graph with replicas chosen, and the order of every rank."""
 
 
-def costs_of(graph: StageGraph, durations: Durations) -> PlanCosts:
-    """Costs of nothing but actions.
+@dataclass(frozen=True)
+class RelativeCosts:
+    """Costs that compare orders of a step, although nobody knows its seconds and bytes.
+
+    Attributes:
+        costs: times are thousandths of the step's whole work, and bytes proportional to them.
+        unit: such a thousandth in the unit of the durations it comes from (FLOPs, or milliseconds
+            where rates were measured).
+    """
+
+    costs: PlanCosts
+    unit: float
+
+
+def relative_costs(graph: StageGraph, durations: Durations) -> RelativeCosts:
+    """Costs of compute actions alone.
 
     Args:
-        durations: in any unit: all together are made to take a second, so that what they are in
-            does not matter.
+        durations: in any unit; only their ratios count.
     """
     found = {Action(k, *t): float(durations(Action(k, *t))) for t in graph.tasks() for k in COMPUTE}
     total = sum(found.values())
     scale = 1000.0 / total if total > 0 else 1.0
-    return PlanCosts({action: value * scale for action, value in found.items()})
+    costs = PlanCosts({action: value * scale for action, value in found.items()})
+    return RelativeCosts(costs, 1.0 / scale)
 
 
 def layout_optimus(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> StageLayout:
@@ -90,7 +104,7 @@ def plan_optimus(
     Raises:
         ValueError: the layout is not colocated.
     """
-    costs = costs_of(graph, durations)
+    costs = relative_costs(graph, durations).costs
     if config.tensor_bubbles:
         encoders = encoder_stages(graph)
         tensor_ms = {
@@ -123,16 +137,18 @@ def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> 
     return separated_layout(modules, config.pipeline, segments)
 
 
-def search_costs(graph: StageGraph, durations: Durations) -> PlanCosts:
-    """Costs of nothing but actions, and memory as a static schedule would need it.
+def search_costs(graph: StageGraph, durations: Durations) -> RelativeCosts:
+    """Costs of compute actions, and memory as a static schedule would need it.
 
     What a task keeps is taken as proportional to its forward's work, as it is in layers of one
     kind; so the limit needs no device: that of the separated schedule, by rank.
     """
-    costs = costs_of(graph, durations)
-    forwards = {task: costs.compute_ms[Action(ActionType.F, *task)] for task in graph.tasks()}
-    kept = {task: round(forward_ms * 1e6) for task, forward_ms in forwards.items()}
-    return limited_like_separated(graph, replace(costs, kept_bytes=kept))
+    relative = relative_costs(graph, durations)
+    work = relative.costs.compute_ms
+    # Whole numbers, fine enough to tell tasks apart that differ by a billionth of the step.
+    kept = {task: round(work[Action(ActionType.F, *task)] * 1e6) for task in graph.tasks()}
+    limited = limited_like_separated(graph, replace(relative.costs, kept_bytes=kept))
+    return replace(relative, costs=limited)
 
 
 def search_order(
@@ -146,7 +162,7 @@ def search_order(
     Raises:
         ValueError: a duration is no number, or nothing fits into memory.
     """
-    return _searched(config, graph, search_costs(graph, durations), budget, LEAST_GAIN)
+    return _searched(config, graph, search_costs(graph, durations).costs, budget, LEAST_GAIN)
 
 
 def search_by_costs(config: ParallelConfig, graph: StageGraph, costs: PlanCosts) -> SearchedOrder:

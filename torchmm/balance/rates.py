@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
@@ -45,22 +46,65 @@ class Change(NamedTuple):
 
 
 @dataclass
+class Rates:
+    """What a FLOP of each kind of action takes, smoothed over the steps of a run.
+
+    Attributes:
+        ms_per_flop: by kind; kinds that never ran are missing.
+    """
+
+    ms_per_flop: dict[Kind, float] = field(default_factory=dict)
+
+    def learn(self, totals: Mapping[Kind, Total]) -> None:
+        """Takes in a step.
+
+        Args:
+            totals: of all ranks together, by kind.
+        """
+        for kind, (measured_ms, flops) in totals.items():
+            if flops > 0 and measured_ms > 0:
+                rate = measured_ms / flops
+                old = self.ms_per_flop.get(kind, rate)
+                self.ms_per_flop[kind] = SMOOTHING * rate + (1 - SMOOTHING) * old
+
+    def complete(self, modules: Iterable[str]) -> dict[Kind, float]:
+        """Rates of every kind of action of these modules; none before the first step.
+
+        Modules without any work so far have the median of the others, and halves of a backward
+        that never ran alone have the rate of the whole one.
+        """
+        if not self.ms_per_flop:
+            return {}
+        middle = median(self.ms_per_flop.values())
+        found: dict[Kind, float] = {}
+        for module in modules:
+            backward = self.ms_per_flop.get((module, ActionType.B), middle)
+            found[module, ActionType.F] = self.ms_per_flop.get((module, ActionType.F), middle)
+            found[module, ActionType.B] = backward
+            for half in (ActionType.I, ActionType.W):
+                found[module, half] = self.ms_per_flop.get((module, half), backward)
+        return found
+
+
+@dataclass
 class DriftMonitor:
     """Factors on FLOPs with which to plan, kept up to date.
 
     Args:
-        threshold: relative change of a kind's time, beside the others', that asks for new plans.
+        threshold: relative change of a kind's time, compared with the others', that asks for new
+            plans.
+        rates: learned from the same steps, before `observe`.
 
     Attributes:
-        factors: by kind; of 1 where none is given.
+        factors: by kind; 1 where none is given.
     """
 
     threshold: float
+    rates: Rates
     factors: dict[Kind, float] = field(default_factory=dict)
-    _rates: dict[Kind, float] = field(default_factory=dict)
 
     def observe(self, totals: Mapping[Kind, Total]) -> list[Change]:
-        """Takes in a step.
+        """Compares a step with the plans' factors.
 
         Args:
             totals: of all ranks together, by kind.
@@ -69,14 +113,11 @@ class DriftMonitor:
             What drifted too far, worst first; then `factors` are new. Empty otherwise.
         """
         ran = {kind: t for kind, t in totals.items() if t.flops > 0 and t.measured_ms > 0}
-        for kind, (measured_ms, flops) in ran.items():
-            rate = measured_ms / flops
-            old = self._rates.get(kind, rate)
-            self._rates[kind] = SMOOTHING * rate + (1 - SMOOTHING) * old
-        now_ms = {kind: self._rates[kind] * total.flops for kind, total in ran.items()}
-        planned = {kind: self.factors.get(kind, 1.0) * t.flops for kind, t in ran.items()}
         if not ran:
             return []
+        rates = self.rates.ms_per_flop
+        now_ms = {kind: rates[kind] * total.flops for kind, total in ran.items()}
+        planned = {kind: self.factors.get(kind, 1.0) * t.flops for kind, t in ran.items()}
         scale = sum(now_ms.values()) / sum(planned.values())
         times = {kind: now_ms[kind] / (scale * planned[kind]) for kind in ran}
         least_ms = NEGLIGIBLE * sum(now_ms.values())
@@ -87,7 +128,7 @@ class DriftMonitor:
         ]
         if changes:
             mean = sum(now_ms.values()) / sum(total.flops for total in ran.values())
-            self.factors = {kind: rate / mean for kind, rate in self._rates.items()}
+            self.factors = {kind: rate / mean for kind, rate in rates.items()}
         return sorted(changes, key=lambda change: -abs(change.times - 1))
 
 

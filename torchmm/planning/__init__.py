@@ -1,7 +1,8 @@
 """From a recipe to sizes, layouts and plans, still without a process group.
 
-Imports everything above. Begin with `step.py` (from microbatches to a plan) and `dry_run.py` (what
-`--dry-run` prints); `placement.py` and `encoder_sizes.py` fill in sizes that a recipe leaves open.
+Imports everything above. Begin with `resolved.py` (a recipe on a number of devices), `step.py`
+(from microbatches to a plan) and `dry_run.py` (what `--dry-run` prints); `placement.py` and
+`encoder_sizes.py` fill in sizes that a recipe leaves open.
 """
 
 from torchmm.common.faces import public
@@ -13,6 +14,7 @@ __all__, __getattr__ = public(
         "executions": ("module_executions",),
         "forecast": ("Forecast", "Forecaster"),
         "placement": ("plan_recipe",),
+        "resolved": ("Resolved", "resolve"),
         "step": ("plan_layout", "plan_step"),
     },
 )

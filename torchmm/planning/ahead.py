@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
+from math import inf, isnan, nan
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchmm.balance.compiled import Float64s, Int32s
+from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.order_search.best_order import LEAST_GAIN, SearchedOrder, StepSearch
 from torchmm.balance.order_search.bounds import lower_bound_ms
@@ -48,10 +48,9 @@ from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import PlanError
 from torchmm.common.files import Arrays, Handover
 from torchmm.common.processes import fork_server, ignore_signals
-from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.numbers import encode_plan
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations, PipelinePlan
+from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan
 from torchmm.pipelining.run.messages import MessageSizes, message_specs
 from torchmm.planning.step import Gathering, plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -61,7 +60,6 @@ LEAVE_EVERY_S = 0.05
 """Improvements that come faster are left together."""
 SEARCHING_SHARE = 0.8
 """Of the time that goes to searching, not to making plans of improvements, at least."""
-MEASURED = ActionType.F, ActionType.B
 CLOSING_S = 5.0
 
 
@@ -95,11 +93,6 @@ class PlanningSetup:
         """Threads that search."""
         return min(self.config.search.workers, max(1, (os.cpu_count() or 1) // 2 // self.planners))
 
-    @property
-    def kinds(self) -> list[Kind]:
-        """Of actions that are measured."""
-        return [(module.name, kind) for module in self.modules for kind in MEASURED]
-
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -125,26 +118,22 @@ class PlannedStep:
     Attributes:
         step: its number.
         numbers: `encode_plan`.
-        flops_RK: of each rank's actions, by kind (`PlanningSetup.kinds`).
-        predicted, natural: time of the step in this and in natural order, in the unit of the
-            durations planned with: milliseconds, or FLOPs before anything was measured.
+        predicted_ms: what forwards and backwards are to take in this order; None before anything
+            was measured.
+        gain_over_natural: how much longer they would take in natural order, as a share; None
+            where that does not fit into memory.
         evaluations: of the search.
-        planner: see `SearchedOrder`.
         planner_ms: since the request came.
         finished: whether the search was done.
     """
 
     step: int
     numbers: Int32s
-    flops_RK: Float64s
-    predicted: float
-    natural: float
+    predicted_ms: float | None
+    gain_over_natural: float | None
     evaluations: int
-    planner: str
     planner_ms: float
     finished: bool
-    in_ms: bool
-    """Whether measured times were known."""
 
 
 class PlanningProcess:
@@ -237,6 +226,8 @@ def _plans_in(directory: Path) -> Handover:
 def _planned_step(found: Arrays) -> PlannedStep:
     """What `_Planning` left."""
     values: dict[str, Any] = {n: a if a.ndim else a.item() for n, a in found.items()}
+    for name in ("predicted_ms", "gain_over_natural"):
+        values[name] = None if isnan(values[name]) else values[name]
     return PlannedStep(**values)
 
 
@@ -303,14 +294,13 @@ class _Planning:
         self._begin_s = time.perf_counter()
         metas = request.microbatches
         self.graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
-        self._flops = task_durations(self.graph, setup.modules, metas)
-        durations = scaled(self._flops, self.graph, request.rates)
-        costs = search_costs(self.graph, durations)
-        self.unit = unit_of(costs.compute_ms, durations)
-        self.step = StepSearch(self.graph, costs, LEAST_GAIN)
+        flops = task_durations(self.graph, setup.modules, metas)
+        relative = search_costs(self.graph, scaled(flops, self.graph, request.rates))
+        self.unit_ms = relative.unit if request.rates else nan
+        self.step = StepSearch(self.graph, relative.costs, LEAST_GAIN)
         self._left, self._left_s = inf, 0.0
         self._order: ComputeOrder = ()
-        self._made: tuple[Int32s, Float64s] | None = None
+        self._made: Int32s | None = None
         self.making_s = 0.0
         """How long it took to make the last plan of an order."""
 
@@ -327,30 +317,27 @@ class _Planning:
 
     def leave(self, found: Found | None, *, finished: bool) -> None:
         best: SearchedOrder = self.step.best(found)
-        numbers, flops_RK = self._make(best.order)
+        numbers = self._make(best.order)
         self._left = best.predicted_ms if found is None else found.makespan_ms
         self._left_s = self.elapsed_s
-        planned = PlannedStep(
-            self._request.step,
-            numbers,
-            flops_RK,
-            best.predicted_ms * self.unit,
-            best.natural_ms * self.unit,
-            best.evaluations,
-            best.planner,
-            self.elapsed_s * 1e3,
-            finished,
-            bool(self._request.rates),
-        )
-        self._plans.put({n: np.asarray(value) for n, value in vars(planned).items()})
+        gain = best.gain_over_natural
+        planned = {
+            "step": self._request.step,
+            "numbers": numbers,
+            "predicted_ms": best.predicted_ms * self.unit_ms,
+            "gain_over_natural": nan if gain is None else gain,
+            "evaluations": best.evaluations,
+            "planner_ms": self.elapsed_s * 1e3,
+            "finished": finished,
+        }
+        self._plans.put({name: np.asarray(value) for name, value in planned.items()})
 
-    def _make(self, order: ComputeOrder) -> tuple[Int32s, Float64s]:
-        """Its plan as numbers, and what there is to do."""
+    def _make(self, order: ComputeOrder) -> Int32s:
+        """Its plan as numbers."""
         if self._made is None or order != self._order:
             begin_s = time.perf_counter()
-            plan = self._plan(order)
+            self._made = encode_plan(self._plan(order))
             self._order = order
-            self._made = encode_plan(plan), work_of(plan, self._setup.kinds, self._flops)
             self.making_s = time.perf_counter() - begin_s
         return self._made
 
@@ -365,25 +352,6 @@ class _Planning:
             specs=specs if setup.sizes else lambda graph: {},
             sharding=setup.sharding,
             factors=self._request.rates,
-            planner=lambda graph, durations: order,
+            search=lambda graph, durations: order,
             tuning=setup.tuning,
         )
-
-
-def work_of(plan: PipelinePlan, kinds: list[Kind], flops: Durations) -> Float64s:
-    """FLOPs of a plan's actions, by rank and kind."""
-    stages, place = plan.graph.layout.stages, {kind: i for i, kind in enumerate(kinds)}
-    found_RK = np.zeros((len(plan.actions), len(kinds)))
-    for rank, program in enumerate(plan.actions):
-        for action in program:
-            if action.type in MEASURED:
-                found_RK[rank, place[stages[action.stage].module, action.type]] += flops(action)
-    return found_RK
-
-
-def unit_of(compute_ms: Mapping[Any, float], durations: Durations) -> float:
-    """What a millisecond of scaled costs is in the unit of the durations they come from."""
-    longest = max(compute_ms, key=lambda action: compute_ms[action])
-    if compute_ms[longest] == 0:
-        return 0.0
-    return float(np.float64(durations(longest)) / compute_ms[longest])

@@ -14,6 +14,7 @@ from torchmm.planning.encoder_sizes import choose_encoders, leaves_encoders_open
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import leaves_units_open, orchestrated_units
 from torchmm.planning.report import write_picture
+from torchmm.planning.resolved import resolve
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.recipe import Recipe
 
@@ -40,7 +41,7 @@ def describe_run(recipe: Recipe, world_size: int, picture: Path | None = None) -
         choice = choose_encoders(forecaster)
         recipe, chosen = choice.recipe, list(choice.lines())
     forecast = forecaster.forecast_parallel(recipe.parallel)
-    lines = run_summary(recipe, forecaster.model, world_size, simulated=True)
+    lines = run_summary(resolve(recipe, world_size), forecaster.model, simulated=True)
     lines |= {f"choice {index}": text for index, text in enumerate(chosen, 1)}
     lines |= _step_lines(forecast, profile.device.name, profile.device.memory_bytes)
     if picture is not None and forecast.step is not None:

@@ -19,11 +19,11 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import ModuleDescription
 from torchmm.common.errors import ConfigError
-from torchmm.common.module_names import LLM
+from torchmm.planning.resolved import Resolved
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.placement_sizes import encoder_layout, units_of
-from torchmm.recipe.read import Layout, resolve_layout
+from torchmm.recipe.placement_sizes import encoder_layout
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.sizes import Layout
 from torchmm.recipe.training_section import ActivationCheckpointConfig, limit_bytes
 
 
@@ -75,31 +75,26 @@ def module_executions(
     return found
 
 
-def run_executions(
-    recipe: Recipe, modules: Sequence[ModuleDescription], world_size: int
-) -> dict[str, Execution]:
-    """How every module of a recipe is run on `world_size` devices.
+def run_executions(run: Resolved, modules: Sequence[ModuleDescription]) -> dict[str, Execution]:
+    """How every module of a run is executed.
 
     Raises:
-        ConfigError: sizes do not fit the devices or each other.
+        ConfigError: own sizes of encoders do not fit.
     """
-    units = units_of(recipe, world_size)
-    llm = units[LLM] if units else resolve_layout(recipe.parallel, world_size)
-    return module_executions(recipe.parallel, recipe.activation_checkpoint, modules, llm, units)
+    recipe = run.recipe
+    return module_executions(
+        recipe.parallel, recipe.activation_checkpoint, modules, run.llm, run.units
+    )
 
 
-def run_costs(
-    recipe: Recipe, modules: Sequence[ModuleDescription], world_size: int, profile: Profile
-) -> CostModel:
-    """What the recipe's modules cost on `world_size` devices.
+def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Profile) -> CostModel:
+    """What the modules of a run cost.
 
     Raises:
-        ConfigError: sizes do not fit, or nothing is known about the recipe's dtype.
+        ConfigError: own sizes do not fit, or nothing is known about the recipe's dtype.
     """
     try:
-        return CostModel(
-            profile, recipe.training.dtype, run_executions(recipe, modules, world_size)
-        )
+        return CostModel(profile, run.recipe.training.dtype, run_executions(run, modules))
     except ValueError as error:
         raise ConfigError(f"training.dtype: {error}") from error
 
@@ -131,9 +126,8 @@ def layer_tuning(
 
 
 def run_tuning(
-    recipe: Recipe,
+    run: Resolved,
     modules: Sequence[ModuleDescription],
-    world_size: int,
     device: torch.device,
     *,
     layerwise: bool,
@@ -143,10 +137,10 @@ def run_tuning(
     Raises:
         ConfigError: the device of `simulation.device` is unknown.
     """
-    if not any(recipe.activation_checkpoint.tunes(module.name) for module in modules):
+    if not any(run.recipe.activation_checkpoint.tunes(module.name) for module in modules):
         return None
-    model = run_costs(recipe, modules, world_size, run_profile(recipe, device))
+    model = run_costs(run, modules, run_profile(run.recipe, device))
     memory = None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    return layer_tuning(recipe, modules, model, layerwise=layerwise, device_bytes=memory)
+    return layer_tuning(run.recipe, modules, model, layerwise=layerwise, device_bytes=memory)

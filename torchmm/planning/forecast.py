@@ -28,7 +28,6 @@ from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.simulation.workload import draw_microbatches
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError, PlanError
-from torchmm.common.module_names import LLM
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
@@ -37,6 +36,7 @@ from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.reordering import arrangement, reordered
+from torchmm.planning.resolved import resolve
 from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.parallel_section import (
@@ -45,10 +45,8 @@ from torchmm.recipe.parallel_section import (
     ParallelConfig,
     Placement,
 )
-from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES, units_of
-from torchmm.recipe.read import Layout, resolve_layout
+from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.sizes import replica_groups
 
 
 class Workload(NamedTuple):
@@ -126,24 +124,18 @@ class Forecaster:
     ) -> None:
         transformers.logging.set_verbosity_error()
         self.recipe, self.profile = recipe, profile
-        self.units = units_of(recipe, world_size)
+        self.run = resolve(recipe, world_size)
+        self.units = self.run.units
         """Sizes by module, where modules have ranks of their own."""
-        self.ranks: Layout = (
-            self.units[LLM] if self.units else resolve_layout(recipe.parallel, world_size)
-        )
+        self.ranks = self.run.llm
         """Sizes of the LLM."""
-        self.devices = world_size
+        self.devices, self.shares = world_size, self.run.shares
         self.model = build_model(recipe.model, recipe.freeze) if model is None else model
         modules = list(self.model.modality_modules())
         self.modules = [module.describe() for module in modules]
         self._layered = {module.name: module for module in modules}
         self._costs(recipe.parallel)  # what is wrong with it, now
         self.workload = _heaviest(self.modules, self._first_shares())
-
-    @property
-    def shares(self) -> int:
-        """Shares of a global batch: data-parallel ranks, or replica groups of modules apart."""
-        return replica_groups(self.units) if self.units else self.ranks.data_parallel
 
     def _first_shares(self) -> list[list[MicrobatchMeta]]:
         """The first step's microbatches, by share of the global batch."""
@@ -200,10 +192,10 @@ class Forecaster:
         layerwise = alone and parallel.reshard_after_forward != "never"
         model = self._costs(parallel)
         sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
-        planner = None
+        search = None
         if parallel.schedule == "searched" and parallel.pipeline > 1:
 
-            def planner(graph: StageGraph, _: Durations) -> ComputeOrder:
+            def search(graph: StageGraph, _: Durations) -> ComputeOrder:
                 costs = plan_costs(graph, self.modules, metas, model, layerwise=layerwise)
                 return search_by_costs(parallel, graph, costs).order
 
@@ -217,7 +209,7 @@ class Forecaster:
                     message_specs, modules=self._layered, microbatches=metas, dtype=dtype
                 ),
                 sharding=("layer" if layerwise else "step") if sharded else "none",
-                planner=planner,
+                search=search,
                 tuning=layer_tuning(self.recipe, self.modules, model, layerwise=layerwise),
             )
         except (ConfigError, PlanError) as error:

@@ -43,6 +43,9 @@ from torchmm.recipe.sizes import Layout, replica_groups
 Gathering = Literal["none", "layer", "step"]
 """When FSDP2 gathers parameters: never, with every layer, once per step."""
 
+Search = Callable[[StageGraph, Durations], ComputeOrder]
+"""Finds the order of a step from its graph and FLOPs (or anything proportional to times)."""
+
 Purpose = Literal["training", "losses", "text", "drawing"]
 """What a step is for: all but "training" are forwards only. For text the generator has nothing to
 do; for drawing it runs every microbatch as a whole."""
@@ -122,7 +125,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
     sharding: Gathering = "step",
     purpose: Purpose = "training",
     factors: Mapping[Kind, float] | None = None,
-    planner: Callable[[StageGraph, Durations], ComputeOrder] | None = None,
+    search: Search | None = None,
     tuning: LayerTuning | None = None,
 ) -> PipelinePlan:
     """The plan of a step with these microbatches.
@@ -136,7 +139,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
         sharding: when parameters are gathered.
         purpose: what the step is for.
         factors: on FLOPs, by kind of action, where measurements tell them.
-        planner: gives the order of a training step, in the place of the recipe's schedule.
+        search: finds the order of a training step, instead of the recipe's schedule.
         tuning: how to choose what layers recompute, where plans do.
 
     Raises:
@@ -153,7 +156,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
         flops = task_durations(graph, modules, microbatches, targets)
         costs = scaled(flops, graph, factors)
         graph, order = (
-            _ordered(graph, config, costs) if planner is None else (graph, planner(graph, costs))
+            _ordered(graph, config, costs) if search is None else (graph, search(graph, costs))
         )
     # Layer by layer, FSDP gathers and reduces by itself.
     gathers: Sharding = "step" if sharding == "step" else "none"

@@ -10,43 +10,42 @@ from math import prod
 from torchmm.balance.costs.rough_memory import MemoryEstimate, OwnSizes, estimate_memory
 from torchmm.common.batch import ModuleDescription
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.placement_sizes import encoder_layout, show_layout, units_of
-from torchmm.recipe.read import Layout, resolve_layout
-from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.sizes import replica_groups
+from torchmm.planning.resolved import Resolved
+from torchmm.recipe.placement_sizes import show_layout
+from torchmm.recipe.sizes import Layout
 
 
-def run_memory(recipe: Recipe, model: MultimodalModel, world_size: int) -> MemoryEstimate:
+def run_memory(run: Resolved, model: MultimodalModel) -> MemoryEstimate:
     """Estimated bytes per rank; of the module that needs most where each has ranks of its own.
 
     Every token of a microbatch is assumed to be an image's, and every `context_tokens` of them the
     context of one more image (or longest clip) that is drawn.
     """
     modules = [m.describe() for m in model.modality_modules()]
-    if units := units_of(recipe, world_size):
-        behind, estimates = 0, []
-        for module in reversed(modules):
-            own = units[module.name]
-            behind += own.pipeline  # with its own ranks: waves in flight, under 1F1B
-            waves = -(-units["llm"].data_parallel // own.data_parallel)
-            estimates.append(_memory(recipe, model, [module], own, behind * waves))
-        return max(estimates, key=lambda estimate: estimate.total_bytes)
-    return _memory(recipe, model, modules, resolve_layout(recipe.parallel, world_size))
+    if not run.units:
+        return _memory(run, model, modules, run.llm)
+    depth, estimates = 0, []
+    for module in reversed(modules):
+        own = run.units[module.name]
+        depth += own.pipeline  # ranks from here to the end: waves in flight, under 1F1B
+        waves = -(-run.llm.data_parallel // own.data_parallel)
+        estimates.append(_memory(run, model, [module], own, depth * waves))
+    return max(estimates, key=lambda estimate: estimate.total_bytes)
 
 
 def _memory(
-    recipe: Recipe,
+    run: Resolved,
     model: MultimodalModel,
     modules: Sequence[ModuleDescription],
     layout: Layout,
     in_flight: int | None = None,
 ) -> MemoryEstimate:
     """Of a rank with these modules."""
-    training = recipe.training
+    recipe, training = run.recipe, run.recipe.training
     llm_tokens = training.microbatch_size * training.sequence_length
     checkpointing = recipe.activation_checkpoint
     ranks = layout.data_parallel * training.microbatch_size
-    own = _own_layouts(recipe, model, layout)
+    own = _own_layouts(run, model)
     return estimate_memory(
         modules,
         {m.name: _units(m, model, llm_tokens) for m in modules},
@@ -66,11 +65,10 @@ def _memory(
     )
 
 
-def _own_layouts(recipe: Recipe, model: MultimodalModel, layout: Layout) -> dict[str, Layout]:
+def _own_layouts(run: Resolved, model: MultimodalModel) -> dict[str, Layout]:
     """Sizes of colocated encoders by name."""
-    if recipe.parallel.placement != "colocated":
-        return {}
-    return {name: encoder_layout(recipe.parallel, name, layout) for name in model.encoders}
+    colocated = run.recipe.parallel.placement == "colocated"
+    return {name: run.encoder(name) for name in model.encoders} if colocated else {}
 
 
 def _units(module: ModuleDescription, model: MultimodalModel, llm_tokens: int) -> int:
@@ -84,20 +82,20 @@ def _units(module: ModuleDescription, model: MultimodalModel, llm_tokens: int) -
 
 
 def run_summary(
-    recipe: Recipe, model: MultimodalModel, world_size: int, *, simulated: bool = False
+    run: Resolved, model: MultimodalModel, *, simulated: bool = False
 ) -> dict[str, str]:
     """Label and value of each line of the start table.
 
     Args:
         simulated: whether a peak of memory follows, so that no bound on it is needed.
     """
-    training = recipe.training
-    memory = run_memory(recipe, model, world_size)
+    training = run.recipe.training
+    memory = run_memory(run, model)
     lines = {}
     for name, (total, trainable) in model.parameter_counts().items():
         state = "frozen" if trainable == 0 else "trained"
         lines[name] = f"{total / 1e6:,.1f} M parameters, {state}"
-    lines |= _rank_lines(recipe, model, world_size)
+    lines |= _rank_lines(run, model)
     lines["batch"] = (
         f"{training.global_batch_size} sequences of {training.sequence_length} tokens, "
         f"{training.microbatch_size} per microbatch"
@@ -122,27 +120,26 @@ def _memory_line(memory: MemoryEstimate, simulated: bool) -> str:
     )
 
 
-def _rank_lines(recipe: Recipe, model: MultimodalModel, world_size: int) -> dict[str, str]:
+def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
     """How ranks share the work."""
-    if units := units_of(recipe, world_size):
-        shares = " + ".join(f"{own.ranks} for {name}" for name, own in units.items())
-        groups = replica_groups(units)
-        each = ", ".join(f"{own.data_parallel // groups} of {n}" for n, own in units.items())
+    world_size, layout = run.world_size, run.llm
+    if units := run.units:
+        parts = " + ".join(f"{own.ranks} for {name}" for name, own in units.items())
+        each = ", ".join(f"{own.data_parallel // run.shares} of {n}" for n, own in units.items())
         return {
-            "ranks": f"{world_size} = {shares}",
+            "ranks": f"{world_size} = {parts}",
             **{f"ranks of {name}": show_layout(own) for name, own in units.items()},
-            "replica groups": f"{groups} with replicas: {each}",
+            "replica groups": f"{run.shares} with replicas: {each}",
         }
-    layout = resolve_layout(recipe.parallel, world_size)
     pipeline = f"pipeline {layout.pipeline} x " if layout.pipeline > 1 else ""
     lines = {
         "ranks": f"{world_size} = {pipeline}replicate {layout.replicate} x shard {layout.shard} "
         f"x tensor {layout.tensor}"
     }
-    for name, own in _own_layouts(recipe, model, layout).items():
+    for name, own in _own_layouts(run, model).items():
         pipelines = layout.pipeline // own.pipeline
         lines[f"ranks of {name}"] = (
             f"pipeline {own.pipeline} x replicate {own.replicate} x shard {own.shard} x tensor "
-            f"{own.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} beside one of the LLM"
+            f"{own.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} per pipeline of the LLM"
         )
     return lines

@@ -18,12 +18,18 @@ from torch import Tensor
 from torchmm.common.batch import EncoderInputs, Microbatch, StepBatch
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_data, build_unfilled_model, fill_model, open_checkpoints
+from torchmm.planning.resolved import Resolved
+from torchmm.training.build import (
+    build_data,
+    build_unfilled_model,
+    cut_model,
+    fill_model,
+    open_checkpoints,
+)
 from torchmm.training.validation import validation_loss
 
 
-def image_losses(recipe: Recipe, run_dir: Path, mesh: ParallelMesh) -> dict[str, float]:
+def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, float]:
     """Held-out loss of a run's newest checkpoint by what stands in the place of the images.
 
     Returns:
@@ -34,19 +40,19 @@ def image_losses(recipe: Recipe, run_dir: Path, mesh: ParallelMesh) -> dict[str,
         CheckpointError: the run has no usable checkpoint.
         ConfigError: images of the recipe's encoder vary in size, so that none can be exchanged.
     """
-    model, tokenizer = build_unfilled_model(recipe)
+    model, tokenizer = build_unfilled_model(run)
     if any(spec.layout != "fixed" for spec in model.image_specs().values()):
         raise ConfigError("images can only be exchanged where an encoder's images have one size")
-    pipeline = fill_model(recipe, model, tokenizer, mesh)
+    pipeline = fill_model(run, model, mesh, cut_model(run, model, tokenizer, mesh.device))
     logger = logging.getLogger(__name__)
-    with open_checkpoints(recipe, run_dir, mesh, logger) as checkpoints:
+    with open_checkpoints(run, run_dir, mesh, logger) as checkpoints:
         path = checkpoints.latest_valid()
         if path is None:
             raise CheckpointError(f"{run_dir} has no checkpoint; set checkpoint.interval and train")
         checkpoints.load(path, model, None)
     model.eval()
-    loader = build_data(recipe, model, tokenizer, mesh, validation=True)
-    batches = list(islice(loader, recipe.validation.batches))
+    loader = build_data(run, model, tokenizer, mesh, validation=True)
+    batches = list(islice(loader, run.recipe.validation.batches))
     ways = {"own": lambda p: p, "blank": torch.zeros_like, "other": lambda p: p.roll(1, dims=0)}
     return {
         name: validation_loss(pipeline, [change_images(b, way) for b in batches], mesh)
@@ -54,15 +60,17 @@ def image_losses(recipe: Recipe, run_dir: Path, mesh: ParallelMesh) -> dict[str,
     }
 
 
-def text_only_loss(recipe: Recipe, mesh: ParallelMesh) -> float:
+def text_only_loss(run: Resolved, mesh: ParallelMesh) -> float:
     """Held-out loss of the LLM as it comes from its source: same prompt, no image, no training."""
+    recipe = run.recipe
     text_model = recipe.model.model_copy(update={"encoders": {}})
     freeze = recipe.freeze.model_copy(update={"modules": ["llm"]})
-    recipe = recipe.model_copy(update={"model": text_model, "freeze": freeze})
-    model, tokenizer = build_unfilled_model(recipe)
-    pipeline = fill_model(recipe, model, tokenizer, mesh)
+    alone = recipe.model_copy(update={"model": text_model, "freeze": freeze})
+    run = replace(run, recipe=alone)
+    model, tokenizer = build_unfilled_model(run)
+    pipeline = fill_model(run, model, mesh, cut_model(run, model, tokenizer, mesh.device))
     model.eval()
-    loader = build_data(recipe, model, tokenizer, mesh, validation=True)
+    loader = build_data(run, model, tokenizer, mesh, validation=True)
     return validation_loss(pipeline, islice(loader, recipe.validation.batches), mesh)
 
 

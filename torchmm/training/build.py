@@ -1,7 +1,7 @@
 """From a recipe to the parts of a run: mesh, model, optimizer, data, checkpoints, records.
 
-The order matters: the model is parallelized on the meta device before any memory is taken, the
-checkpoint decides where data begins, and random state is put back last.
+The order matters: the model is parallelized on the meta device before any memory is taken, and the
+checkpoint decides where data begins. The loop restores the random state last, when all is built.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ import hashlib
 import logging
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import datasets
 import torch
-import torch.distributed as dist
 import transformers
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.balance.costs.model import CostModel
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.files import replace_atomically
 from torchmm.common.log import setup_logging
@@ -37,16 +36,18 @@ from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
+from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.parallel.unit_mesh import build_units
+from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.planning.executions import run_costs, run_profile, run_tuning
+from torchmm.planning.executions import run_costs, run_executions, run_profile, run_tuning
 from torchmm.planning.reordering import arrangement
+from torchmm.planning.resolved import Resolved
 from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout
 from torchmm.planning.summary import run_summary
-from torchmm.recipe.placement_sizes import units_of
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import dump_recipe
-from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.manager import CheckpointManager, Restored
 from torchmm.training.ending import Status, write_status
@@ -62,22 +63,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class RunParts:
     """The parts of one run, ready for the loop."""
 
-    recipe: Recipe
+    run: Resolved
     run_dir: Path
     logger: logging.Logger
     mesh: ParallelMesh
     tokenizer: PreTrainedTokenizerBase
     model: MultimodalModel
     """This rank's part of it."""
-    descriptions: list[ModuleDescription]
-    """Of its modules, whole."""
     pipeline: Pipeline
+    tuning: LayerTuning | None
+    """How plans choose what layers recompute; None: they do not."""
     optimizer: torch.optim.AdamW
     checkpoints: CheckpointManager
     restored: Restored | None
     loader: Loader
     recorder: MetricsRecorder | None
     """On rank 0."""
+
+
+class ModelCut(NamedTuple):
+    """How a model is cut into stages, known before ranks meet."""
+
+    parallel: ParallelConfig
+    """With segments chosen where the recipe leaves them open."""
+    layout: StageLayout
 
 
 class SampleShare(NamedTuple):
@@ -87,13 +96,14 @@ class SampleShare(NamedTuple):
     data_parallel_size: int
 
 
-def build_unfilled_model(recipe: Recipe) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
+def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
     """The model on the meta device and its tokenizer; needs no process group.
 
     Raises:
         ConfigError: all that is wrong with the recipe's model and tokenizer.
     """
     _quiet_libraries()
+    recipe = run.recipe
     problems: list[str] = []
     if not recipe.data.sources and not recipe.data.validation:
         problems.append("data.sources: nothing to train on; the recipe only describes a simulation")
@@ -112,36 +122,77 @@ def build_unfilled_model(recipe: Recipe) -> tuple[MultimodalModel, PreTrainedTok
     return model, tokenizer
 
 
+def cut_model(
+    run: Resolved,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> ModelCut:
+    """Into which stages the model is cut, on all ranks alike; needs no process group.
+
+    The recipe's own checks (`torchmm.recipe.check`) know what it says. Here is the model: its
+    heads and experts, the layers of sources, weights that are tied, and the stages that the first
+    step's samples lead to.
+
+    Args:
+        model: on the meta device, whole.
+
+    Raises:
+        ConfigError: the model cannot be split over so many ranks; every problem found.
+        DataError: the samples whose sizes decide the cut cannot be read.
+    """
+    modules = list(model.modality_modules())
+    descriptions = [module.describe() for module in modules]
+    executions = run_executions(run, descriptions)
+    parallel = run.recipe.parallel
+    if problems := [
+        problem
+        for module in modules
+        for problem in tensor_problems(
+            module, executions[module.name].tensor, parallel.async_tensor_parallel
+        )
+    ]:
+        raise ConfigError(problems)
+    microbatches = _typical_microbatches(run, model, tokenizer)
+    if leaves_segments_open(parallel):
+        costs = run_costs(run, descriptions, run_profile(run.recipe, device))
+        parallel = with_segments(parallel, descriptions, microbatches, costs)
+    return ModelCut(parallel, plan_layout(parallel, descriptions, microbatches, run.units or None))
+
+
 def build_run(
-    recipe: Recipe,
+    run: Resolved,
     run_dir: Path,
     device: torch.device,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
+    cut: ModelCut,
     directory: CheckpointDirectory | None = None,
 ) -> RunParts:
     """Builds everything else and fills `model`; collective over the started process group.
 
     Args:
+        cut: of the model (`cut_model`).
         directory: of the checkpoints, where rank 0 may have claimed it already.
 
     Raises:
         ConfigError, DataError, CheckpointError: what was asked for cannot be had.
     """
-    console = Console()
-    mesh = build_run_mesh(recipe, device)
+    recipe, console = run.recipe, Console()
+    mesh = build_run_mesh(run, device)
     logger = setup_logging(run_dir, mesh.rank, console)
     # First of all: nothing of a run that is alive may be overwritten.
-    checkpoints = open_checkpoints(recipe, run_dir, mesh, logger, directory)
-    _set_numerics(recipe, mesh)
+    checkpoints = open_checkpoints(run, run_dir, mesh, logger, directory)
+    _set_numerics(run, mesh)
     if device.type == "cpu":
         keep_freed_memory()
     if mesh.rank == 0:
         write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
-        print_summary(console, recipe.name, run_summary(recipe, model, mesh.world_size))
-    descriptions = [module.describe() for module in model.modality_modules()]
-    pipeline = fill_model(recipe, model, tokenizer, mesh)
+        print_summary(console, recipe.name, run_summary(run, model))
+    pipeline = fill_model(run, model, mesh, cut)
+    layerwise = pipeline.sharding == "layer"
+    tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
     copies = model.tied_copy_parameters()
     optimizer = build_optimizer(model, module_of, recipe.optimizer, copies)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -151,39 +202,47 @@ def build_run(
         logger.info("resumed from %s", restored.path)
         if restored.rng is None:
             seed_everything(recipe.training.seed, *_random_stream(mesh), step)
-    recorder = None
-    if mesh.rank == 0:
-        recorder = MetricsRecorder(
-            recipe.metrics,
-            run_dir,
-            name=recipe.name,
-            steps=recipe.training.steps,
-            start_step=step,
-            recipe=recipe.model_dump(),
-            console=console,
-            log=logger,
-        )
-    state = restored.state["data"] if restored else None
-    arrange = _arrange(recipe, descriptions, pipeline, mesh)
-    loader = build_data(recipe, model, tokenizer, mesh, state=state, arrange=arrange)
+    recorder = _recorder(run, run_dir, step, console, logger) if mesh.rank == 0 else None
+    loader = build_data(
+        run,
+        model,
+        tokenizer,
+        mesh,
+        state=restored.state["data"] if restored else None,
+        arrange=_arrange(run, pipeline, mesh),
+    )
     return RunParts(
-        recipe, run_dir, logger, mesh, tokenizer, model, descriptions, pipeline, optimizer,
-        checkpoints, restored, loader, recorder,
+        run, run_dir, logger, mesh, tokenizer, model, pipeline, tuning, optimizer, checkpoints,
+        restored, loader, recorder,
     )  # fmt: skip
 
 
-def build_run_mesh(recipe: Recipe, device: torch.device) -> ParallelMesh:
-    """The mesh of the run, or of this rank's module; collective.
+def _recorder(
+    run: Resolved, run_dir: Path, step: int, console: Console, logger: logging.Logger
+) -> MetricsRecorder:
+    """Goes on after `step`."""
+    recipe = run.recipe
+    return MetricsRecorder(
+        recipe.metrics,
+        run_dir,
+        name=recipe.name,
+        steps=recipe.training.steps,
+        start_step=step,
+        recipe=recipe.model_dump(),
+        console=console,
+        log=logger,
+    )
 
-    Raises:
-        ConfigError: the sizes do not make the number of ranks.
-    """
-    units = units_of(recipe, dist.get_world_size())
-    return build_units(units, device) if units else build_mesh(recipe.parallel, device)
+
+def build_run_mesh(run: Resolved, device: torch.device) -> ParallelMesh:
+    """The mesh of the run, or of this rank's module; collective."""
+    if run.units:
+        return build_units(dict(run.units), device)
+    return build_mesh(run.recipe.parallel, device)
 
 
 def build_data(
-    recipe: Recipe,
+    run: Resolved,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
     mesh: ParallelMesh | SampleShare,
@@ -201,7 +260,7 @@ def build_data(
         for_prompts: the same samples on all ranks, one sequence per microbatch.
         arrange: which packs of a global batch go where; None: in natural order.
     """
-    data, training = recipe.data, recipe.training
+    data, training = run.recipe.data, run.recipe.training
     if validation:
         data = data.model_copy(update={"workers": 0})
     if for_prompts:
@@ -218,75 +277,57 @@ def build_data(
         validation=validation,
         generator_spec=model.generator_spec(),
         arrange=arrange,
-        resume_changed=recipe.checkpoint.resume_changed_data,
+        resume_changed=run.recipe.checkpoint.resume_changed_data,
     )
 
 
 def fill_model(
-    recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, mesh: ParallelMesh
+    run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelCut
 ) -> Pipeline:
-    """Cuts the model and splits it over the mesh, then fills only this rank's part; collective.
-
-    Raises:
-        ConfigError: the model cannot be cut as the recipe says.
-        DataError: the samples whose sizes decide the cut cannot be read.
-    """
+    """Cuts the model and splits it over the mesh, then fills only this rank's part; collective."""
+    recipe, training = run.recipe, run.recipe.training
     descriptions = [module.describe() for module in model.modality_modules()]
-    microbatches = typical_microbatches(
-        recipe, model, tokenizer, mesh.pipeline_size, mesh.data_parallel_size
-    )
-    parallel = recipe.parallel
-    if leaves_segments_open(parallel):
-        costs = _costs(recipe, descriptions, mesh)
-        parallel = with_segments(parallel, descriptions, microbatches, costs)
-    layout = plan_layout(parallel, descriptions, microbatches, mesh.unit_layouts)
-    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
-    dtype = DTYPES[recipe.training.dtype]
-    tokens = recipe.training.microbatch_size * recipe.training.sequence_length
+    stages = cut_for_rank(model, cut.layout, mesh.pipeline_rank)
     encoders = [module.name for module in descriptions if module.kind == "encoder"]
-    how = (recipe.activation_checkpoint, recipe.compile, dtype, tokens)
-    meshes = encoder_meshes(recipe.parallel, mesh, encoders)
-    parallelize(model, mesh, recipe.parallel, *how, meshes=meshes)
-    materialize(model, mesh.device)
-    init_weights(model, recipe.training.seed, skip=load_weights(model))
-    pipeline = Pipeline(model, stages, layout, descriptions, parallel, mesh, dtype)
-    pipeline.tuning = run_tuning(
-        recipe, descriptions, mesh.world_size, mesh.device, layerwise=pipeline.sharding == "layer"
+    parallelize(
+        model,
+        mesh,
+        recipe.parallel,
+        recipe.activation_checkpoint,
+        recipe.compile,
+        DTYPES[training.dtype],
+        training.microbatch_size * training.sequence_length,
+        meshes=encoder_meshes(recipe.parallel, mesh, encoders),
     )
-    return pipeline
+    materialize(model, mesh.device)
+    init_weights(model, training.seed, skip=load_weights(model))
+    dtype = DTYPES[training.dtype]
+    return Pipeline(model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype)
 
 
-def _costs(recipe: Recipe, modules: list[ModuleDescription], mesh: ParallelMesh) -> CostModel:
-    return run_costs(recipe, modules, mesh.world_size, run_profile(recipe, mesh.device))
-
-
-def _arrange(
-    recipe: Recipe, modules: list[ModuleDescription], pipeline: Pipeline, mesh: ParallelMesh
-) -> Arrange | None:
+def _arrange(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> Arrange | None:
+    recipe, modules = run.recipe, pipeline.descriptions
     if recipe.data.reorder == "none":
         return None
-    costs = _costs(recipe, modules, mesh)
+    costs = run_costs(run, modules, run_profile(recipe, mesh.device))
     return arrangement(recipe, modules, costs, pipeline.layout, mesh.data_parallel_size)
 
 
-def typical_microbatches(
-    recipe: Recipe,
-    model: MultimodalModel,
-    tokenizer: PreTrainedTokenizerBase,
-    pipeline_size: int,
-    data_parallel_size: int,
+def _typical_microbatches(
+    run: Resolved, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[MicrobatchMeta]:
     """Metadata of the first step's microbatches, of all ranks; nothing is decoded.
 
     Always those of the first step, so that a resumed run is cut as before.
     """
+    recipe = run.recipe
     empty = [MicrobatchMeta((), recipe.training.sequence_length)]
-    if pipeline_size == 1:
-        return empty  # nothing is cut
+    if not run.is_cut:
+        return empty
     sources = recipe.data.sources or recipe.data.validation
     data = recipe.data.model_copy(update={"workers": 0, "sources": sources})
-    first = recipe.model_copy(update={"data": data})
-    loader = build_data(first, model, tokenizer, SampleShare(0, data_parallel_size))
+    first = replace(run, recipe=recipe.model_copy(update={"data": data}))
+    loader = build_data(first, model, tokenizer, SampleShare(0, run.shares))
     return [meta for rank in loader.next_metas() or [] for meta in rank] or empty
 
 
@@ -313,22 +354,24 @@ def _random_stream(mesh: ParallelMesh) -> tuple[int, ...]:
     return mesh.data_parallel_rank, *place
 
 
-def _set_numerics(recipe: Recipe, mesh: ParallelMesh) -> None:
-    seed_everything(recipe.training.seed, *_random_stream(mesh))
-    if recipe.training.deterministic:
+def _set_numerics(run: Resolved, mesh: ParallelMesh) -> None:
+    training = run.recipe.training
+    seed_everything(training.seed, *_random_stream(mesh))
+    if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
 
 def open_checkpoints(
-    recipe: Recipe,
+    run: Resolved,
     run_dir: Path,
     mesh: ParallelMesh,
     logger: logging.Logger,
     directory: CheckpointDirectory | None = None,
 ) -> CheckpointManager:
     """The checkpoints of a run directory, which is claimed for this run; collective."""
+    recipe = run.recipe
     digest = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
     table = recipe.model_dump(mode="json", exclude_none=True)
     return CheckpointManager(

@@ -1,12 +1,13 @@
 """Figures of each step: measured on every rank, combined, recorded by rank 0.
 
-    timer.phase("data" | "encoder" | "llm")      every rank, while the step runs
-    gather_rank_steps(RankStep(...))             one small collective at the end of the step
+    meter.measure(batch, outcome, ...)           every rank: what it did in the step
+    gather_rank_steps(...)                       one small collective at the end of the step
     MetricsRecorder.record(make_record(...))     rank 0: metrics.jsonl, progress line, trackers
 
 metrics.jsonl is written first and for every step. Times in a record are those of the slowest
-rank, as it decides how long a step takes. Rejected: averages over a logging window, which hide
-the one slow step in a hundred.
+rank, as it decides how long a step takes. Times of modules are those of the plan's actions, as the
+runtime records them. Rejected: averages over a logging window, which hide the one slow step in a
+hundred.
 """
 
 from __future__ import annotations
@@ -14,21 +15,23 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch.profiler import record_function
 
+from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.common.batch import ModuleDescription, StepBatch
 from torchmm.common.log import JsonlWriter
+from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.parallel.health import gather_floats
+from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.report import ProgressLine, draw_loss
+from torchmm.training.step import StepOutcome
 from torchmm.training.trackers import Sink, make_trackers
 
 PEAK_TFLOPS = {
@@ -104,7 +107,7 @@ class StepRecord:
     data_wait_ms: float
     """Time the slowest rank waited for data."""
     encoder_ms: float | None
-    """Forward and backward of all encoders, slowest rank; on CUDA that of the step before."""
+    """Forward and backward of all encoders, slowest rank."""
     llm_ms: float | None
     bubble_fraction: float | None
     """Share of the ranks' time between the plan's first and last action in which they neither
@@ -121,7 +124,7 @@ class StepRecord:
     validation_loss_text: float | None = None
     validation_loss_image: float | None = None
     generator_ms: float | None = None
-    """Forward and backward of the generator, slowest rank; on CUDA that of the step before."""
+    """Forward and backward of the generator, slowest rank."""
     generated_per_s: float | None = None
     """Images and clips drawn per second, all ranks together."""
     predicted_ms: float | None = None
@@ -138,56 +141,51 @@ class StepRecord:
     `torchmm.training.validation.word_error_rate`."""
 
 
-class PhaseTimer:
-    """Milliseconds per named phase of a step; phases may repeat and nest.
+class StepMeter:
+    """What one rank does in a step, in figures.
 
-    A nested phase does not count for the outer one. On CPU the host clock is read. On CUDA an
-    event is recorded at every change of phase and read one step later, when it has long passed,
-    so timing never makes the host wait for the device.
+    Args:
+        modules: of the model, whole.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._phase: str | None = None
-        self._marks: list[tuple[str | None, Any]] = []
-        self._last_marks: list[tuple[str | None, Any]] = []
+    def __init__(self, mesh: ParallelMesh, modules: Sequence[ModuleDescription]) -> None:
+        self._mesh, self._modules = mesh, modules
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside for `name`, which also labels it in profiler traces."""
-        outer = self._phase
-        self._switch(name)
-        try:
-            with record_function(name):
-                yield
-        finally:
-            self._switch(outer)
+    def measure(
+        self, batch: StepBatch, outcome: StepOutcome, begin_s: float, wait_ms: float, skipped: int
+    ) -> RankStep:
+        """Of a step that ends now.
 
-    def finish_step(self) -> dict[str, float]:
-        """Milliseconds by phase: of this step on CPU, of the step before on CUDA."""
-        marks, self._marks = self._marks, []
-        if self._cuda:
-            marks, self._last_marks = self._last_marks, marks
-        times_ms: dict[str, float] = {}
-        for (name, begin), (_, end) in pairwise(marks):
-            if name is not None:
-                times_ms[name] = times_ms.get(name, 0.0) + self._between_ms(begin, end)
-        return times_ms
-
-    def _switch(self, name: str | None) -> None:
-        self._phase = name
-        if self._cuda:
-            mark: Any = torch.cuda.Event(enable_timing=True)
-            mark.record()
-        else:
-            mark = time.perf_counter()
-        self._marks.append((name, mark))
-
-    def _between_ms(self, begin: Any, end: Any) -> float:
-        if not self._cuda:
-            return (end - begin) * 1e3
-        end.synchronize()  # passed a step ago
-        return float(begin.elapsed_time(end))
+        Args:
+            begin_s: when it began, by `time.perf_counter`.
+            wait_ms: of it, waiting for data.
+            skipped: corrupt samples of the whole run so far.
+        """
+        mesh = self._mesh
+        llm_ms, generator_ms = (outcome.module_ms.get(m, 0.0) for m in (LLM, GENERATOR))
+        counts = {"skipped_samples": skipped if mesh.rank == 0 else 0}
+        if mesh.mesh.get_local_rank("tensor") == 0 and mesh.pipeline_rank == 0:
+            metas = [m.meta for m in batch.microbatches]
+            flops = [
+                microbatch_flops(self._modules, m.meta, m.target_count) for m in batch.microbatches
+            ]
+            counts |= {
+                "tokens": sum(m.used_tokens for m in metas),
+                "samples": sum(len(m.samples) for m in metas),
+                "images": sum(m.image_count for m in metas),
+                "generated": sum(len(m.generated) for m in metas),
+                "flops": sum(f.forward + f.backward for by_name in flops for f in by_name.values()),
+            }
+        return RankStep(
+            step_ms=(time.perf_counter() - begin_s) * 1e3,
+            data_wait_ms=wait_ms,
+            encoder_ms=outcome.compute_ms - llm_ms - generator_ms,
+            llm_ms=llm_ms,
+            generator_ms=generator_ms,
+            pipeline_ms=outcome.span_ms if mesh.pipeline_size > 1 else 0.0,
+            peak_memory_bytes=peak_memory_bytes(mesh.device),
+            **counts,
+        )
 
 
 def gather_rank_steps(local: RankStep) -> list[RankStep]:

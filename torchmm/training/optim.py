@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import OptimizerConfig
 
 
@@ -60,6 +62,45 @@ def build_optimizer(
     nothing = {"params": [], "module": "", "lr": config.lr, "peak_lr": config.lr}
     found = list(groups.values()) or [nothing]
     return torch.optim.AdamW(found, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+
+
+class Updates:
+    """Applies a run's gradients: their norm, clipping, learning rate, optimizer.
+
+    Args:
+        steps: of the run.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        optimizer: torch.optim.Optimizer,
+        mesh: ParallelMesh,
+        config: OptimizerConfig,
+        steps: int,
+    ) -> None:
+        self._optimizer, self._mesh, self._config, self._steps = optimizer, mesh, config, steps
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._copies = model.tied_copy_parameters()
+
+    def grad_norm(self) -> float:
+        """Of all gradients of all ranks; collective."""
+        mesh = self._mesh
+        return global_grad_norm(
+            self._parameters, self._copies, mesh.norm_ranks, mesh.norm_sharing
+        ).item()
+
+    def apply(self, step: int, grad_norm: float) -> float:
+        """Clips and applies the gradients of a step, 1-based, and lets go of them; the learning
+        rate used."""
+        factor = lr_factor(step, self._steps, self._config)
+        set_learning_rate(self._optimizer, factor)
+        clip = clip_factor(grad_norm, self._config.max_grad_norm)
+        if clip < 1.0:
+            scale_gradients(self._parameters, clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return self._config.lr * factor
 
 
 def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:

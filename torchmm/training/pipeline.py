@@ -1,8 +1,9 @@
-"""The pipeline of a run: how its model is cut into stages, and the plan of each step.
+"""The pipeline of a run: its model, cut into stages, and what runs plans of steps on them.
 
     layout = plan_layout(recipe.parallel, descriptions, metas)     before the model is cut
-    pipeline = Pipeline(model, layout, recipe.parallel, mesh, dtype)
-    result = pipeline.run(microbatches, loss_scale=...)            every step
+    pipeline = Pipeline(model, stages, layout, descriptions, recipe.parallel, mesh, dtype)
+    plan = planner.plan(step, microbatches, ...)                   every step, see `planner`
+    result = pipeline.run(plan, microbatches, loss_scale=...)
 
 Every rank of a pipeline makes the same plan from the same metadata, so nothing is sent around.
 A run without a pipeline has plans too, of one rank: microbatch after microbatch. There, FSDP2 may
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from torchmm.balance.rates import Kind
@@ -33,15 +35,21 @@ from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations, MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.numbers import decode_plan
+from torchmm.pipelining.plan.plan import MessageSpecs, PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
 from torchmm.pipelining.run.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
-from torchmm.planning.step import Gathering, Purpose, plan_layout, plan_step
+from torchmm.planning.step import (
+    Gathering,
+    Purpose,
+    Search,
+    plan_layout,
+    plan_step,
+    step_graph,
+)
 from torchmm.recipe.parallel_section import ParallelConfig
-
-Specs = Callable[[StageGraph], MessageSpecs]
 
 
 def whole_pipeline(model: MultimodalModel, mesh: ParallelMesh, dtype: torch.dtype) -> Pipeline:
@@ -77,22 +85,10 @@ class Pipeline:
         dtype: torch.dtype,
     ) -> None:
         self.layout = layout
-        self._descriptions = descriptions
+        self.descriptions = descriptions
         self.config = config
         self.dtype = dtype
         self.device = mesh.device
-        self.factors: Mapping[Kind, float] = {}
-        """On FLOPs, by kind of action: with what steps are planned
-        (`torchmm.training.planner`).
-        """
-        self.planner: Callable[[StageGraph, Durations], ComputeOrder] | None = None
-        """Gives the orders of training steps (`torchmm.training.planner`); None: the schedule
-        does.
-        """
-        self.ready: Callable[[Sequence[MicrobatchMeta], Specs], PipelinePlan | None] | None = None
-        """Gives whole plans of training steps that were made elsewhere; None: there is none."""
-        self.tuning: LayerTuning | None = None
-        """How plans choose what layers recompute; None: they do not."""
         self.message_sizes = {m.name: message_sizes(m) for m in model.modality_modules()}
         self.sharding: Gathering = "none"
         """When FSDP2 gathers parameters."""
@@ -124,60 +120,85 @@ class Pipeline:
         metas: Sequence[MicrobatchMeta],
         targets: Sequence[int] | None = None,
         purpose: Purpose = "training",
+        *,
+        factors: Mapping[Kind, float] | None = None,
+        search: Search | None = None,
+        tuning: LayerTuning | None = None,
     ) -> PipelinePlan:
         """The plan of a step with these microbatches.
 
         Args:
             targets: positions that count in the loss, by microbatch; None: all text.
+            factors, search, tuning: see `plan_step`.
 
         Raises:
-            PlanError: the schedule cannot run them.
+            PlanError: the schedule cannot run them, or they do not fit into memory.
         """
-        sizes = self.message_sizes
-        specs = partial(message_specs, modules=sizes, microbatches=metas, dtype=self.dtype)
-        if purpose == "training" and self.ready is not None:
-            plan = self.ready(metas, specs)
-            if plan is not None:
-                return plan
         return plan_step(
             self.layout,
             self.config,
-            self._descriptions,
+            self.descriptions,
             metas,
             targets,
-            specs=specs,
+            specs=self._specs(metas),
             sharding=self.sharding,
             purpose=purpose,
-            factors=self.factors,
-            planner=self.planner,
-            tuning=self.tuning,
+            factors=factors,
+            search=search,
+            tuning=tuning,
         )
+
+    def plan_training(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        factors: Mapping[Kind, float] | None = None,
+        search: Search | None = None,
+        tuning: LayerTuning | None = None,
+    ) -> PipelinePlan:
+        """The plan of a training step on these microbatches; arguments as of `plan_step`.
+
+        Raises:
+            PlanError: as `plan`.
+        """
+        metas = [m.meta for m in microbatches]
+        targets = [m.target_count for m in microbatches]
+        return self.plan(metas, targets, factors=factors, search=search, tuning=tuning)
+
+    def read_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
+        """The plan of a training step that another process has encoded (`encode_plan`)."""
+        graph = step_graph(self.layout, self.config, metas, self.sharding)
+        return decode_plan(numbers, graph, self._specs(metas)(graph))
+
+    def _specs(self, metas: Sequence[MicrobatchMeta]) -> Callable[[StageGraph], MessageSpecs]:
+        sizes = self.message_sizes
+        return partial(message_specs, modules=sizes, microbatches=metas, dtype=self.dtype)
 
     def run(
         self,
+        plan: PipelinePlan,
         microbatches: Sequence[Microbatch],
         *,
         loss_scale: float | Mapping[str, float] = 1.0,
         annotate: bool = False,
-    ) -> tuple[PipelinePlan, StepResult]:
+    ) -> StepResult:
         """A training step: gradients into the parameters; every action is timed.
 
         Args:
+            plan: of these microbatches, the same on all its ranks.
             microbatches: of this data-parallel rank, the same on all ranks of the plan, on any
                 device: those that this rank has tasks of are moved.
             loss_scale: factor of the summed losses in backward, or one for each module.
             annotate: name each action in profiles.
         """
-        plan = self.plan([m.meta for m in microbatches], [m.target_count for m in microbatches])
         own = {a.microbatch for a in plan.actions[self._runtime.plan_rank] if a.microbatch >= 0}
         moved = [
             read_by(self._here, m).to(self.device) if i in own else m
             for i, m in enumerate(microbatches)
         ]
-        result = self._runtime.step(
+        return self._runtime.step(
             plan, moved, loss_scale=loss_scale, record=True, annotate=annotate
         )
-        return plan, result
 
     def losses(self, microbatches: Sequence[Microbatch]) -> dict[str, list[torch.Tensor]]:
         """Summed losses without gradients, by module ("llm", "generator") and microbatch; those of

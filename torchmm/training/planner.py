@@ -1,26 +1,30 @@
 """Plans in a run: who plans which step when, and with what measured times.
 
-Searched schedules (`StepPlanner`).
+    planner = StepPlanner(pipeline, tuning, mesh, logger, ...)
+    plan = planner.plan(step, microbatches, loader.next_metas)     before each step
+    planner.learn(step, outcome, microbatches, step_ms)            after it
 
-On the first rank of every pipeline a process searches the order of the next step while this one
-trains, lowers and validates it and tunes its layers (`planning.ahead`); when the step begins,
-that rank sends the best plan so far to the others of its pipeline as numbers. Every data-parallel
-replica does so for its own data. What a process has not finished in time is used as far as it is;
-where there is nothing yet, the natural order and static ones are compared on every rank, which all
-find the same. A plan that does not fit the step (a sample turned out corrupt) is dropped likewise.
-If the process dies, ranks search before each step.
+Static schedules are planned on every rank when the step begins: microseconds of work that all
+ranks do alike. With `parallel.replan_drift` they are planned with other weights once measured times
+have drifted from those planned with (Optimus §6).
+
+Searched schedules take longer. On the first rank of every pipeline a process searches the order of
+the next step while this one trains, lowers and validates it and tunes its layers
+(`planning.ahead`); when the step begins, that rank sends the best plan so far to the others of its
+pipeline as numbers. Every data-parallel replica does so for its own data. What a process has not
+finished in time is used as far as it is; where there is nothing yet, the natural order and static
+ones are compared on every rank, which all find the same. A plan that does not fit the step (a
+sample turned out corrupt) is dropped likewise. If the process dies, ranks search before each step.
+Runs that have to repeat to the bit (`training.deterministic`, or `background = false`) search with
+FLOPs alone, in all evaluations, before the step begins.
 
 Times of actions are FLOPs multiplied by rates, one for each module and kind of action, which follow
-the measured steps. Runs that have to repeat to the bit (`training.deterministic`, or `background =
-false`) plan with FLOPs alone, in all evaluations, before the step begins.
+the measured steps. After every step all ranks add up what their actions took; they then know the
+same and decide the same, so that the plans of a pipeline's ranks stay one. Losses change only by
+rounding: another order adds up the same gradients.
 
-Rejected: letting ranks search the same order on their own beside training, which needs as many
+Rejected: letting ranks search the same order on their own during training, which needs as many
 cores as there are ranks, and budgets in evaluations, which nobody can know.
-
-Other schedules (`Replanner`) are planned anew when measured times have drifted. After every step
-all ranks add up what their actions took; they then know the same and decide the same, so that the
-plans of a pipeline's ranks stay one. Losses change by rounding only: another order adds up the same
-gradients.
 """
 
 from __future__ import annotations
@@ -29,8 +33,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
+from functools import partial
+from math import isnan, nan
 from pathlib import Path
 from statistics import median
 
@@ -38,36 +43,36 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchmm.balance.compiled import Float64s
+from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import search_order
-from torchmm.balance.rates import SMOOTHING, DriftMonitor, Kind, Total, step_totals
-from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription
+from torchmm.balance.rates import Change, DriftMonitor, Kind, Rates, Total, step_totals
+from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.pipelining.plan.actions import COMPUTE, ActionType
+from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.numbers import decode_plan
-from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder, Durations, PipelinePlan
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations, PipelinePlan
 from torchmm.planning.ahead import (
     PlannedStep,
     PlanningProcess,
     PlanningProcessError,
     PlanningSetup,
     PlanRequest,
-    work_of,
 )
-from torchmm.planning.step import step_graph
-from torchmm.training.pictures import draw_schedules
-from torchmm.training.pipeline import Pipeline, Specs
+from torchmm.training.pictures import draw_schedules, save_timeline
+from torchmm.training.pipeline import Pipeline
 from torchmm.training.step import StepOutcome
 
 REMEMBERED = 5
 """Steps whose median time is the next one's budget."""
-HEADER = 7
-"""Numbers that are sent in front of a plan, beside what there is to do."""
+HEADER = 6
+"""Numbers that are sent ahead of a plan."""
 NOTHING, PLANNED, SEARCH_HERE = 0.0, 1.0, 2.0
 """The first of them: what the leader has."""
+SHOWN = 3
+"""Kinds of actions that a message about drift names."""
 
 Metas = Sequence[Sequence[MicrobatchMeta]]
 
@@ -83,24 +88,22 @@ class PlanFigures:
 
 
 class StepPlanner:
-    """Plans the steps of a run with a searched schedule; does nothing under others.
-
-    Collective over all ranks, as are its methods.
+    """Plans the steps of a run. Collective over all ranks, as are `plan` and `learn`.
 
     Args:
-        modules: encoders, LLM and generator, whole.
-        deterministic: plan with all evaluations and without measured times.
+        tuning: how plans choose what layers recompute; None: they do not.
+        deterministic: search with all evaluations and without measured times.
         steps: of the run.
         start: makes the planning process.
 
     Attributes:
-        figures: of the last step that was planned.
+        figures: of the last step that was planned, where its order was searched.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        modules: Sequence[ModuleDescription],
+        tuning: LayerTuning | None,
         mesh: ParallelMesh,
         logger: logging.Logger,
         *,
@@ -108,183 +111,236 @@ class StepPlanner:
         steps: int,
         start: Callable[[PlanningSetup], PlanningProcess] = PlanningProcess,
     ) -> None:
-        self._pipeline, self._mesh, self._logger = pipeline, mesh, logger
-        self._config = pipeline.config
+        self._pipeline, self._tuning, self._mesh, self._logger = pipeline, tuning, mesh, logger
+        config = self._config = pipeline.config
         self.figures = PlanFigures()
-        self.active = self._config.schedule == "searched" and mesh.pipeline_size > 1
-        self._process: PlanningProcess | None = None
-        self._planned: PlannedStep | None = None
-        self._died = False
-        if not self.active:
-            return
-        pipeline.ready, pipeline.planner = self._ready, self._order
-        self._setup = PlanningSetup(
-            pipeline.layout,
-            self._config,
-            tuple(modules),
-            pipeline.sharding,
-            pipeline.message_sizes,
-            pipeline.dtype,
-            pipeline.tuning,
-        )
-        self._kinds: list[Kind] = self._setup.kinds
-        self._rates: dict[Kind, float] = {}
-        self._metas: Sequence[MicrobatchMeta] = ()
-        self._asked: tuple[MicrobatchMeta, ...] = ()
-        self._asked_next: tuple[MicrobatchMeta, ...] = ()
-        self._flops_RK: Float64s | None = None
-        self._search_in_full = False
-        self._step, self._steps = 0, steps
-        self._spans_s: list[float] = []
-        self._background = self._config.search.background and not deterministic
-        if self._background:
-            self._group, self._leader, planners = _pipeline_group(mesh)
-            if mesh.rank == self._leader:
-                self._process = start(replace(self._setup, planners=planners))
+        self._rates = Rates()
+        self._searches = config.schedule == "searched" and mesh.pipeline_size > 1
+        self._ahead: _PlannedAhead | None = None
+        self._monitor: DriftMonitor | None = None
+        if self._searches and config.search.background and not deterministic:
+            self._ahead = _PlannedAhead(pipeline, tuning, mesh, logger, steps, start)
+        elif not self._searches and config.replan_drift > 0 and pipeline.layout.rank_count > 1:
+            self._monitor = DriftMonitor(config.replan_drift, self._rates)
 
-    def begin(self, step: int, metas: Callable[[], Metas | None]) -> None:
-        """Takes the plan of the step that begins now, and lets the one behind it be planned.
+    def plan(
+        self,
+        step: int,
+        microbatches: Sequence[Microbatch],
+        upcoming: Callable[[], Metas | None] = lambda: None,
+    ) -> PipelinePlan:
+        """The plan of the step that begins; collective over the ranks of its pipeline.
 
         Args:
             step: its number.
-            metas: of the next step, by data-parallel rank; None at the end of the data.
-        """
-        self._step, self._planned = step, None
-        if self._process is None:
-            return
-        self._asked, self._asked_next = self._asked_next, ()
-        try:
-            self._planned = self._process.take(step)
-            upcoming = metas() if step < self._steps else None
-            if upcoming is not None:
-                seconds = None
-                if self._spans_s:
-                    seconds = self._config.search.time_share * median(self._spans_s)
-                own = self._asked_next = tuple(upcoming[self._mesh.data_parallel_rank])
-                self._process.submit(PlanRequest(step + 1, own, self._all_rates(), seconds))
-        except PlanningProcessError as error:
-            self._give_up(error)
+            microbatches: of this data-parallel rank.
+            upcoming: metadata of the next step, by data-parallel rank; None at the data's end.
 
-    def observe(self, outcome: StepOutcome, step_ms: float) -> None:
-        """Takes in a step's measured times.
+        Raises:
+            PlanError: the schedule cannot run them, or they do not fit into memory.
+        """
+        if not self._searches:
+            factors = self._monitor.factors if self._monitor else None
+            return self._pipeline.plan_training(microbatches, factors=factors, tuning=self._tuning)
+        evaluations = self._config.search.evaluations
+        rates: dict[Kind, float] = {}
+        if self._ahead is not None:
+            metas = [m.meta for m in microbatches]
+            rates = self._rates.complete(module.name for module in self._pipeline.descriptions)
+            status, planned = self._ahead.plan(step, metas, upcoming, rates)
+            if planned is not None:
+                self.figures = planned.figures
+                return self._pipeline.read_plan(planned.numbers, metas)
+            if rates and status != SEARCH_HERE:
+                evaluations = 1  # no time; only the first step, unplanned so far, is worth all
+        search = partial(self._search, Budget(evaluations=evaluations), time.perf_counter())
+        return self._pipeline.plan_training(
+            microbatches, factors=rates, search=search, tuning=self._tuning
+        )
+
+    def _search(
+        self, budget: Budget, begin_s: float, graph: StageGraph, durations: Durations
+    ) -> ComputeOrder:
+        found = search_order(self._config, graph, durations, budget)
+        planner_ms = (time.perf_counter() - begin_s) * 1e3
+        self.figures = PlanFigures(None, planner_ms, found.evaluations, found.gain_over_natural)
+        return found.order
+
+    def learn(
+        self, step: int, outcome: StepOutcome, microbatches: Sequence[Microbatch], step_ms: float
+    ) -> None:
+        """Takes in a step's measured times; collective over all ranks.
 
         Args:
             step_ms: from its begin.
         """
-        if not self.active or not self._background:
+        if self._ahead is None and self._monitor is None:
             return
-        if self._flops_RK is None:  # planned here
-            self._flops_RK = work_of(outcome.plan, self._kinds, self._durations(outcome.plan))
-        measured = _measured_ms(outcome.result.records or (), outcome.plan, self._kinds)
-        flops = self._flops_RK[self._mesh.pipeline_rank].tolist()
-        totals = torch.tensor([measured, flops], dtype=torch.float64)
-        dist.all_reduce(totals, group=self._group)
-        for kind, measured_ms, work in zip(self._kinds, *totals.tolist(), strict=True):
-            if measured_ms > 0 and work > 0:
-                rate = measured_ms / work
-                old = self._rates.get(kind, rate)
-                self._rates[kind] = SMOOTHING * rate + (1 - SMOOTHING) * old
-        self._spans_s = [*self._spans_s, step_ms / 1e3][-REMEMBERED:]
+        graph = outcome.plan.graph
+        metas = [m.meta for m in microbatches]
+        targets = [m.target_count for m in microbatches]
+        flops = task_durations(graph, self._pipeline.descriptions, metas, targets)
+        totals = self._of_all_ranks(step_totals(outcome.result.records or (), graph, flops))
+        self._rates.learn(totals)
+        if self._ahead is not None:
+            self._ahead.remember(step_ms)
+        if self._monitor is not None and (changes := self._monitor.observe(totals)):
+            self._report_drift(step, changes)
 
-    def draw(self, directory: Path, step: int, outcome: StepOutcome) -> None:
-        """A picture of the step that `save_timeline` has saved, on rank 0; not collective."""
-        if self.active and self._mesh.rank == 0:
-            draw_schedules(directory, step, outcome.plan, self._durations(outcome.plan))
+    def _of_all_ranks(self, own: dict[Kind, Total]) -> dict[Kind, Total]:
+        kinds = sorted(COMPUTE, key=lambda kind: kind.value)
+        every = [(m.name, kind) for m in self._pipeline.descriptions for kind in kinds]
+        rows = [own.get(kind, Total(0.0, 0.0)) for kind in every]
+        totals = torch.tensor(rows, dtype=torch.float64, device=self._pipeline.device)
+        dist.all_reduce(totals)
+        return {kind: Total(*row) for kind, row in zip(every, totals.tolist(), strict=True)}
 
-    def _durations(self, plan: PipelinePlan) -> Durations:
-        """FLOPs of a plan's actions."""
-        return task_durations(plan.graph, self._setup.modules, self._metas)
+    def _report_drift(self, step: int, changes: Sequence[Change]) -> None:
+        shown = ", ".join(
+            f"{module} {kind.value} {times:.2f}x" for (module, kind), times in changes[:SHOWN]
+        )
+        more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+        self._logger.info(
+            "step %d: times drifted from those planned with (%s%s): the next steps are planned "
+            "anew", step, shown, more,
+        )  # fmt: skip
 
-    def _all_rates(self) -> dict[Kind, float]:
-        """Rates of halves of backwards too, and of modules without any work so far."""
-        if not self._rates:
-            return {}
-        found: dict[Kind, float] = {}
-        for kind in self._kinds:
-            found[kind] = self._rates.get(kind, median(self._rates.values()))
-        for module, _ in self._kinds:
-            for half in (ActionType.I, ActionType.W):
-                found[module, half] = found[module, ActionType.B]
-        return found
+    def draw(
+        self, directory: Path, step: int, outcome: StepOutcome, microbatches: Sequence[Microbatch]
+    ) -> None:
+        """Pictures and records of a step into a directory; collective over all ranks."""
+        save_timeline(directory, step, outcome, microbatches, self._mesh)
+        if self._searches and self._mesh.rank == 0:
+            metas = [m.meta for m in microbatches]
+            flops = task_durations(outcome.plan.graph, self._pipeline.descriptions, metas)
+            draw_schedules(directory, step, outcome.plan, flops)
 
     def close(self) -> None:
         """Ends the planning process; not collective."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+
+@dataclass(frozen=True)
+class _Received:
+    """A plan that the leader of a pipeline has sent."""
+
+    numbers: Int32s
+    figures: PlanFigures
+
+
+class _PlannedAhead:
+    """Plans that the process on a pipeline's first rank makes, on all ranks of the pipeline."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tuning: LayerTuning | None,
+        mesh: ParallelMesh,
+        logger: logging.Logger,
+        steps: int,
+        start: Callable[[PlanningSetup], PlanningProcess],
+    ) -> None:
+        self._mesh, self._logger, self._steps = mesh, logger, steps
+        self._time_share = pipeline.config.search.time_share
+        self._spans_s: list[float] = []
+        self._asked: tuple[MicrobatchMeta, ...] = ()
+        self._died = False
+        self._group, self._leader, leaders = _pipeline_group(mesh)
+        self._process: PlanningProcess | None = None
+        if mesh.rank == self._leader:
+            setup = PlanningSetup(
+                pipeline.layout,
+                pipeline.config,
+                tuple(pipeline.descriptions),
+                pipeline.sharding,
+                pipeline.message_sizes,
+                pipeline.dtype,
+                tuning,
+                leaders,
+            )
+            self._process = start(setup)
+
+    def plan(
+        self,
+        step: int,
+        metas: Sequence[MicrobatchMeta],
+        upcoming: Callable[[], Metas | None],
+        rates: dict[Kind, float],
+    ) -> tuple[float, _Received | None]:
+        """The plan of the step that begins, if there is one, and what the leader has; lets the
+        process go on with the next step."""
+        planned = None
         if self._process is not None:
-            self._process.close()
-            self._process = None
+            asked, self._asked = self._asked, ()
+            try:
+                planned = self._process.take(step)
+                self._submit(self._process, step + 1, upcoming, rates)
+            except PlanningProcessError as error:
+                self._give_up(error)
+            planned = self._fitting(step, planned, tuple(metas) == asked, bool(rates))
+        return self._exchange(planned)
 
-    def _ready(self, metas: Sequence[MicrobatchMeta], specs: Specs) -> PipelinePlan | None:
-        """The plan of the step that begins, if the process had one; called by `Pipeline.plan`."""
-        self._metas, self._flops_RK, self._search_in_full = metas, None, True
-        if not self._background:
-            return None
-        status, numbers = self._receive(self._fitting(metas))
-        if numbers is None:
-            # The first step, which nobody could plan before: in full. Else there is no time.
-            self._search_in_full = status == SEARCH_HERE or not self._rates
-            return None
-        setup = self._setup
-        graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
-        return decode_plan(numbers, graph, specs(graph))
+    def _submit(
+        self,
+        process: PlanningProcess,
+        step: int,
+        upcoming: Callable[[], Metas | None],
+        rates: dict[Kind, float],
+    ) -> None:
+        metas = upcoming() if step <= self._steps else None
+        if metas is not None:
+            seconds = self._time_share * median(self._spans_s) if self._spans_s else None
+            self._asked = tuple(metas[self._mesh.data_parallel_rank])
+            process.submit(PlanRequest(step, self._asked, rates, seconds))
 
-    def _order(self, graph: StageGraph, durations: Durations) -> ComputeOrder:
-        """The order of the step that begins, where there is no plan yet."""
-        begin_s = time.perf_counter()
-        evaluations = self._config.search.evaluations if self._search_in_full else 1
-        return self._plan_here(graph, durations, Budget(evaluations=evaluations), begin_s)
-
-    def _plan_here(
-        self, graph: StageGraph, durations: Durations, budget: Budget, begin_s: float
-    ) -> ComputeOrder:
-        found = search_order(self._config, graph, durations, budget)
-        planner_ms = (time.perf_counter() - begin_s) * 1e3
-        gain = found.gain_over_natural
-        self.figures = PlanFigures(None, planner_ms, found.evaluations, gain)
-        return found.order
-
-    def _fitting(self, metas: Sequence[MicrobatchMeta]) -> PlannedStep | None:
-        """What the process had for this step; None on ranks without one."""
-        planned, say = self._planned, self._logger.info
+    def _fitting(
+        self, step: int, planned: PlannedStep | None, as_asked: bool, measured: bool
+    ) -> PlannedStep | None:
+        """What the process had for this step, if that is what the step has become."""
+        say = self._logger.info
         if planned is None:
-            if self._rates and self._process is not None:
-                say("step %d: no plan in time; the natural order is used", self._step)
+            if measured and self._process is not None:
+                say("step %d: no plan in time; the natural order is used", step)
+        elif not as_asked:
+            say("step %d: has other samples than planned; the natural order is used", step)
             return None
-        if tuple(metas) != self._asked:
-            say("step %d: has other samples than planned; the natural order is used", self._step)
-            return None
-        if not planned.finished:
+        elif not planned.finished:
             say(
                 "step %d: planning had not finished; the best of %d orders is used",
-                self._step, planned.evaluations,
+                step, planned.evaluations,
             )  # fmt: skip
         return planned
 
-    def _receive(self, planned: PlannedStep | None) -> tuple[float, np.ndarray | None]:
+    def _exchange(self, planned: PlannedStep | None) -> tuple[float, _Received | None]:
         """What the leader has, on all ranks of the pipeline."""
-        work_shape = self._setup.layout.rank_count, len(self._kinds)
-        header = torch.zeros(HEADER + prod(work_shape), dtype=torch.float64)
+        header = torch.full((HEADER,), nan, dtype=torch.float64)
+        header[0] = SEARCH_HERE if self._died else NOTHING
+        numbers = np.zeros(0, np.int32)
         if planned is not None:
-            of_plan = planned.predicted, planned.natural, planned.planner_ms, planned.evaluations
-            values = [PLANNED, *of_plan, float(planned.in_ms), float(len(planned.numbers))]
-            header[:HEADER] = torch.tensor(values, dtype=torch.float64)
-            header[HEADER:] = torch.from_numpy(planned.flops_RK).flatten()
-        elif self._died:
-            header[0] = SEARCH_HERE
+            numbers = planned.numbers
+            promised = [planned.predicted_ms, planned.gain_over_natural]
+            values = [PLANNED, *(nan if value is None else value for value in promised)]
+            values += [planned.planner_ms, planned.evaluations, len(numbers)]
+            header = torch.tensor(values, dtype=torch.float64)
         dist.broadcast(header, self._leader, group=self._group)
-        status, predicted, natural, planner_ms, evaluations, in_ms, length = header[
-            :HEADER
-        ].tolist()
+        status, *figures, length = header.tolist()
         if status != PLANNED:
             return status, None
-        numbers = torch.zeros(int(length), dtype=torch.int32)
-        if planned is not None:
-            numbers = torch.from_numpy(planned.numbers)
-        dist.broadcast(numbers, self._leader, group=self._group)
-        gain = natural / predicted - 1 if np.isfinite(natural) and predicted > 0 else None
-        predicted_ms = predicted if in_ms else None
-        self.figures = PlanFigures(predicted_ms, planner_ms, int(evaluations), gain)
-        self._flops_RK = header[HEADER:].reshape(work_shape).numpy()
-        return status, numbers.numpy()
+        received = torch.from_numpy(numbers if len(numbers) else np.zeros(int(length), np.int32))
+        dist.broadcast(received, self._leader, group=self._group)
+        predicted_ms, gain, planner_ms, evaluations = figures
+        known = PlanFigures(
+            None if isnan(predicted_ms) else predicted_ms,
+            planner_ms,
+            int(evaluations),
+            None if isnan(gain) else gain,
+        )
+        return status, _Received(received.numpy(), known)
+
+    def remember(self, step_ms: float) -> None:
+        """How long a step took: so long may the next one be planned."""
+        self._spans_s = [*self._spans_s, step_ms / 1e3][-REMEMBERED:]
 
     def _give_up(self, error: PlanningProcessError) -> None:
         self._logger.warning(
@@ -293,17 +349,11 @@ class StepPlanner:
         self._died = True
         self.close()
 
-
-def _measured_ms(
-    records: Sequence[ActionRecord], plan: PipelinePlan, kinds: Sequence[Kind]
-) -> list[float]:
-    """Of this rank's actions, by kind."""
-    stages, found = plan.graph.layout.stages, dict.fromkeys(kinds, 0.0)
-    for record in records:
-        if record.action.type in (ActionType.F, ActionType.B):
-            kind = stages[record.action.stage].module, record.action.type
-            found[kind] += record.end_ms - record.start_ms
-    return list(found.values())
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
 
 def _pipeline_group(mesh: ParallelMesh) -> tuple[dist.ProcessGroup, int, int]:
@@ -320,53 +370,3 @@ def _pipeline_group(mesh: ParallelMesh) -> tuple[dist.ProcessGroup, int, int]:
             own = group, members[0]
     assert own is not None
     return *own, leaders
-
-
-SHOWN = 3
-
-
-class Replanner:
-    """Watches a run's steps and tells its pipeline with which times to plan.
-
-    Args:
-        drift: as `parallel.replan_drift`; 0: nothing is watched.
-        modules: encoders, LLM and generator, whole.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        modules: Sequence[ModuleDescription],
-        drift: float,
-        logger: logging.Logger,
-    ) -> None:
-        self._pipeline, self._modules, self._logger = pipeline, modules, logger
-        watched = drift > 0 and pipeline.layout.rank_count > 1
-        self._monitor = DriftMonitor(drift) if watched else None
-        kinds = sorted(COMPUTE, key=lambda kind: kind.value)
-        self._kinds: list[Kind] = [(module.name, kind) for module in modules for kind in kinds]
-
-    def observe(self, step: int, outcome: StepOutcome, microbatches: Sequence[Microbatch]) -> None:
-        """Takes in a step of training; collective over all ranks."""
-        if self._monitor is None:
-            return
-        graph = outcome.plan.graph
-        metas, targets = [m.meta for m in microbatches], [m.target_count for m in microbatches]
-        flops = task_durations(graph, self._modules, metas, targets)
-        own = step_totals(outcome.result.records or (), graph, flops)
-        rows = [own.get(kind, Total(0.0, 0.0)) for kind in self._kinds]
-        totals = torch.tensor(rows, dtype=torch.float64, device=self._pipeline.device)
-        dist.all_reduce(totals)
-        by_kind = {
-            kind: Total(*row) for kind, row in zip(self._kinds, totals.tolist(), strict=True)
-        }
-        if changes := self._monitor.observe(by_kind):
-            self._pipeline.factors = self._monitor.factors
-            told = ", ".join(
-                f"{module} {kind.value} {times:.2f}x" for (module, kind), times in changes[:SHOWN]
-            )
-            more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
-            self._logger.info(
-                "step %d: times drifted from those planned with (%s%s): the next steps are planned "
-                "anew", step, told, more,
-            )  # fmt: skip

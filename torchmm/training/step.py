@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from torchmm.common.batch import Microbatch
-from torchmm.common.module_names import GENERATOR
+from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.runtime import StepResult
+from torchmm.recipe.model_section import GeneratorConfig
 from torchmm.training.pipeline import Pipeline
 
 
@@ -44,9 +45,26 @@ class StepOutcome:
     span_ms: float
 
     @property
+    def text_loss(self) -> Tensor:
+        """The LLM's."""
+        return self.losses[LLM]
+
+    @property
+    def image_loss(self) -> Tensor:
+        """The generator's."""
+        return self.losses[GENERATOR]
+
+    @property
     def compute_ms(self) -> float:
         """Time in forwards and backwards."""
         return sum(self.module_ms.values())
+
+
+def loss_weights(generator: GeneratorConfig | None) -> dict[str, float]:
+    """Factors of the losses, by module; none where there is only one."""
+    if generator is None:
+        return {}
+    return {LLM: generator.text_loss_weight, GENERATOR: generator.loss_weight}
 
 
 @dataclass
@@ -63,26 +81,29 @@ class TrainStep:
 
     def run(
         self,
+        plan: PipelinePlan,
         microbatches: Sequence[Microbatch],
         global_targets: float,
-        annotate: bool = False,
         global_images: float = 0.0,
+        *,
+        annotate: bool = False,
     ) -> StepOutcome:
         """Accumulates gradients.
 
         Args:
+            plan: of these microbatches.
             microbatches: this data-parallel rank's share, on the CPU.
             global_targets: targets in the whole global batch, over all ranks.
-            annotate: name each action in profiles.
             global_images: generated images that count, in the whole global batch.
+            annotate: name each action in profiles.
         """
-        counts = {"llm": max(global_targets, 1.0), GENERATOR: max(global_images, 1.0)}
+        counts = {LLM: max(global_targets, 1.0), GENERATOR: max(global_images, 1.0)}
         weights = {name: self.loss_weights.get(name, 1.0) for name in counts}
         scales = dict.fromkeys((s.module for s in self.pipeline.layout.stages), 0.0)
         for name, count in counts.items():
             scales[name] = weights[name] / count
-        self._scale_router_losses(microbatches, weights["llm"])
-        plan, result = self.pipeline.run(microbatches, loss_scale=scales, annotate=annotate)
+        self._scale_router_losses(microbatches, weights[LLM])
+        result = self.pipeline.run(plan, microbatches, loss_scale=scales, annotate=annotate)
         nothing = torch.zeros((), device=self.mesh.device)
         losses = {
             name: torch.stack([nothing, *result.losses_of(name).values()]).sum() / count

@@ -150,12 +150,13 @@ class Program(OurProgram):
         fills: bool = True,
     ) -> None:
         super().__init__(name, model, steps, choice, mesh)
-        self.pipeline.factors = rates
+        self.rates, self.fills = rates, fills
         layout = self.pipeline.layout
         self.shared = any(len(stage.ranks) > 1 for stage in layout.stages)
-        if not fills:
-            plan = self.pipeline.plan
-            self.pipeline.plan = lambda *a, **k: _unfilled(plan(*a, **k))  # type: ignore[method-assign]
+
+    def plan(self, index: int) -> PipelinePlan:
+        plan = self.pipeline.plan_training(self.steps[index], factors=self.rates)
+        return plan if self.fills else _unfilled(plan)
 
     def step(self, index: int) -> float:
         busy_s = super().step(index)

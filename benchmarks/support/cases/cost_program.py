@@ -89,7 +89,8 @@ class CaseProgram:
     def step(self, index: int) -> float:
         """All that a step does behind its data; the seconds of computing."""
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-        outcome = self._train_step.run(self.microbatches, self.targets)
+        plan = self.pipeline.plan_training(self.microbatches)
+        outcome = self._train_step.run(plan, self.microbatches, self.targets)
         group = self.mesh.pipeline.get_group() if self.mesh.pipeline_size > 1 else None
         norm = global_grad_norm(self._parameters, self._copies, group).item()
         scale_gradients(self._parameters, clip_factor(norm, 1.0))

@@ -28,7 +28,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout
 from torchmm.pipelining.schedules.separated import separated
@@ -138,11 +138,16 @@ class OurProgram:
         self.busy_s: dict[Kind, float] = {}
         """Of the last step on this rank, by module and kind of action."""
 
+    def plan(self, index: int) -> PipelinePlan:
+        """Of a step."""
+        return self.pipeline.plan_training(self.steps[index])
+
     def step(self, index: int) -> float:
         microbatches = self.steps[index]
         self.model.zero_grad()
         targets = sum(m.target_count for m in microbatches)
-        plan, result = self.pipeline.run(microbatches, loss_scale=1 / targets)
+        plan = self.plan(index)
+        result = self.pipeline.run(plan, microbatches, loss_scale=1 / targets)
         stages = plan.graph.layout.stages
         self.busy_s = {}
         for record in result.records or ():

@@ -32,14 +32,13 @@ from support.cases.pipeline_model_case import QUIET, RANKS, Choice, OurProgram
 from support.harness import Row
 from support.models.pipeline_model import Size, load_steps
 from support.ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
-from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.common.batch import Microbatch
 from torchmm.common.processes import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.planning.ahead import PlanningProcess, PlanningSetup
 from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
-from torchmm.training.pipeline import Specs
 from torchmm.training.planner import StepPlanner
 from torchmm.training.step import StepOutcome, TrainStep
 
@@ -155,19 +154,14 @@ class Replayed(OurProgram):
         super().__init__(name, model, [batch], choice, mesh)
         self.shared, self.train = shared, TrainStep(self.pipeline, mesh)
         self.targets = sum(m.target_count for m in batch)
-        self.pipeline.ready = self.ready
 
-    def ready(self, metas: Sequence[MicrobatchMeta], specs: Specs) -> PipelinePlan | None:
-        """Of the step that begins."""
-        return self.shared[0]
-
-    def train_step(self, index: int) -> StepOutcome:
+    def train_step(self, plan: PipelinePlan, index: int) -> StepOutcome:
         """Gradients of a step."""
         self.model.zero_grad()
-        return self.train.run(self.steps[index], self.targets)
+        return self.train.run(plan, self.steps[index], self.targets)
 
     def step(self, index: int) -> float:
-        return self.train_step(index).compute_ms / 1e3
+        return self.train_step(self.shared[0], index).compute_ms / 1e3
 
 
 class Planned(Replayed):
@@ -190,16 +184,11 @@ class Planned(Replayed):
         self.cores = cores
         self.process: PlanningProcess | None = None
         self.number, self.planning = 0, False
-        descriptions = [module.describe() for module in model.modality_modules()]
         logger = logging.getLogger(__name__)
         self.planner = StepPlanner(
-            self.pipeline, descriptions, mesh, logger,
+            self.pipeline, None, mesh, logger,
             deterministic=False, steps=ENDLESS, start=self._start,
         )  # fmt: skip
-        taken = self.pipeline.ready
-        assert taken is not None
-        self._taken = taken
-        self.pipeline.ready = self.ready
 
     def _start(self, setup: PlanningSetup) -> PlanningProcess:
         """On the pipeline's first rank."""
@@ -208,21 +197,18 @@ class Planned(Replayed):
             os.sched_setaffinity(self.process.pid, self.cores.planning)
         return self.process
 
-    def ready(self, metas: Sequence[MicrobatchMeta], specs: Specs) -> PipelinePlan | None:
-        """Plans are taken, sent and read as ever; which one is run stays the same."""
-        found = self._taken(metas, specs)
-        if found is not None and not self.shared:
-            self.shared.append(found)
-        return self.shared[0] if self.shared else None
-
     def step(self, index: int) -> float:
+        """Plans are taken, sent and read as ever; which one is run stays the same."""
         begin_s = time.perf_counter()
         self.number += 1
         self.planning = True
-        metas = [[m.meta for m in self.steps[index]]]
-        self.planner.begin(self.number, lambda: metas)
-        outcome = self.train_step(index)
-        self.planner.observe(outcome, (time.perf_counter() - begin_s) * 1e3)
+        batch = self.steps[index]
+        plan = self.planner.plan(self.number, batch, lambda: [[m.meta for m in batch]])
+        if self.planner.figures.predicted_ms is not None and not self.shared:
+            self.shared.append(plan)
+        outcome = self.train_step(self.shared[0] if self.shared else plan, index)
+        step_ms = (time.perf_counter() - begin_s) * 1e3
+        self.planner.learn(self.number, outcome, batch, step_ms)
         return outcome.compute_ms / 1e3
 
     def settle(self) -> None:

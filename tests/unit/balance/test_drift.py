@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from torchmm.balance.planners import PLANNERS, costs_of
-from torchmm.balance.rates import Change, DriftMonitor, Total, scaled, step_totals
+from torchmm.balance.planners import PLANNERS, relative_costs
+from torchmm.balance.rates import Change, DriftMonitor, Rates, Total, scaled, step_totals
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
@@ -26,15 +26,44 @@ def step(ms_per_flop: float = 1e-8, **slower: float) -> dict[tuple[str, ActionTy
     }
 
 
+class Watched:
+    """Rates and what watches them, as a run has them."""
+
+    def __init__(self, threshold: float) -> None:
+        self.rates = Rates()
+        self.monitor = DriftMonitor(threshold, self.rates)
+
+    def observe(self, totals: dict[tuple[str, ActionType], Total]) -> list[Change]:
+        self.rates.learn(totals)
+        return self.monitor.observe(totals)
+
+    @property
+    def factors(self) -> dict[tuple[str, ActionType], float]:
+        return self.monitor.factors
+
+
+def test_rates_of_what_never_ran_are_completed():
+    rates = Rates()
+    assert rates.complete(["vision", "llm"]) == {}
+    rates.learn(
+        {("llm", F): Total(1.0, 1e3), ("llm", B): Total(4.0, 1e3), ("vision", F): Total(0.0, 0.0)}
+    )
+    found = rates.complete(["vision", "llm"])
+    assert found["llm", ActionType.W] == found["llm", B] == pytest.approx(4e-3)
+    assert found["vision", F] == found["vision", ActionType.I] == pytest.approx(2.5e-3)
+    rates.learn({("llm", F): Total(3.0, 1e3)})
+    assert rates.ms_per_flop["llm", F] == pytest.approx(2e-3), "smoothed by a half"
+
+
 def test_nothing_drifts_while_all_is_as_planned_or_equally_slow():
-    monitor = DriftMonitor(0.1)
+    monitor = Watched(0.1)
     assert monitor.observe(step()) == []
     assert monitor.observe(step(5e-8)) == []
     assert monitor.factors == {}
 
 
 def test_a_module_that_gets_slower_is_planned_with_its_new_time_once():
-    monitor, found = DriftMonitor(0.1), []
+    monitor, found = Watched(0.1), []
     for number in range(12):
         changes = monitor.observe(step(vision=3.0 if number >= 2 else 1.0))
         found.append([change.kind[0] for change in changes])
@@ -44,19 +73,19 @@ def test_a_module_that_gets_slower_is_planned_with_its_new_time_once():
 
 
 def test_one_interrupted_step_passes():
-    monitor = DriftMonitor(0.5)
+    monitor = Watched(0.5)
     found = [monitor.observe(step(vision=1.6 if n == 3 else 1.0)) for n in range(8)]
     assert found == [[]] * 8
 
 
 def test_what_takes_next_to_no_time_may_drift():
     tiny = {("vision", F): Total(1e-4, 1e3), ("llm", F): Total(100.0, 1e10)}
-    assert DriftMonitor(0.1).observe(tiny) == []
-    assert DriftMonitor(0.1).observe({("vision", F): Total(0.0, 0.0)}) == []
+    assert Watched(0.1).observe(tiny) == []
+    assert Watched(0.1).observe({("vision", F): Total(0.0, 0.0)}) == []
 
 
 def test_the_worst_change_is_told_first():
-    changes = DriftMonitor(0.1).observe(step(vision=2.0))
+    changes = Watched(0.1).observe(step(vision=2.0))
     assert changes == sorted(changes, key=lambda change: -abs(change.times - 1))
     assert isinstance(changes[0], Change) and changes[0].kind[0] == "vision"
     assert changes[0].times == pytest.approx(2 * 33 / 36)
@@ -97,7 +126,7 @@ def test_plans_with_drifted_times_are_shorter_than_stale_ones():
         drifted = scaled(
             durations_of(graph, images), graph, {("vision", F): 0.2, ("vision", B): 0.2}
         )
-        costs = costs_of(graph, drifted)
+        costs = relative_costs(graph, drifted).costs
         steps_ms.append([simulate(plan, costs).makespan_ms for plan in (stale, fresh)])
     assert all(new_ms <= 1.02 * old_ms for old_ms, new_ms in steps_ms)
     old_ms, new_ms = map(sum, zip(*steps_ms, strict=True))

@@ -13,6 +13,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.planning import forecast
 from torchmm.planning.executions import run_costs
 from torchmm.planning.forecast import Forecaster
+from torchmm.planning.resolved import resolve
 from torchmm.recipe import check
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
@@ -66,7 +67,7 @@ def test_runs_and_forecasts_price_the_same_executions(path, profile, monkeypatch
         forecast, "first_microbatches", lambda recipe, model, shares: [empty] * shares
     )
     forecaster = Forecaster(recipe, gpus, profile)
-    of_run = run_costs(recipe, forecaster.modules, gpus, profile)
+    of_run = run_costs(resolve(recipe, gpus), forecaster.modules, profile)
     assert set(of_run.executions) == {module.name for module in forecaster.modules}
     assert forecaster._costs(recipe.parallel).executions == of_run.executions
 

@@ -18,14 +18,13 @@ from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.checks.validate import validate_plan
-from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.schedules.layouts import separated_layout
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.planning.ahead import (
-    MEASURED,
     PlanningProcess,
     PlanningProcessError,
     PlanningSetup,
@@ -70,16 +69,12 @@ def request(step: int, seed: int, rate: float = 0.0) -> PlanRequest:
 def test_it_plans_the_step_it_was_asked_for(process):
     process.submit(request(1, 1))
     planned = process.take(1, WAIT_S)
-    assert (planned.step, planned.finished, planned.in_ms) == (1, True, False)
+    assert (planned.step, planned.finished, planned.predicted_ms) == (1, True, None)
     assert planned.evaluations == 60
-    assert 0 < planned.predicted <= planned.natural
+    assert planned.gain_over_natural >= 0
     graph = step_graph(setup(60).layout, config(60), metas(1))
     plan = decode_plan(planned.numbers, graph, {})
     assert validate_plan(plan).problems == ()
-    flops = task_durations(graph, setup(60).modules, metas(1))
-    total = sum(flops(a) for row in plan.actions for a in row if a.type in MEASURED)
-    assert planned.flops_RK.shape == (2, 4)
-    assert planned.flops_RK.sum() == pytest.approx(total)
 
 
 def test_it_tunes_the_layers():
@@ -105,12 +100,17 @@ def test_it_tunes_the_layers():
 
 
 def test_rates_give_milliseconds(process):
-    process.submit(request(2, 1))
-    flops = process.take(2, WAIT_S)
+    """A rank has at least its own work to do, and at most all work."""
     process.submit(request(3, 1, rate=1e-6))
-    measured = process.take(3, WAIT_S)
-    assert measured.in_ms
-    assert measured.predicted == pytest.approx(1e-6 * flops.predicted, rel=1e-3)
+    predicted_ms = process.take(3, WAIT_S).predicted_ms
+    graph = step_graph(setup(60).layout, config(60), metas(1))
+    flops = task_durations(graph, setup(60).modules, metas(1))
+    whole = [Action(kind, *task) for task in graph.tasks() for kind in (ActionType.F, ActionType.B)]
+    ranks = [
+        sum(flops(a) for a in whole if graph.layout.stages[a.stage].ranks[0] == rank)
+        for rank in range(2)
+    ]
+    assert 1e-6 * max(ranks) <= predicted_ms <= 1e-6 * sum(ranks) * 1.001
 
 
 def test_only_the_newest_request_counts(process):

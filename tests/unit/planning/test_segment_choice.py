@@ -14,6 +14,7 @@ from torchmm.balance.order_search.best_order import plan_searched
 from torchmm.balance.order_search.search import Budget
 from torchmm.common.errors import ConfigError
 from torchmm.planning.executions import run_costs
+from torchmm.planning.resolved import resolve
 from torchmm.planning.segments import (
     STAGES,
     _predicted_ms,
@@ -33,7 +34,7 @@ def chosen(profile: Profile | None = None, **parallel: object) -> ParallelConfig
     recipe = Recipe.model_validate({"parallel": parallel})
     modules, metas = described()
     ranks = recipe.parallel.pipeline * max(1, recipe.parallel.shard)
-    costs = run_costs(recipe, modules, ranks, PROFILE if profile is None else profile)
+    costs = run_costs(resolve(recipe, ranks), modules, PROFILE if profile is None else profile)
     return with_segments(recipe.parallel, modules, metas, costs)
 
 
@@ -97,5 +98,5 @@ def test_what_fits_is_judged_as_the_run_shards_it(shard, fits):
     modules, metas = described()
     small = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=1_600_000))
     own = chosen(pipeline=2, schedule="searched", shard=shard, search={"stages": "megatron"})
-    costs = run_costs(Recipe(parallel=own), modules, 2 * shard, small)
+    costs = run_costs(resolve(Recipe(parallel=own), 2 * shard), modules, small)
     assert isfinite(_predicted_ms(own, modules, metas, costs)) == fits

@@ -8,6 +8,7 @@ import pytest
 from recipe_problems import problems_of
 
 from torchmm.common.errors import ConfigError
+from torchmm.planning.resolved import resolve
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_layout
 from torchmm.recipe.recipe import Recipe
@@ -304,7 +305,7 @@ def test_statistics_stand_in_for_data_and_tokenizer(write):
     path = write("r.toml", MODEL.replace('tokenizer = "gpt2"', "") + SIMULATION)
     recipe = load_recipe(path, [], 1).recipe
     with pytest.raises(ConfigError, match="only describes a simulation") as error:
-        build_unfilled_model(recipe)
+        build_unfilled_model(resolve(recipe, 1))
     assert any("tokenizer" in problem for problem in error.value.problems)
 
 

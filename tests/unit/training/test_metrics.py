@@ -1,4 +1,4 @@
-"""Step records, phase times, sinks: right figures, and trackers that cannot stop training."""
+"""Step records, sinks: right figures, and trackers that cannot stop training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.metrics import (
     MetricsRecorder,
-    PhaseTimer,
     RankStep,
     gather_rank_steps,
     make_record,
@@ -96,71 +94,6 @@ def test_mfu_is_null_for_an_unknown_device():
 
 def test_without_a_process_group_a_rank_gathers_itself():
     assert gather_rank_steps(RANK) == [RANK]
-
-
-def test_phases_repeat_nest_and_exclude_what_is_inside():
-    timer = PhaseTimer(CPU)
-    for _ in range(2):
-        with timer.phase("llm"):
-            time.sleep(0.02)
-            with timer.phase("encoder"):
-                time.sleep(0.05)
-    time.sleep(0.03)
-    times_ms = timer.finish_step()
-    assert set(times_ms) == {"llm", "encoder"}
-    assert 40 <= times_ms["llm"] < 90
-    assert 100 <= times_ms["encoder"] < 150
-
-
-def test_a_finished_step_leaves_nothing_to_the_next():
-    timer = PhaseTimer(CPU)
-    with timer.phase("llm"):
-        pass
-    timer.finish_step()
-    assert timer.finish_step() == {}
-
-
-class FakeEvent:
-    """A CUDA event on a device clock that advances 10 ms per recorded event."""
-
-    clock_ms = 0.0
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        FakeEvent.clock_ms += 10.0
-        self.time_ms = FakeEvent.clock_ms
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, end):
-        return end.time_ms - self.time_ms
-
-
-def test_device_phases_are_those_of_the_step_before(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    timer = PhaseTimer(torch.device("cuda"))
-    with timer.phase("llm"), timer.phase("encoder"):
-        pass
-    assert timer.finish_step() == {}
-    with timer.phase("data"):
-        pass
-    assert timer.finish_step() == {"llm": 20.0, "encoder": 10.0}
-    assert timer.finish_step() == {"data": 10.0}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_phases_are_read_one_step_late():
-    timer = PhaseTimer(torch.device("cuda"))
-    a = torch.ones(4096, 4096, device="cuda")
-    with timer.phase("llm"):
-        for _ in range(10):
-            a = a @ a * 1e-4
-    assert timer.finish_step() == {}
-    assert timer.finish_step()["llm"] > 0
 
 
 def test_cpu_peak_is_what_a_matrix_product_reaches():

@@ -4,16 +4,17 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+import torch
 from fuzz.data import make_data
 from fuzz.draw import Table, merged
 from fuzz.recipes import complete
 
-import torchmm.training.trainer
+import torchmm.training.run
 from torchmm.common.errors import ConfigError
+from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_unfilled_model
-from torchmm.training.layout_checks import check_layout
+from torchmm.training.build import build_unfilled_model, cut_model
 
 LLM = {
     "model_type": "llama",
@@ -64,8 +65,8 @@ def read(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table
 
 def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table) -> None:
     """As train.py does."""
-    recipe = read(data, run_dir, world_size, llm, parallel)
-    check_layout(recipe, *build_unfilled_model(recipe), world_size)
+    run = resolve(read(data, run_dir, world_size, llm, parallel), world_size)
+    cut_model(run, *build_unfilled_model(run), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_training_checks_before_ranks_meet(data, tmp_path, monkeypatch):
     def meet(*_: object) -> None:
         pytest.fail("ranks met")
 
-    monkeypatch.setattr(torchmm.training.trainer, "start_process_group", meet)
+    monkeypatch.setattr(torchmm.training.run, "start_process_group", meet)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="does not divide the 3 experts"):
-        torchmm.training.trainer.train(read(data, tmp_path, 2, EXPERTS, {"tensor": 2}))
+        torchmm.training.run.train(read(data, tmp_path, 2, EXPERTS, {"tensor": 2}))

@@ -1,0 +1,64 @@
+"""A recipe on a number of devices: open sizes replaced by numbers, once.
+
+    run = resolve(recipe, world_size)
+    run.llm, run.units, run.shares
+
+Whoever asks how large a mesh is, how many shares a global batch has or whether modules are on ranks
+of their own, asks here; nobody computes it from the recipe again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchmm.common.module_names import LLM
+from torchmm.recipe.placement_sizes import encoder_layout, resolve_layout, units_of
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.sizes import Layout, replica_groups
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe and the sizes that follow from it.
+
+    Attributes:
+        world_size: devices of the run.
+        llm: mesh sizes of the LLM; without modules on ranks of their own, those of the whole run.
+        units: mesh sizes by module, where modules have ranks of their own (disaggregated); empty
+            otherwise.
+    """
+
+    recipe: Recipe
+    world_size: int
+    llm: Layout
+    units: Mapping[str, Layout]
+
+    @property
+    def shares(self) -> int:
+        """Shares of a global batch: data-parallel ranks, or replica groups of modules apart."""
+        return replica_groups(self.units) if self.units else self.llm.data_parallel
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model is cut into stages on several ranks of a plan."""
+        return self.llm.pipeline * self.recipe.parallel.mirrors > 1 or bool(self.units)
+
+    def encoder(self, name: str) -> Layout:
+        """Mesh sizes of an encoder: its own, wherever it has any."""
+        if self.units:
+            return self.units[name]
+        if self.recipe.parallel.placement == "colocated":
+            return encoder_layout(self.recipe.parallel, name, self.llm)
+        return self.llm
+
+
+def resolve(recipe: Recipe, world_size: int) -> Resolved:
+    """Sizes of a recipe on `world_size` devices.
+
+    Raises:
+        ConfigError: the sizes cannot make up `world_size`.
+    """
+    units = units_of(recipe, world_size)
+    llm = units[LLM] if units else resolve_layout(recipe.parallel, world_size)
+    return Resolved(recipe, world_size, llm, units)

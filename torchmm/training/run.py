@@ -1,0 +1,72 @@
+"""A whole run, from a recipe to its results: what happens before the loop, and how it ends.
+
+Everything that can be refused is refused before ranks meet: sizes, the model, how it is cut. Then
+the process group starts, the parts of the run are built (`build`), and the loop runs (`trainer`).
+STATUS.json says how it ended (`ending`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchmm.common.errors import EXIT_DONE
+from torchmm.common.files import make_writable_directory
+from torchmm.parallel.health import peer_errors
+from torchmm.parallel.mesh import select_device, start_process_group
+from torchmm.planning.open_sizes import orchestrated
+from torchmm.planning.resolved import resolve
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.build import build_run, build_unfilled_model, cut_model
+from torchmm.training.checkpoint.directory import CheckpointDirectory
+from torchmm.training.ending import (
+    Status,
+    StopSignal,
+    starting,
+    training,
+    write_end,
+    write_failure,
+    write_status,
+)
+from torchmm.training.trainer import Trainer
+
+
+def train(recipe: Recipe) -> int:
+    """Runs a whole recipe on this rank; the exit code. STATUS.json says how it ended.
+
+    Raises:
+        TorchmmError: the run ended early; the status is written.
+    """
+    run_dir = Path(recipe.output_dir) / recipe.name
+    rank = int(os.environ.get("RANK", "0"))
+    directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger("torchmm"))
+    trainer = None
+    try:
+        with StopSignal() as stop, starting(run_dir):
+            make_writable_directory(run_dir)  # all ranks see that it is not, and none waits
+            # Nothing is written into the directory of a run that is alive.
+            if rank == 0 and directory.try_claim():
+                write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            run = resolve(orchestrated(recipe, world_size), world_size)
+            model, tokenizer = build_unfilled_model(run)
+            device = select_device(recipe.training.device)
+            cut = cut_model(run, model, tokenizer, device)
+            with peer_errors(rank):
+                start_process_group(recipe.parallel, device)
+                parts = build_run(run, run_dir, device, model, tokenizer, cut, directory)
+            trainer = Trainer(parts, stop)
+            with training(run_dir):
+                trainer.run()
+        if rank == 0:
+            write_end(run_dir, trainer.step)
+    except BaseException as error:
+        write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
+        raise
+    finally:
+        directory.release()
+    dist.destroy_process_group()
+    return EXIT_DONE
