@@ -34,14 +34,14 @@ from torchmm.pipelining.schedules.layouts import (
 from torchmm.recipe.parallel_section import ParallelConfig
 
 MEMORY_SHARE = 0.9
-"""Of a device, for states and activations; the rest is for messages and gaps of the allocator."""
+"""Share of a device for states and activations; the rest is for messages and allocator gaps."""
 
 
 class Planner(NamedTuple):
     """What a name stands for."""
 
     layout: Callable[[ParallelConfig, Sequence[ModuleLayers]], StageLayout]
-    """Of the modules, as the recipe's section says."""
+    """Cuts the modules as the recipe's section says."""
     plan: Callable[[ParallelConfig, StageGraph, Durations], tuple[StageGraph, ComputeOrder]]
     """The step's graph with replicas chosen, and the order of every rank."""
 
@@ -145,7 +145,7 @@ def search_costs(graph: StageGraph, durations: Durations) -> RelativeCosts:
     """
     relative = relative_costs(graph, durations)
     work = relative.costs.compute_ms
-    # Whole numbers, fine enough to tell tasks apart that differ by a billionth of the step.
+    # Whole numbers, fine enough to separate tasks that differ by a billionth of the step.
     kept = {task: round(work[Action(ActionType.F, *task)] * 1e6) for task in graph.tasks()}
     limited = limited_like_separated(graph, replace(relative.costs, kept_bytes=kept))
     return replace(relative, costs=limited)
@@ -157,7 +157,7 @@ def search_order(
     """PipeWeaver's schedule of one step, as [parallel.search] says.
 
     Args:
-        budget: in the place of the recipe's evaluations.
+        budget: instead of the recipe's evaluations.
 
     Raises:
         ValueError: a duration is no number, or nothing fits into memory.
@@ -170,7 +170,8 @@ def search_by_costs(config: ParallelConfig, graph: StageGraph, costs: PlanCosts)
 
     Where no order fits into that, ranks may use what the separated schedule would.
     """
-    budget, limit = Budget(evaluations=config.search.evaluations), costs.memory_limit_bytes
+    budget = Budget(evaluations=config.search.evaluations)
+    limit = costs.memory_limit_bytes
     if limit is not None:
         costs = replace(costs, memory_limit_bytes=round(MEMORY_SHARE * limit))
     try:

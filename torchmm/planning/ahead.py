@@ -59,7 +59,7 @@ NICENESS = 19
 LEAVE_EVERY_S = 0.05
 """Improvements that come faster are left together."""
 SEARCHING_SHARE = 0.8
-"""Of the time that goes to searching, not to making plans of improvements, at least."""
+"""Least share of the time that is spent searching rather than making plans of improvements."""
 CLOSING_S = 5.0
 
 
@@ -157,7 +157,7 @@ class PlanningProcess:
         )
         self._process.start()
         theirs.close()
-        # Whoever exits without `close` must not wait for a process that ignores signals.
+        # A process that exits without `close` must not wait for a process that ignores signals.
         atexit.register(self._connection.close)
 
     @property
@@ -189,10 +189,10 @@ class PlanningProcess:
         """
         deadline = time.monotonic() + wait_s
         while self._call(self._connection.poll, max(0.0, deadline - time.monotonic())):
-            told = self._call(self._connection.recv)
-            if isinstance(told, str):
-                raise PlanningProcessError(told)
-            if told == step:
+            message = self._call(self._connection.recv)
+            if isinstance(message, str):
+                raise PlanningProcessError(message)
+            if message == step:
                 break
         found = self._call(self._plans.get)
         newest = None if found is None else _planned_step(found)
@@ -342,7 +342,8 @@ class _Planning:
         return self._made
 
     def _plan(self, order: ComputeOrder) -> PipelinePlan:
-        setup, metas = self._setup, self._request.microbatches
+        setup = self._setup
+        metas = self._request.microbatches
         specs = partial(message_specs, modules=setup.sizes, microbatches=metas, dtype=setup.dtype)
         return plan_step(
             setup.layout,

@@ -39,7 +39,8 @@ def describe_run(recipe: Recipe, world_size: int, picture: Path | None = None) -
     chosen: list[str] = []
     if leaves_encoders_open(recipe):
         choice = choose_encoders(forecaster)
-        recipe, chosen = choice.recipe, list(choice.lines())
+        recipe = choice.recipe
+        chosen = list(choice.lines())
     forecast = forecaster.forecast_parallel(recipe.parallel)
     lines = run_summary(resolve(recipe, world_size), forecaster.model, simulated=True)
     lines |= {f"choice {index}": text for index, text in enumerate(chosen, 1)}

@@ -32,7 +32,8 @@ from torchmm.recipe.recipe import Recipe
 
 def encoder_combinations(forecaster: Forecaster) -> Iterator[dict[str, int]]:
     """Pipeline ranks by encoder; of one whose size the recipe gives, that one."""
-    parallel, ranks = forecaster.recipe.parallel, forecaster.ranks.pipeline
+    parallel = forecaster.recipe.parallel
+    ranks = forecaster.ranks.pipeline
     choices = {}
     for module in forecaster.modules:
         if module.kind != "encoder":
@@ -49,7 +50,8 @@ def encoder_combinations(forecaster: Forecaster) -> Iterator[dict[str, int]]:
 def encoder_tensors(forecaster: Forecaster) -> list[int]:
     """Tensor-parallel sizes that all encoders can have, the LLM's first: divisors of it that divide
     their heads; if the recipe gives one to an encoder, the recipe's."""
-    parallel, most = forecaster.recipe.parallel, forecaster.ranks.tensor
+    parallel = forecaster.recipe.parallel
+    most = forecaster.ranks.tensor
     encoders = [module for module in forecaster.modules if module.kind == "encoder"]
     if any("tensor" in parallel.sizes_given(module.name) for module in encoders):
         return [most // parallel.mirrors]
@@ -135,7 +137,8 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
     Raises:
         ConfigError: nothing fits into memory; the message says what comes nearest.
     """
-    recipe, tensors = forecaster.recipe, encoder_tensors(forecaster)
+    recipe = forecaster.recipe
+    tensors = encoder_tensors(forecaster)
     combinations = list(encoder_combinations(forecaster))
     fitting = _fitting(forecaster, combinations, tensors)
 
@@ -158,9 +161,9 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
     choice = EncoderChoice(sized(tried[0].pipelines, tried[0].tensor), tuple(tried), left_out)
     step = tried[0].forecast.step
     if step is None or not step.fits:
-        told = "; ".join(choice.lines())
+        tried = "; ".join(choice.lines())
         raise ConfigError(
-            f"parallel.orchestrate: no pipelines of encoders fit into memory: {told}. Use more "
+            f"parallel.orchestrate: no pipelines of encoders fit into memory: {tried}. Use more "
             "ranks, activation_checkpoint, or encoders on ranks of their own"
         )
     return choice
@@ -174,7 +177,8 @@ def _fitting(
     Raises:
         ConfigError: none does.
     """
-    ranks, modules = forecaster.ranks, forecaster.modules
+    ranks = forecaster.ranks
+    modules = forecaster.modules
     llm = ParallelSizes(ranks.data_parallel, ranks.pipeline, ranks.tensor)
     whole = with_pipelines(forecaster.recipe, combinations[0], tensor=ranks.tensor).parallel
     layout = plan_layout(whole, modules, forecaster.workload.microbatches)

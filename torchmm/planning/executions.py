@@ -28,7 +28,7 @@ from torchmm.recipe.training_section import ActivationCheckpointConfig, limit_by
 
 
 def run_profile(recipe: Recipe, device: torch.device) -> Profile:
-    """Of the device that computes: that of `simulation.device`; on a CPU, a CPU's, unless that
+    """The profile of the device that computes: `simulation.device`; on a CPU, a CPU's, unless that
     names a file, such as one that scripts/calibrate.py has written.
 
     Raises:
@@ -120,7 +120,7 @@ def layer_tuning(
     memory = model.profile.device.memory_bytes if device_bytes is None else device_bytes
     limit = limit_bytes(checkpointing.memory_limit, memory)
     offloads = names if checkpointing.offload else frozenset()
-    if recipe.compile.enabled:  # a compiled layer cannot be told where to put its input
+    if recipe.compile.enabled:  # a compiled layer cannot move its input elsewhere
         offloads -= frozenset(recipe.compile.modules) or names
     return LayerTuning(model, names, limit, layerwise, offloads=offloads)
 

@@ -67,7 +67,7 @@ class Forecast:
         problem: why not.
         mfu: share of all devices' peak that the model's FLOPs need; those of images included.
         tokens_per_s: of all devices together, padding included.
-        update_ms: behind the plan's last action: the optimizer, on the rank that takes longest,
+        update_ms: after the plan's last action: the optimizer, on the rank that takes longest,
             as all wait for the gradients' norm. MFU and tokens include it.
     """
 
@@ -80,7 +80,7 @@ class Forecast:
 
     @property
     def iteration_ms(self) -> float:
-        """Of the plan and the update; infinite without a plan."""
+        """Time of the plan and the update; infinite without a plan."""
         return inf if self.step is None else self.step.makespan_ms + self.update_ms
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,7 +129,8 @@ class Forecaster:
         """Sizes by module, where modules have ranks of their own."""
         self.ranks = self.run.llm
         """Sizes of the LLM."""
-        self.devices, self.shares = world_size, self.run.shares
+        self.devices = world_size
+        self.shares = self.run.shares
         self.model = build_model(recipe.model, recipe.freeze) if model is None else model
         modules = list(self.model.modality_modules())
         self.modules = [module.describe() for module in modules]
@@ -293,7 +294,9 @@ def _first_step(
     )
     metas = loader.next_metas()
     if not metas:
-        raise ConfigError("data.sources: a streamed source cannot tell sizes; use [simulation]")
+        raise ConfigError(
+            "data.sources: a streamed source does not know its samples' sizes; use [simulation]"
+        )
     return [list(share) for share in metas]
 
 

@@ -41,9 +41,9 @@ MEMORY_SHARE = 0.92
 """Of a device's memory that a plan may fill: the rest is the allocator's and the collectives'."""
 RIGID_TENSOR = 8
 VIRTUAL_STAGES = (1, 2, 4)
-"""Of the LLM on each of its ranks, to be tried."""
+"""Stages of the LLM on each of its ranks that are tried."""
 EXACT_ALTERNATIVES = 63
-"""Plans beside the best among which one is looked for that uses all ranks."""
+"""Next-best plans among which one that uses all ranks is looked for."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PlannedRun:
     peak_flops: float
 
     def mfu(self, plan: OrchestrationPlan) -> float:
-        """Of the devices that a plan uses, 0..1."""
+        """MFU on the devices that a plan uses, 0..1."""
         return plan.mfu(self.problem, self.peak_flops)
 
 
@@ -78,11 +78,12 @@ def orchestration_problem(recipe: Recipe, devices: int, profile: Profile) -> Orc
         ConfigError: the model cannot be built, the data are empty or have nothing for a module, the
             device has no peak for the dtype, trials are of something else, or sizes make no sense.
     """
-    training, parallel = recipe.training, recipe.parallel
+    training = recipe.training
+    parallel = recipe.parallel
     model = build_model(recipe.model, recipe.freeze)
     modules = [module.describe() for module in model.modality_modules()]
     if len(modules) == 1:
-        raise ConfigError("model: has no module beside the LLM, so there is nothing to place")
+        raise ConfigError("model: has no module besides the LLM, so there is nothing to place")
     packs = sampled_packs(recipe, model)
     recompute = {m.name: recipe.activation_checkpoint.fixed_mode(m.name) for m in modules}
     try:
@@ -117,7 +118,7 @@ def sampled_packs(recipe: Recipe, model: MultimodalModel) -> list[MicrobatchMeta
     """A sample of the recipe's data, each sequence as a microbatch of its own.
 
     Raises:
-        ConfigError: a streamed source cannot tell sizes.
+        ConfigError: a streamed source does not know its samples' sizes.
     """
     training = recipe.training
     sampled = max(1, min(SAMPLED, 4 * training.global_batch_size))
@@ -203,9 +204,9 @@ def leaves_units_open(recipe: Recipe) -> bool:
 
 
 def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
-    """The recipe with sizes of all modules on ranks of their own, for exactly so many ranks.
+    """The recipe with sizes of all modules on ranks of their own that use exactly these ranks.
 
-    Of the best plans the fastest that leaves no rank idle: whoever starts a rank means it to work.
+    The fastest of the best plans that leave no rank idle: a rank that is started is meant to work.
 
     Raises:
         ConfigError: as `plan_recipe`; no good plan uses all ranks.
@@ -247,7 +248,7 @@ class Candidate:
 
     @property
     def step_ms(self) -> float:
-        """Of the first step; infinite where there is none that fits."""
+        """Time of the first step; infinite where none fits."""
         step = self.forecast.step
         return float("inf") if step is None or not fits(step) else step.makespan_ms
 
@@ -269,7 +270,8 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
         ConfigError: a plan's recipe cannot be run.
     """
     found = planned.found
-    candidates, model = [], build_model(recipe.model, recipe.freeze)
+    candidates = []
+    model = build_model(recipe.model, recipe.freeze)
     for plan in (found.best, *(other.plan for other in found.alternatives)):
         own = planned_recipe(recipe, plan)
         forecaster = Forecaster(own, plan.devices, profile, model)
@@ -379,8 +381,9 @@ def _with_parallel(recipe: Recipe, **changes: object) -> Recipe:
 
 
 def usable_devices(recipe: Recipe, devices: int) -> int:
-    """The most of so many devices that the recipe's [parallel] can be run on; 0: none."""
-    parallel, training = recipe.parallel, recipe.training
+    """How many of these devices the recipe's [parallel] can use at most; 0: none."""
+    parallel = recipe.parallel
+    training = recipe.training
     sizes = {name: getattr(parallel, name) for name in MODULE_SIZES}
     fixed = prod(size for size in sizes.values() if size > 0)
     own = sizes["replicate"] * sizes["shard"]

@@ -17,7 +17,8 @@ GIB = 2**30
 
 def unit_table(planned: PlannedRun, device: str) -> Table:
     """The best plan, unit by unit."""
-    best, problem = planned.found.best, planned.problem
+    best = planned.found.best
+    problem = planned.problem
     title = (
         f"best of all plans on {problem.devices} x {device}, global batch "
         f"{problem.global_batch_size}: {best.devices} devices, step {best.step_s:.3f} s, MFU "
@@ -100,12 +101,14 @@ def placement_table(candidates: Sequence[Candidate]) -> Table:
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:
     """Why a candidate is not the best, in a few words."""
-    step, first = candidate.forecast.step, best.forecast.step
+    step = candidate.forecast.step
+    first = best.forecast.step
     assert step is not None and first is not None
     if not fits(step):
         limit = MEMORY_SHARE * (step.costs.memory_limit_bytes or 0)
         return f"does not fit into {limit / GIB:.1f} GiB ({MEMORY_SHARE:.0%} of a device)"
-    ours, theirs = _times_ms(step), _times_ms(first)
+    ours = _times_ms(step)
+    theirs = _times_ms(first)
     more = sorted(ours, key=lambda name: theirs[name] - ours[name])[:2]
     parts = ", ".join(
         f"{name} {(ours[name] - theirs[name]) / first.makespan_ms:+.1%}"

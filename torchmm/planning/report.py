@@ -3,7 +3,7 @@
 simulation.json          figures of every schedule
 SCHEDULE.svg             what each pipeline rank does when; bubbles by class
 SCHEDULE.trace.json      the same for Perfetto and chrome://tracing
-SCHEDULE.json            the records, to be drawn beside measured ones (scripts/draw.py --records)
+SCHEDULE.json            the records, to be drawn next to measured ones (scripts/draw.py --records)
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ GIB = 2**30
 def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Table:
     """One line per schedule; the fastest that fits is marked. An iteration is the plan's step and
     the optimizer's update; shares of bubbles are of the plan."""
-    ranks, profile = forecaster.ranks, forecaster.profile
+    ranks = forecaster.ranks
+    profile = forecaster.profile
     sizes = (
         f"pipeline {ranks.pipeline} x replicate {ranks.replicate} x shard {ranks.shard} x tensor "
         f"{ranks.tensor}"
@@ -115,7 +116,8 @@ def write_picture(path: Path, recipe: str, forecast: Forecast) -> None:
 
 def _write_step(directory: Path, recipe: str, forecast: Forecast) -> list[Path]:
     assert forecast.step is not None
-    records, graph = forecast.step.records, forecast.step.plan.graph
+    records = forecast.step.records
+    graph = forecast.step.plan.graph
     stem = forecast.schedule.replace(":", "_").replace("/", "_")
     picture, trace, rows = (directory / f"{stem}{end}" for end in (".svg", ".trace.json", ".json"))
     write_picture(picture, recipe, forecast)

@@ -3,8 +3,8 @@
     run = resolve(recipe, world_size)
     run.llm, run.units, run.shares
 
-Whoever asks how large a mesh is, how many shares a global batch has or whether modules are on ranks
-of their own, asks here; nobody computes it from the recipe again.
+How large a mesh is, how many shares a global batch has and whether modules have ranks of their own
+is answered here; nothing computes it from the recipe again.
 """
 
 from __future__ import annotations

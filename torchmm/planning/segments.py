@@ -100,8 +100,8 @@ def _predicted_ms(
     microbatches: Sequence[MicrobatchMeta],
     model: CostModel,
 ) -> float:
-    """Of the first step in searched order; infinite where modules cannot be cut like this, or the
-    step does not fit into the device's memory."""
+    """Time of the first step in searched order; infinite where modules cannot be cut like this, or
+    the step does not fit into the device's memory."""
     own = list(microbatches[:MOST_TRIED])
     try:
         layout = plan_layout(parallel, modules, own)
@@ -118,15 +118,15 @@ def _predicted_ms(
 
 def describe(parallel: ParallelConfig, modules: Sequence[ModuleDescription]) -> str:
     """Segments and sub-microbatches in one line, for the log."""
-    told = []
+    parts = []
     if parallel.search.stages in ("megatron", "balanced"):
-        told.append(f"stages as in {parallel.search.stages!r}")
+        parts.append(f"stages as in {parallel.search.stages!r}")
     for module in modules:
         text = f"{module.name}: {parallel.segments(module.name)} segments"
         if module.kind != "llm":
             text += f" of at most {parallel.sub_microbatch_images(module.name)} images"
-        told.append(text)
-    return "; ".join(told)
+        parts.append(text)
+    return "; ".join(parts)
 
 
 def _filled(

@@ -138,7 +138,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
         specs: tensors of the graph's messages; none for plans that do not run.
         sharding: when parameters are gathered.
         purpose: what the step is for.
-        factors: on FLOPs, by kind of action, where measurements tell them.
+        factors: on FLOPs, by kind of action, where they were measured.
         search: finds the order of a training step, instead of the recipe's schedule.
         tuning: how to choose what layers recompute, where plans do.
 

@@ -24,7 +24,8 @@ def run_memory(run: Resolved, model: MultimodalModel) -> MemoryEstimate:
     modules = [m.describe() for m in model.modality_modules()]
     if not run.units:
         return _memory(run, model, modules, run.llm)
-    depth, estimates = 0, []
+    depth = 0
+    estimates = []
     for module in reversed(modules):
         own = run.units[module.name]
         depth += own.pipeline  # ranks from here to the end: waves in flight, under 1F1B
@@ -40,8 +41,9 @@ def _memory(
     layout: Layout,
     in_flight: int | None = None,
 ) -> MemoryEstimate:
-    """Of a rank with these modules."""
-    recipe, training = run.recipe, run.recipe.training
+    """Estimate for a rank with these modules."""
+    recipe = run.recipe
+    training = recipe.training
     llm_tokens = training.microbatch_size * training.sequence_length
     checkpointing = recipe.activation_checkpoint
     ranks = layout.data_parallel * training.microbatch_size
@@ -122,7 +124,8 @@ def _memory_line(memory: MemoryEstimate, simulated: bool) -> str:
 
 def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
     """How ranks share the work."""
-    world_size, layout = run.world_size, run.llm
+    world_size = run.world_size
+    layout = run.llm
     if units := run.units:
         parts = " + ".join(f"{own.ranks} for {name}" for name, own in units.items())
         each = ", ".join(f"{own.data_parallel // run.shares} of {n}" for n, own in units.items())

@@ -1,7 +1,7 @@
-"""How much a trained model uses its images: held-out loss with other images, or none, in place.
+"""How much a trained model uses its images: held-out loss with other images, or with none.
 
 A caption model can lower its loss a lot without looking: it learns how captions are phrased. These
-losses tell the two apart. All are means per caption token over the same held-out samples.
+losses separate the two. All are means per caption token over the same held-out samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchmm.training.validation import validation_loss
 
 
 def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, float]:
-    """Held-out loss of a run's newest checkpoint by what stands in the place of the images.
+    """Held-out loss of a run's newest checkpoint by what replaces the images.
 
     Returns:
         "own": the samples' own images. "blank": zeros (mid-gray for most encoders). "other": the

@@ -178,7 +178,8 @@ def build_run(
     Raises:
         ConfigError, DataError, CheckpointError: what was asked for cannot be had.
     """
-    recipe, console = run.recipe, Console()
+    recipe = run.recipe
+    console = Console()
     mesh = build_run_mesh(run, device)
     logger = setup_logging(run_dir, mesh.rank, console)
     # First of all: nothing of a run that is alive may be overwritten.
@@ -260,7 +261,8 @@ def build_data(
         for_prompts: the same samples on all ranks, one sequence per microbatch.
         arrange: which packs of a global batch go where; None: in natural order.
     """
-    data, training = run.recipe.data, run.recipe.training
+    data = run.recipe.data
+    training = run.recipe.training
     if validation:
         data = data.model_copy(update={"workers": 0})
     if for_prompts:
@@ -285,7 +287,8 @@ def fill_model(
     run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelCut
 ) -> Pipeline:
     """Cuts the model and splits it over the mesh, then fills only this rank's part; collective."""
-    recipe, training = run.recipe, run.recipe.training
+    recipe = run.recipe
+    training = recipe.training
     descriptions = [module.describe() for module in model.modality_modules()]
     stages = cut_for_rank(model, cut.layout, mesh.pipeline_rank)
     encoders = [module.name for module in descriptions if module.kind == "encoder"]
@@ -306,7 +309,8 @@ def fill_model(
 
 
 def _arrange(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> Arrange | None:
-    recipe, modules = run.recipe, pipeline.descriptions
+    recipe = run.recipe
+    modules = pipeline.descriptions
     if recipe.data.reorder == "none":
         return None
     costs = run_costs(run, modules, run_profile(recipe, mesh.device))

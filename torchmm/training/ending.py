@@ -102,7 +102,7 @@ def write_status(run_dir: Path, status: Status) -> bool:
     """Replaces STATUS.json atomically, unless what stands there says more; whether it did.
 
     When one rank fails the others lose a peer, and all of them come here in any order: the first
-    failure stays, and a lost peer never replaces another outcome. Of several reports of a lost
+    failure stays, and a lost peer never replaces another outcome. Among several reports of a lost
     peer rank 0's stays: it may know which one.
 
     Raises:

@@ -116,7 +116,7 @@ class StepRecord:
     """Highest use of one rank since its start: device memory on CUDA, process memory on CPU."""
     slowest_rank: int
     """Rank with the most time in data wait and in modules. Collectives inside a phase make
-    fast ranks wait there too, so it tells slow readers better than slow devices."""
+    fast ranks wait there too, so it points to slow readers better than to slow devices."""
     skipped_samples: int
     loss_text: float | None = None
     loss_image: float | None = None
@@ -131,13 +131,13 @@ class StepRecord:
     """With a searched schedule, as all below, in the first pipeline: what forwards and backwards
     of the step were to take, from measured times of earlier steps."""
     planner_ms: float | None = None
-    """Time in which the step's order was searched, beside training or before the step."""
+    """Time in which the step's order was searched, during training or before the step."""
     planner_evaluations: int | None = None
     """Orders tried."""
     gain_over_natural: float | None = None
     """How much longer the natural order was to take, as a share."""
     word_error_rate: float | None = None
-    """Of what was generated for held-out sounds or clips, see
+    """For what was generated from held-out sounds or clips, see
     `torchmm.training.validation.word_error_rate`."""
 
 
@@ -154,7 +154,7 @@ class StepMeter:
     def measure(
         self, batch: StepBatch, outcome: StepOutcome, begin_s: float, wait_ms: float, skipped: int
     ) -> RankStep:
-        """Of a step that ends now.
+        """Figures of a step that ends now.
 
         Args:
             begin_s: when it began, by `time.perf_counter`.

@@ -84,7 +84,7 @@ class Updates:
         self._copies = model.tied_copy_parameters()
 
     def grad_norm(self) -> float:
-        """Of all gradients of all ranks; collective."""
+        """Norm of all gradients of all ranks; collective."""
         mesh = self._mesh
         return global_grad_norm(
             self._parameters, self._copies, mesh.norm_ranks, mesh.norm_sharing
@@ -147,7 +147,7 @@ def global_grad_norm(
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
     if pipeline is None:
         return torch.linalg.vector_norm(torch.stack(whole))
-    # A rank may have nothing to train, and then no tensor that tells the device.
+    # A rank may have nothing to train, and then no tensor that shows the device.
     device = torch.device("cuda" if dist.get_backend(pipeline) == "nccl" else "cpu")
     square = torch.zeros((), dtype=torch.float64, device=device)
     ranks = set(dist.get_process_group_ranks(pipeline))

@@ -116,7 +116,7 @@ def draw_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Du
 def _costs(
     graph: StageGraph, order: ComputeOrder, durations: Durations, rates: Mapping[Kind, float]
 ) -> PlanCosts:
-    """Of the order's actions, in milliseconds."""
+    """Costs of the order's actions, in milliseconds."""
     modules = [stage.module for stage in graph.layout.stages]
     return PlanCosts(
         {

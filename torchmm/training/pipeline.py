@@ -106,7 +106,8 @@ class Pipeline:
             channels = P2PChannels(mesh.device, mesh.channel_ranks, config.timeout_s)
             channels.warm_up(channel_pairs(layout))
         self._runtime = PipelineRuntime(mesh.pipeline_rank, stages, channels, mesh.device)
-        rank, device = mesh.pipeline_rank, mesh.device
+        rank = mesh.pipeline_rank
+        device = mesh.device
         self._writer = PipelineRuntime(rank, _with_next_token(stages), channels, device)
         self._drawer = PipelineRuntime(rank, _with_velocities(stages), channels, device)
 
@@ -201,7 +202,7 @@ class Pipeline:
         )
 
     def losses(self, microbatches: Sequence[Microbatch]) -> dict[str, list[torch.Tensor]]:
-        """Summed losses without gradients, by module ("llm", "generator") and microbatch; those of
+        """Summed losses without gradients, by module ("llm", "generator") and microbatch; only
         modules whose last stage is on this rank."""
         plan = self.plan([m.meta for m in microbatches], purpose="losses")
         result = self._runtime.step(plan, microbatches)
@@ -211,7 +212,7 @@ class Pipeline:
         return found
 
     def next_token_logits(self, microbatch: Microbatch) -> torch.Tensor | None:
-        """(V,) logits behind the last token; None on ranks without the LLM's last stage."""
+        """(V,) logits after the last token; None on ranks without the LLM's last stage."""
         plan = self.plan([microbatch.meta], purpose="text")
         return self._writer.step(plan, [microbatch]).losses_of("llm").get(0)
 
@@ -241,7 +242,7 @@ def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
 
 
 def _with_next_token(stages: dict[int, PipelineStage]) -> dict[int, PipelineStage]:
-    """The same stages, but the LLM's last gives logits in the place of the loss."""
+    """The same stages, but the LLM's last gives logits instead of the loss."""
 
     def generating(stage: PipelineStage) -> PipelineStage:
         last = isinstance(stage.module, LlmModule) and stage.module.is_last
@@ -251,7 +252,7 @@ def _with_next_token(stages: dict[int, PipelineStage]) -> dict[int, PipelineStag
 
 
 def _with_velocities(stages: dict[int, PipelineStage]) -> dict[int, PipelineStage]:
-    """The same stages, but the generator's last gives velocities in the place of the loss."""
+    """The same stages, but the generator's last gives velocities instead of the loss."""
 
     def drawing(stage: PipelineStage) -> PipelineStage:
         module = stage.module

@@ -14,7 +14,7 @@ the next step while this one trains, lowers and validates it and tunes its layer
 pipeline as numbers. Every data-parallel replica does so for its own data. What a process has not
 finished in time is used as far as it is; where there is nothing yet, the natural order and static
 ones are compared on every rank, which all find the same. A plan that does not fit the step (a
-sample turned out corrupt) is dropped likewise. If the process dies, ranks search before each step.
+sample turned out corrupt) is dropped too. If the process dies, ranks search before each step.
 Runs that have to repeat to the bit (`training.deterministic`, or `background = false`) search with
 FLOPs alone, in all evaluations, before the step begins.
 

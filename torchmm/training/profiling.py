@@ -15,7 +15,7 @@ from torchmm.recipe.training_section import MetricsConfig
 class StepProfiler:
     """Records the steps the recipe asks for, on every rank; other steps cost nothing.
 
-    Files lie in `profile/` of the run directory: `step-N-rank-R.json` opens in Perfetto,
+    Files are in `profile/` of the run directory: `step-N-rank-R.json` opens in Perfetto,
     `memory-step-N-rank-R.pickle` in PyTorch's memory viewer (CUDA only).
     """
 

@@ -46,7 +46,7 @@ class ProgressLine:
         """Show one step."""
         step_ms = record["step_ms"]
         self._emitted += 1
-        # The first step of a run is slow (compilation, waking workers) and tells nothing.
+        # The first step of a run is slow (compilation, waking workers) and says nothing.
         remember = 0.8 if self._emitted > 2 else 0.0
         self._mean_step_ms = remember * self._mean_step_ms + (1 - remember) * step_ms
         eta_s = (self._steps - record["step"]) * self._mean_step_ms / 1e3

@@ -68,7 +68,8 @@ def make_trackers(
     """
     trackers: list[Sink] = []
     if config.wandb != "disabled":
-        mode, project = config.wandb, config.wandb_project
+        mode = config.wandb
+        project = config.wandb_project
         run_id = wandb_run_id(run_dir, resumed)
         start_wandb = lambda: WandbTracker(  # noqa: E731
             mode, project, run_dir, name, recipe, log, run_id
@@ -147,7 +148,7 @@ class BackgroundSink:
 
 
 class WandbTracker:
-    """A Weights & Biases run; files lie in `wandb/` of the run directory."""
+    """A Weights & Biases run; files are in `wandb/` of the run directory."""
 
     def __init__(
         self,

@@ -42,9 +42,9 @@ class Agreed(NamedTuple):
     """What all ranks know of a step before it begins."""
 
     targets: float
-    """In the global batch, as are images."""
+    """Positions that count in the text loss, in the global batch."""
     images: float
-    """To be drawn."""
+    """Images to be drawn, in the global batch."""
     stopping: bool
     """A rank was asked to stop: this step is the last."""
     without_data: bool
@@ -52,7 +52,7 @@ class Agreed(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Of a step, over all ranks, before its update."""
+    """Losses and gradient norm of a step, over all ranks, before its update."""
 
     loss: float
     text: float
@@ -65,7 +65,9 @@ class Trainer:
 
     def __init__(self, parts: RunParts, stop: StopSignal) -> None:
         self.parts = parts
-        recipe, mesh, restored = parts.run.recipe, parts.mesh, parts.restored
+        recipe = parts.run.recipe
+        mesh = parts.mesh
+        restored = parts.restored
         self._recipe = recipe
         self.step = restored.step if restored else 0
         self._stop = stop
@@ -128,7 +130,8 @@ class Trainer:
 
     def _run_steps(self) -> None:
         """Trains until the last step, or until a rank was asked to stop."""
-        parts, steps = self.parts, self._recipe.training.steps
+        parts = self.parts
+        steps = self._recipe.training.steps
         batches = parts.loader.batches(lambda: self._stop.received is not None)
         if parts.restored and parts.restored.rng is not None:
             restore_rng(parts.restored.rng)
@@ -160,7 +163,8 @@ class Trainer:
 
         Where a rank was, and has no data, no rank does the step, and there is no record.
         """
-        parts, step = self.parts, self.step + 1
+        parts = self.parts
+        step = self.step + 1
         begin_s = time.perf_counter()
         with record_function("data"), self._health.waiting_for_data():
             batch = next(batches)

@@ -40,7 +40,7 @@ from torchmm.training.report import draw_captions, draw_pictures
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """What the model wrote for one held-out sample, beside what it should have written."""
+    """What the model wrote for one held-out sample, and what it should have written."""
 
     source: str
     index: int
@@ -48,7 +48,7 @@ class GeneratedText:
     truth: str
     generated: str
     duration_ms: int = 0
-    """Of the sounds and clips before it."""
+    """Length of the sounds and clips before it."""
 
 
 # Held-out batches are few and prompts of all lengths: compiling for them would cost more than it
@@ -159,12 +159,12 @@ def held_out_prompts(
 
 
 def _prompts_of(microbatch: Microbatch) -> Iterator[tuple[Microbatch, Tensor, SampleMeta]]:
-    behind = dict.fromkeys(microbatch.encoders, 0)  # images of samples so far
+    read = dict.fromkeys(microbatch.encoders, 0)  # images of samples so far
     segments = zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False)
     for sample, (start, stop) in zip(microbatch.meta.samples, segments, strict=False):
-        before = dict(behind)
-        behind = {name: count + len(sample.images_read_by(name)) for name, count in before.items()}
-        shown = {n: range(before[n], behind[n]) for n in before if before[n] < behind[n]}
+        before = dict(read)
+        read = {name: count + len(sample.images_read_by(name)) for name, count in before.items()}
+        shown = {n: range(before[n], read[n]) for n in before if before[n] < read[n]}
         targets = microbatch.targets_T[start:stop]
         counted = (targets != IGNORE_TARGET).nonzero()
         if not len(counted) or not shown:
@@ -250,7 +250,8 @@ def held_out_drawings(batches: Iterable[StepBatch], count: int) -> Iterator[Micr
             continue
         images = len(inputs.grids_thw)
         if images > left:
-            inputs, images = inputs.select(range(left)), left
+            inputs = inputs.select(range(left))
+            images = left
             microbatch = with_inputs(microbatch, inputs)  # noqa: PLW2901
         left -= images
         yield microbatch
@@ -360,7 +361,8 @@ class HeldOut:
     def validate(self, step: int, record: StepRecord) -> StepRecord:
         """Held-out losses after `step` into the record; text into samples.json, drawings into
         drawings/. All ranks must call it."""
-        parts, config = self._parts, self._parts.run.recipe.validation
+        parts = self._parts
+        config = self._parts.run.recipe.validation
         parts.model.eval()
         if self._batches is None:
             loader = build_data(
@@ -386,7 +388,8 @@ class HeldOut:
 
     def _draw(self, step: int) -> None:
         """Drawings for held-out texts into a picture of this step."""
-        parts, config = self._parts, self._parts.run.recipe.validation
+        parts = self._parts
+        config = self._parts.run.recipe.validation
         loader = build_data(
             parts.run, parts.model, parts.tokenizer, parts.mesh, validation=True, for_prompts=True
         )
@@ -403,7 +406,8 @@ class HeldOut:
 
     def _generate(self, step: int) -> list[GeneratedText]:
         """Text for held-out images and sounds into samples.json and captions.png."""
-        parts, config = self._parts, self._parts.run.recipe.validation
+        parts = self._parts
+        config = self._parts.run.recipe.validation
         loader = build_data(
             parts.run, parts.model, parts.tokenizer, parts.mesh, validation=True, for_prompts=True
         )

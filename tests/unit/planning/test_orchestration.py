@@ -213,5 +213,5 @@ def test_bad_input_gets_one_clear_error(recipe_file, capsys, arguments, words):
 
 def test_a_model_of_one_module_has_nothing_to_place(recipe):
     model = recipe.model.model_copy(update={"encoders": {}})
-    with pytest.raises(ConfigError, match="no module beside the LLM"):
+    with pytest.raises(ConfigError, match="no module besides the LLM"):
         plan_recipe(recipe.model_copy(update={"model": model}), 4, PROFILE)

@@ -85,7 +85,7 @@ class CheckpointDirectory:
     def is_of_this_run(self) -> bool:
         """Whether this process has claimed it, or one that it meets, going by the lock file.
 
-        Of two live runs, no two meet at the same address.
+        No two live runs meet at the same address.
         """
         place = _meeting_place()
         return self._lock is not None or (bool(place) and self._holder().endswith(place))
@@ -172,7 +172,8 @@ class CheckpointDirectory:
 
 def _meeting_place() -> str:
     """Where the ranks of this run meet, if there are several."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    address = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT")
     return f", ranks meet at {address}:{port}" if address and port else ""
 
 

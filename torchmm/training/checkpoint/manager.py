@@ -65,7 +65,7 @@ _LEAVE_WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Restored:
-    """What a load found beside the tensors it put in place."""
+    """What a load found besides the tensors it put in place."""
 
     path: Path
     step: int
@@ -84,7 +84,7 @@ class CheckpointManager:
     All methods but `failed` and `wait` communicate: every rank must call them in the same order.
 
     Args:
-        run_dir: checkpoints lie in `run_dir`/checkpoints/step-N.
+        run_dir: checkpoints are in `run_dir`/checkpoints/step-N.
         layout: sizes of the parallel dimensions; recorded.
         recipe_sha256: recorded; a resume under another recipe is logged.
         recipe: recorded, so that the log can name what changed.
@@ -279,7 +279,8 @@ class CheckpointManager:
     def _load_verified(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> Restored:
-        manifest, index = read_manifest(path), read_index(path)
+        manifest = read_manifest(path)
+        index = read_index(path)
         saved = read_json(path / STATE_NAME)
         tensors = model_tensors(model)
         optimizer_state: OptimizerState = {}
@@ -308,8 +309,10 @@ class CheckpointManager:
             optimizer.state.update(optimizer_state)
         if manifest["recipe_sha256"] != self._facts["recipe_sha256"]:
             # Checkpoints of older versions hold the digest alone.
-            told = changes(manifest.get("recipe") or {}, self._facts["recipe"])
-            what = f": {'; '.join(told)}" if manifest.get("recipe") else ", which it does not hold"
+            changed = changes(manifest.get("recipe") or {}, self._facts["recipe"])
+            what = (
+                f": {'; '.join(changed)}" if manifest.get("recipe") else ", which it does not hold"
+            )
             self._logger.warning("%s was saved under another recipe%s", path, what)
         if not rng:
             self._logger.warning(

@@ -7,7 +7,7 @@ flipped bits, zeroed pages and swapped shards load without a word. No torch in h
 `scripts/verify_checkpoint.py` runs anywhere.
 
 Whatever a later format changes, its manifest keeps "format" and the SHA-256 of itself: by these an
-older version tells a checkpoint that it cannot read from one that is damaged.
+older version can distinguish a checkpoint that it cannot read from a damaged one.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _FACTS: dict[str, type] = {
     "torch": str,
     "world_size": int,
 }
-"""What every manifest says, beside its format."""
+"""What every manifest says, besides its format."""
 _STEP_DIRECTORY = re.compile(r"step-(\d+)")
 
 
 class NewerFormatError(CheckpointError):
-    """Saved by a newer version: whole as far as can be told, and not this one's to give up."""
+    """Saved by a newer version: whole as far as this one can see, and not its to give up."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def write_manifest(directory: Path, files: Iterable[WrittenFile], facts: dict[st
     """Writes MANIFEST.json and syncs the directory: from here on it may be renamed.
 
     Args:
-        facts: JSON kept beside the file table: layout, step and so on, see `_FACTS`.
+        facts: JSON kept next to the file table: layout, step and so on, see `_FACTS`.
     """
     table = {f.name: {"bytes": f.size_bytes, "sha256": f.sha256} for f in files}
     manifest = {"format": FORMAT, "files": table, **facts}

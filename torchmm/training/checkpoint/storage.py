@@ -70,7 +70,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsWriter(StorageWriter):
-    """DCP storage that writes one file per rank into a new directory beside `target`.
+    """DCP storage that writes one file per rank into a new directory next to `target`.
 
     Nobody reads a directory until `commit` renames it, so a save that dies leaves nothing that
     looks like a checkpoint. The coordinator (rank 0) picks the directory's unique name and hands
