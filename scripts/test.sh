@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs every check: lint, format, types, tests. Arguments go to pytest; `--all` in front of them
-# draws more random recipes (tests/fuzz). Prints little unless something fails. A second run reuses
-# the environment.
+# Runs every check: lint, format, types, tests, random recipes (tests/fuzz). Arguments go to pytest;
+# with `--all` before them long campaigns run too, and more recipes are drawn. Prints little unless
+# something fails. A second run reuses the environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/environment.sh
@@ -9,8 +9,9 @@ cd "$(dirname "$0")/.."
 prepare_environment test
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+draws=40 selected=(-m "not campaign")
 if [ "${1:-}" = --all ]; then
-    export TEST_ALL=1
+    draws=300 selected=()
     shift
 fi
 output=$(mktemp)
@@ -30,5 +31,8 @@ if ! .venv/bin/python scripts/prepare_data.py tuxpaint_stamps >"$output" 2>&1; t
     [ -z "${CI:-}" ] || { echo "data failed"; exit 1; }
     echo "no real data: tests that need it are skipped"
 fi
-check tests .venv/bin/python -m pytest --quiet -n 2 --dist loadfile "$@"
+check tests .venv/bin/python -m pytest --quiet -n 2 --dist loadfile "${selected[@]}" "$@"
 tail -n 1 "$output"
+[ $# -eq 0 ] || exit 0  # some tests were asked for, not everything
+check "random recipes" .venv/bin/python tests/fuzz/run.py --seed 6 --draws "$draws" --tries 25
+grep "draws: " "$output"
