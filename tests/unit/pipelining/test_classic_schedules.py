@@ -213,7 +213,7 @@ def test_unsuitable_layouts_are_told_from_suitable_ones():
         StageSpec(s.index, s.module, s.start, s.stop, s.ranks, virtual_stage=s.index // 2)
         for s in specs
     ]
-    with pytest.raises(ValueError, match=r"stages \[0, 1\] of one virtual stage lie on ranks"):
+    with pytest.raises(ValueError, match=r"stages \[0, 1\] of one virtual stage are on ranks"):
         zero_bubble(StageGraph(StageLayout(tuple(together), edges), 2))
     backwards = [
         StageSpec(s.index, s.module, s.start, s.stop, s.ranks, virtual_stage=3 - s.index)
