@@ -20,7 +20,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import MessageSpecs, TensorSpec
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout
+from torchmm.pipelining.schedules.names import ORDERS, schedule_layout
 
 RANKS, MICROBATCHES = 8, 32
 GOAL_MS = 30.0
@@ -64,7 +64,7 @@ def measure(schedule: str, repetitions: int) -> list[Row]:
     """Rows of one schedule."""
     graph = step_graph(schedule)
     specs = varying_specs(graph)
-    order = SCHEDULES[schedule].order(graph)
+    order = ORDERS[schedule](graph)
     plan = lower_plan(order, graph, specs, sharding="step")
     memory = MemoryModel(lambda task: 1 << 20)
     validate_plan(plan, memory=memory).raise_for_problems()
@@ -76,7 +76,7 @@ def measure(schedule: str, repetitions: int) -> list[Row]:
         return Row(case, metric, "ms", ours, goal=goal, better="lower")
 
     return [
-        row("compute order", lambda: SCHEDULES[schedule].order(graph)),
+        row("compute order", lambda: ORDERS[schedule](graph)),
         row("lowering", lambda: lower_plan(order, graph, specs, sharding="step")),
         row("validation", lambda: validate_plan(plan, memory=memory), GOAL_MS),
     ]

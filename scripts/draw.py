@@ -19,26 +19,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchmm.balance.planners import PLANNERS
 from torchmm.common.errors import PlanError
 from torchmm.common.files import replace_atomically
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations
-from torchmm.pipelining.schedules.disaggregated import (
-    UnitSize,
-    deal_tasks,
-    disaggregated_layout,
-    disaggregated_order,
-)
+from torchmm.pipelining.schedules.disaggregated import UnitSize
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.names import schedule_layout, schedule_named
 from torchmm.pipelining.schedules.separated import layer_durations
 from torchmm.pipelining.view.draw import Panel, draw_timelines
 from torchmm.pipelining.view.exchange import write_chrome_trace, write_order
 from torchmm.pipelining.view.records import read_records
 from torchmm.pipelining.view.timeline import analyze_timeline, uniform_timeline
-from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, ParallelConfig
+from torchmm.planning.step import cut_modules, order_step
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.schedules import Placement, schedules_for
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -157,15 +151,9 @@ def _simulated(name: str, options: argparse.Namespace) -> Panel:
     images = options.images or ()
     microbatches = _microbatches(options)
     modules = _modules(options, sum(images) / microbatches)
-    colocated = _colocated(name, options)
-    planner = PLANNERS["optimus"] if colocated else None
-    if planner and colocated:
-        layout = planner.layout(colocated, modules)
-    elif options.units:
-        stages = {modules[-1].name: options.virtual_stages}
-        layout = disaggregated_layout(modules, options.units, stages)
-    else:
-        layout = schedule_layout(name, modules, options.stages, options.virtual_stages)
+    config = _section(name, options, [module.name for module in modules])
+    apart = config.placement == "disaggregated"
+    layout = cut_modules(config, modules, options.units if apart else None)
     parts = tuple(-(-count // options.images_per_part) for count in images)
     graph = StageGraph(layout, microbatches, dict.fromkeys(layout.sub_microbatched, parts))
     layers = layer_durations(graph)
@@ -179,12 +167,9 @@ def _simulated(name: str, options: argparse.Namespace) -> Panel:
             duration *= whole + (action.sub_microbatch < larger)
         return duration
 
-    if planner and colocated:
-        graph, order = planner.plan(colocated, graph, duration_ms)
-    elif options.units:
-        graph, order = _apart(name, graph, duration_ms)
-    else:
-        order = schedule_named(name).order(graph)
+    # Where ranks are shared, orders are those of equally long layers, whatever their durations.
+    shared = config.placement == "interleaved"
+    graph, order = order_step(graph, config, layers if shared else duration_ms)
     if options.csv is not None:
         _only_one(options.schedule, "--csv")
         write_order(options.csv, order, graph)
@@ -204,30 +189,23 @@ def _microbatches(options: argparse.Namespace) -> int:
     return count
 
 
-def _apart(name: str, graph: StageGraph, duration_ms: Durations) -> tuple[StageGraph, ComputeOrder]:
-    """The order of modules on ranks of their own."""
-    graph, schedule = deal_tasks(graph, duration_ms), schedule_named(name).order
-    if name == "separated":
-        return graph, schedule(graph, duration_ms)
-    return graph, disaggregated_order(graph, schedule)
-
-
-def _colocated(name: str, options: argparse.Namespace) -> ParallelConfig | None:
-    """The recipe's section for "optimus" and "optimus:coarse"; None for other schedules."""
+def _section(name: str, options: argparse.Namespace, modules: Sequence[str]) -> ParallelConfig:
+    """The recipe's section for a schedule; "optimus" may have ":coarse" after it."""
     schedule, _, bubbles = name.partition(":")
-    if schedule not in COLOCATED_SCHEDULES:
-        return None
-    if bubbles not in ("", "fine", "coarse"):
-        raise ValueError(f'--schedule {name}: write "{schedule}", or with ":coarse" behind it')
-    encoders = (options.layers or {"vision": 8, "llm": 16}).keys()
-    own = {encoder: {"pipeline": options.encoder_stages} for encoder in list(encoders)[:-1]}
+    colocated = schedule in schedules_for("colocated")
+    if colocated and bubbles not in ("", "fine", "coarse"):
+        raise ValueError(f'--schedule {name}: write "{schedule}", or with ":coarse" after it')
+    *encoders, llm = modules
+    own = {encoder: {"pipeline": options.encoder_stages} for encoder in encoders if colocated}
+    placement: Placement = "disaggregated" if options.units else "interleaved"
     return ParallelConfig(
         pipeline=options.stages,
         virtual_stages=options.virtual_stages,
-        schedule=schedule,
-        placement="colocated",
+        schedule=schedule if colocated else name,
+        placement="colocated" if colocated else placement,
         bubbles="coarse" if bubbles == "coarse" else "fine",
         **own,  # type: ignore[arg-type]
+        **{llm: {"segments": options.virtual_stages}},  # type: ignore[arg-type]
     )
 
 

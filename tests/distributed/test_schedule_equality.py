@@ -25,7 +25,8 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
-from torchmm.recipe.parallel_section import SCHEDULES, ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.schedules import schedules_for
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.optim import global_grad_norm
 from torchmm.training.pipeline import Pipeline, plan_layout
@@ -70,7 +71,8 @@ def deep_model(shape: Shape) -> ModelConfig:
 
 
 def cases(**sizes: int) -> list[Case]:
-    found = [Case(s, f, tuple(sizes.items())) for s in SCHEDULES for f in FREEZES]
+    names = schedules_for("interleaved")
+    found = [Case(s, f, tuple(sizes.items())) for s in names for f in FREEZES]
     if "tensor" in sizes:  # slow, and what is frozen is the same to all schedules there
         found = [c for c in found if c.freeze == "nothing" or c.schedule == "separated"]
     if sizes == {"pipeline": 2}:

@@ -32,6 +32,7 @@ from torchmm.pipelining.schedules.layouts import (
     separated_layout,
 )
 from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.schedules import registered
 
 MEMORY_SHARE = 0.9
 """Share of a device for states and activations; the rest is for messages and allocator gaps."""
@@ -207,7 +208,10 @@ def plan_by_search(
     return graph, search_order(config, graph, durations, budget).order
 
 
-PLANNERS: dict[str, Planner] = {
-    "optimus": Planner(layout_optimus, plan_optimus),
-    "searched": Planner(layout_searched, plan_by_search),
-}
+PLANNERS: dict[str, Planner] = registered(
+    {
+        "optimus": Planner(layout_optimus, plan_optimus),
+        "searched": Planner(layout_searched, plan_by_search),
+    },
+    planned=True,
+)

@@ -21,9 +21,9 @@ import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from torchmm.common.changes import changes, short
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.sources.reader import MeasuredSample, SampleReader
-from torchmm.recipe.changes import changes, short
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.identity import comparable, find_changes, same_stream
 from torchmm.data.order import Item, Mixture, Skip
-from torchmm.recipe.changes import changes
 from torchmm.recipe.training_section import TrainingConfig
 
 T = TypeVar("T")

@@ -39,14 +39,9 @@ from torchmm.planning.reordering import arrangement, reordered
 from torchmm.planning.resolved import resolve
 from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout, plan_step
-from torchmm.recipe.parallel_section import (
-    COLOCATED_SCHEDULES,
-    SCHEDULES,
-    ParallelConfig,
-    Placement,
-)
-from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import SCHEDULES, Placement, schedules_for
 
 
 class Workload(NamedTuple):
@@ -239,15 +234,15 @@ class Forecaster:
     def forecast_all(self) -> list[Forecast]:
         """The first step under every schedule."""
         if self.units:
-            return [self.forecast(name) for name in DISAGGREGATED_SCHEDULES]
+            return [self.forecast(name) for name in schedules_for("disaggregated")]
         with_encoders = any(module.kind == "encoder" for module in self.modules)
-        names = (*SCHEDULES, *COLOCATED_SCHEDULES) if with_encoders else SCHEDULES
+        names = SCHEDULES if with_encoders else schedules_for("interleaved")
         return [self.forecast(name) for name in names]
 
 
 def _placement(schedule: str, given: Placement) -> Placement:
     """That of the recipe, unless another schedule needs another."""
-    if schedule in COLOCATED_SCHEDULES:
+    if schedule in schedules_for("colocated"):
         return "colocated"
     return "interleaved" if given == "colocated" else given
 

@@ -14,8 +14,8 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.report import forecast_table, write_forecasts
-from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, SCHEDULES
 from torchmm.recipe.read import load_recipe
+from torchmm.recipe.schedules import SCHEDULES
 
 
 def simulate_recipe(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -41,13 +41,12 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
     forecaster = Forecaster(recipe, world_size, profile)
-    known = (*SCHEDULES, *COLOCATED_SCHEDULES)
     if options.schedule == ["all"]:
         forecasts = forecaster.forecast_all()
     else:
         names = options.schedule
-        if unknown := [name for name in names if name not in known and ":" not in name]:
-            raise ConfigError(f"--schedule {' '.join(unknown)}: known: all, {', '.join(known)}")
+        if unknown := [name for name in names if name not in SCHEDULES and ":" not in name]:
+            raise ConfigError(f"--schedule {' '.join(unknown)}: known: all, {', '.join(SCHEDULES)}")
         forecasts = [forecaster.forecast(name) for name in names or [None]]
     console = Console(width=150)
     console.print(forecast_table(forecaster, forecasts))

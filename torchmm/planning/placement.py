@@ -31,9 +31,9 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
 from torchmm.planning.forecast import Forecast, Forecaster, first_microbatches
-from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, MODULE_SIZES
-from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import schedules_for
+from torchmm.recipe.sizes import AXES
 
 SAMPLED = 512
 """Sequences of which the data's statistics are taken, at most."""
@@ -175,7 +175,7 @@ def planned_recipe(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
     """
     sizes = {unit.name: unit.sizes for unit in plan.units}
     own = {
-        name: dict(zip(MODULE_SIZES, (size.pipeline, 1, size.data, size.tensor), strict=True))
+        name: dict(zip(AXES, (size.pipeline, 1, size.data, size.tensor), strict=True))
         for name, size in sizes.items()
     }
     parallel = recipe.parallel.model_dump(exclude_none=True)
@@ -285,7 +285,7 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
     candidates.sort(key=lambda candidate: candidate.step_ms)
     best = candidates[0]
     forecaster = Forecaster(best.recipe, best.devices, profile, model)
-    for name in DISAGGREGATED_SCHEDULES:
+    for name in schedules_for("disaggregated"):
         if not name.endswith("1f1b"):
             changed = _with_parallel(best.recipe, schedule=name, virtual_stages=1)
             forecast = forecaster.forecast_parallel(changed.parallel)
@@ -315,7 +315,7 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
         ranks = forecaster.ranks
         sizes = f"{ranks.tensor}x{ranks.data_parallel}x{ranks.pipeline}"
         for forecast in [forecaster.forecast()] if alone else forecaster.forecast_all():
-            if forecast.schedule in COLOCATED_SCHEDULES:
+            if forecast.schedule in schedules_for("colocated"):
                 candidates += _colocated(together, forecaster, usable, sizes, forecast.schedule)
                 continue
             changes = {"schedule": forecast.schedule, "placement": "interleaved"}
@@ -384,7 +384,7 @@ def usable_devices(recipe: Recipe, devices: int) -> int:
     """How many of these devices the recipe's [parallel] can use at most; 0: none."""
     parallel = recipe.parallel
     training = recipe.training
-    sizes = {name: getattr(parallel, name) for name in MODULE_SIZES}
+    sizes = {name: getattr(parallel, name) for name in AXES}
     fixed = prod(size for size in sizes.values() if size > 0)
     own = sizes["replicate"] * sizes["shard"]
     fixed_data = prod(sizes[name] for name in ("replicate", "shard") if sizes[name] > 0)

@@ -34,8 +34,8 @@ from torchmm.pipelining.schedules.disaggregated import (
     disaggregated_order,
 )
 from torchmm.pipelining.schedules.fillers import fill_tensor_bubbles
-from torchmm.pipelining.schedules.layouts import megatron_layout
-from torchmm.pipelining.schedules.names import schedule_layout, schedule_named
+from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
+from torchmm.pipelining.schedules.names import order_named, schedule_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import unit_stages
 from torchmm.recipe.sizes import Layout, replica_groups
@@ -70,24 +70,41 @@ def plan_layout(
     layers = module_layers(modules, microbatches)
     if config.pipeline * config.mirrors == 1 and units is None:
         return megatron_layout(layers, 1)
+    sizes = None
+    if units is not None:
+        groups = replica_groups(units)
+        sizes = {n: UnitSize(u.pipeline, u.data_parallel // groups) for n, u in units.items()}
     try:
-        if units is not None:
-            groups = replica_groups(units)
-            sizes = {n: UnitSize(u.pipeline, u.data_parallel // groups) for n, u in units.items()}
-            stages = {name: unit_stages(config, name) for name in units}
-            return disaggregated_layout(layers, sizes, stages)
-        if config.schedule in PLANNERS:
-            return PLANNERS[config.schedule].layout(config, layers)
-        segments = {m.name: config.segments(m.name) for m in modules}
-        return schedule_layout(
-            config.schedule,
-            layers,
-            config.pipeline,
-            config.virtual_stages,
-            segments if config.separates_modules else None,
-        )
+        return cut_modules(config, layers, sizes)
     except ValueError as error:
         raise ConfigError(f"[parallel] schedule = {config.schedule!r}: {error}") from error
+
+
+def cut_modules(
+    config: ParallelConfig, layers: Sequence[ModuleLayers], units: Mapping[str, UnitSize] | None
+) -> StageLayout:
+    """The layout of a schedule, for modules whose costs are known.
+
+    Args:
+        layers: encoders, LLM and generator.
+        units: by module, where modules have ranks of their own.
+
+    Raises:
+        ValueError: there is no such schedule, or the modules cannot be cut like this.
+    """
+    if units is not None:
+        stages = {name: unit_stages(config, name) for name in units}
+        return disaggregated_layout(layers, units, stages)
+    if config.schedule in PLANNERS:
+        return PLANNERS[config.schedule].layout(config, layers)
+    segments = {module.name: config.segments(module.name) for module in layers}
+    return schedule_layout(
+        config.schedule,
+        layers,
+        config.pipeline,
+        config.virtual_stages,
+        segments if config.separates_modules else None,
+    )
 
 
 def step_graph(
@@ -156,7 +173,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
         flops = task_durations(graph, modules, microbatches, targets)
         costs = scaled(flops, graph, factors)
         graph, order = (
-            _ordered(graph, config, costs) if search is None else (graph, search(graph, costs))
+            order_step(graph, config, costs) if search is None else (graph, search(graph, costs))
         )
     # Layer by layer, FSDP gathers and reduces by itself.
     gathers: Sharding = "step" if sharding == "step" else "none"
@@ -193,16 +210,20 @@ def _first_that_fits(
         raise
 
 
-def _ordered(
+def order_step(
     graph: StageGraph, config: ParallelConfig, costs: Durations
 ) -> tuple[StageGraph, ComputeOrder]:
-    """The graph with replicas chosen, and the order of every rank."""
+    """The graph with replicas chosen, and the order of every rank.
+
+    Raises:
+        ValueError: the schedule is not for this graph.
+    """
     if config.schedule in PLANNERS:
         return PLANNERS[config.schedule].plan(config, graph, costs)
-    schedule = schedule_named(config.schedule)
+    order = order_named(config.schedule)
     if config.placement != "disaggregated":
-        return graph, schedule.order(graph, costs)
+        return graph, order(graph, costs)
     graph = deal_tasks(graph, costs)
-    if schedule.layout == "separated":
-        return graph, schedule.order(graph, costs)
-    return graph, disaggregated_order(graph, schedule.order)
+    if config.separates_modules:
+        return graph, order(graph, costs)
+    return graph, disaggregated_order(graph, order)

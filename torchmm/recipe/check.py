@@ -27,6 +27,7 @@ from torchmm.recipe.placement_sizes import (
     unit_sizes,
 )
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import find_schedule
 from torchmm.recipe.simulation_section import contradictions
 from torchmm.recipe.sizes import Layout
 from torchmm.recipe.training_section import limit_bytes
@@ -247,10 +248,11 @@ def _check_async_tensor(recipe: Recipe) -> Problems:
     if unit_sizes(parallel, "llm")["tensor"] == 1 or not parallel.sequence_parallel:
         text = "needs parallel.tensor > 1 and parallel.sequence_parallel = true; set both"
         yield Problem(key, True, text, needed)
-    if parallel.pipeline > 1 and parallel.schedule == "zero_bubble":
+    schedule = find_schedule(parallel.schedule)
+    if parallel.pipeline > 1 and schedule and schedule.splits_backward:
         text = (
-            "hides communication below weight gradients, which zero_bubble computes apart; use "
-            "another parallel.schedule"
+            f"hides communication below weight gradients, which {parallel.schedule} computes "
+            "apart; use another parallel.schedule"
         )
         yield Problem(key, True, text, ("parallel.schedule", "parallel.pipeline"))
     if parallel.async_tensor_backend == "symmetric_memory" and recipe.training.device == "cpu":

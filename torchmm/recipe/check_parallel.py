@@ -11,14 +11,14 @@ from typing import Any
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.recipe.explain import Problem, Problems, suggest
-from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, SCHEDULES, ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import check_encoder_layers, check_unit_layers, unit_sizes
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import CSV_PREFIX, SCHEDULES, find_schedule
 
 SCHEDULE = "parallel.schedule"
 PIPELINE = "parallel.pipeline"
 VIRTUAL = "parallel.virtual_stages"
-CSV = "csv:"
 
 
 def check_pipeline(recipe: Recipe) -> Problems:
@@ -35,22 +35,24 @@ def _check_schedule(recipe: Recipe) -> Problems:
     order, order_key = name, SCHEDULE
     if parallel.placement == "colocated":
         order, order_key = parallel.llm_schedule, "parallel.llm_schedule"
-    if name.startswith(CSV):
-        if not Path(name.removeprefix(CSV)).expanduser().is_file():
+    if name.startswith(CSV_PREFIX):
+        if not Path(name.removeprefix(CSV_PREFIX)).expanduser().is_file():
             yield Problem(SCHEDULE, name, "no such file; write csv: and the path of an order")
-    elif name not in (known := (*SCHEDULES, *COLOCATED_SCHEDULES)):
-        text = f"must be one of {', '.join(known)}, or csv:PATH{suggest(name, known)}"
+    elif name not in SCHEDULES:
+        text = f"must be one of {', '.join(SCHEDULES)}, or csv:PATH{suggest(name, SCHEDULES)}"
         yield Problem(SCHEDULE, name, text)
+    schedule = find_schedule(order)
     if parallel.virtual_stages > 1 and pipeline == 1:
         text = "has no use without a pipeline; set parallel.pipeline > 1 or remove it"
         yield Problem(VIRTUAL, parallel.virtual_stages, text, (PIPELINE,))
-    elif parallel.virtual_stages > 1 and order == "1f1b":
-        text = 'but "1f1b" has one stage per rank; use 1, or schedule = "interleaved_1f1b"'
+    elif parallel.virtual_stages > 1 and schedule and not schedule.virtual_stages:
+        text = f'but "{order}" has one stage per rank; use 1, or schedule = "interleaved_1f1b"'
         yield Problem(VIRTUAL, parallel.virtual_stages, text, (order_key,))
     if parallel.reshard_after_forward == "always" and pipeline > 1:
         text = 'would gather all parameters for every microbatch of a pipeline; use "default"'
         yield Problem("parallel.reshard_after_forward", "always", text, (PIPELINE,))
-    if (pipeline > 1 or apart) and order == "zero_bubble" and recipe.compile.enabled:
+    splits = schedule is not None and schedule.splits_backward
+    if (pipeline > 1 or apart) and splits and recipe.compile.enabled:
         text = "splits backwards in two, which compiled layers cannot; set compile.enabled = false"
         yield Problem(order_key, order, text, ("compile.enabled", PIPELINE))
 
@@ -107,7 +109,7 @@ def _check_layers(recipe: Recipe) -> Problems:
         encoders = {n: count for n, count in counts.items() if n not in ("llm", GENERATOR)}
         yield from check_encoder_layers(parallel, encoders)
         stages = {"llm": parallel.virtual_stages}
-    elif parallel.schedule == "megatron":
+    elif (schedule := find_schedule(parallel.schedule)) and schedule.cut == "megatron":
         stages = {"llm": parallel.virtual_stages}
     else:
         known = [count for count in counts.values() if count is not None]

@@ -6,7 +6,9 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from torchmm.recipe.schedules import LlmSchedule, Placement, find_schedule
 from torchmm.recipe.section import Section
+from torchmm.recipe.sizes import AXES
 
 
 class SearchConfig(Section):
@@ -58,24 +60,6 @@ class ModuleParallelConfig(Section):
     "searched" the fewest that are nearly as efficient as any number (by the cost model)."""
 
 
-Placement = Literal["interleaved", "colocated", "disaggregated"]
-
-
-MODULE_SIZES = ("pipeline", "replicate", "shard", "tensor")
-"""Keys of [parallel] that [parallel.NAME] may set for one module."""
-
-
-SCHEDULES = (
-    "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "megatron", "megatron_balanced",
-    "separated", "searched",
-)  # fmt: skip
-"""Names `parallel.schedule` may have, beside "csv:PATH"."""
-
-
-COLOCATED_SCHEDULES = ("optimus",)
-"""Those it may have where encoders are colocated."""
-
-
 class ParallelConfig(Section):
     """How ranks share the work. pipeline x replicate x shard x tensor = number of ranks."""
 
@@ -102,7 +86,7 @@ class ParallelConfig(Section):
     tensor-parallel ranks of those that have none given, by simulating the first step; with
     disaggregated modules, all sizes of all modules, from costs on sampled data (`scripts/plan.py`
     shows them)."""
-    llm_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "interleaved_1f1b"
+    llm_schedule: LlmSchedule = "interleaved_1f1b"
     """Order of the LLM's own forwards and backwards under "optimus"."""
     bubbles: Literal["fine", "coarse"] = "fine"
     """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": before
@@ -151,12 +135,13 @@ class ParallelConfig(Section):
     @property
     def separates_modules(self) -> bool:
         """Whether the schedule gives every module stages of its own on all pipeline ranks."""
-        return self.schedule in ("separated", "searched") or self.schedule.startswith("csv:")
+        schedule = find_schedule(self.schedule)
+        return schedule is not None and schedule.cut == "separated"
 
     def sizes_given(self, name: str) -> dict[str, int]:
         """A module's own `pipeline`, `replicate`, `shard` and `tensor`, as far as they are set."""
         module = self.modules.get(name, ModuleParallelConfig())
-        return module.model_dump(include=set(MODULE_SIZES), exclude_none=True)
+        return module.model_dump(include=set(AXES), exclude_none=True)
 
     @property
     def mirrors(self) -> int:

@@ -21,9 +21,10 @@ from math import prod
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems
-from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, MODULE_SIZES, ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.sizes import Layout
+from torchmm.recipe.schedules import schedules_for
+from torchmm.recipe.sizes import AXES, Layout
 
 
 def encoder_layout(parallel: ParallelConfig, name: str, llm: Layout) -> Layout:
@@ -69,14 +70,15 @@ def check_colocated(parallel: ParallelConfig, encoders: list[str], llm: Layout |
         llm: sizes of the LLM; None: the number of ranks is not known.
     """
     placement, schedule = parallel.placement, parallel.schedule
-    names = " or ".join(f'"{name}"' for name in COLOCATED_SCHEDULES)
-    if schedule in COLOCATED_SCHEDULES and placement != "colocated":
+    fitting = schedules_for("colocated")
+    if schedule in fitting and placement != "colocated":
         text = 'is for colocated encoders; set parallel.placement = "colocated"'
         yield Problem("parallel.schedule", schedule, text, ("parallel.placement",))
     yield from _check_tensor_bubbles(parallel, encoders)
     if placement != "colocated":
         return
-    if schedule not in COLOCATED_SCHEDULES:
+    if schedule not in fitting:
+        names = " or ".join(f'"{name}"' for name in fitting)
         text = f"needs a schedule that fills bubbles; set parallel.schedule = {names}"
         yield Problem("parallel.placement", placement, text, ("parallel.schedule",))
     if not encoders:
@@ -97,7 +99,7 @@ def check_colocated(parallel: ParallelConfig, encoders: list[str], llm: Layout |
                 encoder_layout(parallel, name, llm)
             except ConfigError as error:
                 text = error.problems[0].partition(": ")[2]
-                given = tuple(f"parallel.{name}.{size}" for size in MODULE_SIZES)
+                given = tuple(f"parallel.{name}.{size}" for size in AXES)
                 yield Problem(f"parallel.{name}", NO_VALUE, text, given)
 
 
@@ -167,10 +169,6 @@ def _unlike_tensors(parallel: ParallelConfig, encoders: list[str]) -> Problems:
             yield Problem(key, size, text, (f"parallel.{name}.tensor", "parallel.tensor"))
 
 
-DISAGGREGATED_SCHEDULES = ("separated", "1f1b", "interleaved_1f1b", "gpipe", "zero_bubble")
-"""Schedules of modules on ranks of their own."""
-
-
 def modality_modules(recipe: Recipe) -> list[str]:
     """Names of encoders, LLM and generator, in the order in which they take ranks."""
     model = recipe.model
@@ -181,7 +179,7 @@ def modality_modules(recipe: Recipe) -> list[str]:
 
 def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:
     """A module's sizes by key; -1 for what is left."""
-    own = {size: getattr(parallel, size) if name == LLM else 1 for size in MODULE_SIZES}
+    own = {size: getattr(parallel, size) if name == LLM else 1 for size in AXES}
     return own | parallel.sizes_given(name)
 
 
@@ -253,9 +251,9 @@ def check_units(parallel: ParallelConfig, modules: Sequence[str]) -> Problems:
     if parallel.placement != "disaggregated":
         return
     placement = ("parallel.placement",)
-    if parallel.schedule not in DISAGGREGATED_SCHEDULES:
-        known = ", ".join(DISAGGREGATED_SCHEDULES)
-        text = f"is not for modules on ranks of their own; use one of {known}"
+    fitting = schedules_for("disaggregated")
+    if parallel.schedule not in fitting:
+        text = f"is not for modules on ranks of their own; use one of {', '.join(fitting)}"
         yield Problem("parallel.schedule", parallel.schedule, text, placement)
     if len(modules) == 1:
         text = 'but the model has no module beside the LLM; use "interleaved"'

@@ -26,6 +26,10 @@ class Layout(NamedTuple):
         return prod(self)
 
 
+AXES = Layout._fields
+"""Names of the device mesh's axes, which are also keys of [parallel] and [parallel.NAME]."""
+
+
 def replica_groups(units: Mapping[str, Layout]) -> int:
     """Groups of data-parallel ranks that share no samples, of modules on ranks of their own: as
     many as divide the data-parallel sizes of all."""

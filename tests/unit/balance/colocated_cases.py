@@ -17,7 +17,7 @@ from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph
 from torchmm.pipelining.schedules.colocated import backbone_order, colocated_layout
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.pipelining.schedules.names import ORDERS
 
 T = ActionType
 SCHEDULES_OF_LLM = ("1f1b", "interleaved_1f1b", "gpipe", "zero_bubble")
@@ -34,7 +34,7 @@ def llm_step(
     durations = {T.F: 1.0, T.B: 2.0, T.I: 1.0, T.W: 1.0}
     compute = {Action(k, *task): ms for task in graph.tasks() for k, ms in durations.items()}
     costs = options.pop("costs", PlanCosts(compute))
-    order = backbone_order(graph, SCHEDULES[schedule].order)
+    order = backbone_order(graph, ORDERS[schedule])
     return llm_timeline(graph, order, costs, **options)
 
 
@@ -63,7 +63,7 @@ def random_timeline(rng: random.Random, ranks: int, microbatches: int) -> LlmTim
         gather_ms={s: 0.3 for s in range(stages)},
         reduce_ms={s: 0.7 for s in range(stages)},
     )
-    order = backbone_order(graph, SCHEDULES[schedule].order)
+    order = backbone_order(graph, ORDERS[schedule])
     return llm_timeline(
         graph,
         order,

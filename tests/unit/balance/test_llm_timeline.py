@@ -14,7 +14,7 @@ from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
-from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.pipelining.schedules.names import ORDERS
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "microbatches"), [(4, 1, 4), (4, 3, 8), (8, 2, 16)])
@@ -65,7 +65,7 @@ def test_bubbles_are_those_of_the_simulated_step():
     for seed, schedule in enumerate(("gpipe", "interleaved_1f1b", "zero_bubble")):
         graph = StageGraph(megatron_layout([layers], 3, 1 + seed % 2), 6)
         rng = random.Random(seed)
-        order = SCHEDULES[schedule].order(graph)
+        order = ORDERS[schedule](graph)
         compute = {a: rng.uniform(1, 2) for row in order for a in row}
         stages = range(len(graph.layout.stages))
         costs = PlanCosts(
@@ -111,7 +111,7 @@ def test_free_time_is_what_spans_leave():
 def test_what_cannot_be_timed_is_refused():
     layers = ModuleLayers("llm", "llm", (1.0,) * 4)
     graph = StageGraph(megatron_layout([layers], 2), 2)
-    order = SCHEDULES["gpipe"].order(graph)
+    order = ORDERS["gpipe"](graph)
     compute = {a: 1.0 for row in order for a in row}
     with pytest.raises(SimulationError, match="0F0 on rank 0 has no duration"):
         costs = PlanCosts({a: ms for a, ms in compute.items() if str(a) != "0F0"})

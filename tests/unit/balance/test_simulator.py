@@ -17,7 +17,7 @@ from torchmm.pipelining.plan.graph import Message, StageGraph, Task
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout
+from torchmm.pipelining.schedules.names import ORDERS, schedule_layout
 from torchmm.pipelining.view.draw import Panel, draw_timelines
 from torchmm.pipelining.view.timeline import uniform_timeline
 
@@ -29,7 +29,7 @@ def llm_plan(
 ) -> PipelinePlan:
     llm = ModuleLayers("llm", "llm", (1.0,) * (ranks * virtual), tied=tied)
     graph = StageGraph(schedule_layout(schedule, [llm], ranks, virtual), microbatches)
-    return lower_plan(SCHEDULES[schedule].order(graph), graph, {}, **options)
+    return lower_plan(ORDERS[schedule](graph), graph, {}, **options)
 
 
 def flat_costs(plan: PipelinePlan, forward_ms=1.0, backward_ms=2.0, **others) -> PlanCosts:
@@ -162,7 +162,7 @@ def test_memory_peaks_are_those_of_validation():
 def test_a_forward_without_backward_needs_its_memory_while_it_runs():
     llm = ModuleLayers("llm", "llm", (1.0,) * 2, trainable=(False, True), pre_trainable=False)
     graph = StageGraph(schedule_layout("1f1b", [llm], 2), 3)
-    plan = lower_plan(SCHEDULES["1f1b"].order(graph), graph, {})
+    plan = lower_plan(ORDERS["1f1b"](graph), graph, {})
     kept = {task: 10 for task in graph.tasks()}
     step = simulate(plan, flat_costs(plan, kept_bytes=kept, static_bytes=(5, 7)))
     assert step.peak_bytes == (15, 17)
@@ -295,7 +295,7 @@ def test_changes_of_what_the_plan_lacks_are_refused():
 def test_what_waits_for_the_weights_may_be_more_than_what_the_forward_kept():
     llm = ModuleLayers("llm", "llm", (1.0,) * 2)
     graph = StageGraph(schedule_layout("zero_bubble", [llm], 2), 1)
-    plan = lower_plan(SCHEDULES["zero_bubble"].order(graph), graph, {})
+    plan = lower_plan(ORDERS["zero_bubble"](graph), graph, {})
     costs = flat_costs(
         plan,
         kept_bytes={task: 10 for task in graph.tasks()},

@@ -22,7 +22,7 @@ from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime
 from torchmm.pipelining.schedules.layouts import Cut, build_layout
-from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.pipelining.schedules.names import ORDERS
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 MODEL = CostModel(load_profile("cpu"), "float32", {"vision": Execution(), "llm": Execution()})
@@ -75,7 +75,7 @@ class Step:
         graph = StageGraph(self.layout, len(batch), {"vision": (2, 1, 3, 2)})
         metas = [m.meta for m in batch]
         specs = message_specs(graph, {m.name: m for m in self.modules}, metas, torch.float32)
-        return lower_plan(SCHEDULES[schedule].order(graph), graph, specs)
+        return lower_plan(ORDERS[schedule](graph), graph, specs)
 
     def tuned(self, plan: PipelinePlan, batch: list[Microbatch]) -> Iterator[tuple[int, int, int]]:
         """(limit, predicted peak, measured peak) of limits from the loosest to the tightest."""

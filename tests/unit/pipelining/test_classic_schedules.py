@@ -32,7 +32,7 @@ from torchmm.pipelining.schedules.layouts import (
     megatron_layout,
     separated_layout,
 )
-from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.pipelining.schedules.names import ORDERS
 
 UNIT = {F: 1.0, B: 2.0, I: 1.0, W: 1.0}
 MICROBATCHES = (1, 2, 3, 4, 7, 8, 10)
@@ -213,7 +213,7 @@ def test_unsuitable_layouts_are_told_from_suitable_ones():
         StageSpec(s.index, s.module, s.start, s.stop, s.ranks, virtual_stage=s.index // 2)
         for s in specs
     ]
-    with pytest.raises(ValueError, match=r"stages \[0, 1\] of one virtual stage lie on ranks"):
+    with pytest.raises(ValueError, match=r"stages \[0, 1\] of one virtual stage are on ranks"):
         zero_bubble(StageGraph(StageLayout(tuple(together), edges), 2))
     backwards = [
         StageSpec(s.index, s.module, s.start, s.stop, s.ranks, virtual_stage=3 - s.index)
@@ -231,7 +231,7 @@ def test_gpipe_runs_replicas():
     layout = StageLayout(stages, ((0, 1),), frozenset({"vision"}))
     replica = {("vision", m, p): (m + p) % 2 for m in range(3) for p in range(2)}
     graph = StageGraph(layout, 3, {"vision": (2, 0, 1)}, replica)
-    for planner in (gpipe, SCHEDULES["separated"].order):
+    for planner in (gpipe, ORDERS["separated"]):
         order = planner(graph)
         assert_complete(graph, order)
         play(graph, order, unit)

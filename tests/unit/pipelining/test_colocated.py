@@ -12,7 +12,7 @@ from torchmm.pipelining.plan.orders import order_problems
 from torchmm.pipelining.schedules.classic import forward_only, gpipe
 from torchmm.pipelining.schedules.colocated import backbone_order, colocated_layout, encoder_names
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.pipelining.schedules.names import ORDERS
 from torchmm.pipelining.schedules.separated import separated
 
 
@@ -67,7 +67,7 @@ def test_the_backbone_has_its_own_order_with_the_actions_the_step_needs(schedule
     for frozen in ((), ("vision",), ("llm",), ("vision", "audio"), ("vision", "llm")):
         layout = colocated_layout(modules(dict.fromkeys(frozen, False)), 4, virtual)
         graph = StageGraph(layout, 4, {"vision": (0, 1, 1, 2)})
-        order = backbone_order(graph, SCHEDULES[schedule].order, [2, 0, 3, 1])
+        order = backbone_order(graph, ORDERS[schedule], [2, 0, 3, 1])
         problems = order_problems(graph, order)
         about_encoders = [
             p for p in problems if re.search(r": [01]F\d.* is missing|: no backw.* [01]B", p)
@@ -76,7 +76,7 @@ def test_the_backbone_has_its_own_order_with_the_actions_the_step_needs(schedule
         entries = [a.microbatch for a in order[0] if a.type is ActionType.F and a.stage == 2]
         assert entries == [2, 0, 3, 1]
         alone = StageGraph(colocated_layout(modules()[2:], 4, virtual), 4)
-        pattern = [[a.type for a in row] for row in SCHEDULES[schedule].order(alone)]
+        pattern = [[a.type for a in row] for row in ORDERS[schedule](alone)]
         if not frozen and schedule != "zero_bubble":
             assert [[a.type for a in row] for row in order] == pattern
 

@@ -12,7 +12,7 @@ import pytest
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.plan import ActionRecord
-from torchmm.pipelining.schedules.names import SCHEDULES
+from torchmm.pipelining.schedules.names import ORDERS
 from torchmm.pipelining.view.records import write_records
 
 ROOT = Path(__file__).parents[3]
@@ -42,7 +42,7 @@ def draw(script, tmp_path, capsys):
 
 
 def test_every_schedule_is_drawn_with_all_tasks_of_every_stage(draw):
-    for name in SCHEDULES:
+    for name in ORDERS:
         code, text, _, actions = draw("--schedule", name, "--stages", 2, "--images", "0,3,1,12")
         assert code == 0 and text.startswith(f"{name}: ")
         for kinds in ("F", "BI"):

@@ -18,7 +18,7 @@ from torchmm.pipelining.plan.orders import order_problems
 from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, zero_bubble
 from torchmm.pipelining.schedules.layouts import separated_layout
-from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout, schedule_named
+from torchmm.pipelining.schedules.names import ORDERS, order_named, schedule_layout
 from torchmm.pipelining.view.exchange import (
     read_actions,
     read_order,
@@ -33,21 +33,21 @@ def cells(path):
         return list(csv.reader(file))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ORDERS)
 def test_orders_survive_the_file(name, tmp_path):
     for case, modules in enumerate(freezing(MODELS["generator"]).values()):
         layout = schedule_layout(name, modules, 4)
         for graph in steps(layout, 5, seed=case):
-            order = SCHEDULES[name].order(graph)
+            order = ORDERS[name](graph)
             write_order(tmp_path / "order.csv", order, graph)
             assert read_order(tmp_path / "order.csv", graph) == order
-            again = schedule_named(f"csv:{tmp_path / 'order.csv'}").order(graph)
+            again = order_named(f"csv:{tmp_path / 'order.csv'}")(graph)
             assert again == order
 
 
 def test_torch_reads_every_cell_and_chunks_number_a_stages_tasks(tmp_path):
     graph = StageGraph(separated_layout([VISION, LLM], 2), 3, {"vision": (2, 0, 3)})
-    order = SCHEDULES["separated"].order(graph)
+    order = ORDERS["separated"](graph)
     write_order(tmp_path / "order.csv", order, graph)
     read = [
         [torch_schedules._Action.from_str(cell) for cell in row]
@@ -162,7 +162,7 @@ def test_replicas_have_their_own_ranks(tmp_path):
     stages = (StageSpec(0, "vision", 0, 1, (0, 1)), StageSpec(1, "llm", 0, 1, (2,)))
     layout = StageLayout(stages, ((0, 1),), frozenset({"vision"}))
     graph = StageGraph(layout, 2, {"vision": (2, 1)}, {("vision", 0, 1): 1})
-    order = SCHEDULES["separated"].order(graph)
+    order = ORDERS["separated"](graph)
     assert [str(action) for action in order[1]] == ["0F0.1", "0B0.1"]
     write_order(tmp_path / "order.csv", order, graph)
     assert read_order(tmp_path / "order.csv", graph) == order
@@ -194,7 +194,7 @@ def test_all_actions_of_a_plan_survive_the_file(tmp_path):
 def test_chrome_traces_name_ranks_and_modules(tmp_path):
     layout = separated_layout([VISION, LLM], 2)
     graph = StageGraph(layout, 2, {"vision": (1, 2)})
-    records = play(graph, SCHEDULES["separated"].order(graph), lambda action: 1.5)
+    records = play(graph, ORDERS["separated"](graph), lambda action: 1.5)
     records.append(ActionRecord(0, Action(ActionType.WAIT_F, 2, 0, 0, 1, 1), 0.0, 0.25))
     write_chrome_trace(tmp_path / "trace.json", records, layout)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

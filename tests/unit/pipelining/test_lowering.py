@@ -14,7 +14,7 @@ from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.schedules.classic import forward_only, gpipe, one_f_one_b
-from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout
+from torchmm.pipelining.schedules.names import ORDERS, schedule_layout
 
 T = ActionType
 SENDS, RECEIVES, WAITS = (T.SEND_F, T.SEND_B), (T.RECV_F, T.RECV_B), (T.WAIT_F, T.WAIT_B)
@@ -66,14 +66,14 @@ def test_random_orders_are_reproducible_and_differ():
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ORDERS)
 def test_schedules_become_valid_plans(schedule, model):
     plans = 0
     for frozen, modules in freezing(MODELS[model]).items():
         for ranks, microbatches in ((1, 3), (2, 4), (4, 3), (4, 9)):
             layout = schedule_layout(schedule, modules, ranks, 1 if schedule == "1f1b" else 2)
             for graph in steps(layout, microbatches, seed=ranks):
-                order = SCHEDULES[schedule].order(graph)
+                order = ORDERS[schedule](graph)
                 plan = lower_plan(order, graph, random_specs(graph, 0), sharding="step")
                 problems = validate_plan(plan).problems
                 assert not problems, (frozen, ranks, microbatches, str(problems[0]))

@@ -8,16 +8,10 @@ from module_cases import MODELS, freezing, steps
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.schedules.classic import forward_only
-from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout
-from torchmm.recipe import parallel_section
+from torchmm.pipelining.schedules.names import ORDERS, schedule_layout
 
 
-def test_recipes_know_the_same_schedules():
-    # The last needs costs, and so is in balance.
-    assert set(parallel_section.SCHEDULES) == {*SCHEDULES, "searched"}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ORDERS)
 def test_plans_of_all_schedules_can_be_executed(name):
     """Sent, received, reduced and freed, for each way to freeze; training and validation."""
     for case, modules in enumerate(freezing(MODELS["generator"]).values()):
@@ -26,6 +20,6 @@ def test_plans_of_all_schedules_can_be_executed(name):
                 continue  # has one virtual stage per rank
             layout = schedule_layout(name, modules, ranks, chunks)
             for graph in steps(layout, 5, seed=case):
-                for training, planner in ((True, SCHEDULES[name].order), (False, forward_only)):
+                for training, planner in ((True, ORDERS[name]), (False, forward_only)):
                     plan = lower_plan(planner(graph), graph, {}, sharding="step", training=training)
                     validate_plan(plan).raise_for_problems()

@@ -18,7 +18,7 @@ from torchmm.pipelining.schedules.layouts import (
     megatron_layout,
     separated_layout,
 )
-from torchmm.pipelining.schedules.names import SCHEDULES, schedule_layout, schedule_named
+from torchmm.pipelining.schedules.names import ORDERS, order_named, schedule_layout
 
 TIED = ModuleLayers("llm", "llm", (1.0,) * 8, tied=True)
 
@@ -237,7 +237,7 @@ def test_cuts_that_do_not_fit_are_refused(cuts, match):
             lambda: schedule_layout("1f1b", [LLM], 2, 2),
             "1f1b with 2 virtual stages per rank; it has 1, use interleaved_1f1b",
         ),
-        (lambda: schedule_named("1f2b"), "no schedule '1f2b'; there are gpipe, 1f1b, .*csv:PATH"),
+        (lambda: order_named("1f2b"), "no schedule '1f2b'; there are gpipe, 1f1b, .*csv:PATH"),
     ],
 )
 def test_layouts_that_cannot_work_are_refused_with_a_remedy(make, match):
@@ -246,7 +246,7 @@ def test_layouts_that_cannot_work_are_refused_with_a_remedy(make, match):
 
 
 def test_schedules_come_with_their_layouts():
-    for name in (*SCHEDULES, "csv:order.csv"):
+    for name in (*ORDERS, "csv:order.csv"):
         count = 1 if name == "1f1b" else 2
         layout = schedule_layout(name, [VISION, LLM], 2, count, {"vision": 2})
         separate = name in ("separated", "csv:order.csv")

@@ -14,8 +14,8 @@ from torchmm.pipelining.view.records import read_records
 from torchmm.planning.dry_run import describe_run
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.report import fastest, forecast_table, write_forecasts
-from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, SCHEDULES
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[3]
 SIMULATE = runpy.run_path(str(ROOT / "scripts/simulate.py"))["main"]
@@ -74,7 +74,7 @@ def recipe(recipe_file: Path) -> Recipe:
 def test_every_schedule_is_planned_and_rated(recipe):
     forecaster = Forecaster(recipe, 8, load_profile("a100"))
     found = forecaster.forecast_all()
-    assert [f.schedule for f in found] == [*SCHEDULES, *COLOCATED_SCHEDULES]
+    assert [f.schedule for f in found] == list(SCHEDULES)
     for forecast in found:
         step = forecast.step
         assert step is not None, forecast.problem
@@ -172,10 +172,7 @@ def test_the_command_prints_a_table_and_names_mistakes(recipe_file, tmp_path, ca
     options = ["--config", str(recipe_file), "--schedule", "all", "--out", str(out)]
     assert SIMULATE(options) == 0
     printed = capsys.readouterr().out
-    assert (
-        all(name in printed for name in (*SCHEDULES, "optimus"))
-        and str(out / "simulation.json") in printed
-    )
+    assert all(name in printed for name in SCHEDULES) and str(out / "simulation.json") in printed
     assert SIMULATE(["--config", str(recipe_file), "--device", "abacus"]) == 2
     assert "abacus" in capsys.readouterr().err
     assert SIMULATE(["--config", str(recipe_file), "--schedule", "magic"]) == 2

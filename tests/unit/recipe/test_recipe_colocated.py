@@ -8,7 +8,7 @@ from recipe_problems import problems_of
 from torchmm.balance.planners import PLANNERS
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.recipe.parallel_section import COLOCATED_SCHEDULES, ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_layout
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.sizes import Layout
@@ -38,10 +38,6 @@ def recipe(tmp_path: Path) -> Path:
     file = tmp_path / "recipe.toml"
     file.write_text(MODEL)
     return file
-
-
-def test_the_schedules_are_those_with_planners():
-    assert set(COLOCATED_SCHEDULES) == set(PLANNERS) - {"searched"}
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from recipe_problems import problems_of
 
-from torchmm.pipelining.schedules import names as schedules
 from torchmm.recipe.check_parallel import check_pipeline
-from torchmm.recipe.parallel_section import SCHEDULES, ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import dump_recipe, load_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -53,13 +52,6 @@ def test_defaults_follow_the_schedule() -> None:
     assert separated.sub_microbatch_images("vision") == 4
     assert ParallelConfig(schedule="csv:x").sub_microbatch_images("vision") == 4
     assert ParallelConfig(schedule="1f1b").sub_microbatch_images("vision") is None
-
-
-def test_the_schedules_are_those_that_exist() -> None:
-    assert set(SCHEDULES) == {*schedules.SCHEDULES, "searched"}
-    separating = {name for name in SCHEDULES if ParallelConfig(schedule=name).separates_modules}
-    separated = {n for n, s in schedules.SCHEDULES.items() if s.layout == "separated"}
-    assert separating == {*separated, "searched"}
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from recipe_problems import problems_of
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
-from torchmm.pipelining.schedules.names import SCHEDULES
 from torchmm.planning.dry_run import describe_run
 from torchmm.planning.forecast import Forecaster
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.placement_sizes import DISAGGREGATED_SCHEDULES, resolve_units
+from torchmm.recipe.placement_sizes import resolve_units
 from torchmm.recipe.read import load_recipe
+from torchmm.recipe.schedules import schedules_for
 from torchmm.recipe.sizes import Layout, replica_groups
 
 MODEL = """
@@ -107,7 +107,7 @@ def test_replicas_that_do_not_divide_form_one_group() -> None:
 @pytest.mark.parametrize(
     ("arguments", "key", "message"),
     [
-        ("--parallel.schedule megatron", "parallel.schedule", "use one of separated, 1f1b"),
+        ("--parallel.schedule megatron", "parallel.schedule", "use one of gpipe, 1f1b"),
         ("--parallel.vision.shard 4", "parallel", "0 are left for llm"),
         ("--training.global_batch_size 7", "training.global_batch_size", "use 6 or 9"),
         ("--parallel.vision.tensor 3", "model.encoders.vision.config.num_attention_heads", "split"),
@@ -136,10 +136,6 @@ def test_mistakes_are_told_with_a_remedy(recipe, arguments, key, message) -> Non
     assert any(f": {key}" in problem and message in problem for problem in found), found
 
 
-def test_the_schedules_are_classic_ones() -> None:
-    assert set(DISAGGREGATED_SCHEDULES) <= set(SCHEDULES)
-
-
 def test_dry_run_tells_ranks_groups_and_a_simulated_step(recipe) -> None:
     loaded = load_recipe(recipe, ["--parallel.vision.shard", "2", "--parallel.pipeline", "2"], 10)
     text = " ".join(describe_run(loaded.recipe, 10).split())
@@ -153,7 +149,7 @@ def test_forecasts_of_all_schedules(recipe) -> None:
     loaded = load_recipe(recipe, ["--parallel.vision.shard", "3"], 5)
     forecaster = Forecaster(loaded.recipe, 5, load_profile("a100"))
     found = forecaster.forecast_all()
-    assert [forecast.schedule for forecast in found] == list(DISAGGREGATED_SCHEDULES)
+    assert [forecast.schedule for forecast in found] == list(schedules_for("disaggregated"))
     for forecast in found:
         assert forecast.step is not None, forecast.problem
         assert len(forecast.step.peak_bytes) == 5

@@ -28,7 +28,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import Sharding
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
-from torchmm.pipelining.schedules.names import schedule_named
+from torchmm.pipelining.schedules.names import order_named
 
 SEARCHED = "searched"
 """In the place of a schedule's name."""
@@ -100,7 +100,7 @@ def _schedule(
 ) -> Callable[[StageGraph], ComputeOrder]:
     """Of a backbone that takes microbatches in some sequence."""
     if name != SEARCHED:
-        return schedule_named(name).order
+        return order_named(name)
 
     def searched(backbone: StageGraph) -> ComputeOrder:
         stages = max(action.stage for action in costs.compute_ms) + 1

@@ -45,7 +45,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import Sharding
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
-from torchmm.pipelining.schedules.names import schedule_named
+from torchmm.pipelining.schedules.names import order_named
 
 PIECES = 8
 """Of an encoder action where bubbles inside of the LLM's actions count: a layer has four products
@@ -98,7 +98,7 @@ def optimus(
 
     best: BubbleSchedule | None = None
     for sequence in sequences(graph, costs) if reorder else [range(graph.microbatches)]:
-        order = backbone_order(graph, schedule_named(llm_schedule).order, sequence)
+        order = backbone_order(graph, order_named(llm_schedule), sequence)
         timeline = llm_timeline(graph, order, costs, sharding=sharding, pieces=pieces)
         found = fill_bubbles(timeline, placed_works, granularity, evaluations=evaluations)
         if best is None or found.total_ms < best.total_ms:

@@ -34,9 +34,8 @@ from torchmm.balance.reordering.program import StepProgram, compile_order
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
+from torchmm.recipe.schedules import find_schedule
 
-CLASSIC = ("1f1b", "interleaved_1f1b", "megatron", "megatron_balanced")
-"""Schedules whose virtual stages are the places of the chain."""
 SEED = 0
 NS_PER_MS = 1e6
 """Durations are whole nanoseconds, so that ranks with other processors arrange the same."""
@@ -61,7 +60,8 @@ class Chain:
         Args:
             schedule: by the recipe's name.
         """
-        if schedule in CLASSIC:
+        known = find_schedule(schedule)
+        if known is not None and known.one_f_one_b:
             found = cls._of([[layout.stages[i] for i in own] for own in layout.virtual_stages])
             if found.regular:
                 return found

@@ -13,7 +13,8 @@ microbatch count for all stages; tests check that both give the same where both 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from torchmm.pipelining.plan.actions import Action, ActionType
@@ -58,9 +59,7 @@ def forward_only(graph: StageGraph) -> ComputeOrder:
         graph,
         (
             action
-            for group in _rounds(graph)
-            for unit in units
-            for microbatch in group
+            for unit, microbatch in _turns(graph, units)
             for action in _forward(graph, unit, microbatch)
         ),
     )
@@ -93,15 +92,19 @@ def interleaved_1f1b(graph: StageGraph) -> ComputeOrder:
         ValueError: virtual stages are not dealt to the ranks in turn.
     """
     chunks = _chunks_by_rank(graph)
-    ranks, group = len(chunks), len(_rounds(graph)[0])
+    group = len(_rounds(graph)[0])
     per_rank = len(chunks[0])
-    step = 1 if per_rank == 1 else 2
-
-    return _one_f_one_b(
-        graph,
-        chunks,
-        warmup=lambda position: (per_rank - 1) * group + step * (ranks - 1 - position),
-    )
+    # The backward of a later chunk comes round after two trips along the ranks, not one.
+    trips = 1 if per_rank == 1 else 2
+    rows: list[tuple[Action, ...]] = [()] * len(chunks)
+    for position, units in enumerate(chunks):
+        warm_up = (per_rank - 1) * group + trips * (len(chunks) - 1 - position)
+        backwards = [
+            _backward(graph, unit, microbatch, split=False)[0]
+            for unit, microbatch in _turns(graph, units[::-1])
+        ]
+        rows[_rank(graph, units)] = _one_f_one_b(_forwards(graph, units), backwards, warm_up)
+    return tuple(rows)
 
 
 def zero_bubble(graph: StageGraph) -> ComputeOrder:
@@ -115,13 +118,21 @@ def zero_bubble(graph: StageGraph) -> ComputeOrder:
         ValueError: virtual stages are not dealt to the ranks in turn.
     """
     chunks = _chunks_by_rank(graph)
-    ranks, group = len(chunks), len(_rounds(graph)[0])
-    return _one_f_one_b(
-        graph,
-        chunks,
-        warmup=lambda position: (len(chunks[0]) - 1) * group + ranks - 1 - position,
-        weight_delay=lambda position: position,
-    )
+    group = len(_rounds(graph)[0])
+    rows: list[tuple[Action, ...]] = [()] * len(chunks)
+    for position, units in enumerate(chunks):
+        warm_up = (len(chunks[0]) - 1) * group + len(chunks) - 1 - position
+        delay = position  # input backwards by which those of the weights lag
+        backwards: list[list[Action]] = []
+        waiting: deque[list[Action]] = deque()
+        for unit, microbatch in _turns(graph, units[::-1]):
+            for_inputs, for_weights = _backward(graph, unit, microbatch, split=True)
+            waiting.append(for_weights)
+            due = waiting.popleft() if len(waiting) > delay else []
+            backwards.append(for_inputs + due)
+        row = _one_f_one_b(_forwards(graph, units), backwards, warm_up)
+        rows[_rank(graph, units)] = row + tuple(w for for_weights in waiting for w in for_weights)
+    return tuple(rows)
 
 
 Unit = tuple[int, ...]
@@ -129,45 +140,42 @@ Unit = tuple[int, ...]
 
 
 def _one_f_one_b(
-    graph: StageGraph,
-    chunks: list[list[Unit]],
-    warmup: Callable[[int], int],
-    weight_delay: Callable[[int], int] | None = None,
-) -> ComputeOrder:
-    """Forwards, then one forward and one backward in turn, then backwards.
+    forwards: Sequence[Sequence[Action]], backwards: Sequence[Sequence[Action]], warm_up: int
+) -> tuple[Action, ...]:
+    """One rank's actions.
 
     Args:
-        chunks: by position in the pipeline: the rank's units.
-        warmup: forwards before the first backward, less one; by position.
-        weight_delay: number of input backwards by which the weights' lag; None: no split.
+        forwards, backwards: of each unit and microbatch in turn, as many of one as of the other.
+        warm_up: forwards before the first pair of a forward and a backward.
     """
-    rounds, per_rank = _rounds(graph), range(len(chunks[0]))
-    forwards = [(chunk, m) for group in rounds for chunk in per_rank for m in group]
-    backwards = [(chunk, m) for group in rounds for chunk in reversed(per_rank) for m in group]
-    rows: list[tuple[Action, ...]] = [()] * len(chunks)
-    for position, units in enumerate(chunks):
-        row: list[Action] = []
-        ahead = min(warmup(position), len(forwards))
-        delay = weight_delay(position) if weight_delay else 0
-        deferred: list[list[Action]] = []
-        for index in range(ahead + len(forwards)):
-            if index < len(forwards):
-                chunk, microbatch = forwards[index]
-                row += _forward(graph, units[chunk], microbatch)
-            if index < ahead:
-                continue
-            chunk, microbatch = backwards[index - ahead]
-            first, later = _backward(
-                graph, units[chunk], microbatch, split=weight_delay is not None
-            )
-            row += first
-            deferred.append(later)
-            if len(deferred) > delay:
-                row += deferred[len(deferred) - 1 - delay]
-        for later in deferred[max(0, len(deferred) - delay) :]:
-            row += later
-        rows[graph.layout.stages[units[0][0]].ranks[0]] = tuple(row)
-    return tuple(rows)
+    ahead = min(warm_up, len(forwards))
+    pairs = len(forwards) - ahead
+    row: list[Action] = []
+    for forward in forwards[:ahead]:  # warm-up
+        row += forward
+    for forward, backward in zip(forwards[ahead:], backwards[:pairs], strict=True):  # steady state
+        row += forward
+        row += backward
+    for backward in backwards[pairs:]:  # cool-down
+        row += backward
+    return tuple(row)
+
+
+def _turns(graph: StageGraph, units: Sequence[Unit]) -> Iterator[tuple[Unit, int]]:
+    """A group of microbatches goes through one unit after the other, then the next group does."""
+    for group in _rounds(graph):
+        for unit in units:
+            for microbatch in group:
+                yield unit, microbatch
+
+
+def _forwards(graph: StageGraph, units: Sequence[Unit]) -> list[list[Action]]:
+    return [_forward(graph, unit, microbatch) for unit, microbatch in _turns(graph, units)]
+
+
+def _rank(graph: StageGraph, units: Sequence[Unit]) -> int:
+    """The rank of the plan that has these units."""
+    return graph.layout.stages[units[0][0]].ranks[0]
 
 
 def _forward(graph: StageGraph, unit: Unit, microbatch: int) -> list[Action]:
@@ -181,8 +189,9 @@ def _forward(graph: StageGraph, unit: Unit, microbatch: int) -> list[Action]:
 def _backward(
     graph: StageGraph, unit: Unit, microbatch: int, *, split: bool
 ) -> tuple[list[Action], list[Action]]:
-    """What the ranks before wait for, and what may come later."""
-    first, later = [], []
+    """What earlier ranks wait for, and what may come later."""
+    first: list[Action] = []
+    later: list[Action] = []
     for stage in reversed(unit):
         kinds = backward_kinds(graph, stage, microbatch, split=split)
         for part in reversed(range(graph.parts(stage, microbatch))):
@@ -222,13 +231,13 @@ def _chunks_by_rank(graph: StageGraph) -> list[list[Unit]]:
         used = {rank for stage in unit for rank in graph.layout.stages[stage].ranks}
         if len(used) > 1:
             raise ValueError(
-                f"stages {list(unit)} of one virtual stage lie on ranks {sorted(used)}; put them "
+                f"stages {list(unit)} of one virtual stage are on ranks {sorted(used)}; put them "
                 "on one rank, or use the schedule separated or gpipe"
             )
         ranks += used
     if len(set(ranks[:count])) < count or ranks != ranks[:count] * (len(ranks) // count):
         raise ValueError(
-            f"the virtual stages lie on ranks {ranks}; deal them to the {count} ranks in turn, or "
+            f"the virtual stages are on ranks {ranks}; deal them to the {count} ranks in turn, or "
             "use the schedule separated or gpipe"
         )
     return [list(units[position::count]) for position in range(count)]

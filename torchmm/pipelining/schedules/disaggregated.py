@@ -27,13 +27,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapreplace
+from itertools import islice
 from typing import NamedTuple
 
+from torchmm.common.module_names import LLM
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec, Task
 from torchmm.pipelining.plan.orders import needed_action
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations
-from torchmm.pipelining.schedules.colocated import LLM
 from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, balanced_cuts, build_layout
 
 
@@ -133,8 +134,9 @@ def disaggregated_order(
 ) -> ComputeOrder:
     """What a classic schedule says, for all replicas of a group.
 
-    Under 1F1B a rank keeps at most as many waves as there are positions in the chain behind it,
-    and its own; a replica of a module with more replicas than the LLM, as many of its own tasks.
+    Under 1F1B a rank keeps at most as many waves as there are positions after it in the chain,
+    plus one for itself; a replica of a module with more replicas than the LLM keeps as many of its
+    own tasks.
 
     Args:
         graph: with a replica for every task (`deal_tasks`).
@@ -192,7 +194,7 @@ def _around_llm(
     replicas, each of which takes longer for a microbatch.
 
     The LLM runs as if it were alone, but some forwards ahead where a generator answers. Encoders
-    follow its first stage, generators its last: what is next there, some places ahead or behind. A
+    follow its first stage, generators its last: what is next there, some places earlier or later. A
     stage is worth as many places as it has replicas for one of the LLM; in front of a generator
     times the LLM's stages per rank. As interleaved 1F1B takes microbatches in bursts of as many as
     the LLM has ranks, P, another P - 1 places are between it and the others.
@@ -200,68 +202,83 @@ def _around_llm(
     Raises:
         ValueError: see `disaggregated_order`.
     """
-    stages = graph.layout.stages
-    before = [stage for stage in stages if stage.index < llm[0].index]
-    behind = [stage for stage in stages if stage.index > llm[-1].index]
-    for own in (before, behind):
-        if len({stage.ranks for stage in own}) < len(own):
+    first = llm[0]
+    last = llm[-1]
+    before = [stage for stage in graph.layout.stages if stage.index < first.index]
+    after = [stage for stage in graph.layout.stages if stage.index > last.index]
+    for modules in (before, after):
+        if len({stage.ranks for stage in modules}) < len(modules):
             raise ValueError("several stages per rank: only the LLM may have them here")
-    ranks, replicas = len({stage.ranks for stage in llm}), len(llm[0].ranks)
-    several = len(llm) // ranks
-    burst = ranks - 1 if several > 1 else 0
+    replicas = len(first.ranks)
+    ranks = len({stage.ranks for stage in llm})
+    per_rank = len(llm) // ranks
+    burst = ranks - 1 if per_rank > 1 else 0
 
-    def worth(own: Iterable[StageSpec]) -> int:
-        return sum(-(-len(stage.ranks) // replicas) for stage in own)
+    def worth(stages: Iterable[StageSpec]) -> int:
+        return sum(-(-len(stage.ranks) // replicas) for stage in stages)
 
-    places = several * worth(behind) + (burst if behind else 0)
+    ahead = per_rank * worth(after) + burst if after else 0
     alone = schedule(_chain(graph, replicas, LLM))
-    rows = [_ahead([a._replace(stage=a.stage + llm[0].index) for a in r], places) for r in alone]
-    first, last = (
-        [a for row in rows for a in row if a.stage == end.index and a.type is not ActionType.W]
-        for end in (llm[0], llm[-1])
-    )
+    rows = [
+        _forwards_earlier([a._replace(stage=a.stage + first.index) for a in row], ahead)
+        for row in alone
+    ]
+    of_first = [action for row in rows for action in row if action.stage == first.index]
+    of_last = [action for row in rows for action in row if action.stage == last.index]
     for stage in before:
-        on = [s for s in before if s.module == stage.module and s.index >= stage.index]
-        rows.append(_ahead(_at(stage, first), worth(on) + burst))
-    for stage in behind:
-        on = [s for s in behind if s.module == stage.module and s.index > stage.index]
-        rows.append(_answers(_at(stage, last), worth(on)))
+        from_here = [s for s in before if s.module == stage.module and s.index >= stage.index]
+        row = _whole_backwards(stage, of_first)
+        rows.append(_forwards_earlier(row, worth(from_here) + burst))
+    for stage in after:
+        beyond = [s for s in after if s.module == stage.module and s.index > stage.index]
+        rows.append(_backwards_earlier(_whole_backwards(stage, of_last), worth(beyond)))
     return rows
 
 
-def _at(stage: StageSpec, row: Sequence[Action]) -> list[Action]:
-    """The same F and B of another stage."""
-    kinds = {ActionType.F: ActionType.F}
-    return [Action(kinds.get(a.type, ActionType.B), stage.index, a.microbatch) for a in row]
+def _whole_backwards(stage: StageSpec, row: Sequence[Action]) -> list[Action]:
+    """The row's forwards and backwards as those of another stage, none of them split."""
+    found: list[Action] = []
+    for action in row:
+        if action.type is ActionType.F:
+            found.append(Action(ActionType.F, stage.index, action.microbatch))
+        elif action.type is not ActionType.W:  # its I has stood for both
+            found.append(Action(ActionType.B, stage.index, action.microbatch))
+    return found
 
 
-def _ahead(row: Sequence[Action], places: int) -> list[Action]:
-    """The row with every forward so many forwards earlier; nothing waits for what comes later."""
+def _forwards_earlier(row: Sequence[Action], places: int) -> list[Action]:
+    """The row with every forward in the place of the one that is that many forwards before it."""
     forwards = [action for action in row if action.type is ActionType.F]
-    following = iter(forwards[places:])
     moved = forwards[:places]
+    later = iter(forwards[places:])
     for action in row:
         if action.type is not ActionType.F:
             moved.append(action)
-        elif (later := next(following, None)) is not None:
-            moved.append(later)
+        else:
+            moved += islice(later, 1)  # none is left at the end of the row
     return moved
 
 
-def _answers(row: Sequence[Action], places: int) -> list[Action]:
-    """The row with every backward so many forwards behind its own, at the latest in its place."""
+def _backwards_earlier(row: Sequence[Action], places: int) -> list[Action]:
+    """The row with every backward that many forwards after its own, or in its place if that comes
+    first."""
     moved: list[Action] = []
     waiting: list[int] = []
+    """Microbatches whose backward is still to come."""
+
+    def answer(count: int) -> None:
+        moved.extend(Action(ActionType.B, row[0].stage, m) for m in waiting[:count])
+        del waiting[:count]
+
     for action in row:
         if action.type is ActionType.F:
             moved.append(action)
             waiting.append(action.microbatch)
-        due = len(waiting) - places
-        if action.type is not ActionType.F and action.microbatch in waiting:
-            due = waiting.index(action.microbatch) + 1
-        answered, waiting = waiting[: max(due, 0)], waiting[max(due, 0) :]
-        moved += (Action(ActionType.B, action.stage, m) for m in answered)
-    return moved + [Action(ActionType.B, row[-1].stage, m) for m in waiting]
+            answer(max(0, len(waiting) - places))
+        elif action.microbatch in waiting:
+            answer(waiting.index(action.microbatch) + 1)
+    answer(len(waiting))
+    return moved
 
 
 def _tasks(graph: StageGraph, action: Action, replicas: int) -> list[Task]:

@@ -1,7 +1,5 @@
-"""The schedules a recipe can name: which order, on which layout of the modules.
+"""The orders behind the names in `torchmm.recipe.schedules`, and the layouts they work on.
 
-A schedule that treats stages as a chain is used with the layout that cuts all layers into equally
-costly stages, except "megatron", which has whole encoders in front of the LLM's first stage.
 "megatron" and "megatron_balanced" are the baselines of Optimus and PipeWeaver: interleaved 1F1B,
 which is 1F1B where a rank has one virtual stage.
 """
@@ -11,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import ComputeOrder
@@ -24,48 +21,44 @@ from torchmm.pipelining.schedules.layouts import (
 )
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.pipelining.view.exchange import read_order
+from torchmm.recipe.schedules import CSV_PREFIX, find_schedule, registered
 
-CSV_PREFIX = "csv:"
-
-
-class Schedule(NamedTuple):
-    """What a name stands for."""
-
-    order: Callable[..., ComputeOrder]
-    """Of a graph and, optionally, `Durations`: for planners that play the step through."""
-    layout: Literal["separated", "megatron", "balanced"]
+Order = Callable[..., ComputeOrder]
+"""Of a graph and, optionally, `Durations`: for schedules that play the step through."""
 
 
-def _fixed(order: Callable[[StageGraph], ComputeOrder]) -> Callable[..., ComputeOrder]:
+def _fixed(order: Callable[[StageGraph], ComputeOrder]) -> Order:
     return lambda graph, durations=None: order(graph)
 
 
-SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(_fixed(gpipe), "balanced"),
-    "1f1b": Schedule(_fixed(one_f_one_b), "balanced"),
-    "interleaved_1f1b": Schedule(_fixed(interleaved_1f1b), "balanced"),
-    "zero_bubble": Schedule(_fixed(zero_bubble), "balanced"),
-    "megatron": Schedule(_fixed(interleaved_1f1b), "megatron"),
-    "megatron_balanced": Schedule(_fixed(interleaved_1f1b), "balanced"),
-    "separated": Schedule(separated, "separated"),
-}
+ORDERS: dict[str, Order] = registered(
+    {
+        "gpipe": _fixed(gpipe),
+        "1f1b": _fixed(one_f_one_b),
+        "interleaved_1f1b": _fixed(interleaved_1f1b),
+        "zero_bubble": _fixed(zero_bubble),
+        "megatron": _fixed(interleaved_1f1b),
+        "megatron_balanced": _fixed(interleaved_1f1b),
+        "separated": separated,
+    },
+    planned=False,
+)
 
 
-def schedule_named(name: str) -> Schedule:
-    """The schedule of a recipe's name; "csv:PATH" reads the order from a file.
+def order_named(name: str) -> Order:
+    """The order of a recipe's schedule; "csv:PATH" reads it from a file.
 
     A file's stages are those of the separated layout. It fits steps of one number of microbatches
-    and sub-microbatches only; for others `order` raises a PlanError.
+    and sub-microbatches only; for others it raises a PlanError.
 
     Raises:
-        ValueError: there is no such schedule.
+        ValueError: there is no such schedule, or it needs a planner.
     """
     if name.startswith(CSV_PREFIX):
-        path = Path(name.removeprefix(CSV_PREFIX))
-        return Schedule(_fixed(partial(read_order, path)), "separated")
-    if name not in SCHEDULES:
-        raise ValueError(f"no schedule {name!r}; there are {', '.join(SCHEDULES)} and csv:PATH")
-    return SCHEDULES[name]
+        return _fixed(partial(read_order, Path(name.removeprefix(CSV_PREFIX))))
+    if name not in ORDERS:
+        raise ValueError(f"no schedule {name!r}; there are {', '.join(ORDERS)} and csv:PATH")
+    return ORDERS[name]
 
 
 def schedule_layout(
@@ -87,14 +80,16 @@ def schedule_layout(
     Raises:
         ValueError: there is no such schedule, or the modules cannot be cut like this.
     """
-    kind = schedule_named(name).layout
-    if name == "1f1b" and virtual_stages != 1:
+    order_named(name)  # or there is none
+    schedule = find_schedule(name)
+    assert schedule is not None
+    if virtual_stages != 1 and not schedule.virtual_stages:
         raise ValueError(
-            f"1f1b with {virtual_stages} virtual stages per rank; it has 1, use interleaved_1f1b"
+            f"{name} with {virtual_stages} virtual stages per rank; it has 1, use interleaved_1f1b"
         )
-    if kind == "megatron":
+    if schedule.cut == "megatron":
         return megatron_layout(modules, ranks, virtual_stages)
-    if kind == "balanced":
+    if schedule.cut == "balanced":
         return megatron_balanced_layout(modules, ranks, virtual_stages)
     llm = {module.name: virtual_stages for module in modules if module.kind == "llm"}
     return separated_layout(modules, ranks, llm | dict(segments or {}))

@@ -1,0 +1,34 @@
+"""The table of schedules: what recipes ask of it, and that functions are registered against it."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from torchmm.balance.planners import PLANNERS
+from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.schedules import SCHEDULES, LlmSchedule, Placement, registered, schedules_for
+
+
+def test_every_name_has_a_function_and_a_placement() -> None:
+    assert {*ORDERS, *PLANNERS} == set(SCHEDULES)
+    assert set(get_args(LlmSchedule)) <= set(ORDERS)
+    placed = [name for placement in get_args(Placement) for name in schedules_for(placement)]
+    assert set(placed) == set(SCHEDULES)
+
+
+def test_a_missing_or_unknown_name_is_refused() -> None:
+    orders = dict.fromkeys(ORDERS, 0)
+    assert list(registered(orders, planned=False)) == list(ORDERS)
+    for wrong in ({**orders, "eager": 0}, {**orders, "searched": 0}, {"gpipe": 0}):
+        with pytest.raises(ValueError, match=r"schedules\.py"):
+            registered(wrong, planned=False)
+
+
+def test_modules_are_separated_by_some() -> None:
+    separating = [name for name in SCHEDULES if ParallelConfig(schedule=name).separates_modules]
+    assert separating == ["separated", "searched"]
+    assert ParallelConfig(schedule="csv:order.csv").separates_modules
+    assert not ParallelConfig(schedule="unknown").separates_modules

@@ -1,0 +1,81 @@
+"""The schedules a recipe can name: one table of what each is, and needs.
+
+Pure data, so that recipes are checked without torch. The functions behind the names are registered
+against this table: orders that follow from the step's graph alone in
+`torchmm.pipelining.schedules.names`, planners, which also need costs, in
+`torchmm.balance.planners`. A name without a function fails when those are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+Placement = Literal["interleaved", "colocated", "disaggregated"]
+
+LlmSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+"""Schedules that can also order the LLM alone, with encoders in its bubbles."""
+
+CSV_PREFIX = "csv:"
+"""Of the path of a file that has the order."""
+
+
+class Schedule(NamedTuple):
+    """What a name stands for."""
+
+    cut: Literal["balanced", "megatron", "separated", "colocated"]
+    """Stages: all layers in one chain of equally costly ones; whole encoders before the LLM's first
+    stage; every module in stages of its own on all pipeline ranks, which keeps the modules apart;
+    encoders in pipelines of their own."""
+    placements: tuple[Placement, ...] = ("interleaved",)
+    """Values of `parallel.placement` it can be used with."""
+    planned: bool = False
+    """Whether it needs costs, and so a planner."""
+    one_f_one_b: bool = False
+    """Whether it is 1F1B, interleaved or not, over a chain of virtual stages."""
+    virtual_stages: bool = True
+    """Whether a rank may have several."""
+    splits_backward: bool = False
+    """Whether gradients of inputs and of weights are computed apart."""
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": Schedule("balanced", ("interleaved", "disaggregated")),
+    "1f1b": Schedule(
+        "balanced", ("interleaved", "disaggregated"), one_f_one_b=True, virtual_stages=False
+    ),
+    "interleaved_1f1b": Schedule("balanced", ("interleaved", "disaggregated"), one_f_one_b=True),
+    "zero_bubble": Schedule("balanced", ("interleaved", "disaggregated"), splits_backward=True),
+    "megatron": Schedule("megatron", one_f_one_b=True),
+    "megatron_balanced": Schedule("balanced", one_f_one_b=True),
+    "separated": Schedule("separated", ("interleaved", "disaggregated")),
+    "searched": Schedule("separated", planned=True),
+    "optimus": Schedule("colocated", ("colocated",), planned=True),
+}
+
+
+def find_schedule(name: str) -> Schedule | None:
+    """What a recipe's name, or "csv:PATH", stands for; None: there is no such schedule."""
+    return Schedule("separated") if name.startswith(CSV_PREFIX) else SCHEDULES.get(name)
+
+
+def schedules_for(placement: Placement) -> tuple[str, ...]:
+    """Names that can be used where modules are placed like this, beside "csv:PATH"."""
+    return tuple(name for name, found in SCHEDULES.items() if placement in found.placements)
+
+
+def registered(functions: Mapping[str, T], *, planned: bool) -> dict[str, T]:
+    """The functions of all schedules that need a planner, or of all others, in the table's order.
+
+    Raises:
+        ValueError: one is missing, or the table does not have its name.
+    """
+    names = [name for name, schedule in SCHEDULES.items() if schedule.planned == planned]
+    if set(functions) != set(names):
+        raise ValueError(
+            f"functions for the schedules {sorted(functions)}, the table has {sorted(names)}; "
+            "register every one of them and add new ones to torchmm/recipe/schedules.py"
+        )
+    return {name: functions[name] for name in names}
