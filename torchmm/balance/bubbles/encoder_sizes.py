@@ -222,12 +222,5 @@ def state_bytes(count: Parameters, data: int, compute_bytes: int = 2) -> int:
     return round(count.all * every + count.trained * trained)
 
 
-def mean_overhead_bytes(plan: EncoderPlan, parameters: int, bytes_per_parameter: int = 6) -> float:
-    """Mean over devices of what the encoder's copies take beyond those that 3D parallelism with the
-    LLM's sizes would have (§4.5): k (DP_enc - DP_llm) phi_enc / GPUs."""
-    copies = plan.sizes.data - plan.llm.data
-    return bytes_per_parameter * copies * parameters / plan.llm.ranks
-
-
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
