@@ -11,22 +11,21 @@ rank, as a rank that is slow for good is to be replaced, not planned around.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.plan import ActionRecord
+from torchmm.pipelining.plan.plan import ActionRecord, Durations
 
 SMOOTHING = 0.5
 """Share of the newest step in a rate."""
 NEGLIGIBLE = 0.01
 """Share of a step's time below which a kind of action drifts unnoticed."""
 
-Kind = tuple[str, ActionType]
+ActionKind = tuple[str, ActionType]
 """A module's name and F, B, I or W."""
-Durations = Callable[[Action], float]
 
 
 class Total(NamedTuple):
@@ -39,7 +38,7 @@ class Total(NamedTuple):
 class Change(NamedTuple):
     """A kind whose time moved."""
 
-    kind: Kind
+    kind: ActionKind
     times: float
     """What it takes now, as a multiple of what was planned with, relative to the whole step."""
 
@@ -56,10 +55,10 @@ class DriftMonitor:
     """
 
     threshold: float
-    factors: dict[Kind, float] = field(default_factory=dict)
-    _rates: dict[Kind, float] = field(default_factory=dict)
+    factors: dict[ActionKind, float] = field(default_factory=dict)
+    _rates: dict[ActionKind, float] = field(default_factory=dict)
 
-    def observe(self, totals: Mapping[Kind, Total]) -> list[Change]:
+    def observe(self, totals: Mapping[ActionKind, Total]) -> list[Change]:
         """Takes in a step.
 
         Args:
@@ -93,13 +92,13 @@ class DriftMonitor:
 
 def step_totals(
     records: Iterable[ActionRecord], graph: StageGraph, durations: Durations
-) -> dict[Kind, Total]:
+) -> dict[ActionKind, Total]:
     """Measured time and FLOPs of a rank's actions by kind.
 
     Args:
         durations: FLOPs of the step's actions, without factors.
     """
-    found: dict[Kind, Total] = {}
+    found: dict[ActionKind, Total] = {}
     for record in records:
         action = record.action
         if action.type in COMPUTE:
@@ -111,7 +110,7 @@ def step_totals(
 
 
 def scaled(
-    durations: Durations, graph: StageGraph, factors: Mapping[Kind, float] | None
+    durations: Durations, graph: StageGraph, factors: Mapping[ActionKind, float] | None
 ) -> Durations:
     """Durations with the factors of their kinds."""
     if not factors:

@@ -40,9 +40,9 @@ from torchmm.balance.compiled import Float64s, Int32s
 from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.order_search.best_order import LEAST_GAIN, SearchedOrder, StepSearch
 from torchmm.balance.order_search.bounds import lower_bound_ms
-from torchmm.balance.order_search.search import Budget, Found, search
+from torchmm.balance.order_search.search import Budget, SearchResult, search
 from torchmm.balance.planners import search_costs
-from torchmm.balance.rates import Kind, scaled
+from torchmm.balance.rates import ActionKind, scaled
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import PlanError
@@ -96,7 +96,7 @@ class PlanningSetup:
         return min(self.config.search.workers, max(1, (os.cpu_count() or 1) // 2 // self.planners))
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[ActionKind]:
         """Of actions that are measured."""
         return [(module.name, kind) for module in self.modules for kind in MEASURED]
 
@@ -114,7 +114,7 @@ class PlanRequest:
 
     step: int
     microbatches: tuple[MicrobatchMeta, ...]
-    rates: Mapping[Kind, float]
+    rates: Mapping[ActionKind, float]
     seconds: float | None
 
 
@@ -318,14 +318,14 @@ class _Planning:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._begin_s
 
-    def on_round(self, found: Found) -> bool:
+    def on_round(self, found: SearchResult) -> bool:
         """Whether the search may go on."""
         pause_s = max(LEAVE_EVERY_S, self.making_s * SEARCHING_SHARE / (1 - SEARCHING_SHARE))
         if found.makespan_ms < self._left and self.elapsed_s - self._left_s > pause_s:
             self.leave(found, finished=False)
         return not self._connection.poll()
 
-    def leave(self, found: Found | None, *, finished: bool) -> None:
+    def leave(self, found: SearchResult | None, *, finished: bool) -> None:
         best: SearchedOrder = self.step.best(found)
         numbers, flops_RK = self._make(best.order)
         self._left = best.predicted_ms if found is None else found.makespan_ms
@@ -370,7 +370,7 @@ class _Planning:
         )
 
 
-def work_of(plan: PipelinePlan, kinds: list[Kind], flops: Durations) -> Float64s:
+def work_of(plan: PipelinePlan, kinds: list[ActionKind], flops: Durations) -> Float64s:
     """FLOPs of a plan's actions, by rank and kind."""
     stages, place = plan.graph.layout.stages, {kind: i for i, kind in enumerate(kinds)}
     found_RK = np.zeros((len(plan.actions), len(kinds)))

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from torchmm.balance.rates import Kind
+from torchmm.balance.rates import ActionKind
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.common.module_names import GENERATOR
@@ -81,7 +81,7 @@ class Pipeline:
         self.config = config
         self.dtype = dtype
         self.device = mesh.device
-        self.factors: Mapping[Kind, float] = {}
+        self.factors: Mapping[ActionKind, float] = {}
         """On FLOPs, by kind of action: with what steps are planned
         (`torchmm.training.planner`).
         """

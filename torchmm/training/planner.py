@@ -42,7 +42,7 @@ from torchmm.balance.compiled import Float64s
 from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import search_order
-from torchmm.balance.rates import SMOOTHING, DriftMonitor, Kind, Total, step_totals
+from torchmm.balance.rates import SMOOTHING, ActionKind, DriftMonitor, Total, step_totals
 from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
@@ -127,8 +127,8 @@ class StepPlanner:
             pipeline.dtype,
             pipeline.tuning,
         )
-        self._kinds: list[Kind] = self._setup.kinds
-        self._rates: dict[Kind, float] = {}
+        self._kinds: list[ActionKind] = self._setup.kinds
+        self._rates: dict[ActionKind, float] = {}
         self._metas: Sequence[MicrobatchMeta] = ()
         self._asked: tuple[MicrobatchMeta, ...] = ()
         self._asked_next: tuple[MicrobatchMeta, ...] = ()
@@ -195,11 +195,11 @@ class StepPlanner:
         """FLOPs of a plan's actions."""
         return task_durations(plan.graph, self._setup.modules, self._metas)
 
-    def _all_rates(self) -> dict[Kind, float]:
+    def _all_rates(self) -> dict[ActionKind, float]:
         """Rates of halves of backwards too, and of modules without any work so far."""
         if not self._rates:
             return {}
-        found: dict[Kind, float] = {}
+        found: dict[ActionKind, float] = {}
         for kind in self._kinds:
             found[kind] = self._rates.get(kind, median(self._rates.values()))
         for module, _ in self._kinds:
@@ -295,7 +295,7 @@ class StepPlanner:
 
 
 def _measured_ms(
-    records: Sequence[ActionRecord], plan: PipelinePlan, kinds: Sequence[Kind]
+    records: Sequence[ActionRecord], plan: PipelinePlan, kinds: Sequence[ActionKind]
 ) -> list[float]:
     """Of this rank's actions, by kind."""
     stages, found = plan.graph.layout.stages, dict.fromkeys(kinds, 0.0)
@@ -344,7 +344,9 @@ class Replanner:
         watched = drift > 0 and pipeline.layout.rank_count > 1
         self._monitor = DriftMonitor(drift) if watched else None
         kinds = sorted(COMPUTE, key=lambda kind: kind.value)
-        self._kinds: list[Kind] = [(module.name, kind) for module in modules for kind in kinds]
+        self._kinds: list[ActionKind] = [
+            (module.name, kind) for module in modules for kind in kinds
+        ]
 
     def observe(self, step: int, outcome: StepOutcome, microbatches: Sequence[Microbatch]) -> None:
         """Takes in a step of training; collective over all ranks."""

@@ -189,7 +189,7 @@ def hidden_ms(schedule: BubbleSchedule, graph: StageGraph) -> dict[Action, float
             for position, stages in enumerate(groups):
                 own = stages if kind is ActionType.F else stages[::-1]
                 for row, task in enumerate(work.tasks):
-                    llm = schedule.llm[devices_NS[row, position] // work.parts]
+                    llm = schedule.llm[devices_NS[row, position] // work.tensor_groups]
                     begin = starts_ps[row, position]
                     end = begin + np.rint(ms_NSK[row, position] * PICOSECONDS_PER_MS)
                     inside = _active_ps(llm, end) - _active_ps(llm, begin)

@@ -48,8 +48,8 @@ def test_sizes_divide_those_of_the_llm_and_use_all_ranks():
         assert sum(plan.layers) == 48 and len(plan.layers) == pipeline
         devices = plan.devices_MS
         assert devices.shape == (plan.pipelines, pipeline)
-        assert sorted(devices.flatten().tolist()) == list(range(8 * plan.parts))
-        assert (np.diff(devices, axis=1) == plan.parts).all(), "consecutive ranks, the same part"
+        assert sorted(devices.flatten().tolist()) == list(range(8 * plan.tensor_groups))
+        assert (np.diff(devices, axis=1) == plan.tensor_groups).all(), "consecutive ranks"
     # Five heads cannot be split, and three layers make no four stages.
     small = transformer("vision", "encoder", 5 * 128, 3)
     assert {p.sizes[1:] for p in encoder_plans(small, llm)} == {(1, 1), (2, 1)}

@@ -69,7 +69,7 @@ class EncoderPlan:
         return self.sizes.data // self.llm.data
 
     @property
-    def parts(self) -> int:
+    def tensor_groups(self) -> int:
         """Tensor-parallel groups of the encoder in one of the LLM."""
         return self.llm.tensor // self.sizes.tensor
 
@@ -82,7 +82,7 @@ class EncoderPlan:
     def devices_MS(self) -> NDArray[np.int32]:
         """By pipeline and stage: the device, as `EncoderWork` numbers them."""
         ranks = np.arange(self.llm.pipeline).reshape(-1, 1, self.sizes.pipeline)
-        devices = ranks * self.parts + np.arange(self.parts).reshape(1, -1, 1)
+        devices = ranks * self.tensor_groups + np.arange(self.tensor_groups).reshape(1, -1, 1)
         return devices.reshape(-1, self.sizes.pipeline).astype(np.int32)
 
 

@@ -52,7 +52,7 @@ PIECES = 8
 forward, twice as many backward."""
 
 
-class PlannedStep(NamedTuple):
+class OptimusStep(NamedTuple):
     """What `optimus` returns."""
 
     graph: StageGraph
@@ -71,7 +71,7 @@ def optimus(
     evaluations: int = 256,
     reorder: bool = True,
     inside: bool = False,
-) -> PlannedStep:
+) -> OptimusStep:
     """The shortest step found.
 
     Args:
@@ -107,7 +107,7 @@ def optimus(
     if inside:
         best = whole_actions(best, works, kernel=0)
     placed = place_encoders(graph, best)
-    return PlannedStep(placed, order_of(best, placed), best)
+    return OptimusStep(placed, order_of(best, placed), best)
 
 
 def whole_actions(
@@ -194,7 +194,7 @@ def order_of(schedule: BubbleSchedule, graph: StageGraph) -> ComputeOrder:
 
 def _around(schedule: BubbleSchedule, rank: int, action: Action, start_ps: int) -> tuple[int, ...]:
     """Sorts an encoder's action: before the LLM action of its rank that it starts inside of."""
-    own = schedule.llm[rank // schedule.works[0].parts]
+    own = schedule.llm[rank // schedule.works[0].tensor_groups]
     index = int(np.searchsorted(own.start_ps, start_ps, side="right")) - 1
     if index < 0 or start_ps >= own.end_ps[index]:
         return _place(action, start_ps)

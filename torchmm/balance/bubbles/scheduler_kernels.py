@@ -181,7 +181,7 @@ def place(
 
 
 @loop
-def assign(
+def assign_tasks(
     way: Pass,
     release_ps: Int64s,
     deadline_ps: Int64s,

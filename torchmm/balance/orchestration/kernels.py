@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchmm.balance.compiled import Float64s, Int64s, compiled, loop
-from torchmm.balance.orchestration.tables import Setting, UnitTables
+from torchmm.balance.orchestration.tables import PlanSetting, UnitTables
 
 ANY_DEPTH = 1 << 40
 """Depth of an option whose memory does not depend on it."""
@@ -117,7 +117,7 @@ def greatest_depth(
 
 @compiled
 def least_times(
-    tables: UnitTables, setting: Setting, data: int
+    tables: UnitTables, setting: PlanSetting, data: int
 ) -> tuple[Float64s, Float64s, float]:
     """Bounds for the LLM's data-parallel size `data`, memory and whole numbers left aside.
 
@@ -142,7 +142,7 @@ def least_times(
 
 @compiled
 def list_options(
-    tables: UnitTables, setting: Setting, data: int, unit: int, limit_s: float, llm: Float64s
+    tables: UnitTables, setting: PlanSetting, data: int, unit: int, limit_s: float, llm: Float64s
 ) -> Float64s:
     """Sizes of a unit that fit and with which the step may take less than the limit.
 
@@ -194,7 +194,7 @@ def list_options(
 
 
 @compiled
-def data_sizes(tables: UnitTables, setting: Setting) -> tuple[Int64s, Float64s]:
+def data_sizes(tables: UnitTables, setting: PlanSetting) -> tuple[Int64s, Float64s]:
     """Data-parallel sizes of the LLM that fit, and a bound of the time with each.
 
     The most promising comes first.
@@ -264,7 +264,7 @@ class Others(NamedTuple):
 
 @compiled
 def list_others(
-    tables: UnitTables, setting: Setting, data: int, limit_s: float, llm: Float64s
+    tables: UnitTables, setting: PlanSetting, data: int, limit_s: float, llm: Float64s
 ) -> Others:
     """Options of all units beside the LLM; none at all if a unit has none."""
     units = len(tables.layers_U)
@@ -347,7 +347,7 @@ def complete(
 
 
 @compiled
-def search(tables: UnitTables, setting: Setting, keep: int) -> tuple[Float64s, Int64s]:
+def fastest_plans(tables: UnitTables, setting: PlanSetting, keep: int) -> tuple[Float64s, Int64s]:
     """The fastest plans, one for each layout of the LLM.
 
     Returns:

@@ -52,7 +52,7 @@ class Trial(NamedTuple):
     workspace_bytes_N: Float64s
 
 
-Run = Callable[[ModuleDescription, int, Sequence[MicrobatchMeta]], Trial]
+TrialRunner = Callable[[ModuleDescription, int, Sequence[MicrobatchMeta]], Trial]
 """(module, tensor-parallel size, packs that all have something for it) -> what they take."""
 
 
@@ -103,7 +103,7 @@ def cost_model_run(
     sequence_parallel: bool = False,
     async_tensor: bool = False,
     recompute: Mapping[str, Recompute] | None = None,
-) -> Run:
+) -> TrialRunner:
     """Trials that a cost model answers.
 
     Args:
@@ -153,7 +153,7 @@ def profile_module(
     module: ModuleDescription,
     packs: Sequence[MicrobatchMeta],
     units_N: Float64s,
-    run: Run,
+    run: TrialRunner,
     tensor_sizes: Sequence[int],
 ) -> ModuleProfile:
     """Trials of a module with packs at quantiles of their sizes, the extremes included.
@@ -200,7 +200,7 @@ class Profiler:
     packs: Sequence[MicrobatchMeta]
     profile: Profile
     dtype: str
-    run: Run
+    run: TrialRunner
     tensor_sizes: Sequence[int] = TENSOR_SIZES
 
     def units(self) -> tuple[UnitCosts, ...]:

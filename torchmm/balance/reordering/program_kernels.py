@@ -44,7 +44,7 @@ class ProgramTables(NamedTuple):
 
 
 @without_nans
-def play(tables: ProgramTables, costs: Float64s) -> float:
+def program_makespan(tables: ProgramTables, costs: Float64s) -> float:
     """Makespan.
 
     Args:
@@ -68,7 +68,7 @@ def advance(tables: ProgramTables, costs: Float64s, ends: Float64s, start: int, 
 
 
 @without_nans
-def interval_orders(
+def fill_intervals(
     tables: ProgramTables,
     costs_GKM: Float64s,
     entry_GM: Float64s,
