@@ -88,7 +88,7 @@ class Recorded(NamedTuple):
     records: Records
 
 
-class Found(NamedTuple):
+class OverlapTimes(NamedTuple):
     """Of one program pair and one speed of the link."""
 
     case: str
@@ -241,7 +241,7 @@ class Layers(SplitProgram):
         return x_TD.grad
 
 
-def run_rank(setting: Setting) -> list[Found]:
+def run_rank(setting: Setting) -> list[OverlapTimes]:
     """Measures all programs at every speed of the link; on every rank."""
     group, link = slow_group()
     watch = Stopwatch(setting.patience_s, QUIET)
@@ -256,7 +256,7 @@ def compare(
     group: dist.ProcessGroup,
     link: Link,
     watch: Stopwatch,
-) -> list[Found]:
+) -> list[OverlapTimes]:
     """Plain against overlapped at every speed of the link."""
     link.s_per_byte = 0.0
     plain = kind(setting, group, link)
@@ -274,7 +274,7 @@ def compare(
         ours = watch.fastest(tried)
         comparison = watch.compare([plain, ours], 1, setting.runs)
         found.append(
-            Found(
+            OverlapTimes(
                 f"{setting.layers} {kind.case}, {setting.hidden} features, {setting.tokens} tokens",
                 ratio,
                 1e-6 / link.s_per_byte,
@@ -289,7 +289,7 @@ def compare(
     return found
 
 
-def overlap_rows(found: Found) -> list[Row]:
+def overlap_rows(found: OverlapTimes) -> list[Row]:
     """Rows of one speed of the link."""
     case = f"{found.case}, {RANKS} ranks, transfers {found.ratio:g} x compute"
     ours_s, plain_s = found.step_s["overlapped"], found.step_s["plain"]

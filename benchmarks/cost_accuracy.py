@@ -84,7 +84,7 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Found:
+class CaseResult:
     """Of one case.
 
     Attributes:
@@ -127,7 +127,7 @@ def _accuracy(predicted: float, measured: float) -> float:
     return 1 - abs(predicted - measured) / measured
 
 
-def run_cases(ranks: int, cases: Sequence[CostCase], setting: Setting) -> list[Found]:
+def run_cases(ranks: int, cases: Sequence[CostCase], setting: Setting) -> list[CaseResult]:
     """Calibrates, trains all cases, and predicts them; prints what rows do not say."""
     calibrations = [run_ranks(_calibrate, ranks, setting)]
     runs: dict[str, list[CaseRuns]] = {case.name: [] for case in cases}
@@ -164,7 +164,7 @@ def run_cases(ranks: int, cases: Sequence[CostCase], setting: Setting) -> list[F
         print(f"  {case}: {_classes(own, found)}")
         measured_ms = [1e3 * t.wall_s for turn in found for t in turn.times]
         cpu_ms = [ms for turn in found for ms in turn.cpu_ms] if ranks == 1 else []
-        results.append(Found(case, own.step_ms, measured_ms, cpu_ms))
+        results.append(CaseResult(case, own.step_ms, measured_ms, cpu_ms))
     return results
 
 
@@ -195,7 +195,7 @@ def _quiet_libraries() -> None:
     transformers.logging.set_verbosity_error()
 
 
-def rows(found: dict[int, list[Found]]) -> list[Row]:
+def rows(found: dict[int, list[CaseResult]]) -> list[Row]:
     """The table's lines, from what was found by number of ranks."""
     made, every = [], [own for results in found.values() for own in results]
     for ranks, results in found.items():

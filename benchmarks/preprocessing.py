@@ -48,10 +48,10 @@ CASES = ((4, 512, 1.0), (4, 1024, 1.0), (4, 2048, 2.0), (8, 1024, 2.0))
 
 def make_samples(directory: Path, count: int, side_px: int) -> SourceConfig:
     """Pictures with smooth contents, as photographs are for a JPEG decoder."""
-    draw = np.random.default_rng(SEED)
+    rng = np.random.default_rng(SEED)
     rows = []
     for number in range(count):
-        coarse = draw.integers(0, 255, (side_px // 16, side_px // 16, 3), dtype=np.uint8)
+        coarse = rng.integers(0, 255, (side_px // 16, side_px // 16, 3), dtype=np.uint8)
         stream = io.BytesIO()
         image = Image.fromarray(coarse).resize((side_px, side_px), Image.Resampling.BICUBIC)
         image.save(stream, "JPEG", quality=90)

@@ -37,9 +37,9 @@ PAPER_MS = {30: (1.82, 5.87), 60: (1.87, 3.02), 120: (1.89, 1.71)}
 """By groups: milliseconds across groups and inside them; table 3 of MMScale, DistTrain's first
 version."""
 SIZES: dict[str, Callable[[np.random.Generator, int], Float64s]] = {
-    "images": lambda draw, n: 0.1 + np.where(draw.random(n) < 0.3, 0, draw.integers(1, 49, n)) / 14,
-    "lognormal": lambda draw, n: draw.lognormal(0, 0.5, n),
-    "heavy-tailed": lambda draw, n: draw.lognormal(0, 1.5, n),
+    "images": lambda rng, n: 0.1 + np.where(rng.random(n) < 0.3, 0, rng.integers(1, 49, n)) / 14,
+    "lognormal": lambda rng, n: rng.lognormal(0, 0.5, n),
+    "heavy-tailed": lambda rng, n: rng.lognormal(0, 1.5, n),
 }
 
 
@@ -88,10 +88,10 @@ def durations(
     program: StepProgram, groups: int, kind: str, generator: bool, seed: int = SEED
 ) -> tuple[Float64s, Float64s]:
     """Forward and backward, (groups, stages, microbatches); groups are balanced by encoder time."""
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     forward = np.full((groups, program.stages, program.microbatches), 1.0)
     for stage in (0, -1)[: 1 + generator]:
-        sizes = SIZES[kind](draw, groups * program.microbatches)
+        sizes = SIZES[kind](rng, groups * program.microbatches)
         sizes /= sizes.mean()
         balanced = stage == 0
         at = balance_groups(sizes, groups) if balanced else np.arange(sizes.size)

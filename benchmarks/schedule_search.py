@@ -30,7 +30,7 @@ from support.harness import Row, describe_machine, make_parser, report
 from torchmm.balance.order_search.bounds import lower_bound_ms
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.order_times import time_order
-from torchmm.balance.order_search.search import Budget, Found, search
+from torchmm.balance.order_search.search import Budget, SearchResult, search
 from torchmm.balance.order_search.strategies import STRATEGIES
 from torchmm.pipelining.schedules.separated import separated
 
@@ -59,7 +59,7 @@ class Searched(NamedTuple):
 
     instance: Instance
     strategy: str
-    found: Found
+    found: SearchResult
     bound_ms: float
 
     def gap_percent(self, makespan_ms: float) -> float:

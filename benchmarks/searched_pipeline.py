@@ -45,7 +45,7 @@ from support.ranks import Comparison, Program, Stopwatch, print_choices, run_ran
 
 from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import PLANNERS, search_order
-from torchmm.balance.rates import Kind, scaled
+from torchmm.balance.rates import ActionKind, scaled
 from torchmm.common.batch import Microbatch
 from torchmm.common.processes import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
@@ -95,7 +95,7 @@ class PlannedProgram(OurProgram):
         steps: Sequence[Sequence[Microbatch]],
         choice: Choice,
         mesh: ParallelMesh,
-        rates: Mapping[Kind, float],
+        rates: Mapping[ActionKind, float],
     ) -> None:
         super().__init__(name, model, steps, choice, mesh)
         self.plans = [self.pipeline.plan_training(step, factors=rates) for step in steps]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.rates import Kind
+from torchmm.balance.rates import ActionKind
 from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.training.pipeline import Pipeline
@@ -15,7 +15,7 @@ from torchmm.training.pipeline import Pipeline
 def half_way(
     pipeline: Pipeline,
     metas: Sequence[MicrobatchMeta],
-    factors: Mapping[Kind, float] | None = None,
+    factors: Mapping[ActionKind, float] | None = None,
 ) -> LayerTuning:
     """Half-way between the least and the most that the step's plan may need on any rank."""
     modules = pipeline.descriptions

@@ -11,23 +11,22 @@ rank, as a rank that is slow for good is to be replaced, not planned around.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.plan import ActionRecord
+from torchmm.pipelining.plan.plan import ActionRecord, Durations
 
 SMOOTHING = 0.5
 """Share of the newest step in a rate."""
 NEGLIGIBLE = 0.01
 """Share of a step's time below which a kind of action drifts unnoticed."""
 
-Kind = tuple[str, ActionType]
+ActionKind = tuple[str, ActionType]
 """A module's name and F, B, I or W."""
-Durations = Callable[[Action], float]
 
 
 class Total(NamedTuple):
@@ -40,7 +39,7 @@ class Total(NamedTuple):
 class Change(NamedTuple):
     """A kind whose time moved."""
 
-    kind: Kind
+    kind: ActionKind
     times: float
     """What it takes now, as a multiple of what was planned with, relative to the whole step."""
 
@@ -53,9 +52,9 @@ class Rates:
         ms_per_flop: by kind; kinds that never ran are missing.
     """
 
-    ms_per_flop: dict[Kind, float] = field(default_factory=dict)
+    ms_per_flop: dict[ActionKind, float] = field(default_factory=dict)
 
-    def learn(self, totals: Mapping[Kind, Total]) -> None:
+    def learn(self, totals: Mapping[ActionKind, Total]) -> None:
         """Takes in a step.
 
         Args:
@@ -67,7 +66,7 @@ class Rates:
                 old = self.ms_per_flop.get(kind, rate)
                 self.ms_per_flop[kind] = SMOOTHING * rate + (1 - SMOOTHING) * old
 
-    def complete(self, modules: Iterable[str]) -> dict[Kind, float]:
+    def complete(self, modules: Iterable[str]) -> dict[ActionKind, float]:
         """Rates of every kind of action of these modules; none before the first step.
 
         Modules without any work so far have the median of the others, and halves of a backward
@@ -76,7 +75,7 @@ class Rates:
         if not self.ms_per_flop:
             return {}
         middle = median(self.ms_per_flop.values())
-        found: dict[Kind, float] = {}
+        found: dict[ActionKind, float] = {}
         for module in modules:
             backward = self.ms_per_flop.get((module, ActionType.B), middle)
             found[module, ActionType.F] = self.ms_per_flop.get((module, ActionType.F), middle)
@@ -101,9 +100,9 @@ class DriftMonitor:
 
     threshold: float
     rates: Rates
-    factors: dict[Kind, float] = field(default_factory=dict)
+    factors: dict[ActionKind, float] = field(default_factory=dict)
 
-    def observe(self, totals: Mapping[Kind, Total]) -> list[Change]:
+    def observe(self, totals: Mapping[ActionKind, Total]) -> list[Change]:
         """Compares a step with the plans' factors.
 
         Args:
@@ -134,13 +133,13 @@ class DriftMonitor:
 
 def step_totals(
     records: Iterable[ActionRecord], graph: StageGraph, durations: Durations
-) -> dict[Kind, Total]:
+) -> dict[ActionKind, Total]:
     """Measured time and FLOPs of a rank's actions by kind.
 
     Args:
         durations: FLOPs of the step's actions, without factors.
     """
-    found: dict[Kind, Total] = {}
+    found: dict[ActionKind, Total] = {}
     for record in records:
         action = record.action
         if action.type in COMPUTE:
@@ -152,7 +151,7 @@ def step_totals(
 
 
 def scaled(
-    durations: Durations, graph: StageGraph, factors: Mapping[Kind, float] | None
+    durations: Durations, graph: StageGraph, factors: Mapping[ActionKind, float] | None
 ) -> Durations:
     """Durations with the factors of their kinds."""
     if not factors:

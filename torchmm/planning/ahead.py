@@ -40,9 +40,9 @@ from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.order_search.best_order import LEAST_GAIN, SearchedOrder, StepSearch
 from torchmm.balance.order_search.bounds import lower_bound_ms
-from torchmm.balance.order_search.search import Budget, Found, search
+from torchmm.balance.order_search.search import Budget, SearchResult, search
 from torchmm.balance.planners import search_costs
-from torchmm.balance.rates import Kind, scaled
+from torchmm.balance.rates import ActionKind, scaled
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import PlanError
@@ -107,7 +107,7 @@ class PlanRequest:
 
     step: int
     microbatches: tuple[MicrobatchMeta, ...]
-    rates: Mapping[Kind, float]
+    rates: Mapping[ActionKind, float]
     seconds: float | None
 
 
@@ -308,14 +308,14 @@ class _Planning:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._begin_s
 
-    def on_round(self, found: Found) -> bool:
+    def on_round(self, found: SearchResult) -> bool:
         """Whether the search may go on."""
         pause_s = max(LEAVE_EVERY_S, self.making_s * SEARCHING_SHARE / (1 - SEARCHING_SHARE))
         if found.makespan_ms < self._left and self.elapsed_s - self._left_s > pause_s:
             self.leave(found, finished=False)
         return not self._connection.poll()
 
-    def leave(self, found: Found | None, *, finished: bool) -> None:
+    def leave(self, found: SearchResult | None, *, finished: bool) -> None:
         best: SearchedOrder = self.step.best(found)
         numbers = self._make(best.order)
         self._left = best.predicted_ms if found is None else found.makespan_ms

@@ -16,7 +16,7 @@ from typing import Literal
 from torchmm.balance.costs.flops import module_layers, task_durations
 from torchmm.balance.order_search.best_order import bounded_orders
 from torchmm.balance.planners import PLANNERS
-from torchmm.balance.rates import Kind, scaled
+from torchmm.balance.rates import ActionKind, scaled
 from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError, PlanError
@@ -141,7 +141,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
     specs: Callable[[StageGraph], MessageSpecs] = lambda graph: {},
     sharding: Gathering = "step",
     purpose: Purpose = "training",
-    factors: Mapping[Kind, float] | None = None,
+    factors: Mapping[ActionKind, float] | None = None,
     search: Search | None = None,
     tuning: LayerTuning | None = None,
 ) -> PipelinePlan:

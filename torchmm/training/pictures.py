@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from torchmm.balance.rates import Kind, step_totals
+from torchmm.balance.rates import ActionKind, step_totals
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import Microbatch
@@ -114,7 +114,7 @@ def draw_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Du
 
 
 def _costs(
-    graph: StageGraph, order: ComputeOrder, durations: Durations, rates: Mapping[Kind, float]
+    graph: StageGraph, order: ComputeOrder, durations: Durations, rates: Mapping[ActionKind, float]
 ) -> PlanCosts:
     """Costs of the order's actions, in milliseconds."""
     modules = [stage.module for stage in graph.layout.stages]

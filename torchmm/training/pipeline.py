@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from torchmm.balance.rates import Kind
+from torchmm.balance.rates import ActionKind
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.common.module_names import GENERATOR
@@ -122,7 +122,7 @@ class Pipeline:
         targets: Sequence[int] | None = None,
         purpose: Purpose = "training",
         *,
-        factors: Mapping[Kind, float] | None = None,
+        factors: Mapping[ActionKind, float] | None = None,
         search: Search | None = None,
         tuning: LayerTuning | None = None,
     ) -> PipelinePlan:
@@ -153,7 +153,7 @@ class Pipeline:
         self,
         microbatches: Sequence[Microbatch],
         *,
-        factors: Mapping[Kind, float] | None = None,
+        factors: Mapping[ActionKind, float] | None = None,
         search: Search | None = None,
         tuning: LayerTuning | None = None,
     ) -> PipelinePlan:

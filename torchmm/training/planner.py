@@ -47,7 +47,7 @@ from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import search_order
-from torchmm.balance.rates import Change, DriftMonitor, Kind, Rates, Total, step_totals
+from torchmm.balance.rates import ActionKind, Change, DriftMonitor, Rates, Total, step_totals
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.parallel.mesh import ParallelMesh
@@ -143,7 +143,7 @@ class StepPlanner:
             factors = self._monitor.factors if self._monitor else None
             return self._pipeline.plan_training(microbatches, factors=factors, tuning=self._tuning)
         evaluations = self._config.search.evaluations
-        rates: dict[Kind, float] = {}
+        rates: dict[ActionKind, float] = {}
         if self._ahead is not None:
             metas = [m.meta for m in microbatches]
             rates = self._rates.complete(module.name for module in self._pipeline.descriptions)
@@ -187,7 +187,7 @@ class StepPlanner:
         if self._monitor is not None and (changes := self._monitor.observe(totals)):
             self._report_drift(step, changes)
 
-    def _of_all_ranks(self, own: dict[Kind, Total]) -> dict[Kind, Total]:
+    def _of_all_ranks(self, own: dict[ActionKind, Total]) -> dict[ActionKind, Total]:
         kinds = sorted(COMPUTE, key=lambda kind: kind.value)
         every = [(m.name, kind) for m in self._pipeline.descriptions for kind in kinds]
         rows = [own.get(kind, Total(0.0, 0.0)) for kind in every]
@@ -266,7 +266,7 @@ class _PlannedAhead:
         step: int,
         metas: Sequence[MicrobatchMeta],
         upcoming: Callable[[], Metas | None],
-        rates: dict[Kind, float],
+        rates: dict[ActionKind, float],
     ) -> tuple[float, _Received | None]:
         """The plan of the step that begins, if there is one, and what the leader has; lets the
         process go on with the next step."""
@@ -286,7 +286,7 @@ class _PlannedAhead:
         process: PlanningProcess,
         step: int,
         upcoming: Callable[[], Metas | None],
-        rates: dict[Kind, float],
+        rates: dict[ActionKind, float],
     ) -> None:
         metas = upcoming() if step <= self._steps else None
         if metas is not None:

@@ -29,7 +29,7 @@ from support.cases.pipeline_model_case import (
 from support.models.pipeline_model import Size, load_steps
 from support.ranks import Stopwatch
 from torchmm.balance.planners import PLANNERS
-from torchmm.balance.rates import Kind, scaled
+from torchmm.balance.rates import ActionKind, scaled
 from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
@@ -101,7 +101,7 @@ class Beside(Choice):
         return ParallelConfig.model_validate(settings)
 
     def played(
-        self, graph: StageGraph, rates: Mapping[Kind, float], flops: Callable
+        self, graph: StageGraph, rates: Mapping[ActionKind, float], flops: Callable
     ) -> tuple[StageGraph, ComputeOrder]:
         """The planned order of a step."""
         return PLANNERS["optimus"].plan(self.config(), graph, scaled(flops, graph, rates))
@@ -122,7 +122,7 @@ class Front(Choice):
         return ParallelConfig.model_validate({**virtual, "schedule": "megatron"})
 
     def played(
-        self, graph: StageGraph, rates: Mapping[Kind, float], flops: Callable
+        self, graph: StageGraph, rates: Mapping[ActionKind, float], flops: Callable
     ) -> tuple[StageGraph, ComputeOrder]:
         """The order of a step."""
         return graph, interleaved_1f1b(graph)
@@ -146,7 +146,7 @@ class Program(OurProgram):
         steps: Sequence[Sequence[Microbatch]],
         choice: Choice,
         mesh: ParallelMesh,
-        rates: Mapping[Kind, float],
+        rates: Mapping[ActionKind, float],
         fills: bool = True,
     ) -> None:
         super().__init__(name, model, steps, choice, mesh)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchmm.balance.bubbles.inside_layers import SEARCHED, optimus_kernels
+from support.models.kernel_steps import SEARCHED, optimus_kernels
 from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import Profile

@@ -22,7 +22,7 @@ from support.models.pipeline_model import Size, load_steps, stages_of_rank
 from support.models.stock_pipeline import Split, StockProgram
 from support.ranks import Comparison, Program, Stopwatch
 from torchmm.balance.costs.flops import module_layers, task_durations
-from torchmm.balance.rates import Kind
+from torchmm.balance.rates import ActionKind
 from torchmm.common.batch import Microbatch, ModuleDescription
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
@@ -135,7 +135,7 @@ class OurProgram:
         layout = plan_layout(config, descriptions, [m.meta for s in steps for m in s])
         stages = stages_of_rank(model, layout, mesh.pipeline_rank)
         self.pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
-        self.busy_s: dict[Kind, float] = {}
+        self.busy_s: dict[ActionKind, float] = {}
         """Of the last step on this rank, by module and kind of action."""
 
     def plan(self, index: int) -> PipelinePlan:
@@ -177,7 +177,7 @@ class Costs:
         self.metas = [m.meta for step in self.steps for m in step]
         """Of all steps."""
         self.modules: list[ModuleLayers] = module_layers(descriptions, self.metas)
-        self.seconds: dict[int, dict[Kind, float]] = {}
+        self.seconds: dict[int, dict[ActionKind, float]] = {}
         """Per FLOP, by images per sub-microbatch and kind."""
         self.tower_share = 0.0
         """Of the time, with the largest sub-microbatches."""
@@ -195,15 +195,15 @@ class Costs:
             tower = [module == "vision" for module, _ in flops]
             self.tower_share = (busy[tower].sum() / busy.sum()).item()
 
-    def rates(self, choice: Choice) -> dict[Kind, float]:
+    def rates(self, choice: Choice) -> dict[ActionKind, float]:
         """Seconds per FLOP with sub-microbatches of that size, or the largest measured."""
         return self.seconds.get(choice.images, self.seconds[max(self.seconds)])
 
-    def _flops(self, program: OurProgram) -> dict[Kind, float]:
+    def _flops(self, program: OurProgram) -> dict[ActionKind, float]:
         """Of the first step."""
         layout = program.pipeline.layout
         graph, duration = self.graph_of(layout, 0, program.choice.parts)
-        flops: dict[Kind, float] = {}
+        flops: dict[ActionKind, float] = {}
         for row in separated(graph):
             for action in row:
                 kind = layout.stages[action.stage].module, action.type
@@ -225,7 +225,7 @@ class Costs:
         layout: StageLayout,
         parts: Callable[[int], int],
         order: Callable[[StageGraph, Callable[[Action], float]], ComputeOrder],
-        speed: Mapping[Kind, float],
+        speed: Mapping[ActionKind, float],
     ) -> float:
         """Of all steps."""
         total = 0.0
@@ -237,7 +237,10 @@ class Costs:
         return total
 
     def seconds_of(
-        self, layout: StageLayout, flops: Callable[[Action], float], speed: Mapping[Kind, float]
+        self,
+        layout: StageLayout,
+        flops: Callable[[Action], float],
+        speed: Mapping[ActionKind, float],
     ) -> Callable[[Action], float]:
         """Durations of actions."""
 

@@ -37,7 +37,7 @@ def plans_that_fit(model: Model) -> list[ColocatedPlan]:
     ]
     own = [round(n) for n in _llm_bytes(model)]
     found = colocated_plans(encoders, model.sizes, own, int(DEVICE_BYTES))
-    return [plan for plan in found if all(own.parts == 1 for own in plan.encoders)]
+    return [plan for plan in found if all(own.tensor_groups == 1 for own in plan.encoders)]
 
 
 def activation_bytes(

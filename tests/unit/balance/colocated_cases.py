@@ -74,17 +74,23 @@ def random_timeline(rng: random.Random, ranks: int, microbatches: int) -> LlmTim
 
 
 def random_work(
-    rng: random.Random, ranks: int, microbatches: int, *, alike: bool, name: str = "vision", parts=1
+    rng: random.Random,
+    ranks: int,
+    microbatches: int,
+    *,
+    alike: bool,
+    name: str = "vision",
+    tensor_groups=1,
 ) -> EncoderWork:
     """An encoder's kernels, some of which communicate."""
     stages = rng.choice([n for n in (1, 2, 4) if ranks % n == 0])
-    devices = np.arange(ranks * parts, dtype=np.int32).reshape(ranks, parts)
-    blocks = devices.reshape(ranks // stages, stages, parts).transpose(0, 2, 1)
+    devices = np.arange(ranks * tensor_groups, dtype=np.int32).reshape(ranks, tensor_groups)
+    blocks = devices.reshape(ranks // stages, stages, tensor_groups).transpose(0, 2, 1)
     kernels = rng.choice((1, 3, 8))
     counts = (
         [1] * microbatches if alike else [rng.choice((0, 1, 1, 2)) for _ in range(microbatches)]
     )
-    tasks = tuple((m, part) for m, count in enumerate(counts) for part in range(count))
+    tasks = tuple((m, n) for m, count in enumerate(counts) for n in range(count))
     each = [1.0 if alike else rng.choice((0.2, 1.0, 1.0, 3.0)) for _ in tasks]
     base = rng.uniform(0.1, 2.0) / kernels / stages
     shape = np.array([rng.uniform(0.2, 1.5) for _ in range(stages * kernels)])
@@ -97,7 +103,7 @@ def random_work(
         blocks.reshape(-1, stages),
         forward,
         forward[:, :, ::-1] * (0.0 if frozen else rng.uniform(1, 2)),
-        parts,
+        tensor_groups,
         links,
         links[::-1],
         np.full((len(tasks), stages), rng.choice((0.0, 0.05))),
@@ -137,7 +143,7 @@ class NaiveFit:
 
     def __init__(self, timeline: LlmTimeline, work: EncoderWork, coarse: bool) -> None:
         self.timeline, self.work = timeline, work
-        self.parts = work.parts
+        self.tensor_groups = work.tensor_groups
         free = timeline.free_outside() if coarse else timeline.free_compute()
         links = timeline.free_outside() if coarse else timeline.free_links()
         self.free = [self._intervals(each) for each in (free, links)]
@@ -151,14 +157,14 @@ class NaiveFit:
         """Tasks in the order in which the LLM needs them."""
         timeline, work = self.timeline, self.work
         device_ps = {
-            int(d): int(timeline.gathered_ps[d // self.parts]) - delay_ps
+            int(d): int(timeline.gathered_ps[d // self.tensor_groups]) - delay_ps
             for d in work.devices_MS.flatten()
         }
         order = sorted(range(len(work.tasks)), key=lambda n: timeline.needed_ps[work.tasks[n][0]])
         for n in order:
             now, before = -(1 << 60), None
             for stage, device in enumerate(work.devices_MS[pipeline_N[n]].tolist()):
-                rank = device // self.parts
+                rank = device // self.tensor_groups
                 if before is not None and before != rank:
                     now += to_picoseconds(work.hops_ms_NS[n, stage - 1])
                 now = max(now, device_ps[device])

@@ -26,10 +26,12 @@ def random_case(seed: int):
     rng = random.Random(seed)
     ranks, microbatches = rng.choice((2, 4)), rng.choice((4, 6))
     timeline = random_timeline(rng, ranks, microbatches)
-    alike, parts = rng.random() < 0.4, rng.choice((1, 1, 2))
-    works = [random_work(rng, ranks, microbatches, alike=alike, parts=parts)]
+    alike, groups = rng.random() < 0.4, rng.choice((1, 1, 2))
+    works = [random_work(rng, ranks, microbatches, alike=alike, tensor_groups=groups)]
     if rng.random() < 0.3:
-        works.append(random_work(rng, ranks, microbatches, alike=False, name="audio", parts=parts))
+        works.append(
+            random_work(rng, ranks, microbatches, alike=False, name="audio", tensor_groups=groups)
+        )
     return timeline, works
 
 
@@ -49,11 +51,11 @@ def overlaps(start: int, end: int, spans: np.ndarray) -> bool:
 
 def test_encoders_compute_and_communicate_where_the_llm_does_not(schedules):
     for seed, kind, schedule in schedules:
-        parts = schedule.works[0].parts
+        groups = schedule.works[0].tensor_groups
         spans = [spans_of(*own, schedule.timeline.pieces) for own in schedule.llm]
         for kernels in kernels_of(schedule).values():
             for device, start, end, on_links in kernels:
-                own = spans[device // parts]
+                own = spans[device // groups]
                 busy = own.communication_ps if on_links else own.computation_ps
                 assert not overlaps(start, end, busy), (seed, kind)
 
@@ -67,7 +69,7 @@ def test_devices_run_one_kernel_at_a_time(schedules):
 
 def test_kernels_follow_each_other_along_the_pipeline_and_back(schedules):
     for seed, kind, schedule in schedules:
-        parts, entry = schedule.works[0].parts, schedule.timeline.entry_rank
+        groups, entry = schedule.works[0].tensor_groups, schedule.timeline.entry_rank
         takes = {a.microbatch: (start, back) for a, start, back in llm_entry(schedule)}
         for (encoder, task, back), kernels in kernels_of(schedule).items():
             if not kernels:
@@ -75,13 +77,13 @@ def test_kernels_follow_each_other_along_the_pipeline_and_back(schedules):
             work = schedule.works[encoder]
             hop = to_picoseconds(work.hops_ms_NS.max(initial=0.0))
             for (device, _, end, _), (other, start, _, _) in pairwise(kernels):
-                assert end + hop * (device // parts != other // parts) <= start, (seed, kind)
+                assert end + hop * (device // groups != other // groups) <= start, (seed, kind)
             needed, returned = takes[task[0]]
             if back:
-                far = hop * (kernels[0][0] // parts != entry)
+                far = hop * (kernels[0][0] // groups != entry)
                 assert returned + far <= kernels[0][1], (seed, kind)
             else:
-                far = hop * (kernels[-1][0] // parts != entry)
+                far = hop * (kernels[-1][0] // groups != entry)
                 assert kernels[-1][2] + far <= needed, (seed, kind)
 
 
@@ -100,10 +102,10 @@ def test_nothing_crosses_the_edges_of_the_step(schedules):
     for seed, kind, schedule in schedules:
         total_ps = to_picoseconds(schedule.total_ms)
         gathered, reduce = schedule.timeline.gathered_ps, schedule.timeline.reduce_ps
-        parts, hides = schedule.works[0].parts, schedule.timeline.reduction_hides
+        groups, hides = schedule.works[0].tensor_groups, schedule.timeline.reduction_hides
         for kernels in kernels_of(schedule).values():
             for device, start, end, _ in kernels:
-                rank = device // parts
+                rank = device // groups
                 assert start >= gathered[rank], (seed, kind)
                 behind = 0 if hides else int(reduce[rank])
                 assert end + behind <= total_ps + 2, (seed, kind)
@@ -126,10 +128,10 @@ def test_all_work_is_done_and_bounds_the_step(schedules):
             for ms in durations[:, :, ~links].flatten()
         )
         assert sum(busy.values()) == wanted, (seed, kind)
-        parts = schedule.works[0].parts
+        groups = schedule.works[0].tensor_groups
         total_ps = to_picoseconds(schedule.total_ms)
         for device, own_ps in busy.items():
-            spans = schedule.timeline.spans[device // parts].computation_ps
+            spans = schedule.timeline.spans[device // groups].computation_ps
             assert own_ps + int((spans[1] - spans[0]).sum()) <= total_ps + 2, (seed, kind)
         assert schedule.total_ms >= schedule.llm_ms
         assert schedule.efficiency <= 1
@@ -243,7 +245,9 @@ def test_bad_works_are_refused():
         fill_bubbles(timeline, [replace(work, devices_MS=devices[:2])])
     with pytest.raises(ValueError, match="same tensor-parallel size"):
         eight = np.arange(8, dtype=np.int32).reshape(8, 1)
-        fill_bubbles(timeline, [work, replace(work, name="audio", devices_MS=eight, parts=2)])
+        fill_bubbles(
+            timeline, [work, replace(work, name="audio", devices_MS=eight, tensor_groups=2)]
+        )
     with pytest.raises(ValueError, match=r"task \(4, 0\) of a step of 4"):
         fill_bubbles(timeline, [replace(work, tasks=tuple((m, 0) for m in range(1, 5)))])
     with pytest.raises(ValueError, match="give \\(tasks, stages, kernels\\)"):

@@ -10,21 +10,21 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.classic import one_f_one_b
 
 
-def uneven_first_rank(groups, ranks, microbatches, draw):
+def uneven_first_rank(groups, ranks, microbatches, rng):
     """Durations (groups, stages, microbatches), of the others 0.3 forward and 0.7 backward."""
     forward = np.full((groups, ranks, microbatches), 0.3)
     backward = np.full((groups, ranks, microbatches), 0.7)
-    forward[:, 0] = draw.lognormal(-1, 1, (groups, microbatches))
-    backward[:, 0] = draw.lognormal(-0.5, 1, (groups, microbatches))
+    forward[:, 0] = rng.lognormal(-1, 1, (groups, microbatches))
+    backward[:, 0] = rng.lognormal(-0.5, 1, (groups, microbatches))
     return forward, backward
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8, 21])
 def test_the_formula_is_the_simulated_makespan(ranks, microbatches):
-    draw = np.random.default_rng(ranks)
-    forward, backward = uneven_first_rank(5, ranks, microbatches, draw)
-    orders = np.stack([draw.permutation(microbatches) for _ in range(5)])
+    rng = np.random.default_rng(ranks)
+    forward, backward = uneven_first_rank(5, ranks, microbatches, rng)
+    orders = np.stack([rng.permutation(microbatches) for _ in range(5)])
     graph = StageGraph(chain(ranks), microbatches)
     program = compile_order(one_f_one_b(graph), graph)
     others = np.full(5, 0.0 if ranks == 1 else 1.0)
@@ -37,8 +37,8 @@ def test_the_formula_is_the_simulated_makespan(ranks, microbatches):
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 5), (3, 2), (4, 7), (4, 24), (12, 16)])
 def test_annealing_follows_the_formula(ranks, microbatches):
     # Its running sum must not drift from the formula, or it would keep a worse order.
-    draw = np.random.default_rng(microbatches)
-    forward, backward = uneven_first_rank(8, ranks, microbatches, draw)
+    rng = np.random.default_rng(microbatches)
+    forward, backward = uneven_first_rank(8, ranks, microbatches, rng)
     of_formula = (forward[:, 0].copy(), backward[:, 0].copy(), np.ones(8), ranks)
     natural = np.tile(np.arange(microbatches), (8, 1))
     before = first_rank_makespans(*of_formula, natural)

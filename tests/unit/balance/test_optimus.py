@@ -3,18 +3,12 @@
 import random
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-from colocated_cases import llm_step
 
-from torchmm.balance.bubbles.encoder_sizes import ColocatedPlan, ParallelSizes, colocated_plans
-from torchmm.balance.bubbles.encoder_work import EncoderWork
-from torchmm.balance.bubbles.optimus import choose_plan, optimus, sequences
-from torchmm.balance.bubbles.scheduler import fill_bubbles
+from torchmm.balance.bubbles.optimus import optimus, sequences
 from torchmm.balance.picoseconds import SimulationError
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
@@ -220,31 +214,6 @@ def test_frozen_encoders_have_no_backward():
         whole = optimus(full, uniform(full, lambda _: 0.5))
         assert planned.schedule.total_ms < whole.schedule.total_ms
     assert found == {"all": set(), "but the connector": {1}}
-
-
-def test_the_best_of_the_plans_that_fit_is_chosen():
-    llm = ParallelSizes(1, 4, 2)
-    layer = LayerDescription(64, 4, 4, 16, 256, False, False, parameters=12 * 64**2)
-    vision = ModuleDescription("vision", "encoder", (layer,) * 8, 1, 1, 8 * layer.parameters)
-    timeline = llm_step(4, 1, 8)
-
-    def works_of(plan: ColocatedPlan) -> list[EncoderWork]:
-        (own,) = plan.encoders
-        stages = own.sizes.pipeline
-        forward = np.full((8, stages, 4), 0.8 * llm.tensor / own.sizes.tensor / stages / 4)
-        tasks = tuple((m, 0) for m in range(8))
-        return [EncoderWork("vision", tasks, own.devices_MS, forward, 2 * forward, own.parts)]
-
-    plans = colocated_plans([vision], llm, [0] * 4, 10**9)
-    chosen, schedule = choose_plan(plans, works_of, timeline)
-    every = [fill_bubbles(timeline, works_of(plan)).total_ms for plan in plans]
-    assert len(every) == 6 and len(set(every)) > 1
-    assert schedule.total_ms == min(every) == every[plans.index(chosen)]
-    lean = min(plan.worst_bytes for plan in plans)
-    (fitting,) = [p for p in plans if p.worst_bytes == lean]
-    assert choose_plan([fitting], works_of, timeline)[0] is fitting
-    with pytest.raises(ValueError, match="none of 0 plans"):
-        choose_plan([], works_of, timeline)
 
 
 def test_costs_and_layouts_that_do_not_fit_are_refused():

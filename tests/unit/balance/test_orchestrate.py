@@ -41,33 +41,33 @@ def problem_of(*units, devices=8, memory=1000.0, batch=8, microbatch=1):
 
 
 def random_problem(seed):
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     kinds = [["encoder", "llm"], ["encoder", "llm", "generator"], ["llm"], ["llm", "generator"],
              ["encoder", "encoder", "llm"]][seed % 5]  # fmt: skip
 
     def one(index, kind):
-        layers = int(draw.integers(1, 6))
+        layers = int(rng.integers(1, 6))
         return unit(
             f"{kind}{index}",
             kind,
-            float(draw.lognormal(0.5 * (kind == "llm"), 0.8)),
+            float(rng.lognormal(0.5 * (kind == "llm"), 0.8)),
             layers=layers,
-            efficiency=(1.0, 0.8) if draw.random() < 0.7 else (1.0,),
-            replica_bytes=float(draw.lognormal(1, 1)) * GIB,
-            kept=float(draw.lognormal(-1, 1)) * GIB,
-            surge=float(draw.random() < 0.5) * 0.5 * GIB,
-            temporary=float(draw.random() < 0.5) * 0.3 * GIB,
-            transfer_s=float(draw.random() < 0.5) * 0.05,
-            sync_s=float(draw.random() < 0.5) * 0.8,
-            unevenness=float(draw.random() < 0.5) * 0.7,
-            virtual_stages=int(draw.integers(1, min(layers, 2) + 1)),
-            has_backward=bool(draw.random() < 0.8),
+            efficiency=(1.0, 0.8) if rng.random() < 0.7 else (1.0,),
+            replica_bytes=float(rng.lognormal(1, 1)) * GIB,
+            kept=float(rng.lognormal(-1, 1)) * GIB,
+            surge=float(rng.random() < 0.5) * 0.5 * GIB,
+            temporary=float(rng.random() < 0.5) * 0.3 * GIB,
+            transfer_s=float(rng.random() < 0.5) * 0.05,
+            sync_s=float(rng.random() < 0.5) * 0.8,
+            unevenness=float(rng.random() < 0.5) * 0.7,
+            virtual_stages=int(rng.integers(1, min(layers, 2) + 1)),
+            has_backward=bool(rng.random() < 0.8),
         )
 
     units = [one(i, kind) for i, kind in enumerate(kinds)]
-    devices = int(draw.integers(len(units) + 1, 11 if len(units) < 3 else 9))
-    memory = float(draw.choice([3.0, 8.0, 20.0, 1000.0]))
-    batch, microbatch = [(4, 1), (6, 1), (8, 2), (12, 2)][int(draw.integers(4))]
+    devices = int(rng.integers(len(units) + 1, 11 if len(units) < 3 else 9))
+    memory = float(rng.choice([3.0, 8.0, 20.0, 1000.0]))
+    batch, microbatch = [(4, 1), (6, 1), (8, 2), (12, 2)][int(rng.integers(4))]
     return problem_of(*units, devices=devices, memory=memory, batch=batch, microbatch=microbatch)
 
 

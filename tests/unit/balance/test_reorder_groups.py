@@ -8,11 +8,11 @@ import pytest
 from torchmm.balance.reordering.groups import TOLERANCE, balance_groups, load_bound
 
 SIZES = {
-    "uniform": lambda draw, n: draw.random(n),
-    "images": lambda draw, n: 0.1 + np.where(draw.random(n) < 0.3, 0, draw.integers(0, 49, n)),
-    "lognormal": lambda draw, n: draw.lognormal(0, 0.5, n),
-    "heavy": lambda draw, n: draw.lognormal(0, 1.5, n),
-    "heavier": lambda draw, n: draw.pareto(1.1, n),
+    "uniform": lambda rng, n: rng.random(n),
+    "images": lambda rng, n: 0.1 + np.where(rng.random(n) < 0.3, 0, rng.integers(0, 49, n)),
+    "lognormal": lambda rng, n: rng.lognormal(0, 0.5, n),
+    "heavy": lambda rng, n: rng.lognormal(0, 1.5, n),
+    "heavier": lambda rng, n: rng.pareto(1.1, n),
 }
 
 
@@ -52,11 +52,11 @@ def test_a_global_batch_is_balanced_to_the_bound(kind, groups):
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_small_cases_are_near_the_optimum(kind):
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     ratios = []
     for _ in range(40):
-        groups = int(draw.integers(2, 5))
-        sizes = SIZES[kind](draw, groups * int(draw.integers(1, 10 // groups + 1)))
+        groups = int(rng.integers(2, 5))
+        sizes = SIZES[kind](rng, groups * int(rng.integers(1, 10 // groups + 1)))
         best = optimum(sizes, groups)
         assert load_bound(sizes, groups) <= best * (1 + 1e-12)
         ratios.append(largest(sizes, balance_groups(sizes, groups)) / best)

@@ -27,11 +27,11 @@ def program_of(ranks, microbatches, per_rank=1):
 
 def durations(program, groups, seed, generator=False, others=1.0):
     """An uneven encoder, as fast on average as the LLM's stages, and perhaps a generator."""
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     forward = np.full((groups, program.stages, program.microbatches), others / 3)
-    forward[:, 0] = draw.lognormal(0, 0.8, (groups, program.microbatches)) / 4
+    forward[:, 0] = rng.lognormal(0, 0.8, (groups, program.microbatches)) / 4
     if generator:
-        forward[:, -1] = draw.lognormal(0, 0.8, (groups, program.microbatches)) / 4
+        forward[:, -1] = rng.lognormal(0, 0.8, (groups, program.microbatches)) / 4
     return forward, 2 * forward
 
 
@@ -62,8 +62,8 @@ def test_orders_are_permutations_and_never_worse_than_others(name):
     layout, schedule = LAYOUTS[name]
     graph = StageGraph(layout, 9)
     program = compile_order(schedule(graph), graph, transfer_ms=0.05)
-    draw = np.random.default_rng(3)
-    forward, backward = draw.lognormal(0, 0.7, (2, 6, program.stages, 9))
+    rng = np.random.default_rng(3)
+    forward, backward = rng.lognormal(0, 0.7, (2, 6, program.stages, 9))
     found = reorder_microbatches(program, forward, backward)
     assert (np.sort(found.orders_GM, axis=1) == np.arange(9)).all()
     rule = interval_orders(program, forward, backward)

@@ -50,8 +50,8 @@ def pack(images: int, drawn: int = 0, samples: int = 1) -> MicrobatchMeta:
 
 
 def packs(count: int, seed: int = 0) -> list[MicrobatchMeta]:
-    draw = np.random.default_rng(seed)
-    return [pack(int(a), int(b)) for a, b in draw.integers(0, (25, 5), (count, 2))]
+    rng = np.random.default_rng(seed)
+    return [pack(int(a), int(b)) for a, b in rng.integers(0, (25, 5), (count, 2))]
 
 
 def layouts() -> dict[str, tuple[StageLayout, str]]:

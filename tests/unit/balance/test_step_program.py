@@ -11,8 +11,8 @@ from torchmm.pipelining.schedules.classic import one_f_one_b, zero_bubble
 from torchmm.pipelining.view.timeline import uniform_timeline
 
 
-def random_durations(layout, microbatches, draw):
-    return draw.lognormal(0, 1, (2, len(layout.stages), microbatches))
+def random_durations(layout, microbatches, rng):
+    return rng.lognormal(0, 1, (2, len(layout.stages), microbatches))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -22,10 +22,10 @@ def test_makespans_equal_the_list_simulator(name, microbatches):
     graph = StageGraph(layout, microbatches)
     order = schedule(graph)
     for seed, transfer_ms in enumerate((0.0, 0.0, 0.3)):
-        draw = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
         program = compile_order(order, graph, transfer_ms)
-        forward, backward = random_durations(layout, microbatches, draw)
-        permutation = draw.permutation(microbatches)
+        forward, backward = random_durations(layout, microbatches, rng)
+        permutation = rng.permutation(microbatches)
 
         def duration(action, both=(forward, backward), permutation=permutation):
             kind = both[action.type is ActionType.B]

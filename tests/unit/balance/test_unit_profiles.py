@@ -107,7 +107,7 @@ def test_frozen_modules_take_no_backward_but_what_passes_through(trained, expect
 
 def test_memory_covers_what_differs_between_samples() -> None:
     batch = packs(400, seed=7)
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for unit, module in zip(profiler(batch=batch).units(), MODULES, strict=True):
         kept_N = np.zeros(len(batch))
         at, _ = pack_sizes(module, batch)
@@ -115,7 +115,7 @@ def test_memory_covers_what_differs_between_samples() -> None:
         kept_N[at] = run(module, 2, [batch[i] for i in at]).kept_bytes_N
         assert unit.activation_bytes[2] == pytest.approx(kept_N.mean(), rel=0.03)
         for waiting in (1, 4, 16):
-            windows = draw.choice(kept_N, (2000, waiting)).sum(axis=1)
+            windows = rng.choice(kept_N, (2000, waiting)).sum(axis=1)
             bound = waiting * unit.activation_bytes[2] + waiting**0.5 * unit.surge_bytes[2]
             assert windows.max() <= 1.05 * min(bound, waiting * unit.peak_bytes[2])
 

@@ -38,7 +38,7 @@ def test_a_link_transfers_one_after_the_other_and_forgets_what_was_taken(load):
 
 
 def test_the_bound_is_the_longer_of_compute_and_transfers(load):
-    found = load("async_tensor_parallel").Found
+    found = load("async_tensor_parallel").OverlapTimes
     common = {"case": "", "ratio": 1, "mb_per_s": 1, "chunks": 1, "step_s": {}, "disturbed": ""}
     for compute_s, transfer_s, bound in ((2.0, 1.25, 2 / 3), (1.0, 2.5, 2.5 / 3)):
         transfers = {"plain": transfer_s / 1.25, "overlapped": transfer_s}

@@ -42,8 +42,8 @@ def test_cases_are_many_different_and_fit_their_models(modules):
 
 def test_accuracy_counts_both_directions_and_the_worst_case_counts(modules):
     _, benchmark = modules
-    low = benchmark.Found("low", 90.0, [100.0, 100.0, 120.0, 100.0], [100.0, 80.0, 90.0])
-    high = benchmark.Found("high", 104.0, [100.0, 100.0], [])
+    low = benchmark.CaseResult("low", 90.0, [100.0, 100.0, 120.0, 100.0], [100.0, 80.0, 90.0])
+    high = benchmark.CaseResult("high", 104.0, [100.0, 100.0], [])
     rows = benchmark.rows({1: [low], 2: [high]})
     by_metric = {(row.case, row.metric): row for row in rows}
     assert by_metric["low; 1 rank", "accuracy"].ours == pytest.approx(0.9)
@@ -62,7 +62,7 @@ def test_accuracy_counts_both_directions_and_the_worst_case_counts(modules):
 
 def test_one_run_has_no_noise_floor(modules):
     _, benchmark = modules
-    rows = benchmark.rows({1: [benchmark.Found("once", 90.0, [100.0], [100.0])]})
+    rows = benchmark.rows({1: [benchmark.CaseResult("once", 90.0, [100.0], [100.0])]})
     assert [row.baseline for row in rows if row.metric == "accuracy"] == [None]
     assert [row.baseline for row in rows if row.metric == "mean accuracy"] == [None]
 

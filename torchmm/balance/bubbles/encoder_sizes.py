@@ -69,7 +69,7 @@ class EncoderPlan:
         return self.sizes.data // self.llm.data
 
     @property
-    def parts(self) -> int:
+    def tensor_groups(self) -> int:
         """Tensor-parallel groups of the encoder in one of the LLM."""
         return self.llm.tensor // self.sizes.tensor
 
@@ -82,7 +82,7 @@ class EncoderPlan:
     def devices_MS(self) -> NDArray[np.int32]:
         """By pipeline and stage: the device, as `EncoderWork` numbers them."""
         ranks = np.arange(self.llm.pipeline).reshape(-1, 1, self.sizes.pipeline)
-        devices = ranks * self.parts + np.arange(self.parts).reshape(1, -1, 1)
+        devices = ranks * self.tensor_groups + np.arange(self.tensor_groups).reshape(1, -1, 1)
         return devices.reshape(-1, self.sizes.pipeline).astype(np.int32)
 
 
@@ -220,13 +220,6 @@ def state_bytes(count: Parameters, data: int, compute_bytes: int = 2) -> int:
     every = compute_bytes + WEIGHT_STATE_BYTES / data
     trained = GRADIENT_BYTES + MOMENT_BYTES / data
     return round(count.all * every + count.trained * trained)
-
-
-def mean_overhead_bytes(plan: EncoderPlan, parameters: int, bytes_per_parameter: int = 6) -> float:
-    """Mean over devices of what the encoder's copies take beyond those that 3D parallelism with the
-    LLM's sizes would have (§4.5): k (DP_enc - DP_llm) phi_enc / GPUs."""
-    copies = plan.sizes.data - plan.llm.data
-    return bytes_per_parameter * copies * parameters / plan.llm.ranks
 
 
 def _divisors(number: int) -> list[int]:

@@ -32,9 +32,10 @@ class EncoderWork:
     Attributes:
         name: of the module.
         tasks: (microbatch, sub-microbatch) of each, by microbatch.
-        devices_MS: who runs each stage of each pipeline. Each of an LLM rank's `parts` devices,
-            numbered rank * parts + part, holds 1/parts of what tensor parallelism splits.
-        parts: how many tensor-parallel groups of the encoder lie in one of the LLM.
+        devices_MS: who runs each stage of each pipeline. An LLM rank's `tensor_groups` devices are
+            numbered rank * tensor_groups + group.
+        tensor_groups: how many tensor-parallel groups of the encoder fit into one of the LLM; each
+            has a device of its own here, with its share of the rank's layers' work.
         forward_ms_NSK, backward_ms_NSK: durations of kernels; numbers of kernels may differ.
         forward_links_K, backward_links_K: which of them communicate; None: none does.
         hop_ms_NS: from a stage's rank to that of the next, the LLM's first behind the last; nothing
@@ -49,7 +50,7 @@ class EncoderWork:
     devices_MS: NDArray[np.int32]
     forward_ms_NSK: Array
     backward_ms_NSK: Array
-    parts: int = 1
+    tensor_groups: int = 1
     forward_links_K: NDArray[np.bool_] | None = None
     backward_links_K: NDArray[np.bool_] | None = None
     hop_ms_NS: Array | None = None
@@ -122,9 +123,9 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
     """
     groups = pipeline_stages(graph, module)
     tasks = [
-        (microbatch, part)
+        (microbatch, sub_microbatch)
         for microbatch in range(graph.microbatches)
-        for part in range(graph.parts(groups[0][0].index, microbatch))
+        for sub_microbatch in range(graph.parts(groups[0][0].index, microbatch))
     ]
     slices = max(map(len, groups))
     forward, backward = (np.zeros((len(tasks), len(groups), slices)) for _ in range(2))
@@ -146,9 +147,16 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
     if problems:
         raise SimulationError(problems)
     devices = np.array([slices[0].ranks for slices in groups], np.int32).T
-    parts = graph.layout.mirrors
     backward = backward[:, :, ::-1]  # starts with the last slice
-    return EncoderWork(module, tuple(tasks), devices, forward, backward, parts, hop_ms_NS=hop)
+    return EncoderWork(
+        module,
+        tuple(tasks),
+        devices,
+        forward,
+        backward,
+        tensor_groups=graph.layout.mirrors,
+        hop_ms_NS=hop,
+    )
 
 
 def in_pieces(work: EncoderWork, pieces: int) -> EncoderWork:

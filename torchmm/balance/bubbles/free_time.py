@@ -36,9 +36,9 @@ class FreeTime(NamedTuple):
     def of_devices(self, sources: Sequence[int]) -> FreeTime:
         """The intervals of other devices: the first has those of `sources[0]` here, and so on."""
         slices = [slice(self.pointers[s], self.pointers[s + 1]) for s in sources]
-        pointers = np.cumsum([0, *(part.stop - part.start for part in slices)])
-        starts = np.concatenate([self.start_ps[part] for part in slices])
-        return FreeTime(pointers, starts, np.concatenate([self.end_ps[part] for part in slices]))
+        pointers = np.cumsum([0, *(own.stop - own.start for own in slices)])
+        starts = np.concatenate([self.start_ps[own] for own in slices])
+        return FreeTime(pointers, starts, np.concatenate([self.end_ps[own] for own in slices]))
 
     def mirrored(self) -> FreeTime:
         """The same with time running backwards."""

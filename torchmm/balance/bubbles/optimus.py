@@ -22,23 +22,23 @@ reordering inside a group). A few such sequences are tried and the shortest step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.bubbles.encoder_kernels import whole_actions
-from torchmm.balance.bubbles.encoder_sizes import ColocatedPlan
 from torchmm.balance.bubbles.encoder_work import (
     EncoderWork,
     encoder_work,
     in_pieces,
     pipeline_stages,
 )
-from torchmm.balance.bubbles.llm_timeline import LlmTimeline, llm_timeline
+from torchmm.balance.bubbles.llm_timeline import llm_timeline
 from torchmm.balance.bubbles.scheduler import BubbleSchedule, Granularity, fill_bubbles
+from torchmm.balance.compiled import Int64s
+from torchmm.balance.costs.sizes import Array
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
@@ -52,7 +52,7 @@ PIECES = 8
 forward, twice as many backward."""
 
 
-class PlannedStep(NamedTuple):
+class OptimusStep(NamedTuple):
     """What `optimus` returns."""
 
     graph: StageGraph
@@ -71,7 +71,7 @@ def optimus(
     evaluations: int = 256,
     reorder: bool = True,
     inside: bool = False,
-) -> PlannedStep:
+) -> OptimusStep:
     """The shortest step found.
 
     Args:
@@ -107,7 +107,31 @@ def optimus(
     if inside:
         best = whole_actions(best, works, kernel=0)
     placed = place_encoders(graph, best)
-    return PlannedStep(placed, order_of(best, placed), best)
+    return OptimusStep(placed, order_of(best, placed), best)
+
+
+def whole_actions(
+    schedule: BubbleSchedule, works: Sequence[EncoderWork], kernel: int = -1
+) -> BubbleSchedule:
+    """The schedule with actions in place of kernels: each starts when one of its kernels does.
+
+    Args:
+        schedule: of works whose actions are cut into kernels (`in_pieces`).
+        works: the same encoders' `encoder_work`s.
+        kernel: which: the last or, 0, the first.
+    """
+
+    def chosen(start_ps: Int64s, ms_NSK: Array) -> Int64s:
+        return start_ps.reshape(*ms_NSK.shape, -1)[..., kernel]
+
+    forward = zip(schedule.forward_start_ps, works, strict=True)
+    backward = zip(schedule.backward_start_ps, works, strict=True)
+    return replace(
+        schedule,
+        works=tuple(works),
+        forward_start_ps=tuple(chosen(starts, work.forward_ms_NSK) for starts, work in forward),
+        backward_start_ps=tuple(chosen(starts, work.backward_ms_NSK) for starts, work in backward),
+    )
 
 
 def place_encoders(graph: StageGraph, schedule: BubbleSchedule) -> StageGraph:
@@ -118,43 +142,6 @@ def place_encoders(graph: StageGraph, schedule: BubbleSchedule) -> StageGraph:
         for task, pipeline in zip(work.tasks, pipelines, strict=True)
     }
     return replace(graph, replica=replicas)
-
-
-def choose_plan(
-    plans: Sequence[ColocatedPlan],
-    works_of: Callable[[ColocatedPlan], Sequence[EncoderWork]],
-    timeline: LlmTimeline,
-    granularity: Granularity = "fine",
-    *,
-    evaluations: int = 256,
-) -> tuple[ColocatedPlan, BubbleSchedule]:
-    """The encoder plans with the shortest step, and that step (Optimus, algorithm 1); of equally
-    long ones, the leanest.
-
-    Plans that give encoders different tensor-parallel sizes are passed over: their devices differ.
-
-    Args:
-        plans: that fit, see `colocated_plans`.
-        works_of: the encoders' kernels under a plan, on its `devices_MS`.
-        timeline: of the LLM.
-        evaluations: as for `fill_bubbles`.
-
-    Raises:
-        ValueError: there are no plans with one tensor-parallel size.
-    """
-    alike = [plan for plan in plans if len({own.parts for own in plan.encoders}) == 1]
-    if not alike:
-        raise ValueError(
-            f"none of {len(plans)} plans has one tensor-parallel size for all encoders; allow more "
-            "memory, or fewer heads per rank"
-        )
-    schedules = (
-        fill_bubbles(timeline, works_of(plan), granularity, evaluations=evaluations)
-        for plan in alike
-    )
-    return min(
-        zip(alike, schedules, strict=True), key=lambda both: (both[1].total_ms, both[0].worst_bytes)
-    )
 
 
 def sequences(graph: StageGraph, costs: PlanCosts) -> Iterator[Sequence[int]]:
@@ -207,7 +194,7 @@ def order_of(schedule: BubbleSchedule, graph: StageGraph) -> ComputeOrder:
 
 def _around(schedule: BubbleSchedule, rank: int, action: Action, start_ps: int) -> tuple[int, ...]:
     """Sorts an encoder's action: before the LLM action of its rank that it starts inside of."""
-    own = schedule.llm[rank // schedule.works[0].parts]
+    own = schedule.llm[rank // schedule.works[0].tensor_groups]
     index = int(np.searchsorted(own.start_ps, start_ps, side="right")) - 1
     if index < 0 or start_ps >= own.end_ps[index]:
         return _place(action, start_ps)

@@ -50,7 +50,7 @@ from torchmm.balance.bubbles.scheduler_kernels import (
     Pipelines,
     Room,
     Tasks,
-    assign,
+    assign_tasks,
     place,
     residual,
     start_cursor,
@@ -160,7 +160,7 @@ class BubbleSchedule:
     @property
     def busy_ms(self) -> float:
         """Encoder computation per device, mean."""
-        devices = len(self.timeline.ranks) * max(work.parts for work in self.works)
+        devices = len(self.timeline.ranks) * max(work.tensor_groups for work in self.works)
         return sum(work.busy_ms for work in self.works) / devices
 
     @property
@@ -197,7 +197,8 @@ def fill_bubbles(
         evaluations: how many assignments the search may try.
 
     Raises:
-        ValueError: encoders have different `parts`, or tasks or devices are not the timeline's.
+        ValueError: encoders have different `tensor_groups`, or tasks or devices are not those of
+            the timeline.
     """
     filler = BubbleFiller(timeline, works)
     starts = [filler.forward_first("coarse"), filler.backward_first("coarse")]
@@ -270,7 +271,7 @@ class BubbleFiller:
     ) -> bool:
         cursors = start_cursor(way.room, begin_ps), start_cursor(way.room, begin_ps)
         scratch = np.empty(len(way.tasks.duration_ps), np.int64)
-        return bool(assign(way, release_ps, deadline_ps, *cursors, scratch, found))
+        return bool(assign_tasks(way, release_ps, deadline_ps, *cursors, scratch, found))
 
     def search(
         self, granularity: Granularity, starts: Sequence[Int32s], evaluations: int
@@ -369,8 +370,8 @@ class BubbleFiller:
     def _by_encoder(self, pipeline_of: Int32s) -> tuple[Int32s, ...]:
         """Pipelines of each encoder's tasks, counted within the encoder."""
         counts = np.cumsum([len(work.tasks) for work in self.works])[:-1]
-        parts = np.split(pipeline_of, counts)
-        return tuple(p - f for p, f in zip(parts, self._pipelines.first, strict=False))
+        own = np.split(pipeline_of, counts)
+        return tuple(p - f for p, f in zip(own, self._pipelines.first, strict=False))
 
     def _device_ends(self, start_ps: Int64s, pipeline_of: Int32s) -> Int64s:
         """By device: end of its last forward kernel."""
@@ -388,13 +389,13 @@ class BubbleFiller:
 
 def _check(timeline: LlmTimeline, works: Sequence[EncoderWork]) -> None:
     """Raises a ValueError for works that cannot be on the timeline's devices."""
-    parts = {work.parts for work in works}
-    if len(parts) != 1:
+    tensor_groups = {work.tensor_groups for work in works}
+    if len(tensor_groups) != 1:
         raise ValueError(
-            f"encoders {[work.name for work in works]} have {sorted(parts)} tensor-parallel groups "
-            "per rank of the LLM; give all the same tensor-parallel size"
+            f"encoders {[work.name for work in works]} have {sorted(tensor_groups)} "
+            "tensor-parallel groups per rank of the LLM; give all the same tensor-parallel size"
         )
-    devices = len(timeline.ranks) * parts.pop()
+    devices = len(timeline.ranks) * tensor_groups.pop()
     count = len(timeline.needed_ps)
     for work in works:
         used = sorted(work.devices_MS.flatten().tolist())
@@ -413,7 +414,7 @@ def _pipelines(timeline: LlmTimeline, works: Sequence[EncoderWork]) -> Pipelines
         np.pad(work.devices_MS, ((0, 0), (0, stages - work.devices_MS.shape[1]))) for work in works
     ]
     first = np.cumsum([0, *(len(own) for own in rows)])
-    ranks = np.repeat(np.arange(len(timeline.ranks)), works[0].parts)
+    ranks = np.repeat(np.arange(len(timeline.ranks)), works[0].tensor_groups)
     device = np.concatenate(rows).astype(np.int32)
     return Pipelines(first.astype(np.int32), device, ranks.astype(np.int32), timeline.entry_rank)
 
@@ -446,5 +447,5 @@ def _picoseconds(times_ms: Array) -> Int64s:
 
 
 def _shaped(values: Int64s, shapes: Sequence[tuple[int, ...]]) -> tuple[Int64s, ...]:
-    parts = np.split(values, np.cumsum([prod(shape) for shape in shapes])[:-1])
-    return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+    by_encoder = np.split(values, np.cumsum([prod(shape) for shape in shapes])[:-1])
+    return tuple(own.reshape(shape) for own, shape in zip(by_encoder, shapes, strict=True))

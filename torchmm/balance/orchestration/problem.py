@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from torchmm.balance.orchestration.tables import Setting, UnitTables
+from torchmm.balance.orchestration.tables import PlanSetting, UnitTables
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ class OrchestrationProblem:
             limit_U=np.array([limits.get(u.name, self.devices) for u in units], np.int64),
         )
 
-    def setting(self) -> Setting:
+    def setting(self) -> PlanSetting:
         """What is the same for all plans."""
-        return Setting(
+        return PlanSetting(
             llm=self.llm,
             batch=self.global_batch_size // self.microbatch_size,
             microbatch_size=self.microbatch_size,

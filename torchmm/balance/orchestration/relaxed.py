@@ -15,11 +15,11 @@ from __future__ import annotations
 import numpy as np
 
 from torchmm.balance.compiled import Float64s, compiled
-from torchmm.balance.orchestration.tables import Setting, UnitTables
+from torchmm.balance.orchestration.tables import PlanSetting, UnitTables
 
 
 @compiled
-def relaxed_seconds(tables: UnitTables, setting: Setting) -> float:
+def relaxed_seconds(tables: UnitTables, setting: PlanSetting) -> float:
     """Least time over all data- and tensor-parallel sizes; infinite if memory rules out all."""
     units, sizes = tables.seconds_UT.shape
     work_U, floors_U = np.empty(units), np.empty(units)
@@ -70,7 +70,7 @@ def _slowest_stage(work_U: Float64s, floors_U: Float64s, devices: int) -> float:
 
 @compiled
 def _least_devices(
-    tables: UnitTables, setting: Setting, data: int, unit: int, tensor: int
+    tables: UnitTables, setting: PlanSetting, data: int, unit: int, tensor: int
 ) -> float:
     """Devices that hold a unit, over all its data-parallel sizes; infinite if none does."""
     if tables.seconds_UT[unit, tensor] == np.inf:

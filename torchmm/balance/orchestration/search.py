@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchmm.balance.orchestration.kernels import (
+    fastest_plans,
     microbatches_in_flight,
-    search,
     unit_bytes,
     unit_seconds,
 )
@@ -166,7 +166,7 @@ def orchestrate(
         ValueError: no plan fits; the message has what each unit needs at least.
     """
     tables, setting = problem.tables(limits or {}), problem.setting()
-    seconds, sizes = search(tables, setting, 1 + alternatives)
+    seconds, sizes = fastest_plans(tables, setting, 1 + alternatives)
     plans = [
         plan_with(problem, [UnitSizes(int(tables.tensor_T[t]), int(d), int(p)) for t, d, p in plan])
         for plan, step_s in zip(sizes, seconds, strict=True)

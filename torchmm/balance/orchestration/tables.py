@@ -41,7 +41,7 @@ class UnitTables(NamedTuple):
     """Devices that a unit may have."""
 
 
-class Setting(NamedTuple):
+class PlanSetting(NamedTuple):
     """What is the same for all plans."""
 
     llm: int

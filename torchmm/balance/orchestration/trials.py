@@ -24,7 +24,7 @@ import numpy as np
 
 from torchmm.balance.compiled import Float64s
 from torchmm.balance.costs.sizes import pack_sizes
-from torchmm.balance.orchestration.unit_costs import Run, Trial
+from torchmm.balance.orchestration.unit_costs import Trial, TrialRunner
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.files import replace_atomically
 
@@ -124,7 +124,9 @@ def trial_conditions(
     }
 
 
-def trials_run(trials: ModuleTrials, conditions: Mapping[str, str], modelled: Run) -> Run:
+def trials_run(
+    trials: ModuleTrials, conditions: Mapping[str, str], modelled: TrialRunner
+) -> TrialRunner:
     """Trials that a file answers; memory and what it does not know are those of `modelled`.
 
     Args:

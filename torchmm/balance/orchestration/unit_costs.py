@@ -52,7 +52,7 @@ class Trial(NamedTuple):
     workspace_bytes_N: Float64s
 
 
-Run = Callable[[ModuleDescription, int, Sequence[MicrobatchMeta]], Trial]
+TrialRunner = Callable[[ModuleDescription, int, Sequence[MicrobatchMeta]], Trial]
 """(module, tensor-parallel size, packs that all have something for it) -> what they take."""
 
 
@@ -103,7 +103,7 @@ def cost_model_run(
     sequence_parallel: bool = False,
     async_tensor: bool = False,
     recompute: Mapping[str, Recompute] | None = None,
-) -> Run:
+) -> TrialRunner:
     """Trials that a cost model answers.
 
     Args:
@@ -149,22 +149,26 @@ def fitting_tensor_sizes(module: ModuleDescription, sizes: Sequence[int]) -> lis
     ]
 
 
+def input_knots(units_N: Float64s) -> Float64s:
+    """Input sizes at which to make trials, rising: quantiles, the extremes included."""
+    rising = np.sort(units_N)
+    return np.unique(rising[np.linspace(0, len(rising) - 1, KNOTS).astype(int)])
+
+
 def profile_module(
     module: ModuleDescription,
     packs: Sequence[MicrobatchMeta],
     units_N: Float64s,
-    run: Run,
+    run: TrialRunner,
     tensor_sizes: Sequence[int],
 ) -> ModuleProfile:
-    """Trials of a module with packs at quantiles of their sizes, the extremes included.
+    """Trials of a module with packs of the sizes of `input_knots`.
 
     Args:
         packs: that have something for it.
         units_N: their input sizes.
     """
-    rising = np.sort(units_N)
-    at = np.linspace(0, len(rising) - 1, KNOTS).astype(int)
-    units_X = np.unique(rising[at])
+    units_X = input_knots(units_N)
     chosen = [np.flatnonzero(units_N == units)[:MOST_ALIKE] for units in units_X]
     tried = [packs[i] for own in chosen for i in own]
     stops = np.cumsum([len(own) for own in chosen])[:-1]
@@ -200,7 +204,7 @@ class Profiler:
     packs: Sequence[MicrobatchMeta]
     profile: Profile
     dtype: str
-    run: Run
+    run: TrialRunner
     tensor_sizes: Sequence[int] = TENSOR_SIZES
 
     def units(self) -> tuple[UnitCosts, ...]:

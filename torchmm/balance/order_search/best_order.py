@@ -20,7 +20,7 @@ import numpy as np
 
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.order_times import OrderTime, time_order
-from torchmm.balance.order_search.search import Budget, Found, search
+from torchmm.balance.order_search.search import Budget, SearchResult, search
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations
@@ -85,7 +85,7 @@ class StepSearch:
         bounded = (each[2].makespan_ms for each in fitting if each[0].startswith(SEPARATED))
         self._bounded_ms = min(bounded, default=inf)
 
-    def best(self, found: Found | None = None) -> SearchedOrder:
+    def best(self, found: SearchResult | None = None) -> SearchedOrder:
         """The best of static orders, the natural one and what a search has found so far.
 
         Raises:

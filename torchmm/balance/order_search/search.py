@@ -14,7 +14,8 @@ which all know the best order so far. Rejected: worker processes, which have to 
 ended for searches of a second.
 
 Candidates that run out of memory are worse than any that does not, and the better the further they
-come, so a search may begin where nothing fits. If nothing does in the end, `Found.fits` is False.
+come, so a search may begin where nothing fits. If nothing does in the end, `SearchResult.fits` is
+False.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 
 from torchmm.balance.compiled import Uint32s
 from torchmm.balance.order_search.dispatcher import Dispatcher
-from torchmm.balance.order_search.strategies import STRATEGIES, Strategy, Trial
+from torchmm.balance.order_search.strategies import STRATEGIES, Evaluator, Strategy
 
 ROUND = 64
 """Evaluations of a worker between two exchanges."""
@@ -82,7 +83,7 @@ class Improvement(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search came to.
 
     Attributes:
@@ -115,9 +116,9 @@ def search(
     seed: int = 0,
     workers: int = 1,
     bound_ms: float = 0.0,
-    on_round: Callable[[Found], bool] | None = None,
+    on_round: Callable[[SearchResult], bool] | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Found:
+) -> SearchResult:
     """The best order of segments that a strategy finds.
 
     Args:
@@ -140,25 +141,25 @@ def search(
         raise ValueError(f"workers = {workers}; give 1 or more")
     run = _Run(dispatcher, budget, bound_ms, clock)
     count = min(workers, max(1, (os.cpu_count() or 1) // 2))
-    trials = [Trial(dispatcher) for _ in range(count)]
+    evaluators = [Evaluator(dispatcher) for _ in range(count)]
     seeds = np.random.SeedSequence(seed).spawn(count)
     made: list[Strategy] = [
-        STRATEGIES[strategy](trial, np.random.default_rng(own))
-        for trial, own in zip(trials, seeds, strict=True)
+        STRATEGIES[strategy](evaluator, np.random.default_rng(own))
+        for evaluator, own in zip(evaluators, seeds, strict=True)
     ]
     with ThreadPoolExecutor(count) as pool:
-        while run.goes_on(trials):
-            share, each = run.share(trials), run.next_round(trials)
+        while run.goes_on(evaluators):
+            share, each = run.share(evaluators), run.next_round(evaluators)
             if count == 1:
                 made[0].advance(each[0], share)
             else:
                 list(pool.map(lambda own, n, share=share: own.advance(n, share), made, each))
-            best = run.exchange(trials)
-            if on_round is not None and not on_round(run.found(trials)):
+            best = run.exchange(evaluators)
+            if on_round is not None and not on_round(run.found(evaluators)):
                 break
             for own in made:
                 own.adopt(best)
-    return run.found(trials)
+    return run.found(evaluators)
 
 
 class _Run:
@@ -176,45 +177,48 @@ class _Run:
         self.natural_ms = dispatcher.evaluate()
         self.history = [Improvement(1, 0.0, self.natural_ms)]
 
-    def evaluations(self, trials: list[Trial]) -> int:
-        return sum(trial.evaluations for trial in trials)
+    def evaluations(self, evaluators: list[Evaluator]) -> int:
+        return sum(evaluator.evaluations for evaluator in evaluators)
 
     def seconds(self) -> float:
         return self.clock() - self.begin_s
 
-    def share(self, trials: list[Trial]) -> float:
-        return self.budget.spent_share(self.evaluations(trials), self.seconds())
+    def share(self, evaluators: list[Evaluator]) -> float:
+        return self.budget.spent_share(self.evaluations(evaluators), self.seconds())
 
-    def goes_on(self, trials: list[Trial]) -> bool:
-        exhausted = all(trial.exhausted for trial in trials)
-        optimal = self.best(trials).best_score <= self.bound_ms * (1 + NEAR)
-        return not exhausted and not optimal and self.share(trials) < 1.0
+    def goes_on(self, evaluators: list[Evaluator]) -> bool:
+        exhausted = all(evaluator.exhausted for evaluator in evaluators)
+        optimal = self.best(evaluators).best_score <= self.bound_ms * (1 + NEAR)
+        return not exhausted and not optimal and self.share(evaluators) < 1.0
 
-    def next_round(self, trials: list[Trial]) -> list[int]:
+    def next_round(self, evaluators: list[Evaluator]) -> list[int]:
         """Evaluations of every worker."""
-        left = ROUND * len(trials)
+        left = ROUND * len(evaluators)
         if self.budget.evaluations is not None:
-            left = min(left, self.budget.evaluations - self.evaluations(trials))
-        return [left // len(trials) + (i < left % len(trials)) for i in range(len(trials))]
+            left = min(left, self.budget.evaluations - self.evaluations(evaluators))
+        count = len(evaluators)
+        return [left // count + (i < left % count) for i in range(count)]
 
-    def best(self, trials: list[Trial]) -> Trial:
-        """The trial with the best order; the first of several."""
-        return min(trials, key=lambda trial: trial.best_score)
+    def best(self, evaluators: list[Evaluator]) -> Evaluator:
+        """The evaluator with the best order; the first of several."""
+        return min(evaluators, key=lambda evaluator: evaluator.best_score)
 
-    def exchange(self, trials: list[Trial]) -> Trial:
-        """The trial with the best order so far, which is noted if it is new."""
-        best = self.best(trials)
+    def exchange(self, evaluators: list[Evaluator]) -> Evaluator:
+        """The evaluator with the best order so far, which is noted if it is new."""
+        best = self.best(evaluators)
         if best.best_ms < self.history[-1].makespan_ms:
-            self.history.append(Improvement(self.evaluations(trials), self.seconds(), best.best_ms))
+            self.history.append(
+                Improvement(self.evaluations(evaluators), self.seconds(), best.best_ms)
+            )
         return best
 
-    def found(self, trials: list[Trial]) -> Found:
-        best = self.best(trials)
-        return Found(
+    def found(self, evaluators: list[Evaluator]) -> SearchResult:
+        best = self.best(evaluators)
+        return SearchResult(
             best.best.copy(),
             best.best_ms,
             self.natural_ms,
-            self.evaluations(trials),
+            self.evaluations(evaluators),
             self.seconds(),
             tuple(self.history),
         )

@@ -99,7 +99,7 @@ REACH = 24
 """Places that a change moves something by, on average."""
 
 
-class Trial:
+class Evaluator:
     """Evaluations of one worker, and the best of them. The natural order is the first."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -139,9 +139,9 @@ class Trial:
 class Strategy:
     """Tries orders; the base tries none."""
 
-    def __init__(self, trial: Trial, rng: np.random.Generator) -> None:
-        self.trial, self.rng = trial, rng
-        self.dispatcher = trial.dispatcher
+    def __init__(self, evaluator: Evaluator, rng: np.random.Generator) -> None:
+        self.evaluator, self.rng = evaluator, rng
+        self.dispatcher = evaluator.dispatcher
 
     def advance(self, evaluations: int, share: float) -> None:
         """Makes so many evaluations.
@@ -149,9 +149,9 @@ class Strategy:
         Args:
             share: of the budget that was spent before.
         """
-        self.trial.exhausted = True
+        self.evaluator.exhausted = True
 
-    def adopt(self, best: Trial) -> None:
+    def adopt(self, best: Evaluator) -> None:
         """What another worker has found."""
 
 
@@ -162,23 +162,23 @@ class RandomSearch(Strategy):
         """See `Strategy`."""
         for _ in range(evaluations):
             groups = self.rng.permutation(len(self.dispatcher.groups))
-            self.trial.score(self.dispatcher.order_of_groups(groups.tolist()))
+            self.evaluator.score(self.dispatcher.order_of_groups(groups.tolist()))
 
 
 class DepthFirst(Strategy):
     """Permutations of groups, one after the other; workers begin with different first groups."""
 
-    def __init__(self, trial: Trial, rng: np.random.Generator) -> None:
-        super().__init__(trial, rng)
+    def __init__(self, evaluator: Evaluator, rng: np.random.Generator) -> None:
+        super().__init__(evaluator, rng)
         self.groups = list(range(len(self.dispatcher.groups)))
 
     def advance(self, evaluations: int, share: float) -> None:
         """See `Strategy`."""
         for _ in range(evaluations):
             if not _next_permutation(self.groups):
-                self.trial.exhausted = True
+                self.evaluator.exhausted = True
                 return
-            self.trial.score(self.dispatcher.order_of_groups(self.groups))
+            self.evaluator.score(self.dispatcher.order_of_groups(self.groups))
 
 
 def _next_permutation(values: list[int]) -> bool:
@@ -208,8 +208,8 @@ class _Node:
 class TreeSearch(Strategy):
     """Monte Carlo tree search over groups: a node at depth d says which group is the d-th."""
 
-    def __init__(self, trial: Trial, rng: np.random.Generator) -> None:
-        super().__init__(trial, rng)
+    def __init__(self, evaluator: Evaluator, rng: np.random.Generator) -> None:
+        super().__init__(evaluator, rng)
         tables = self.dispatcher.tables
         ranks = len(tables.limit_bytes)
         self.busy_ms = float(tables.duration_ps.sum()) / PICOSECONDS_PER_MS / ranks
@@ -217,10 +217,10 @@ class TreeSearch(Strategy):
 
     def advance(self, evaluations: int, share: float) -> None:
         """See `Strategy`."""
-        target = self.trial.evaluations + evaluations
-        while self.trial.evaluations < target:
+        target = self.evaluator.evaluations + evaluations
+        while self.evaluator.evaluations < target:
             prefix, path = self._select()
-            rollouts = min(ROLLOUTS, target - self.trial.evaluations)
+            rollouts = min(ROLLOUTS, target - self.evaluator.evaluations)
             score = max(self._roll_out(prefix) for _ in range(rollouts))
             for node in path:
                 node.visits += 1
@@ -250,7 +250,7 @@ class TreeSearch(Strategy):
         """Share of the ranks' time that is no bubble, with the rest in random order."""
         rest = np.setdiff1d(np.arange(len(self.dispatcher.groups)), prefix)
         groups = [*prefix, *self.rng.permutation(rest).tolist()]
-        return self.busy_ms / self.trial.score(self.dispatcher.order_of_groups(groups))
+        return self.busy_ms / self.evaluator.score(self.dispatcher.order_of_groups(groups))
 
 
 def _upper_bound(node: _Node, logarithm: float) -> float:
@@ -260,22 +260,22 @@ def _upper_bound(node: _Node, logarithm: float) -> float:
 class Annealing(Strategy):
     """Simulated annealing from the best of many constructed orders."""
 
-    def __init__(self, trial: Trial, rng: np.random.Generator) -> None:
-        super().__init__(trial, rng)
+    def __init__(self, evaluator: Evaluator, rng: np.random.Generator) -> None:
+        super().__init__(evaluator, rng)
         self.starts = constructed_orders(self.dispatcher)
         self.by_segment = False
         self.current = np.arange(len(self.dispatcher.groups))
-        self.score = trial.best_score
+        self.score = evaluator.best_score
 
     def advance(self, evaluations: int, share: float) -> None:
         """See `Strategy`."""
         for _ in range(min(evaluations, len(self.starts))):
             self._keep(self.starts.pop(0), inf)
             evaluations -= 1
-        temperature = self.trial.best_score * HOT * (COLD / HOT) ** min(share, 1.0)
+        temperature = self.evaluator.best_score * HOT * (COLD / HOT) ** min(share, 1.0)
         if share >= GROUPS_SHARE and not self.by_segment:
             self.by_segment = True
-            self._begin_with(self.trial.best, self.trial.best_score)
+            self._begin_with(self.evaluator.best, self.evaluator.best_score)
         for _ in range(evaluations):
             self._keep(self._changed(), temperature)
 
@@ -291,7 +291,7 @@ class Annealing(Strategy):
         order = (
             candidate if self.by_segment else self.dispatcher.order_of_groups(candidate.tolist())
         )
-        score = self.trial.score(order)
+        score = self.evaluator.score(order)
         worse = score - self.score
         if worse <= 0 or (
             temperature < inf and self.rng.random() < exp(-min(worse / temperature, 700.0))
@@ -316,13 +316,13 @@ class Annealing(Strategy):
             new[second] = self.current[first]
         return new
 
-    def adopt(self, best: Trial) -> None:
+    def adopt(self, best: Evaluator) -> None:
         """Single segments are changed from the best order of all workers on."""
-        if self.by_segment and best is not self.trial and best.best_score < self.score:
+        if self.by_segment and best is not self.evaluator and best.best_score < self.score:
             self._begin_with(best.best, best.best_score)
 
 
-STRATEGIES: dict[str, Callable[[Trial, np.random.Generator], Strategy]] = {
+STRATEGIES: dict[str, Callable[[Evaluator, np.random.Generator], Strategy]] = {
     "natural": Strategy,
     "random": RandomSearch,
     "dfs": DepthFirst,

@@ -34,8 +34,13 @@ import numpy as np
 from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.reordering.first_rank import anneal_first_rank, first_rank_makespans
 from torchmm.balance.reordering.program import StepProgram
-from torchmm.balance.reordering.program_kernels import LaneCosts, advance_lanes, anneal, fill_lanes
-from torchmm.balance.reordering.program_kernels import interval_orders as compiled_interval_orders
+from torchmm.balance.reordering.program_kernels import (
+    LaneCosts,
+    advance_lanes,
+    anneal,
+    fill_intervals,
+    fill_lanes,
+)
 
 START_HEAT = 0.01
 """What the search accepts at first, as a share of a microbatch's time on the slowest rank."""
@@ -151,7 +156,7 @@ def interval_orders(
 def _interval_orders(program: StepProgram, costs_GKM: Float64s) -> Int64s:
     total_GM = costs_GKM.sum(axis=1)
     forward_GM, backward_GM = _first_rank(program, costs_GKM)
-    return compiled_interval_orders(
+    return fill_intervals(
         program.tables,
         costs_GKM,
         np.ascontiguousarray(costs_GKM[:, 0]),

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s
-from torchmm.balance.reordering.program_kernels import ProgramTables, play
+from torchmm.balance.reordering.program_kernels import ProgramTables, program_makespan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
@@ -81,7 +81,7 @@ class StepProgram:
                     f"order {list(order)}: must hold each of 0..{self.microbatches - 1} once"
                 )
             costs_KM = costs_KM[:, np.asarray(order)]
-        return float(play(self.tables, np.append(costs_KM.ravel(), 0.0)))
+        return float(program_makespan(self.tables, np.append(costs_KM.ravel(), 0.0)))
 
     def checked(self, forward_ms_GSM: Float64s, backward_ms_GSM: Float64s) -> Float64s:
         """Durations of G groups as (G, K, M).

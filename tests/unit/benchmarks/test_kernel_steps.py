@@ -1,13 +1,13 @@
 """Encoders kernel by kernel: the work of whole actions, hidden where the LLM communicates."""
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from torchmm.balance.bubbles.encoder_kernels import hidden_ms, kernel_work
 from torchmm.balance.bubbles.encoder_work import encoder_work
-from torchmm.balance.bubbles.inside_layers import optimus_kernels
 from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
@@ -23,6 +23,13 @@ T = ActionType
 LAYER = LayerDescription(64, 4, 4, 16, 256, False, False, parameters=12 * 64**2)
 VISION = ModuleDescription("vision", "encoder", (LAYER,) * 5, 1, 1, 5 * LAYER.parameters)
 IMAGES = (2, 0, 1, 1, 2, 1, 0, 1)
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """benchmarks/ is no package."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    return importlib.import_module("support.models.kernel_steps")
 
 
 @pytest.fixture
@@ -44,9 +51,9 @@ def step() -> tuple[StageGraph, PlanCosts]:
     return graph, PlanCosts(compute, {action: ms / 3 for action, ms in compute.items()})
 
 
-def test_kernels_are_the_work_of_their_actions(step):
+def test_kernels_are_the_work_of_their_actions(model, step):
     graph, costs = step
-    whole, kernels = encoder_work(graph, costs, "vision"), kernel_work(graph, costs, VISION)
+    whole, kernels = encoder_work(graph, costs, "vision"), model.kernel_work(graph, costs, VISION)
     shape = (*whole.forward_ms_NSK.shape, -1)
     assert kernels.forward_ms_NSK.reshape(shape).sum(-1) == pytest.approx(whole.forward_ms_NSK)
     assert kernels.backward_ms_NSK.reshape(shape).sum(-1) == pytest.approx(whole.backward_ms_NSK)
@@ -60,10 +67,10 @@ def test_kernels_are_the_work_of_their_actions(step):
     assert products / products.sum() == pytest.approx(np.array([3, 1, 4, 4]) / 12)
 
 
-def test_bubbles_inside_of_actions_are_filled_and_only_those(step):
+def test_bubbles_inside_of_actions_are_filled_and_only_those(model, step):
     graph, costs = step
     whole = optimus(graph, costs)
-    planned = optimus_kernels(graph, costs, [VISION])
+    planned = model.optimus_kernels(graph, costs, [VISION])
     assert planned.schedule.total_ms < whole.schedule.total_ms
     assert not order_problems(planned.graph, planned.order)
     hidden = planned.hidden_ms
@@ -74,13 +81,13 @@ def test_bubbles_inside_of_actions_are_filled_and_only_those(step):
     assert found.makespan_ms < bare.makespan_ms
     assert found.makespan_ms <= 1.05 * planned.schedule.total_ms
     # Without communication there is nothing to hide in.
-    alone = optimus_kernels(graph, replace(costs, tensor_ms={}), [VISION])
+    alone = model.optimus_kernels(graph, replace(costs, tensor_ms={}), [VISION])
     assert sum(alone.hidden_ms.values()) == pytest.approx(0, abs=1e-6)
 
 
-def test_hidden_time_is_that_inside_of_the_llms_actions(step):
+def test_hidden_time_is_that_inside_of_the_llms_actions(model, step):
     graph, costs = step
-    planned = optimus_kernels(graph, costs, [VISION])
+    planned = model.optimus_kernels(graph, costs, [VISION])
     schedule, (work,) = planned.schedule, planned.schedule.works
     inside = 0.0
     for row, pipeline in enumerate(schedule.pipeline_N[0].tolist()):
@@ -94,13 +101,13 @@ def test_hidden_time_is_that_inside_of_the_llms_actions(step):
                 for start, ms in zip(starts[row, position], ms_NSK[row, position], strict=True):
                     end = start + ms * 1e9
                     inside += sum(max(0, min(end, b) - max(start, a)) for a, b in spans) / 1e9
-    assert sum(hidden_ms(schedule, planned.graph).values()) == pytest.approx(inside)
+    assert sum(model.hidden_ms(schedule, planned.graph).values()) == pytest.approx(inside)
 
 
 @pytest.mark.parametrize("name", ["searched", "zero_bubble", "gpipe"])
-def test_any_order_of_the_llm_will_do(step, name):
+def test_any_order_of_the_llm_will_do(model, step, name):
     graph, costs = step
-    planned = optimus_kernels(graph, costs, [VISION], llm_schedule=name, evaluations=16)
+    planned = model.optimus_kernels(graph, costs, [VISION], llm_schedule=name, evaluations=16)
     assert not order_problems(planned.graph, planned.order)
     done = simulate(lower_plan(planned.order, planned.graph, {}), planned.costs(costs))
     assert done.makespan_ms >= planned.schedule.llm_ms

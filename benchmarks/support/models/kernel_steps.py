@@ -1,38 +1,135 @@
-"""Encoder work by kernels: actions cut into products and collectives, for bubbles inside of layers.
+"""Optimus with kernels in bubbles inside the LLM's layers: what its steps take at best.
 
-`encoder_work` has whole actions, which is what a plan places. Optimus' scheduler goes below that
+`optimus` makes plans of whole actions. Here encoders are placed kernel by kernel, as in the paper
 (§4.2): a tensor-parallel collective of the LLM leaves the compute units idle for less than a layer
-of an encoder takes, but for longer than one product. Here each of an encoder's actions becomes its
-layers' chain: gather, product, product, scatter, once for attention and once for the feed-forward
-part. Collectives are marked, so that the scheduler puts them beside computation of the LLM.
+of an encoder takes, but for longer than one product. Each encoder action becomes its layers' chain:
+gather, product, product, scatter, once for attention and once for the feed-forward block.
+Collectives are marked, so that the scheduler places them alongside computation of the LLM. The LLM
+may have any order, a searched one included (PipeWeaver's search, on the LLM alone).
 
-A cost model tells times of whole actions. Computation is shared out among products as their weights
-are, which gives what stands between two products (scores, norms) to both; collectives are equally
-long. Backward, a product is as many kernels as its action takes times as long as forward: gradients
-of inputs, of weights, and forward again where a layer is recomputed.
+A cost model knows times of whole actions. Computation is divided among products in proportion to
+their weights, which attributes what stands between two products (scores, norms) to both;
+collectives are equally long. Backward, a product is as many kernels as its action takes times as
+long as forward: gradients of inputs, of weights, and forward again where a layer is recomputed.
+
+A plan has whole actions. Here each stands where its last kernel is, and takes as long as the part
+of it that is *not* inside the LLM's actions: so the one simulator times these steps like all
+others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from torchmm.balance.bubbles.encoder_work import EncoderWork, encoder_work, pipeline_stages
-from torchmm.balance.bubbles.llm_timeline import RankActions
-from torchmm.balance.bubbles.scheduler import BubbleSchedule
+from torchmm.balance.bubbles.llm_timeline import RankActions, llm_timeline
+from torchmm.balance.bubbles.optimus import order_of, place_encoders, sequences, whole_actions
+from torchmm.balance.bubbles.scheduler import BubbleSchedule, fill_bubbles
 from torchmm.balance.compiled import Int64s
 from torchmm.balance.costs.parts import layer_linears
 from torchmm.balance.costs.sizes import Array
+from torchmm.balance.order_search.best_order import plan_searched
+from torchmm.balance.order_search.search import Budget
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import Sharding
+from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
+from torchmm.pipelining.schedules.names import schedule_named
 
 HALVES = (("query", "key", "value"), ("attention_output",)), (("gate", "up"), ("down",))
 """Products of a layer between which nothing is sent."""
+SEARCHED = "searched"
+"""In the place of a schedule's name."""
+
+
+class KernelStep(NamedTuple):
+    """What `optimus_kernels` returns."""
+
+    graph: StageGraph
+    """The step's, with the replica that runs each encoder task."""
+    order: ComputeOrder
+    schedule: BubbleSchedule
+    """Of kernels."""
+    hidden_ms: dict[Action, float]
+    """By encoder action: how long its kernels are inside of the LLM's actions."""
+
+    def costs(self, costs: PlanCosts) -> PlanCosts:
+        """Costs of the step without what is hidden."""
+        compute, tensor = dict(costs.compute_ms), dict(costs.tensor_ms)
+        for action, hidden in self.hidden_ms.items():
+            if action in compute:
+                compute[action] = max(0.0, compute[action] - hidden)
+                tensor[action] = min(tensor.get(action, 0.0), compute[action])
+        return replace(costs, compute_ms=compute, tensor_ms=tensor)
+
+
+def optimus_kernels(
+    graph: StageGraph,
+    costs: PlanCosts,
+    modules: Sequence[ModuleDescription],
+    *,
+    llm_schedule: str = "interleaved_1f1b",
+    sharding: Sharding = "none",
+    evaluations: int = 256,
+) -> KernelStep:
+    """The shortest step found.
+
+    Args:
+        graph: of a colocated layout (`torchmm.pipelining.schedules.colocated`).
+        costs: of the graph.
+        modules: encoders, LLM and generator, whole.
+        llm_schedule: name of a classic schedule for the LLM alone, or "searched".
+        sharding: as for `optimus`.
+        evaluations: as for `fill_bubbles`, and of the LLM's search.
+
+    Raises:
+        SimulationError: a cost is missing or no duration.
+        ValueError: as for `optimus`; no searched order fits into memory.
+    """
+    names = encoder_names(graph.layout)
+    encoders = [module for name in names for module in modules if module.name == name]
+    works = [kernel_work(graph, costs, module) for module in encoders]
+    best: BubbleSchedule | None = None
+    for sequence in sequences(graph, costs):
+        schedule = _schedule(llm_schedule, costs, sequence, evaluations)
+        order = backbone_order(graph, schedule, sequence)
+        timeline = llm_timeline(graph, order, costs, sharding=sharding)
+        found = fill_bubbles(timeline, works, evaluations=evaluations)
+        if best is None or found.total_ms < best.total_ms:
+            best = found
+    assert best is not None
+    placed = place_encoders(graph, best)
+    actions = whole_actions(best, [encoder_work(graph, costs, name) for name in names])
+    return KernelStep(placed, order_of(actions, placed), best, hidden_ms(best, placed))
+
+
+def _schedule(
+    name: str, costs: PlanCosts, sequence: Sequence[int], evaluations: int
+) -> Callable[[StageGraph], ComputeOrder]:
+    """Of a backbone that takes microbatches in some sequence."""
+    if name != SEARCHED:
+        return schedule_named(name).order
+
+    def searched(backbone: StageGraph) -> ComputeOrder:
+        stages = max(action.stage for action in costs.compute_ms) + 1
+        offset = stages - len(backbone.layout.stages)
+        place = {microbatch: index for index, microbatch in enumerate(sequence)}
+        compute = {
+            action._replace(stage=action.stage - offset, microbatch=place[action.microbatch]): ms
+            for action, ms in costs.compute_ms.items()
+            if action.stage >= offset
+        }
+        return plan_searched(backbone, PlanCosts(compute), Budget(evaluations=evaluations)).order
+
+    return searched
 
 
 def kernel_work(graph: StageGraph, costs: PlanCosts, module: ModuleDescription) -> EncoderWork:
@@ -74,30 +171,6 @@ def kernel_work(graph: StageGraph, costs: PlanCosts, module: ModuleDescription) 
     )
 
 
-def whole_actions(
-    schedule: BubbleSchedule, works: Sequence[EncoderWork], kernel: int = -1
-) -> BubbleSchedule:
-    """The schedule with actions in the place of kernels: each starts when one of its kernels does.
-
-    Args:
-        schedule: of `kernel_work`s, or of works `in_pieces`.
-        works: the same encoders' `encoder_work`s.
-        kernel: which: the last or, 0, the first.
-    """
-
-    def chosen(start_ps: Int64s, ms_NSK: Array) -> Int64s:
-        return start_ps.reshape(*ms_NSK.shape, -1)[..., kernel]
-
-    forward = zip(schedule.forward_start_ps, works, strict=True)
-    backward = zip(schedule.backward_start_ps, works, strict=True)
-    return replace(
-        schedule,
-        works=tuple(works),
-        forward_start_ps=tuple(chosen(starts, work.forward_ms_NSK) for starts, work in forward),
-        backward_start_ps=tuple(chosen(starts, work.backward_ms_NSK) for starts, work in backward),
-    )
-
-
 def hidden_ms(schedule: BubbleSchedule, graph: StageGraph) -> dict[Action, float]:
     """How much of each encoder action runs inside of the LLM's actions.
 
@@ -116,7 +189,7 @@ def hidden_ms(schedule: BubbleSchedule, graph: StageGraph) -> dict[Action, float
             for position, stages in enumerate(groups):
                 own = stages if kind is ActionType.F else stages[::-1]
                 for row, task in enumerate(work.tasks):
-                    llm = schedule.llm[devices_NS[row, position] // work.parts]
+                    llm = schedule.llm[devices_NS[row, position] // work.tensor_groups]
                     begin = starts_ps[row, position]
                     end = begin + np.rint(ms_NSK[row, position] * PICOSECONDS_PER_MS)
                     inside = _active_ps(llm, end) - _active_ps(llm, begin)
