@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from support.harness import Row, describe_machine, make_parser, report
 
+from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.orchestration.baselines import ratio_plan, rigid_plan

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.rates import ActionKind
 from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs

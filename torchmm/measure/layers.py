@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchmm.balance.costs.blocks import stage_blocks
 from torchmm.balance.costs.calibration import SplitLayers, WorkingLayers
 from torchmm.balance.costs.devices import Link
-from torchmm.balance.costs.layer_operators import Setting, part_operators
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.layer_operators import Setting, block_operators
 from torchmm.balance.costs.model import gather_operators
 from torchmm.balance.costs.operators import HOST_KINDS, Operator
-from torchmm.balance.costs.parts import Execution, stage_parts
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription, SampleMeta
 from torchmm.measure.network import world_link
@@ -225,10 +226,10 @@ def _operators(
     sizes = llm_sizes([meta], [meta.tokens], padding=True)
     forward: list[Operator] = []
     backward: list[Operator] = []
-    for part in stage_parts(module, 0, len(module.layers)):
-        passes = part_operators(module, part, sizes, setting)
-        forward += passes.forward * part.count
-        backward += [*passes.inputs, *passes.weights] * part.count
+    for block in stage_blocks(module, 0, len(module.layers)):
+        passes = block_operators(module, block, sizes, setting)
+        forward += passes.forward * block.count
+        backward += [*passes.inputs, *passes.weights] * block.count
     return forward, backward
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
-from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import ModuleDescription

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from support.cases.cost_cases import CostCase
 from support.ranks import StepTime, Stopwatch
+from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
-from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.step_costs import of_meeting_replicas, plan_costs, slowest_update_ms
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription

@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.harness import Row
+from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription, SampleMeta

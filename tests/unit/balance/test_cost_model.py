@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from torchmm.balance.costs.activation_bytes import kept_bytes, shared_bytes
+from torchmm.balance.costs.blocks import layer_parameters, stage_blocks, stage_parameters
 from torchmm.balance.costs.devices import Device
+from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.costs.operators import KINDS, Curve, Kind, Profile
-from torchmm.balance.costs.parts import Execution, layer_parameters, stage_parameters, stage_parts
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
 
@@ -48,14 +49,14 @@ def costs(
 
 
 def test_stages_add_up_to_the_module() -> None:
-    whole, parts = costs(), [costs(layers=(0, 1)), costs(layers=(1, 3)), costs(layers=(3, 4))]
+    whole, stages = costs(), [costs(layers=(0, 1)), costs(layers=(1, 3)), costs(layers=(3, 4))]
     for name in ("forward", "backward", "inputs", "weights"):
-        total = sum(getattr(part, name).total_ms for part in parts)
+        total = sum(getattr(stage, name).total_ms for stage in stages)
         assert getattr(whole, name).total_ms == pytest.approx(total), name
     tables = shared_bytes(LLM, llm_sizes(METAS, [80, 99], padding=True), 4)  # of each stage
-    kept = sum(part.kept_bytes - tables for part in parts) + tables
+    kept = sum(stage.kept_bytes - tables for stage in stages) + tables
     assert whole.kept_bytes == pytest.approx(kept)
-    assert whole.flops.forward_N == pytest.approx(sum(part.flops.forward_N for part in parts))
+    assert whole.flops.forward_N == pytest.approx(sum(stage.flops.forward_N for stage in stages))
 
 
 def test_a_backward_is_that_for_inputs_and_that_for_weights() -> None:
@@ -155,9 +156,9 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 def test_parameters_of_stages_and_ranks() -> None:
     assert stage_parameters(LLM, 0, 4).all == LLM.parameters
-    parts = [stage_parameters(LLM, a, b).all for a, b in ((0, 1), (1, 3), (3, 4))]
-    assert sum(parts) == LLM.parameters
-    assert parts[1] == 2 * 45_000
+    stages = [stage_parameters(LLM, a, b).all for a, b in ((0, 1), (1, 3), (3, 4))]
+    assert sum(stages) == LLM.parameters
+    assert stages[1] == 2 * 45_000
     products = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 160
     assert layer_parameters(LAYER, 2) == products / 2 + 45_000 - products
     frozen = replace(LLM, trainable=False)
@@ -230,7 +231,7 @@ def test_links_between_pipeline_ranks() -> None:
 
 def test_kept_bytes_of_the_ends_by_hand() -> None:
     sizes = llm_sizes(METAS[1:], [99], padding=True)
-    head = stage_parts(LLM, 4, 4)[-1]
+    head = stage_blocks(LLM, 4, 4)[-1]
     found = kept_bytes(LLM, head, sizes, Execution(), 4, True, True)
     # Norm's input and result before the weight, the picked rows, float32 log-probabilities.
     assert found == pytest.approx([4 * (2 * 100 * 64 + 99 * 64 + 99 * 500)])

@@ -14,8 +14,8 @@ from pipeline_cases import Case
 from random_orders import random_order
 from test_plan_costs import Step
 
+from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.recomputation.costs import (

@@ -16,9 +16,10 @@ from counting import CountLive, CountTraffic, count_flops
 from torch import Tensor, nn
 
 from torchmm.balance.costs.activation_bytes import layer_kept_bytes
-from torchmm.balance.costs.layer_operators import Setting, part_operators
+from torchmm.balance.costs.blocks import Block
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.layer_operators import Setting, block_operators
 from torchmm.balance.costs.operators import Operator
-from torchmm.balance.costs.parts import Execution, Part
 from torchmm.balance.costs.sizes import TaskSizes, encoder_sizes, llm_sizes
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, ModuleDescription, SampleMeta
 from torchmm.models.layered import LayeredModule
@@ -138,9 +139,9 @@ def counted(traffic: CountTraffic, matmul: bool) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dtype) -> None:
     real = real_layer(family, dtype)
-    part = Part("layer", True, layer=real.description.layers[0])
+    block = Block("layer", True, layer=real.description.layers[0])
     setting = Setting(Execution(), dtype.itemsize)
-    found = part_operators(real.description, part, real.sizes, setting)
+    found = block_operators(real.description, block, real.sizes, setting)
     with CountTraffic() as forward:
         out = real.run()
     with CountTraffic() as backward:
@@ -186,8 +187,8 @@ def test_backward_runs_again_all_but_the_last_product(family: str) -> None:
     real = real_layer(family, torch.float32)
     layer = real.description.layers[0]
     setting = Setting(Execution(recompute="full"), 4)
-    part = Part("layer", True, layer=layer)
-    again = part_operators(real.description, part, real.sizes, setting).again
+    block = Block("layer", True, layer=layer)
+    again = block_operators(real.description, block, real.sizes, setting).again
     products = sum(np.sum(o.flops) for o in again if o.kind == "matmul")
     scores = 4 * layer.heads * layer.head_dim * np.sum(real.sizes.pairs_N(layer.window))
     found = real.backward_flops("full") - real.backward_flops("none")
@@ -196,11 +197,11 @@ def test_backward_runs_again_all_but_the_last_product(family: str) -> None:
 
 def test_selective_recomputation_keeps_products_and_attention() -> None:
     real = real_layer("llama", torch.float32)
-    part = Part("layer", True, layer=real.description.layers[0])
+    block = Block("layer", True, layer=real.description.layers[0])
 
     def again(mode: str) -> list[str]:
         setting = Setting(Execution(recompute=mode), 4)  # type: ignore[arg-type]
-        return [o.kind for o in part_operators(real.description, part, real.sizes, setting).again]
+        return [o.kind for o in block_operators(real.description, block, real.sizes, setting).again]
 
     assert not again("none")
     full, selective = again("full"), again("selective")
@@ -212,11 +213,11 @@ def test_selective_recomputation_keeps_products_and_attention() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_ranks_share_products_and_talk(sequence_parallel: bool) -> None:
     real = real_layer("qwen3", torch.float32)
-    part = Part("layer", True, layer=real.description.layers[0])
+    block = Block("layer", True, layer=real.description.layers[0])
 
     def of(tensor: int) -> list[Operator]:
         execution = Execution(tensor=tensor, sequence_parallel=sequence_parallel)
-        found = part_operators(real.description, part, real.sizes, Setting(execution, 4))
+        found = block_operators(real.description, block, real.sizes, Setting(execution, 4))
         return [*found.forward, *found.inputs, *found.weights]
 
     def total(operators: list[Operator], field: str, *kinds: str) -> float:
@@ -238,8 +239,8 @@ def test_tensor_parallel_ranks_share_products_and_talk(sequence_parallel: bool) 
 def test_few_key_heads_are_computed_on_all_ranks() -> None:
     real = real_layer("llama", torch.float32)
     layer = replace(real.description.layers[0], kv_heads=1)
-    part = Part("layer", True, layer=layer)
-    found = part_operators(real.description, part, real.sizes, Setting(Execution(tensor=4), 4))
+    block = Block("layer", True, layer=layer)
+    found = block_operators(real.description, block, real.sizes, Setting(Execution(tensor=4), 4))
     flops = sum(np.sum(o.flops) for o in found.forward if o.kind == "matmul")
     head = layer.head_dim
     weights = 128 * (2 * 128 // 4 + 2 * head + 3 * 320 // 4)

@@ -9,9 +9,9 @@ import torch
 from pipeline_cases import KINDS, Case, step_of
 from random_orders import random_order
 
+from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.step_costs import PlanCosts

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_reorder_step import LLM, MODULES, pack, packs
 
+from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.parts import Execution
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.orchestration.unit_costs import (

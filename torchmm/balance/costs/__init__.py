@@ -1,6 +1,6 @@
 """What layers cost: FLOPs, times, bytes; from a device's data sheet or its calibration.
 
-Begin with `model.py` (times of operators) and `parts.py` (which layers a task runs).
+Begin with `model.py` (times of operators) and `blocks.py` (which layers a task runs).
 """
 
 from torchmm.common.faces import public

@@ -25,43 +25,43 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchmm.balance.costs.layer_operators import LOSS_CHUNK
-from torchmm.balance.costs.parts import (
-    Execution,
+from torchmm.balance.costs.blocks import (
+    Block,
     Flag,
-    Part,
     layer_linears,
     layer_parameters,
     local_linears,
 )
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.layer_operators import LOSS_CHUNK
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import LayerDescription, ModuleDescription
 
 
 def kept_bytes(
     module: ModuleDescription,
-    part: Part,
+    block: Block,
     sizes: TaskSizes,
     execution: Execution,
     element_bytes: int,
     inputs: Flag,
     weights: bool,
 ) -> Array:
-    """What a part keeps from its forward to its backward, on one rank, by task.
+    """What a block keeps from its forward to its backward, on one rank, by task.
 
     Args:
         element_bytes: of the compute dtype.
         inputs, weights: which gradients it needs; none: nothing is kept.
     """
     has_backward = np.asarray(inputs) | weights
-    if part.layer is not None:
-        found = part.count * layer_kept_bytes(
-            part.layer, sizes, execution, element_bytes, weights=weights
+    if block.layer is not None:
+        found = block.count * layer_kept_bytes(
+            block.layer, sizes, execution, element_bytes, weights=weights
         )
-    elif part.role == "output" and module.kind == "llm":
-        found = _head(module, part, sizes, execution, element_bytes, weights)
+    elif block.role == "output" and module.kind == "llm":
+        found = _head(module, block, sizes, execution, element_bytes, weights)
     else:
-        found = _linear(module, part, sizes, execution, element_bytes, weights)
+        found = _linear(module, block, sizes, execution, element_bytes, weights)
     return found * has_backward
 
 
@@ -119,17 +119,17 @@ def shared_bytes(module: ModuleDescription, sizes: TaskSizes, element_bytes: int
 
 
 def gradients_kept_bytes(
-    part: Part, sizes: TaskSizes, execution: Execution, element_bytes: int
+    block: Block, sizes: TaskSizes, execution: Execution, element_bytes: int
 ) -> Array:
     """Gradients of results that wait for W after I, beside what was kept, by task."""
-    if part.layer is None:
-        outputs = part.linear[1] if part.linear else 0.0
-        rows_N = sizes.outputs_N if part.role == "output" else sizes.inputs_N
+    if block.layer is None:
+        outputs = block.linear[1] if block.linear else 0.0
+        rows_N = sizes.outputs_N if block.role == "output" else sizes.inputs_N
         return element_bytes * rows_N * outputs
-    linears = local_linears(part.layer, execution.tensor).values()
-    normed = 2 * part.layer.hidden_size * execution.residual_share
+    linears = local_linears(block.layer, execution.tensor).values()
+    normed = 2 * block.layer.hidden_size * execution.residual_share
     results = sum(outputs for _, outputs in linears) + normed
-    return part.count * element_bytes * sizes.units_N * results
+    return block.count * element_bytes * sizes.units_N * results
 
 
 def _norm(kind: str, elements: Array, element_bytes: int, weights: bool) -> Array:
@@ -164,15 +164,15 @@ def _cross(
 
 def _head(
     module: ModuleDescription,
-    part: Part,
+    block: Block,
     sizes: TaskSizes,
     execution: Execution,
     element_bytes: int,
     weights: bool,
 ) -> Array:
     """Final norm, picked positions, float32 log-probabilities; of long rows the logits instead."""
-    assert part.linear is not None
-    hidden, vocabulary = part.linear
+    assert block.linear is not None
+    hidden, vocabulary = block.linear
     kept_N = _norm(module.layers[-1].norm, sizes.units_N * hidden, element_bytes, weights)
     kept_N = kept_N + weights * element_bytes * sizes.outputs_N * hidden
     chunked_N = (sizes.outputs_N > LOSS_CHUNK) & (element_bytes < 4)
@@ -181,7 +181,7 @@ def _head(
 
 def _linear(
     module: ModuleDescription,
-    part: Part,
+    block: Block,
     sizes: TaskSizes,
     execution: Execution,
     element_bytes: int,
@@ -189,18 +189,18 @@ def _linear(
 ) -> Array:
     """Input of a linear, and of the activation function before it; token ids. Of encoders also the
     inputs of norms that may stand before the layers and behind them."""
-    if part.linear is None:
+    if block.linear is None:
         return 8 * sizes.inputs_N
     beside_N = sizes.units_N * 0.0
     if module.kind == "encoder":
         norm, values_N = module.layers[0].norm, sizes.units_N * module.layers[0].hidden_size
-        before = part.leaf and norm == "layer"
-        if before or (part.role == "output" and part.first):
+        before = block.leaf and norm == "layer"
+        if before or (block.role == "output" and block.first):
             beside_N = _norm(norm, values_N, element_bytes, weights) + 8 * sizes.units_N
     rows_N = {"embedding": sizes.inputs_N, "context": sizes.contexts_N, "output": sizes.outputs_N}
-    split = execution.tensor if part.role == "output" and part.last else 1
-    tensors = weights + (part.role != "embedding" and not part.first)
-    return beside_N + element_bytes * tensors * rows_N[part.role] * part.linear[0] / split
+    split = execution.tensor if block.role == "output" and block.last else 1
+    tensors = weights + (block.role != "embedding" and not block.first)
+    return beside_N + element_bytes * tensors * rows_N[block.role] * block.linear[0] / split
 
 
 def layer_temporary_bytes(
@@ -234,29 +234,29 @@ def layer_temporary_bytes(
     return residual_N + np.max([forward_N, attention_N, backward_N], axis=0)
 
 
-def head_temporary_bytes(part: Part, sizes: TaskSizes, element_bytes: int) -> Array:
+def head_temporary_bytes(block: Block, sizes: TaskSizes, element_bytes: int) -> Array:
     """Logits and their gradients, by task; of long rows in half precision chunk by chunk."""
-    assert part.linear is not None
-    hidden, vocabulary = part.linear
+    assert block.linear is not None
+    hidden, vocabulary = block.linear
     rows_N = sizes.outputs_N
     found_N = 2 * element_bytes * rows_N * vocabulary
     if element_bytes < 4:
         found_N = found_N + 8 * np.minimum(rows_N, LOSS_CHUNK) * vocabulary
-    return found_N + part.trained * element_bytes * hidden * vocabulary
+    return found_N + block.trained * element_bytes * hidden * vocabulary
 
 
-def part_temporary_bytes(
-    module: ModuleDescription, part: Part, sizes: TaskSizes, element_bytes: int
+def block_temporary_bytes(
+    module: ModuleDescription, block: Block, sizes: TaskSizes, element_bytes: int
 ) -> Array:
     """The most that what stands around the layers needs, by task."""
-    if part.role == "output" and module.kind == "llm":
-        return head_temporary_bytes(part, sizes, element_bytes)
-    if part.linear is None:  # the LLM's table
-        return sizes.units_N * 0.0 + part.trained * element_bytes * module.pre_parameters
-    inputs, outputs = part.linear
+    if block.role == "output" and module.kind == "llm":
+        return head_temporary_bytes(block, sizes, element_bytes)
+    if block.linear is None:  # the LLM's table
+        return sizes.units_N * 0.0 + block.trained * element_bytes * module.pre_parameters
+    inputs, outputs = block.linear
     rows = {"embedding": sizes.inputs_N, "context": sizes.contexts_N, "output": sizes.outputs_N}
-    gradient = part.trained * element_bytes * inputs * outputs
-    return 2 * element_bytes * rows[part.role] * max(inputs, outputs) + gradient
+    gradient = block.trained * element_bytes * inputs * outputs
+    return 2 * element_bytes * rows[block.role] * max(inputs, outputs) + gradient
 
 
 def _weight_gradient_bytes(

@@ -23,7 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from torchmm.balance.costs.parts import Flag, Part, gradients, layer_linears, stage_parts
+from torchmm.balance.costs.blocks import (
+    Block,
+    Flag,
+    gradients,
+    layer_linears,
+    stage_blocks,
+)
 from torchmm.balance.costs.sizes import (
     Array,
     TaskSizes,
@@ -47,7 +53,7 @@ class ModuleFlops(NamedTuple):
 
 
 class PassFlops(NamedTuple):
-    """FLOPs of the passes over consecutive parts, by task."""
+    """FLOPs of the passes over consecutive blocks, by task."""
 
     forward_N: Array
     inputs_N: Array
@@ -74,8 +80,8 @@ def microbatch_flops(
         if sizes is None:
             result[module.name] = ModuleFlops(0, 0)
             continue
-        parts = stage_parts(module, 0, len(module.layers))
-        flops = pass_flops(module, parts, sizes, reached[module.name])
+        blocks = stage_blocks(module, 0, len(module.layers))
+        flops = pass_flops(module, blocks, sizes, reached[module.name])
         backward = flops.inputs_N + flops.weights_N
         result[module.name] = ModuleFlops(round(flops.forward_N.sum()), round(backward.sum()))
     return result
@@ -103,32 +109,32 @@ def module_sizes(module: ModuleDescription, meta: MicrobatchMeta, targets: int) 
 
 
 def pass_flops(
-    module: ModuleDescription, parts: Sequence[Part], sizes: TaskSizes, arrives: Flag
+    module: ModuleDescription, blocks: Sequence[Block], sizes: TaskSizes, arrives: Flag
 ) -> PassFlops:
-    """FLOPs of a chain of parts.
+    """FLOPs of a chain of blocks.
 
     Args:
         arrives: whether a gradient goes back to what stands before the chain; an array: by task.
     """
     forward_N, inputs_N, weights_N = (sizes.inputs_N * 0.0 for _ in range(3))
-    for part, inputs, weights in gradients(parts, arrives):
-        dense_N, attention_N = part_flops(module, part, sizes)
+    for block, inputs, weights in gradients(blocks, arrives):
+        dense_N, attention_N = block_flops(module, block, sizes)
         forward_N += dense_N + attention_N
         inputs_N += inputs * (dense_N + 2 * attention_N)
         weights_N += weights * dense_N
     return PassFlops(forward_N, inputs_N, weights_N)
 
 
-def part_flops(module: ModuleDescription, part: Part, sizes: TaskSizes) -> tuple[Array, Array]:
+def block_flops(module: ModuleDescription, block: Block, sizes: TaskSizes) -> tuple[Array, Array]:
     """Forward FLOPs: (products with weights, products between activations)."""
     nothing_N = sizes.inputs_N * 0.0
-    if part.layer is not None:
-        return _layer_flops(part.layer, part.count, sizes)
+    if block.layer is not None:
+        return _layer_flops(block.layer, block.count, sizes)
     rows_N = {"embedding": sizes.inputs_N, "context": sizes.contexts_N, "output": sizes.outputs_N}
     dense_N = nothing_N.copy()
-    if part.linear is not None:
-        dense_N += 2 * part.linear[0] * part.linear[1] * rows_N[part.role]
-    if part.role == "embedding" and part.leaf:
+    if block.linear is not None:
+        dense_N += 2 * block.linear[0] * block.linear[1] * rows_N[block.role]
+    if block.role == "embedding" and block.leaf:
         dense_N += module.flops_per_image * sizes.images_N
     return dense_N, nothing_N
 
@@ -169,11 +175,11 @@ def module_layers(
         raise ValueError("no microbatches to average costs over")
     result = []
     for module in modules:
-        parts = stage_parts(module, 0, len(module.layers))
-        costs = _mean_costs(modules, module, parts, microbatches)
-        of_layers = [i for i, part in enumerate(parts) if part.role == "layer"]
-        layers = [costs[i] / parts[i].count for i in of_layers for _ in range(parts[i].count)]
-        first = of_layers[0] if of_layers else len(parts)
+        blocks = stage_blocks(module, 0, len(module.layers))
+        costs = _mean_costs(modules, module, blocks, microbatches)
+        of_layers = [i for i, block in enumerate(blocks) if block.role == "layer"]
+        layers = [costs[i] / blocks[i].count for i in of_layers for _ in range(blocks[i].count)]
+        first = of_layers[0] if of_layers else len(blocks)
         draws = module.kind == "generator"  # and has its connector before its layers
         result.append(
             ModuleLayers(
@@ -195,18 +201,18 @@ def module_layers(
 def _mean_costs(
     modules: Sequence[ModuleDescription],
     module: ModuleDescription,
-    parts: Sequence[Part],
+    blocks: Sequence[Block],
     microbatches: Sequence[MicrobatchMeta],
 ) -> list[float]:
-    """FLOPs of forward and backward of every part of a whole module, mean over microbatches."""
-    costs = [0.0] * len(parts)
+    """FLOPs of forward and backward of every block of a whole module, mean over microbatches."""
+    costs = [0.0] * len(blocks)
     for meta in microbatches:
         sizes = module_sizes(module, meta, text_tokens(meta))
         if sizes is None:
             continue
         arrives = gradients_arrive(modules, meta)[module.name]
-        for index, (part, inputs, weights) in enumerate(gradients(parts, arrives)):
-            dense, attention = (float(flops_N[0]) for flops_N in part_flops(module, part, sizes))
+        for index, (block, inputs, weights) in enumerate(gradients(blocks, arrives)):
+            dense, attention = (float(flops_N[0]) for flops_N in block_flops(module, block, sizes))
             backward = bool(inputs) * (dense + 2 * attention) + weights * dense
             costs[index] += (dense + attention + backward) / len(microbatches)
     return costs
@@ -234,9 +240,9 @@ def task_durations(
     flops: dict[tuple[ActionType, int, int, int], float] = {}
     for stage in graph.layout.stages:
         tasks = by_name[stage.module]
-        parts = stage_parts(tasks.module, stage.start, stage.stop)
+        blocks = stage_blocks(tasks.module, stage.start, stage.stop)
         arrives_N = tasks.gradient_arrives_N(graph, stage.index)
-        found = pass_flops(tasks.module, parts, tasks.useful, arrives_N)
+        found = pass_flops(tasks.module, blocks, tasks.useful, arrives_N)
         backward_N = found.inputs_N + found.weights_N
         values = (found.forward_N, backward_N, found.inputs_N, found.weights_N)
         for kind, values_N in zip(_KINDS, values, strict=True):

@@ -1,4 +1,4 @@
-"""The operators of a part of a module: what really runs, call by call, in forward and backward.
+"""The operators of a block of a module: what really runs, call by call, in forward and backward.
 
 Numbers of calls and bytes are those of Hugging Face's layers in eager PyTorch on one rank of a
 tensor-parallel group: an RMSNorm is six element-wise calls that read or write its input seven
@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
+from torchmm.balance.costs.blocks import Block, layer_linears, local_linears
 from torchmm.balance.costs.devices import Link
+from torchmm.balance.costs.execution import Execution, Recompute
 from torchmm.balance.costs.flops import cross_rows
 from torchmm.balance.costs.operators import Kind, Operator
-from torchmm.balance.costs.parts import Execution, Part, Recompute, layer_linears, local_linears
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import LayerDescription, ModuleDescription
 
@@ -56,7 +57,7 @@ class Setting(NamedTuple):
 
 
 class Operators(NamedTuple):
-    """Operators of one of a part's equal pieces, by pass."""
+    """Operators of one of equal blocks, by pass."""
 
     forward: list[Operator]
     inputs: list[Operator]
@@ -67,17 +68,17 @@ class Operators(NamedTuple):
     """What backward runs again because it was not kept."""
 
 
-def part_operators(
-    module: ModuleDescription, part: Part, sizes: TaskSizes, setting: Setting
+def block_operators(
+    module: ModuleDescription, block: Block, sizes: TaskSizes, setting: Setting
 ) -> Operators:
-    """Operators of one piece of a part, on one rank."""
-    if part.layer is not None:
-        return _layer(part.layer, sizes, setting)
-    if part.role == "output" and module.kind == "llm":
-        return _head(module, part, sizes, setting)
-    if part.linear is None:
+    """Operators of one of equal blocks, on one rank."""
+    if block.layer is not None:
+        return _layer(block.layer, sizes, setting)
+    if block.role == "output" and module.kind == "llm":
+        return _head(module, block, sizes, setting)
+    if block.linear is None:
         return _table(module, sizes, setting) if module.kind == "llm" else Operators([], [], [], [])
-    return _linear_part(module, part, sizes, setting)
+    return _linear_block(module, block, sizes, setting)
 
 
 def accumulate(parameters: float, setting: Setting, tensors: int) -> Operator:
@@ -338,38 +339,38 @@ def _table(module: ModuleDescription, sizes: TaskSizes, setting: Setting) -> Ope
     return Operators(forward, [placed], weights, [])
 
 
-def _linear_part(
-    module: ModuleDescription, part: Part, sizes: TaskSizes, setting: Setting
+def _linear_block(
+    module: ModuleDescription, block: Block, sizes: TaskSizes, setting: Setting
 ) -> Operators:
     """A patch embedding, or a linear of a connector with what stands behind it."""
-    assert part.linear is not None
+    assert block.linear is not None
     tensor, size, link = setting.execution.tensor, setting.element_bytes, setting.tensor_link
     rows_N = {"embedding": sizes.inputs_N, "context": sizes.contexts_N, "output": sizes.outputs_N}
-    own_N, (inputs, outputs) = rows_N[part.role], part.linear
-    split = tensor if part.role == "output" and module.kind == "encoder" else 1
+    own_N, (inputs, outputs) = rows_N[block.role], block.linear
+    split = tensor if block.role == "output" and module.kind == "encoder" else 1
     product = _matmul(own_N, inputs, outputs / split, setting)
     passes = Operators(
         [product], [product], [product, accumulate(inputs * outputs / split, setting, 1)], []
     )
-    if part.role == "embedding":  # positions are added
+    if block.role == "embedding":  # positions are added
         passes.forward.append(Operator("elementwise", memory_bytes=3 * size * own_N * outputs))
-    elif not part.first:
+    elif not block.first:
         act = _activation("gelu", False, own_N * inputs / split, setting)
         passes.forward.extend(act.forward)
         passes.inputs.extend(act.inputs)
     if split > 1:
-        width = outputs if part.last else inputs
+        width = outputs if block.last else inputs
         sent = all_reduce_bytes(size * own_N * width, tensor)
         operator = Operator("all_reduce", network_bytes=sent, link=link)
-        (passes.forward if part.last else passes.inputs).append(operator)
+        (passes.forward if block.last else passes.inputs).append(operator)
     return passes
 
 
-def _head(module: ModuleDescription, part: Part, sizes: TaskSizes, setting: Setting) -> Operators:
+def _head(module: ModuleDescription, block: Block, sizes: TaskSizes, setting: Setting) -> Operators:
     """Final norm of all positions, logits of those with a target, cross entropy."""
-    assert part.linear is not None
+    assert block.linear is not None
     tensor, size, link = setting.execution.tensor, setting.element_bytes, setting.tensor_link
-    hidden, vocabulary = part.linear
+    hidden, vocabulary = block.linear
     norm = norm_operators(module.layers[-1].norm, sizes.units_N * hidden, 1, setting)
     product = _matmul(sizes.outputs_N, hidden, vocabulary / tensor, setting)
     logits_N, picked_N = sizes.outputs_N * vocabulary, sizes.outputs_N * hidden

@@ -4,7 +4,7 @@ A `CostModel` is a device profile and how each module is run on such devices. Fr
 description (its Hugging Face config, no weights) and what microbatches contain it gives, for each
 stage, how long F, B, I and W take, what they keep, and what sharding and transfers cost. It covers
 tensor parallelism with and without sequence parallelism, FSDP2 (HSDP), activation checkpointing
-(which adds time but no model FLOPs) and frozen parts. PipeWeaver §4: operators, then a graph.
+(which adds time but no model FLOPs) and frozen blocks. PipeWeaver §4: operators, then a graph.
 
 Rejected: one measured time per layer, which says nothing about other sizes, dtypes or devices.
 """
@@ -19,25 +19,25 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.costs.activation_bytes import (
+    block_temporary_bytes,
     gradients_kept_bytes,
     kept_bytes,
     layer_kept_bytes,
     layer_temporary_bytes,
-    part_temporary_bytes,
     shared_bytes,
 )
-from torchmm.balance.costs.devices import Link
-from torchmm.balance.costs.flops import PassFlops, pass_flops
-from torchmm.balance.costs.layer_operators import Setting, all_reduce_bytes, part_operators
-from torchmm.balance.costs.operators import HOST_KINDS, Operator, Profile, Times, Work, operator_ms
-from torchmm.balance.costs.parts import (
-    Execution,
+from torchmm.balance.costs.blocks import (
+    Block,
     Flag,
-    Part,
     gradients,
+    stage_blocks,
     stage_parameters,
-    stage_parts,
 )
+from torchmm.balance.costs.devices import Link
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.flops import PassFlops, pass_flops
+from torchmm.balance.costs.layer_operators import Setting, all_reduce_bytes, block_operators
+from torchmm.balance.costs.operators import HOST_KINDS, Operator, Profile, Times, Work, operator_ms
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import ModuleDescription
 
@@ -54,8 +54,8 @@ operators again: hooks for every tensor that is kept and, where only some result
 through Python. In calls of an operator, as measured on layers too small to compute anything."""
 
 
-class PartWork(NamedTuple):
-    """Work of one piece of a part, by pass."""
+class BlockWork(NamedTuple):
+    """Work of one of equal blocks, by pass."""
 
     forward: Work
     inputs: Work
@@ -63,8 +63,8 @@ class PartWork(NamedTuple):
     again: Work
 
 
-PartCache = dict[Part, PartWork]
-"""Of one module's parts, for tasks of the same sizes."""
+BlockCache = dict[Block, BlockWork]
+"""Of one module's blocks, for tasks of the same sizes."""
 
 
 class StageCosts(NamedTuple):
@@ -177,7 +177,7 @@ class CostModel:
         sizes: TaskSizes,
         arrives: Flag,
         useful: TaskSizes | None = None,
-        cache: PartCache | None = None,
+        cache: BlockCache | None = None,
     ) -> StageCosts:
         """Costs of the stage with layers [start, stop).
 
@@ -188,31 +188,31 @@ class CostModel:
             useful: the same without padding, for FLOPs; None: there is none.
             cache: for other stages of the module with the same sizes.
         """
-        parts = stage_parts(module, start, stop)
+        blocks = stage_blocks(module, start, stop)
         execution = self.execution_of(module)
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
         kept_N, waiting_N = np.zeros(sizes.tasks), np.zeros(sizes.tasks)
         workspace_N = np.zeros(sizes.tasks)
-        first_layers = next((part for part in parts if part.layer is not None), None)
-        for part, needs_inputs, needs_weights in gradients(parts, arrives):
-            own = self._part_work(module, part, sizes, {} if cache is None else cache)
+        first_layers = next((block for block in blocks if block.layer is not None), None)
+        for block, needs_inputs, needs_weights in gradients(blocks, arrives):
+            own = self._block_work(module, block, sizes, {} if cache is None else cache)
             back_N = np.asarray(needs_inputs, float)
             has_backward = np.asarray(needs_inputs | needs_weights, float)
-            forward = forward.plus(own.forward, part.count)
-            inputs = inputs.plus(own.inputs, part.count * back_N)
-            weights = weights.plus(own.weights, float(part.count * needs_weights))
-            again = again.plus(own.again, part.count * has_backward)
+            forward = forward.plus(own.forward, block.count)
+            inputs = inputs.plus(own.inputs, block.count * back_N)
+            weights = weights.plus(own.weights, float(block.count * needs_weights))
+            again = again.plus(own.again, block.count * has_backward)
             found_N = kept_bytes(
-                module, part, sizes, execution, self.element_bytes, needs_inputs, needs_weights
+                module, block, sizes, execution, self.element_bytes, needs_inputs, needs_weights
             )
-            kept_N += found_N + self._received(part, sizes, has_backward, first=part is parts[0])
-            if part is first_layers:
+            kept_N += found_N + self._received(block, sizes, has_backward, first=block is blocks[0])
+            if block is first_layers:
                 kept_N += has_backward * shared_bytes(module, sizes, self.element_bytes)
             if needs_weights:
                 waiting_N += found_N + gradients_kept_bytes(
-                    part, sizes, execution, self.element_bytes
+                    block, sizes, execution, self.element_bytes
                 )
-            own_N = self._workspace(module, part, sizes, has_backward)
+            own_N = self._workspace(module, block, sizes, has_backward)
             workspace_N = np.maximum(workspace_N, own_N)
         backward = inputs.plus(weights).plus(again)
         split = execution.recompute == "none"
@@ -225,23 +225,27 @@ class CostModel:
             kept_bytes=kept_N,
             kept_for_weights_bytes=waiting_N if split else np.zeros(sizes.tasks),
             workspace_bytes=workspace_N,
-            flops=pass_flops(module, parts, useful or sizes, arrives),
+            flops=pass_flops(module, blocks, useful or sizes, arrives),
         )
 
-    def _part_work(
-        self, module: ModuleDescription, part: Part, sizes: TaskSizes, cache: PartCache
-    ) -> PartWork:
-        key = replace(part, count=1)
+    def _block_work(
+        self,
+        module: ModuleDescription,
+        block: Block,
+        sizes: TaskSizes,
+        cache: BlockCache,
+    ) -> BlockWork:
+        key = replace(block, count=1)
         if key not in cache:
-            found = part_operators(module, part, sizes, self.setting(module, sizes.tasks))
+            found = block_operators(module, block, sizes, self.setting(module, sizes.tasks))
             for own in (found.forward, found.again):
                 made = sum(o.calls for o in own if o.kind not in HOST_KINDS)
                 own.append(Operator("forward_call", calls=made))
-            if part.layer is not None:  # behind the above: these calls are all that they take
+            if block.layer is not None:  # behind the above: these calls are all that they take
                 calls = CHECKPOINT_CALLS[self.execution_of(module).recompute]
                 for own, count in zip((found.forward, found.again), calls, strict=True):
                     own.append(Operator("elementwise", calls=count))
-            cache[key] = PartWork(
+            cache[key] = BlockWork(
                 *(Work.of(own, self.profile, self.dtype, sizes.tasks) for own in found)
             )
         return cache[key]
@@ -264,26 +268,26 @@ class CostModel:
         found = work.times(self.profile, hidden)
         return Times(factor * found.total_ms, factor * found.tensor_ms)
 
-    def _received(self, part: Part, sizes: TaskSizes, has_backward: Array, first: bool) -> Array:
+    def _received(self, block: Block, sizes: TaskSizes, has_backward: Array, first: bool) -> Array:
         """A received input, which is kept beside the float32 copy that an RMSNorm makes of it."""
-        beside = first and part.layer is not None and part.layer.norm == "rms"
-        width = part.layer.hidden_size if beside and part.layer and self.element_bytes < 4 else 0
+        beside = first and block.layer is not None and block.layer.norm == "rms"
+        width = block.layer.hidden_size if beside and block.layer and self.element_bytes < 4 else 0
         return self.element_bytes * sizes.units_N * width * has_backward
 
     def _workspace(
-        self, module: ModuleDescription, part: Part, sizes: TaskSizes, has_backward: Array
+        self, module: ModuleDescription, block: Block, sizes: TaskSizes, has_backward: Array
     ) -> Array:
-        """Temporaries of one piece of a part, by task."""
-        if part.layer is None:
-            return part_temporary_bytes(module, part, sizes, self.element_bytes)
+        """Temporaries of one of equal blocks, by task."""
+        if block.layer is None:
+            return block_temporary_bytes(module, block, sizes, self.element_bytes)
         execution = self.execution_of(module)
         whole = replace(execution, recompute="none")
         layer_N, kept_N = (
-            layer_kept_bytes(part.layer, sizes, e, self.element_bytes, weights=part.trained)
+            layer_kept_bytes(block.layer, sizes, e, self.element_bytes, weights=block.trained)
             for e in (whole, execution)
         )
         own_N = layer_temporary_bytes(
-            part.layer, sizes, execution, self.element_bytes, weights=part.trained
+            block.layer, sizes, execution, self.element_bytes, weights=block.trained
         )
         return (layer_N - kept_N) * has_backward + own_N
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchmm.balance.costs.activation_bytes import layer_kept_bytes
-from torchmm.balance.costs.parts import Execution, Recompute
+from torchmm.balance.costs.execution import Execution, Recompute
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from torchmm.balance.costs.devices import Link
-from torchmm.balance.costs.model import CostModel, PartCache, StageCosts
+from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
@@ -54,7 +54,7 @@ def plan_costs(
     if missing := {s.module for s in layout.stages} - {m.name for m in modules}:
         raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
     tasks = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
-    caches: dict[str, PartCache] = {name: {} for name in tasks}
+    caches: dict[str, BlockCache] = {name: {} for name in tasks}
     collected, gather, reduce = _Collected(), {}, {}
     workspace = [0.0] * layout.rank_count
     static = [sum(map(_input_bytes, tasks.values()))] * layout.rank_count

@@ -33,8 +33,8 @@ import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.costs.activation_bytes import layer_kept_bytes
+from torchmm.balance.costs.execution import Recompute
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.parts import Recompute
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.step_costs import PlanCosts

@@ -26,7 +26,7 @@ import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.costs.flops import gradients_arrive
-from torchmm.balance.costs.model import CostModel, PartCache
+from torchmm.balance.costs.model import BlockCache, CostModel
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.reordering.groups import balance_groups
 from torchmm.balance.reordering.microbatches import reorder_microbatches
@@ -190,7 +190,7 @@ class StepReorder:
             if sizes is None:
                 continue
             arrives_N = np.array([arrives[i][module.name] for i in at], bool)
-            cache: PartCache = {}
+            cache: BlockCache = {}
             for place, stages in enumerate(self._chain.stages):
                 for stage in stages:
                     if stage.module != module.name:

@@ -1,10 +1,8 @@
-"""A module as a chain of parts, how it is run, and which gradients each part needs.
+"""A module as a chain of blocks, and which gradients each of them needs.
 
 Costs, FLOPs and memory all walk the same chain: what stands before the layers, the layers, what
-stands behind them. A part needs weight gradients if it is trained, and input gradients if anything
+stands behind them. A block needs weight gradients if it is trained, and input gradients if anything
 before it in the chain is trained or a gradient is to go back to the stage before.
-
-`Execution` says over how many ranks a module is split and what it recomputes.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ Linear = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Consecutive equal pieces of a module.
+class Block:
+    """Consecutive equal blocks of a module: layers, or a linear around them.
 
     Attributes:
         role: embedding: patches to features, or the LLM's table. context: a linear of a generator's
@@ -37,9 +35,9 @@ class Part:
         trained: whether its weights are.
         count: how many equal ones stand behind each other.
         layer: sizes, of layers.
-        linear: sizes, of the other parts; None where they have no matrix product.
+        linear: sizes, of the other blocks; None where they have no matrix product.
         leaf: its input never needs a gradient: pixels.
-        first, last: whether it is the first or last part of its role in the module.
+        first, last: whether it is the first or last block of its role in the module.
     """
 
     role: Role
@@ -52,32 +50,32 @@ class Part:
     last: bool = False
 
 
-def stage_parts(module: ModuleDescription, start: int, stop: int) -> list[Part]:
+def stage_blocks(module: ModuleDescription, start: int, stop: int) -> list[Block]:
     """The chain of the stage with layers [start, stop) of a whole module."""
-    parts: list[Part] = []
+    blocks: list[Block] = []
     if start == 0:
-        parts += _before(module)
-    parts += (
-        Part("layer", module.trainable, len(list(equal)), layer)
+        blocks += _before(module)
+    blocks += (
+        Block("layer", module.trainable, len(list(equal)), layer)
         for layer, equal in groupby(module.layers[start:stop])
     )
     if stop == len(module.layers):
-        parts += _behind(module)
-    return parts
+        blocks += _behind(module)
+    return blocks
 
 
-def gradients(parts: Sequence[Part], arrives: Flag) -> Iterator[tuple[Part, Flag, bool]]:
-    """(part, whether it needs input gradients, whether weight gradients).
+def gradients(blocks: Sequence[Block], arrives: Flag) -> Iterator[tuple[Block, Flag, bool]]:
+    """(block, whether it needs input gradients, whether weight gradients).
 
     Args:
         arrives: whether a gradient goes back to the stage before; an array: by task.
     """
     needed = arrives
-    for part in parts:
+    for block in blocks:
         # Inside a trained layer gradients pass from product to product, whatever is before it.
-        inputs = needed | (part.role == "layer" and part.trained)
-        yield part, inputs & (not part.leaf), part.trained
-        needed = needed | part.trained
+        inputs = needed | (block.role == "layer" and block.trained)
+        yield block, inputs & (not block.leaf), block.trained
+        needed = needed | block.trained
 
 
 def layer_linears(layer: LayerDescription) -> dict[str, tuple[int, int]]:
@@ -93,12 +91,12 @@ def layer_linears(layer: LayerDescription) -> dict[str, tuple[int, int]]:
     return found | {"up": (hidden, ffn), "down": (ffn, hidden)}
 
 
-def _before(module: ModuleDescription) -> list[Part]:
-    parts = []
+def _before(module: ModuleDescription) -> list[Block]:
+    blocks = []
     if module.kind == "generator" and module.context_flops_per_unit:
         size = sqrt(module.context_flops_per_unit / 4)  # two linears, taken as equally large
-        parts += [
-            Part("context", module.connector_trainable, linear=(size, size), first=i == 0)
+        blocks += [
+            Block("context", module.connector_trainable, linear=(size, size), first=i == 0)
             for i in range(2)
         ]
     linears: Sequence[Linear | None] = module.pre_linears or [None]
@@ -106,11 +104,11 @@ def _before(module: ModuleDescription) -> list[Part]:
         linears = [_square(module.pre_flops_per_unit)]
     for index, linear in enumerate(linears):
         leaf = module.kind != "llm" and index == 0
-        parts.append(Part("embedding", module.trainable, linear=linear, leaf=leaf))
-    return parts
+        blocks.append(Block("embedding", module.trainable, linear=linear, leaf=leaf))
+    return blocks
 
 
-def _behind(module: ModuleDescription) -> list[Part]:
+def _behind(module: ModuleDescription) -> list[Block]:
     linears: Sequence[Linear] = module.post_linears
     if not linears and module.post_flops_per_unit:
         # A connector has two linears, taken as equally large.
@@ -121,41 +119,13 @@ def _behind(module: ModuleDescription) -> list[Part]:
         of_connector = module.kind == "encoder" and index >= len(linears) - 2
         trained = module.connector_trainable if of_connector else module.trainable
         first, last = index == 0, index == len(linears) - 1
-        found.append(Part("output", trained, linear=linear, first=first, last=last))
+        found.append(Block("output", trained, linear=linear, first=first, last=last))
     return found
 
 
 def _square(flops: float) -> Linear:
     size = sqrt(flops / 2)
     return size, size
-
-
-Recompute = Literal["none", "selective", "full"]
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How one module runs.
-
-    Attributes:
-        tensor: tensor-parallel ranks.
-        sequence_parallel: whether activations between tensor-parallel regions are split too.
-        async_tensor: whether communication of linears overlaps with their matrix products.
-        shard, replicate: data-parallel ranks that share parameters, and copies of those groups.
-        recompute: activation checkpointing.
-    """
-
-    tensor: int = 1
-    sequence_parallel: bool = False
-    async_tensor: bool = False
-    shard: int = 1
-    replicate: int = 1
-    recompute: Recompute = "none"
-
-    @property
-    def residual_share(self) -> float:
-        """What share of the positions a rank has between tensor-parallel regions."""
-        return 1 / self.tensor if self.sequence_parallel else 1.0
 
 
 def local_linears(layer: LayerDescription, tensor: int) -> dict[str, tuple[float, float]]:
