@@ -10,9 +10,9 @@ from fuzz.wording import Refusal, refusal
 FILE = "docs/refused.md"
 HEAD = """# What is refused, and why
 
-Before any process starts to talk to another, a recipe is held against its model and the number of
-ranks; all that is wrong with it is told at once, with the keys and what to do. This table lists
-what {draws:,} drawn recipes met (seed {seed}; {refused:,} were refused), most frequent first.
+Before any processes communicate, a recipe is checked against its model and the number of ranks; all
+problems are reported at once, with their keys and remedies. This table lists the problems of
+{draws:,} random recipes (seed {seed}; {refused:,} were refused), most frequent first.
 Numbers are replaced by N, module names by NAME, files by PATH.
 
 Generated: `python tests/fuzz/run.py --only-read --draws {draws} --seed {seed} --docs {file}`
