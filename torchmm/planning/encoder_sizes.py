@@ -161,9 +161,9 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
     choice = EncoderChoice(sized(tried[0].pipelines, tried[0].tensor), tuple(tried), left_out)
     step = tried[0].forecast.step
     if step is None or not step.fits:
-        tried = "; ".join(choice.lines())
+        choices = "; ".join(choice.lines())
         raise ConfigError(
-            f"parallel.orchestrate: no pipelines of encoders fit into memory: {tried}. Use more "
+            f"parallel.orchestrate: no pipelines of encoders fit into memory: {choices}. Use more "
             "ranks, activation_checkpoint, or encoders on ranks of their own"
         )
     return choice
