@@ -17,6 +17,7 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
+from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
@@ -142,6 +143,8 @@ class Case:
     """Blocks per slice of async tensor parallelism; 0: it is off."""
     sharded: bool = False
     """By FSDP2, instead of tensor parallelism."""
+    recomputed: bool = False
+    """Backwards run layers again, after forwards of inputs of other lengths."""
 
 
 CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
@@ -150,6 +153,7 @@ CASES += [Case("qwen2_5_vl", True, frozen=True)]
 ASYNC = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 CASES += [Case(family, True, chunks=chunks) for chunks, family in enumerate(ASYNC, start=1)]
 CASES += [Case("clip", True, frozen=True, chunks=2)]
+CASES += [Case("siglip2", True, chunks=chunks, recomputed=True) for chunks in (0, 1)]
 
 
 @pytest.mark.slow
@@ -185,7 +189,10 @@ def _compare(case: Case) -> dict[str, float]:
     group = mesh.tensor.get_group().group_name
     overlap = Overlap("ring", group, case.chunks) if case.chunks else None
     apply_tensor_parallel(_encoder(split), mesh.tensor, case.sequence_parallel, overlap)
+    if case.recomputed:
+        apply_activation_checkpoint(_encoder(split), "full")
     errors = {}
+    losses = []
     for model in (whole, split):
         materialize(model, "cpu")
         init_weights(model, seed=1)
@@ -193,9 +200,10 @@ def _compare(case: Case) -> dict[str, float]:
         inputs = _inputs(case.family, grids)
         expected, found = _encoder(whole)(inputs), _encoder(split)(inputs)
         weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7))
-        for output in (expected, found):
-            (output * weights).sum().backward()
+        losses += [(output * weights).sum() for output in (expected, found)]
         errors[f"output {grids}"] = _error(found, expected, expected.norm().item())
+    for loss in losses:
+        loss.backward()
     errors |= _gradient_errors(_encoder(whole), _encoder(split))
     return {name: error for name, error in errors.items() if not error <= 1e-5}
 

@@ -72,6 +72,8 @@ def apply_tensor_parallel(
             parallelize_module(part, mesh, _scope(inside))
     if slices is not None and module.layers:
         module.layers[0].register_forward_pre_hook(slices.enter)
+        for layer in module.layers:
+            slices.remember(layer)
         module.layers[-1].register_forward_hook(slices.leave)
     module.tie_parameters()
     for name, parameter in module.named_parameters():  # some styles make trainable copies

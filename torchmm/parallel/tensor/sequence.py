@@ -30,7 +30,7 @@ class SequenceSlices:
     """The layers of one module, between which a rank has its slice of the sequence only.
 
     Slices are of equal length: the sequence is padded to a multiple of the ranks. Its true length
-    is noted on entry.
+    is noted on entry, and again by a layer that is recomputed.
 
     Args:
         overlap: how linears communicate below their own products; None: before and after them.
@@ -55,6 +55,26 @@ class SequenceSlices:
         rows, batch = sequence_first(hidden)
         slice_rows = self.slice_length * batch.numel()
         return (batch_first(take_slice(rows, slice_rows, self.overlap), batch), *args[1:])
+
+    def remember(self, layer: nn.Module) -> None:
+        """Lets a layer that backward runs again have the length of its own forward.
+
+        By then other microbatches, of other lengths, have entered the layers. The length is an
+        argument of the layer's `forward`, so that activation checkpointing, which is applied
+        around it, hands it to both runs.
+        """
+        forward: Any = layer.forward
+
+        def forward_at_length(*args: Any, sequence_length: int, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():  # a compiled layer runs again inside its graph
+                self.length = sequence_length
+            return forward(*args, **kwargs)
+
+        def add_length(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+            return args, {**kwargs, "sequence_length": self.length}
+
+        layer.forward = forward_at_length
+        layer.register_forward_pre_hook(add_length, with_kwargs=True)
 
     def reduce(self, _: nn.Module, __: tuple, partial: Tensor) -> Tensor:
         """Hook of a row-wise linear: sums what the ranks computed, of which each keeps a slice."""
