@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import StepBatch
+from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import EXIT_DONE, DataError, Preempted
 from torchmm.common.files import make_writable_directory
 from torchmm.common.module_names import GENERATOR
@@ -30,7 +31,7 @@ from torchmm.parallel.health import Health, check_finite, gather_floats, peer_er
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.planning.open_sizes import orchestrated
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import DTYPES, RunParts, build_run, build_unfilled_model
+from torchmm.training.build import RunParts, build_run, build_unfilled_model
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.ending import (
     Status,

@@ -40,8 +40,9 @@ from torchmm.balance.costs.parts import (
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import ModuleDescription
+from torchmm.common.dtypes import DTYPES
 
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
 CHECKPOINT_CALLS: dict[str, tuple[int, int]] = {
