@@ -96,7 +96,7 @@ def attempt(run_dir: Path, step: int, delay_s: float | None, random_: random.Ran
         time.sleep(delay_s)
         first = random_.randrange(RANKS)
         os.kill(children[first], signal.SIGKILL)
-        # In half of the attempts the other rank goes on for a moment.
+        # In half of the attempts the other rank continues for a moment.
         time.sleep(random_.choice([0.0, 0.05]))
         os.kill(children[1 - first], signal.SIGKILL)
     saved_s = time.monotonic() - start

@@ -1,7 +1,7 @@
-"""Modules on ranks of their own, samples from producers: killed, restarted, and misled.
+"""Disaggregated modules, samples from producers: killed, restarted, and misled.
 
 Two encoder replicas and one LLM rank train on what two producers prepare. A producer is killed in
-the middle, then a rank; what goes on from the last checkpoint ends with the bits of a run that
+the middle, then a rank; the run resumed from the last checkpoint ends with the bits of a run that
 nothing happened to, which prepared its samples itself: none is lost, none comes twice.
 """
 

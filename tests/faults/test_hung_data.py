@@ -66,11 +66,11 @@ def test_the_run_ends_and_names_workers_and_samples(tmp_path, real_data, train_s
     wait_for_step(run_dir, 3)
     workers = stop_workers(run_dir, 0)
     assert run.wait() == [3], run.output()
-    told = read_status(run_dir)
-    assert (told.state, told.exit_code) == ("failed", 3)
-    found = re.search(r"data worker \d \(process (\d+), stopped\)", told.message)
+    status = read_status(run_dir)
+    assert (status.state, status.exit_code) == ("failed", 3)
+    found = re.search(r"data worker \d \(process (\d+), stopped\)", status.message)
     assert found and int(found[1]) in workers and "Traceback" not in run.output()
-    assert "tuxpaint_stamps/train[" in told.message
+    assert "tuxpaint_stamps/train[" in status.message
     assert_gone(workers)
 
 

@@ -20,7 +20,7 @@ MISTAKE = {"model__llm__config__hiden_size": 64}
 
 @pytest.fixture
 def live_run(tmp_path) -> Iterator[Path]:
-    """Directory of a run that is alive, as far as another process can tell."""
+    """Directory of a run that looks alive to another process."""
     run_dir = tmp_path / "run"
     directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger(__name__))
     directory.claim()
@@ -74,11 +74,11 @@ def test_a_run_in_the_directory_of_another_touches_nothing(
     command = arguments(live_run, real_data, **changes)
     run = train_server.start(command, tmp_path / "logs", ranks, script=IMPATIENT)
     codes = run.wait()
-    told = "".join(run.output(rank) for rank in range(ranks))
-    assert codes == [2 if mistake else 4] * ranks, told
-    assert "Traceback" not in told
+    output = "".join(run.output(rank) for rank in range(ranks))
+    assert codes == [2 if mistake else 4] * ranks, output
+    assert "Traceback" not in output
     if not mistake:
-        assert told.count("in use by another run") == 1
+        assert output.count("in use by another run") == 1
     assert contents(live_run) == before
     assert read_status(live_run) == Status("running", 7, 0)
 

@@ -111,8 +111,8 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step(
     wait_for_step(run_dir, 4)
     run.kill(1, signal.SIGTERM)
     assert run.wait() == [75, 75]
-    told = run.output(0) + run.output(1)
-    assert told.count("Preempted: ") == 1 and "Traceback" not in told
+    output = run.output(0) + run.output(1)
+    assert output.count("Preempted: ") == 1 and "Traceback" not in output
     assert_preempted(run_dir)
     assert train_server.run(command, tmp_path / "again", ranks=2)[0] == [0, 0]
     assert_same_end(run_dir, undisturbed)
@@ -188,9 +188,9 @@ def test_mistakes_in_the_model_are_told_once_and_before_ranks_meet(
     command = arguments(tmp_path / "run", real_data, **changes)
     run = train_server.start(command, tmp_path, ranks=2, MASTER_ADDR="192.0.2.1")
     assert run.wait() == [2, 2]
-    told = run.output(0) + run.output(1)
-    assert told.count("2 problems in the recipe") == 1 and "Traceback" not in told
-    assert "did you mean 'hidden_size'" in told and "model.tokenizer" in told
+    output = run.output(0) + run.output(1)
+    assert output.count("2 problems in the recipe") == 1 and "Traceback" not in output
+    assert "did you mean 'hidden_size'" in output and "model.tokenizer" in output
 
 
 @pytest.fixture
@@ -214,9 +214,9 @@ def test_too_many_corrupt_samples_stop_all_ranks(tmp_path, real_data, broken_ima
     command.append(f'--data.sources=[{{path="{broken_images}"}}]')
     run = train_server.start(command, tmp_path / "logs", ranks=2)
     assert run.wait() == [3, 3]
-    told = run.output(0) + run.output(1)
-    assert told.count("DataError: ") == 1 and "Traceback" not in told
-    assert "data.max_corrupt_samples = 7" in told
+    output = run.output(0) + run.output(1)
+    assert output.count("DataError: ") == 1 and "Traceback" not in output
+    assert "data.max_corrupt_samples = 7" in output
     assert read_status(tmp_path / "run").exit_code == 3
 
 
@@ -246,9 +246,9 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, real_data, train_serv
     again = {**changes, "training__steps": 4, "checkpoint__resume": damaged}
     run = train_server.start(arguments(run_dir, real_data, **again), tmp_path, ranks=2)
     assert run.wait() == [4, 4]
-    told = run.output(0) + run.output(1)
-    assert told.count("CheckpointError: ") == 1 and "Traceback" not in told
-    assert f"{file} was altered" in told
+    output = run.output(0) + run.output(1)
+    assert output.count("CheckpointError: ") == 1 and "Traceback" not in output
+    assert f"{file} was altered" in output
     again["checkpoint__resume"] = "auto"
     codes, output = train_server.run(arguments(run_dir, real_data, **again), tmp_path)
     assert codes == [0] and "resumed from" in output and "checkpoints/step-1" in output
@@ -267,9 +267,9 @@ def test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint(
     assert run(training__steps=2).wait() == [0, 0]
     wild = run(optimizer__lr="1e30", checkpoint__interval=10)
     assert wild.wait() == [5, 5]
-    told = wild.output(0) + wild.output(1)
-    assert told.count("NonFiniteError: step 4: loss = nan on rank 0") == 1
-    assert "Traceback" not in told
+    output = wild.output(0) + wild.output(1)
+    assert output.count("NonFiniteError: step 4: loss = nan on rank 0") == 1
+    assert "Traceback" not in output
     status = read_status(run_dir)
     assert (status.state, status.step, status.exit_code) == ("failed", 3, 5)
     assert run().wait() == [0, 0]

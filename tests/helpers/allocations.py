@@ -14,7 +14,7 @@ from torchmm.common.batch import Microbatch
 
 
 class CountPeak(TorchDispatchMode):
-    """The most bytes in use behind any operator: every allocation counts until it is let go.
+    """The most bytes in use after any operator: every allocation counts until it is freed.
 
     Args:
         held: tensors that are there from the beginning to the end.

@@ -57,7 +57,7 @@ def snapshot(model, optimizer):
 
 
 def make_manager(run_dir: Path, recipe="recipe", table=None, **config) -> CheckpointManager:
-    """Synchronous unless told otherwise."""
+    """Synchronous by default."""
     settings = CheckpointConfig(**{"asynchronous": False, **config})
     logger = logging.getLogger("test_checkpoint")
     return CheckpointManager(settings, run_dir, logger, {"shard": 1}, recipe, table)

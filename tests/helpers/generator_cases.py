@@ -1,4 +1,4 @@
-"""A tiny generator behind tiny LLMs and encoders, and images for it to draw."""
+"""A tiny generator after tiny LLMs and encoders, and images for it to draw."""
 
 from math import prod
 

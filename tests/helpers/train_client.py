@@ -1,4 +1,4 @@
-"""Lets a `TrainServer` run train.py in the place of this process; for torchrun to start.
+"""Lets a `TrainServer` run train.py instead of this process; for torchrun to start.
 
 usage: train_client.py SOCKET ARGUMENTS...
 

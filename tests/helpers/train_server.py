@@ -173,7 +173,7 @@ def _serve(address: str) -> None:
 
 
 def _watch(connection: socket.socket) -> None:
-    """Starts one rank, tells its process id and, when it has ended, its exit code."""
+    """Starts one rank, reports its process id and, when it has ended, its exit code."""
     with connection.makefile("rw") as stream:
         job = json.loads(stream.readline())
         child = os.fork()

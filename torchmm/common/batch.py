@@ -1,11 +1,11 @@
 """The types that data, models and planners share: samples, microbatches, module descriptions.
 
 `torchmm.data` produces these and `torchmm.models` consumes them; neither imports the other.
-A microbatch is *packed*: the samples of one or more sequences stand behind each other in one
-row of T tokens, and `cu_seqlens` says where each sample starts, so attention never crosses
-from one sample into the next. Padding, if any, is the last segment of a sequence and has no
-targets. Rejected: a (B, S) layout with a dense mask, which costs S x S memory and hides leaks
-(see `torchmm.models.layers.attention`).
+A microbatch is *packed*: the samples of one or more sequences follow one another in one row of T
+tokens, and `cu_seqlens` says where each sample starts, so attention never crosses from one sample
+into the next. Padding, if any, is the last segment of a sequence and has no targets. Rejected: a
+(B, S) layout with a dense mask, which costs S x S memory and hides leaks (see
+`torchmm.models.layers.attention`).
 
 Shape legend: T tokens of a microbatch, N images, P patches of all images of an encoder,
 K encoder output tokens of all images, D features, C channels.
@@ -31,10 +31,10 @@ IGNORE_TARGET = -100
 
 @dataclass(frozen=True)
 class ImageMeta:
-    """What planning needs to know of one image, known from its header without decoding it.
+    """What planning needs to know of one image, read from its header without decoding it.
 
     A sound is an "image" too, of one row: its patches are the positions that the encoder sees. So
-    is a clip, or each of its frames, for encoders that read single ones.
+    is a clip, or each of its frames for encoders that read single frames.
     """
 
     width_px: int
@@ -45,20 +45,21 @@ class ImageMeta:
     tokens: int
     """Tokens the image takes in the LLM's sequence (placeholders only, no marker tokens)."""
     frames: int = 1
-    """Frames of a clip, or groups of as many as make one patch, which share its patches evenly."""
+    """Frames of a clip (or groups of frames, if a patch spans several); all have equally many
+    patches."""
     encoder: str | None = None
-    """Name of the encoder that reads it, where a model has several; None: the sample's."""
+    """Name of the encoder that reads it, if a model has several; None: the sample's."""
     duration_ms: int = 0
-    """Of a sound or clip; of a clip's single frame, of what it stands for."""
+    """Duration of a sound or clip; for a clip's single frame, of the part it represents."""
     frame_pixels: int = 0
-    """Most pixels of a clip's frame after resizing; 0: as many as any image may have."""
+    """Most pixels of a clip's frame after resizing; 0: the limit for images."""
 
 
 @dataclass(frozen=True)
 class SampleMeta:
     """One sample: where it comes from and how large it is.
 
-    `index` is the position inside its source, so that (source, index) names it for ever.
+    `index` is the position inside its source, so (source, index) always names the same sample.
     """
 
     source: str
@@ -67,7 +68,7 @@ class SampleMeta:
     """Length in the LLM's sequence: text, markers and image placeholders."""
     images: tuple[ImageMeta, ...] = ()
     encoder: str | None = None
-    """Name of the encoder that reads the images; None for a text-only sample, or where each image
+    """Name of the encoder that reads the images; None for a text-only sample, or if each image
     names its own."""
     generated: tuple[GeneratedMeta, ...] = ()
     """Images and clips that the generator has to draw; they take no tokens."""
@@ -117,10 +118,10 @@ class MicrobatchMeta:
 class EncoderInputs:
     """One encoder's share of a microbatch: its images and where their outputs go.
 
-    Exactly one pixel layout is used by an encoder, see `ImageSpec.layout`:
-    "fixed" has pixels of shape (N, C, height, width), "patches" has (P, D) with the patches of
-    all images behind each other; a patch of a sound is its mel bins of a few frames. Sizes are
-    plain Python numbers, so that no kernel launch waits for the device.
+    An encoder uses exactly one pixel layout, see `ImageSpec.layout`: "fixed" has pixels of shape
+    (N, C, height, width), "patches" has (P, D), the patches of one image after another; a patch of
+    a sound is the mel bins of a few frames. Sizes are plain Python numbers, so that no kernel
+    launch waits for the device.
     """
 
     pixels: Tensor
@@ -131,7 +132,7 @@ class EncoderInputs:
     """int64: position in the microbatch's T tokens of each output token, image after image."""
 
     def select(self, images: range) -> EncoderInputs:
-        """The share of consecutive images; its tensors are views.
+        """The inputs of consecutive images; tensors are views.
 
         Raises:
             ValueError: there are no such images.
@@ -139,7 +140,8 @@ class EncoderInputs:
         if not 0 <= images.start < images.stop <= len(self.grids_thw) or images.step != 1:
             raise ValueError(f"no images {images} among {len(self.grids_thw)}")
         patches = [prod(grid) for grid in self.grids_thw]
-        start, stop = sum(patches[: images.start]), sum(patches[: images.stop])
+        start = sum(patches[: images.start])
+        stop = sum(patches[: images.stop])
         # An output token stands for the same number of patches in all images of an encoder.
         tokens, total = len(self.positions_K), sum(patches)
         at = slice(start, stop) if self.pixels.ndim == 2 else slice(images.start, images.stop)
@@ -150,7 +152,7 @@ class EncoderInputs:
         )
 
     def split(self, parts: int) -> list[EncoderInputs]:
-        """`parts` groups of consecutive images whose numbers differ by at most one.
+        """`parts` groups of consecutive images whose sizes differ by at most one.
 
         Raises:
             ValueError: there are fewer images than parts.
@@ -184,12 +186,12 @@ class Microbatch:
     position_ids: Tensor
     """int64, (T,), restarting at 0 in every sample; (3, T) for models with M-RoPE."""
     cu_seqlens: list[int]
-    """Start of every packed segment, then T: [0, ..., T]. Padding is a segment of its own."""
+    """Start of every packed segment, then T: [0, ..., T]. Padding is a separate segment."""
     encoders: dict[str, EncoderInputs]
     """By encoder name. An encoder without images in this microbatch has no entry."""
     meta: MicrobatchMeta
     generator: GeneratorInputs | None = None
-    """None without images to be drawn."""
+    """None if there are no images to be drawn."""
 
     @cached_property
     def target_positions_L(self) -> Tensor:
@@ -254,7 +256,7 @@ class StepBatch:
     """One "source[index]: reason" per corrupt sample, the first time this rank meets it; what all
     ranks find while planning is listed by rank 0 only."""
     epoch: int = 0
-    """Passes over the data that are complete."""
+    """Completed passes over the data."""
 
     def pin_memory(self) -> StepBatch:
         """Copy with every microbatch in page-locked memory."""
@@ -263,7 +265,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """How an encoder wants its images, or sounds; made by `torchmm.models`, obeyed by
+    """How an encoder wants its images or sounds; made by `torchmm.models`, followed by
     `torchmm.data`."""
 
     encoder: str
@@ -274,23 +276,23 @@ class ImageSpec:
     processor: dict[str, Any]
     """Its settings (the content of preprocessor_config.json)."""
     patch_size_px: int
-    """Of sounds: samples of a patch."""
+    """For sounds: samples of a patch."""
     merge: int = 1
-    """Rows and columns of patches that become one output token: tokens = patches / merge**2. Of
-    sounds merge**2 consecutive ones."""
+    """Rows and columns of patches that become one output token: tokens = patches / merge**2. For
+    sounds, merge**2 consecutive patches."""
     drop_class_token: bool = True
-    """Fixed layout: whether the class token, where there is one, is not handed to the LLM."""
+    """Fixed layout: whether the class token, if there is one, is not passed to the LLM."""
     extra_tokens: int = 0
     """Fixed layout: output tokens beyond one per merged patch (a kept class token)."""
     modality: Literal["image", "audio"] = "image"
     """What the encoder reads."""
     max_patches: int = 0
-    """Most patches of a sound, which is cut there."""
+    """Most patches of a sound; longer ones are cut."""
 
 
 @dataclass(frozen=True)
 class TextSpec:
-    """How the LLM wants its text; made by `torchmm.models`, obeyed by `torchmm.data`."""
+    """How the LLM wants its text; made by `torchmm.models`, followed by `torchmm.data`."""
 
     vocab_size: int
     image_token_id: int | None
@@ -303,7 +305,7 @@ class TextSpec:
     pad_token_id: int = 0
     positions: Literal["1d", "mrope"] = "1d"
     video_token_id: int | None = None
-    """Placeholder id at positions of clips that are read as such; None: that of images."""
+    """Placeholder id at positions of clips that are read whole; None: that of images."""
     tokens_per_second: float | None = None
     """M-RoPE: time positions per second of a clip; None: one per group of frames."""
 
@@ -317,20 +319,20 @@ class LayerDescription:
     kv_heads: int
     head_dim: int
     ffn_size: int
-    """Of experts: of those together that a token goes through."""
+    """For experts: the total over those that a token goes through."""
     gated_ffn: bool
     causal: bool
     window: int | None = None
     """Attention reach in tokens (LLM) or patches per window (encoder); None for full attention."""
     cross_attention: bool = False
     """Whether a second attention of the same sizes reads the context (generators), which has
-    `hidden_size` features behind the connector."""
+    `hidden_size` features after the connector."""
     norm: Literal["rms", "layer"] = "rms"
     """Kind of the layer's norms."""
     norm_place: Literal["before", "behind", "around"] = "before"
-    """Where they stand: before attention and feed-forward part, behind them, or both."""
+    """Where they are: before attention and feed-forward part, after them ("behind"), or both."""
     norm_weight_float32: bool = False
-    """Whether their weights multiply float32 values, which are then kept."""
+    """Whether their weights multiply float32 values, which are then kept for backward."""
     activation: str = "silu"
     """Function inside the feed-forward part, by Hugging Face's name."""
     rotary: bool = True
@@ -338,20 +340,20 @@ class LayerDescription:
     qk_norm: bool = False
     """Whether queries and keys are normalized."""
     packed_qkv: bool = False
-    """Whether one linear gives queries, keys and values."""
+    """Whether one linear computes queries, keys and values."""
     packed_gate_up: bool = False
-    """Whether one linear gives the gate and what it is for."""
+    """Whether one linear computes gate and up projection."""
     experts: int = 0
-    """Among which a router chooses for every token; 0: there is one feed-forward part for all."""
+    """Experts among which a router chooses for every token; 0: one feed-forward part for all."""
     batched: bool = False
-    """Whether images of one size are rows of a batch, and not packed into a single row."""
+    """Whether images of one size are rows of a batch instead of packed into a single row."""
     parameters: int = 0
     """All of the layer, with biases and norms; 0: those of its matrix products."""
 
 
 @dataclass(frozen=True)
 class ModuleDescription:
-    """A modality module as the planners see it: layers and what stands around them."""
+    """A modality module as the planners see it: layers and what is around them."""
 
     name: str
     kind: Literal["llm", "encoder", "generator"]
@@ -359,7 +361,7 @@ class ModuleDescription:
     pre_flops_per_unit: int
     """Forward FLOPs per unit (token or patch) before the layers, e.g. the patch embedding."""
     post_flops_per_unit: int
-    """Forward FLOPs per output unit behind the layers: an encoder's connector per token, the LM
+    """Forward FLOPs per output unit after the layers: an encoder's connector per token, the LM
     head per target, a generator's output per patch."""
     parameters: int
     trainable: bool = True
@@ -373,15 +375,15 @@ class ModuleDescription:
     pre_linears: tuple[tuple[int, int], ...] = ()
     """(inputs, outputs) of the matrix products in `pre_flops_per_unit`; for their traffic only."""
     post_linears: tuple[tuple[int, int], ...] = ()
-    """The same of `post_flops_per_unit`."""
+    """The same for `post_flops_per_unit`."""
     pre_parameters: int = 0
-    """What stands before the layers: patch embedding, or the LLM's table of embeddings."""
+    """Parameters before the layers: patch embedding, or the LLM's table of embeddings."""
     post_parameters: int = 0
-    """What stands behind the layers: connector, or final norm and head, tied or not."""
+    """Parameters after the layers: connector, or final norm and head, tied or not."""
     extra_tokens: int = 0
-    """Positions per image beside its patches: a class token (encoders)."""
+    """Positions per image in addition to its patches: a class token (encoders)."""
     dummy_patches: int = 0
-    """Patches of the image that stands in for none (encoders)."""
+    """Patches of the dummy image that a microbatch without images gets (encoders)."""
     context_flops_per_unit: int = 0
     """Generators: forward FLOPs of the connector per context token, before the layers."""
     flops_per_image: int = 0

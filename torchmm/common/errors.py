@@ -13,7 +13,7 @@ class TorchmmError(Exception):
 
     exit_code = 1
     reported = False
-    """Another rank has told the same already, so this one need not."""
+    """Another rank has already reported the same, so this one need not."""
 
 
 class ConfigError(TorchmmError):
@@ -36,7 +36,7 @@ class PlanError(TorchmmError):
     """A pipeline plan cannot be executed, or does not fit into memory; nothing was started.
 
     Args:
-        problems: every problem found; the message lists the first ones, the gravest before others.
+        problems: every problem found; the message lists the first ones, the most serious first.
     """
 
     exit_code = 2
@@ -44,7 +44,8 @@ class PlanError(TorchmmError):
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = list(problems)
-        count, more = len(self.problems), len(self.problems) - self.listed
+        count = len(self.problems)
+        more = len(self.problems) - self.listed
         lines = ["1 problem" if count == 1 else f"{count} problems"]
         lines[0] += " in the pipeline plan:"
         lines += [f"  - {problem}" for problem in self.problems[: self.listed]]
@@ -77,6 +78,6 @@ class PeerError(TorchmmError):
 
 
 class Preempted(TorchmmError):  # noqa: N818 - an outcome, not a failure
-    """The run was asked to stop, saved a checkpoint and left."""
+    """The run was asked to stop, saved a checkpoint and exited."""
 
     exit_code = 75

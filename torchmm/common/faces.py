@@ -2,7 +2,7 @@
 
 A folder's `__init__.py` lists what others may take from it. Importing all of that at once would
 make `train.py --print-config` load torch and a data worker load the models, so each name is looked
-up when it is first asked for (PEP 562). Inside of torchmm modules import each other directly.
+up when it is first asked for (PEP 562). Inside torchmm, modules import each other directly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def public(
 
     Args:
         folder: its dotted name.
-        names: by module in it, what it gives.
+        names: public names by module in it.
     """
     home = {name: module for module, given in names.items() for name in given}
 

@@ -1,4 +1,4 @@
-"""Small files that nobody ever sees half of: not a reader, not the run after a crash.
+"""Small files that nobody ever sees half written: not a reader, not the run after a crash.
 
 `Handover` uses that to hand the newest of something to another process; neither side ever waits
 for the other.
@@ -7,10 +7,9 @@ for the other.
     newest.put({"numbers": numbers})    one process, as often as it likes
     newest.get()                        the other one: what was put last, as a whole
 
-It is a file of arrays, replaced as a whole. Rejected: a pipe. It takes up about 200 KB; whoever
-writes more, as the plan of one large step is, stands still until the other side reads, and who
-reads must first read everything that has been outdated. Rejected: shared memory, whose size must be
-known before.
+It is a file of arrays, replaced as a whole. Rejected: a pipe, which holds about 200 KB: to write
+more, such as the plan of one large step, blocks until the other side reads, and a reader must first
+read everything that is out of date. Rejected: shared memory, whose size must be known beforehand.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def canonical_json(value: Any) -> bytes:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a new file and forces it to the disk; the directory entry is the caller's part."""
+    """Writes a new file and forces it to the disk; the caller syncs the directory entry."""
     with naming_the_file(path, len(data)), path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -93,9 +92,9 @@ def check_writable(directory: Path) -> None:
 
 
 def overwrite(path: Path, data: bytes) -> None:
-    """Writes over the existing `path` where it lies, which works on a full disk too.
+    """Overwrites the existing `path` in place, which works on a full disk too.
 
-    A reader may see it half written. What is longer than the space that the file has anyway may
+    A reader may see it half written. Content longer than the space that the file already has may
     not fit: see `allocated_bytes`.
     """
     descriptor = os.open(path, os.O_WRONLY)
@@ -133,7 +132,8 @@ class Handover:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._unfinished = path, path.with_name(path.name + ".part")
+        self._path = path
+        self._unfinished = path.with_name(path.name + ".part")
 
     def put(self, arrays: Arrays) -> None:
         """Replaces what was put before.

@@ -1,4 +1,4 @@
-"""Models and tokenizers that bring code of their own: it is never run, and errors say so."""
+"""Models and tokenizers that bring their own code: it is never run, and errors say so."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from __future__ import annotations
 def describe_refusal(error: Exception) -> str:
     """Why Hugging Face could not load something, in one line.
 
-    Its own remedy for foreign code is to trust it, which is not to be had here.
+    Its own remedy for foreign code is to trust it, which torchmm never does.
     """
     if "trust_remote_code" in str(error):
         return (
-            "it consists of code of its own, which is never run here; name a model or tokenizer "
+            "it consists of its own code, which is never run here; name a model or tokenizer "
             "whose classes are part of transformers, or save it as one"
         )
     return " ".join(str(error).split())

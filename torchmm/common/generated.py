@@ -3,11 +3,11 @@
 A sample may end in, or contain, an image that is not read but drawn: the *generated* image. It
 takes no place in the LLM's sequence. What is drawn depends on the *context*: the LLM's hidden
 states of the sample's tokens before it. Training is flow matching (Lipman et al., arXiv 2210.02747,
-with the straight paths of arXiv 2209.03003): between the image x and noise e lies
+with the straight paths of arXiv 2209.03003): the path between the image x and noise e is
 (1 - t) x + t e, and the generator learns the velocity e - x.
 
 Noise and time belong to the sample and come with the data, so that losses do not depend on how
-ranks, microbatches and stages share the work.
+the work is divided among ranks, microbatches and stages.
 
 Shape legend: P patches of all generated images, V values of a patch, N images, T tokens of the
 microbatch, K context tokens of all images.
@@ -41,7 +41,7 @@ class GeneratedMeta:
 
 @dataclass(frozen=True)
 class GeneratorSpec:
-    """How a generator wants its images; made by `torchmm.models`, obeyed by `torchmm.data`."""
+    """How a generator wants its images; made by `torchmm.models`, followed by `torchmm.data`."""
 
     size_px: int
     """Rows and columns of pixels of every frame."""
@@ -54,7 +54,7 @@ class GeneratorSpec:
     """Distribution of times: "uniform", or "logit_normal" (arXiv 2403.03206, section 3.1)."""
 
     def grid(self, frames: int) -> tuple[int, int, int]:
-        """Patches of an image or clip of so many frames."""
+        """Patches of an image, or of a clip with this many frames."""
         side = self.size_px // self.patch_size_px
         return min(frames, self.frames), side, side
 
@@ -83,7 +83,7 @@ class GeneratorInputs:
         return sum(self.counted)
 
     def select(self, images: range) -> GeneratorInputs:
-        """The share of consecutive images; its tensors are views.
+        """The inputs of consecutive images; tensors are views.
 
         Raises:
             ValueError: there are no such images.

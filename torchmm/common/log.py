@@ -26,7 +26,7 @@ def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
 
     Rank 0 shows INFO and above on `console`; every rank writes WARNING and above to
     `logs/rank-N.log` in the run directory (the file appears with the first warning). Calling it
-    again replaces the handlers of the call before.
+    again replaces the handlers of the previous call.
     """
     logger = logging.getLogger("torchmm")
     for handler in list(logger.handlers):
@@ -46,7 +46,7 @@ def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
 
 
 class _RankFile(logging.FileHandler):
-    """A log file that is not worth the run: what cannot be written goes to stderr instead."""
+    """A log file that never ends the run: what cannot be written goes to stderr instead."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -70,7 +70,7 @@ class JsonlWriter:
     """Appends one JSON object per line; each has a "step", and no step appears twice.
 
     Every line reaches the operating system when it is written, so a killed process loses at most
-    a torn last line. On resume, that line and all steps behind the checkpoint are cut off.
+    a torn last line. On resume, that line and all steps after the checkpoint are cut off.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
@@ -99,7 +99,7 @@ class JsonlWriter:
 
 
 def _length_up_to(path: Path, last_step: int) -> int:
-    """Bytes of the leading lines that are whole and not behind `last_step`."""
+    """Bytes of the leading lines that are whole and not after `last_step`."""
     length = 0
     with path.open("rb") as file:
         for line in file:

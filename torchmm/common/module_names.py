@@ -1,6 +1,6 @@
-"""Names that modules of a model always have; encoders are named by the recipe.
+"""Names that modules of a model always have; other encoders are named by the recipe.
 
-Apart from the types in `batch.py`, which need torch: the recipe is read without it.
+Separate from the types in `batch.py`, which need torch: the recipe is read without it.
 """
 
 LLM = "llm"
@@ -8,3 +8,6 @@ LLM = "llm"
 
 GENERATOR = "generator"
 """The module that draws what the LLM describes."""
+
+COMPOSITE_ENCODER = "vision"
+"""The encoder of a composite Hugging Face model, whose recipe names none."""

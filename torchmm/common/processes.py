@@ -1,11 +1,11 @@
-"""Processes: birth and death of the data workers, and memory that is kept between steps.
+"""Processes: start and end of the data workers, and memory that is kept between steps.
 
 Workers are forked from a fork server: forking the training process is unsafe once it has CUDA,
 NCCL and checkpoint threads, and spawning pays the imports (seconds) once per worker.
 
 They ignore SIGTERM and SIGINT: launchers send these to whole process groups, and the training
-process needs its data to reach the step boundary at which it saves. What ends them instead is a
-pipe whose only writing end the training process holds: it closes when that process exits or dies.
+process needs its data to reach the step boundary at which it saves. Instead they end with a pipe
+whose only writing end the training process holds: it closes when that process exits or dies.
 PyTorch's own check, a changed parent id, does not work here, because the parent is the fork server
 and lives as long as its children. A worker that was stopped, or is stuck in a read, does not notice
 even that; it is killed, or multiprocessing would wait for it when this process exits.
@@ -13,11 +13,10 @@ even that; it is killed, or multiprocessing would wait for it when this process 
 `keep_freed_memory` is for processes that compute on a CPU. glibc gives large freed blocks back to
 the system, and the next step's activations come as fresh pages, which the kernel has to find and
 clear: a tenth of a step's time for a SigLIP tower with 256 patches per image. Devices have a
-caching allocator for that; here malloc is told to keep what is freed. The price is that a process
-stays as large as it once was.
+caching allocator for this; here malloc is configured to keep what is freed. The price is that a
+process stays as large as it has ever been.
 
-Rejected: MALLOC_ variables of the environment, which must be set before a process starts, by
-whoever starts it.
+Rejected: MALLOC_ variables of the environment, which must be set before a process starts.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from typing import Any
 
 EXIT_WAIT_S = 2.0
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in a read that does not return"}
-"""Letters of /proc/PID/stat that tell why a process does nothing."""
+"""Letters of /proc/PID/stat that say why a process does nothing."""
 
 
 def fork_server() -> Any:
@@ -48,7 +47,7 @@ def fork_server() -> Any:
     the main module)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchmm.data.fork_server", "__main__"])
-    multiprocessing.forkserver.ensure_running()  # it imports while this process goes on
+    multiprocessing.forkserver.ensure_running()  # it imports while this process continues
     return context
 
 
@@ -80,7 +79,7 @@ def workers_of(steps: Iterator[Any]) -> list[BaseProcess]:
 
 
 def end_workers(workers: Sequence[BaseProcess]) -> None:
-    """Kills workers that do not do their work; they ignore gentler signals."""
+    """Kills workers that no longer deliver; they ignore gentler signals."""
     for worker in workers:
         worker.kill()
     deadline = time.monotonic() + EXIT_WAIT_S
@@ -89,7 +88,7 @@ def end_workers(workers: Sequence[BaseProcess]) -> None:
 
 
 def describe_state(pid: int | None) -> str:
-    """ ", stopped" or the like, for a message; nothing where a process looks alive."""
+    """ ", stopped" or the like, for a message; empty if a process looks alive."""
     with suppress(OSError):
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return f", {_STATES[letter]}" if letter in _STATES else ""
@@ -119,7 +118,7 @@ _NEVER, _LARGEST = -1, 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed blocks of up to 1 GiB for later ones; whether it does so.
+    """Makes malloc keep freed blocks of up to 1 GiB for reuse; returns whether it could.
 
     Only glibc can (Linux); elsewhere nothing happens.
     """

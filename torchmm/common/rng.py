@@ -24,7 +24,7 @@ def seed_everything(seed: int, *coordinates: int) -> None:
 
     Args:
         seed: the run's seed.
-        coordinates: what shall have a stream of its own, e.g. the data-parallel rank (ranks of
+        coordinates: what has a separate stream, e.g. the data-parallel rank (ranks of
             one tensor-parallel group must agree and therefore share coordinates) or the step of
             a resume on another number of ranks. None: the same stream on every rank.
     """

@@ -1,8 +1,8 @@
 """Planned samples to tensors: the only place where pixels are decoded. Runs in worker processes.
 
 A sample that turns out to be corrupt here keeps its place and its shape: pad tokens without
-targets, and blank pixels for its images. So the lengths that a plan was made from stay true, all
-other samples stay where they are, and nothing depends on which rank met the broken one.
+targets, and blank pixels for its images. So the lengths that a plan was made from stay valid, all
+other samples stay where they are, and nothing depends on which rank found the broken one.
 
 Shape legend: T tokens of a microbatch, L of a sample, N images, P patches, K output tokens.
 """
@@ -50,7 +50,7 @@ class DecodedStep:
     corrupt: dict[str, str]
     """Reason by "source[index]"."""
     failure: str = ""
-    """Why the step could not be had at all: an exception would bring a worker's traceback."""
+    """Why the step could not be prepared; an exception would bring a worker's traceback."""
 
     def pin_memory(self) -> DecodedStep:
         """Copy in page-locked memory."""
@@ -159,7 +159,8 @@ class StepDecoder(Dataset[DecodedStep]):
         )
 
     def _decode(self, item: Item) -> DecodedSample:
-        source, prompt = self._sources[item.feed], self._prompts[item.feed]
+        source = self._sources[item.feed]
+        prompt = self._prompts[item.feed]
         if item.record is not None:
             record = item.record
         else:

@@ -1,11 +1,11 @@
-"""What samples and their order depend on: kept in checkpoints, so that a resume on other data is
-noticed.
+"""What samples and their order depend on: kept in checkpoints, to notice a resume on different
+data.
 
 A source with random access is identified by its samples as they reach the model (token ids, what
 counts in the loss, bytes of files): a digest made while its index is built, when all of it is read
-anyway. So it does not matter where files lie, how old they are, or which version of a library cuts
-texts into the same tokens. A stream is never read as a whole: sizes and ends of its files, and the
-settings its samples depend on, have to do.
+anyway. So it does not matter where files are, how old they are, or which version of a library cuts
+texts into the same tokens. A stream is never read as a whole: it is identified by sizes and ends of
+its files and the settings its samples depend on.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 VERSION = 1
-"""Raised when digests are made otherwise; those of other versions are not compared."""
+"""Increased when digests are made differently; those of other versions are not compared."""
 ENDS_BYTES = 1 << 16
 ENDS_FILES = 16
-"""Of so many of a stream's files both ends are read."""
+"""Number of a stream's files of which both ends are read."""
 _CAUSES = ("prompt", "generate", "split")
 
 
@@ -59,7 +59,7 @@ class SamplesDigest:
             self._hash.update(str(file.numbers).encode())
 
     def hexdigest(self) -> str:
-        """Of all so far."""
+        """Digest of all samples so far."""
         return self._hash.hexdigest()[:32]
 
 
@@ -85,7 +85,7 @@ def stream_content(config: SourceConfig, files: Sequence[Path], settings: Mappin
 def settings_of(
     data: DataConfig, length: int, reader: SampleReader, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Settings that may change what a sample becomes; where they do, its digest tells."""
+    """Settings that may change what a sample becomes; if they do, its digest shows it."""
     return {
         "training.sequence_length": length,
         "data.max_images_per_sample": data.max_images_per_sample,
@@ -147,7 +147,7 @@ def comparable(saved: Any) -> bool:
 
 
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of the samples and their order is different, one description each."""
+    """What differs in the samples and their order, one description each."""
     found = changes(saved["order"], now["order"])
     kinds = dict.fromkeys([*saved["pixels"], *now["pixels"]])
     found += [kind for kind in kinds if saved["pixels"].get(kind) != now["pixels"].get(kind)]

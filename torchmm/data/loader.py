@@ -40,8 +40,8 @@ from torchmm.recipe.training_section import TrainingConfig
 
 OPEN_FILES = 65536
 STOP_GRACE_S = 5.0
-"""How long data are waited for once the run was asked to stop: most steps' come within this time,
-and launchers wait 30 s or so before they kill."""
+"""How long to wait for data once the run was asked to stop: most steps' arrive within this time,
+and launchers wait about 30 s before they kill."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ class PlanQueue(Sampler[list[list[PackItems]]]):
         self._make_planner = make_planner
         self._rank = rank
         self._planner = make_planner()
+        # Two readers run ahead of training by different distances: the DataLoader, which
+        # prefetches, and `peek`, for planning. Steps stay here until training takes them; `_handed`
+        # counts those that the DataLoader already has.
         self._upcoming: deque[StepPlan] = deque()
         self._handed = 0
 
@@ -71,7 +74,7 @@ class PlanQueue(Sampler[list[list[PackItems]]]):
 
     @property
     def notice(self) -> str:
-        """What is worth telling about the starting position."""
+        """What to report about the starting position."""
         return self._planner.notice
 
     def peek(self) -> StepPlan | None:
@@ -125,7 +128,7 @@ class Loader:
         self._known_corrupt: set[str] = set()
         self._workers = data.workers
         self._timeout_s = data.timeout_s
-        if remote is not None:  # tells by itself which producers do not answer
+        if remote is not None:  # which itself reports producers that do not answer
             self._timeout_s += data.producers.give_up_s
         self._pin_memory = pin_memory
         self.overdue = ""
@@ -152,15 +155,17 @@ class Loader:
     def batches(
         self, asked_to_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[StepBatch | None]:
-        """Iterates; None, and then nothing more, if data did not come soon after a stop signal.
+        """Iterates; ends with None if data did not arrive soon after a stop signal.
 
         Args:
             asked_to_stop: whether the run is to end.
 
         Raises:
-            DataError: a step's samples did not come in `data.timeout_s`, their worker died, or
-                they cannot be had.
+            DataError: a step's samples did not arrive in `data.timeout_s`, their worker died, or
+                they could not be prepared.
         """
+        # The wait is in a thread, because a read that blocks for ever must not keep this one from
+        # noticing the time limit or a stop signal; see `torchmm.data.waiting`.
         steps = iter(self._loader)
         device = torch.cuda.current_device() if self._pin_memory else None
         waiting = Waiting(partial(next, steps, None), partial(_use_device, device))
@@ -192,7 +197,7 @@ class Loader:
             if not _worker_died(error):
                 raise
             raise DataError(
-                f"a data worker died while {self._awaited()} were awaited "
+                f"a data worker died while the run waited for {self._awaited()} "
                 f"({type(error).__name__}: {error}). If memory ran out, lower data.workers or "
                 "data.prefetch"
             ) from error
@@ -204,13 +209,13 @@ class Loader:
     def next_metas(self) -> list[list[MicrobatchMeta]] | None:
         """Microbatch metadata of the batch that comes next, by data-parallel rank; None at the end.
 
-        Available as soon as the batch before it was returned, without waiting for any decoding.
+        Available as soon as the previous batch was returned, without waiting for any decoding.
         """
         plan = self._queue.peek()
         return plan.metas(self._sequence_length) if plan else None
 
     def _report(self, plan: StepPlan, step: DecodedStep) -> list[str]:
-        """Corrupt samples not reported before. What all ranks found while planning, rank 0 says."""
+        """Corrupt samples not reported before; rank 0 adds what all ranks found while planning."""
         while_planning = plan.skipped if self._rank == 0 else []
         found = [*while_planning, *(f"{name}: {why}" for name, why in step.corrupt.items())]
         new = [m for m in dict.fromkeys(found) if m not in self._known_corrupt]
@@ -262,17 +267,17 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     Args:
         data: sources and limits.
         training: batch sizes, sequence length, seed, device.
-        text_spec: the LLM's wishes.
-        image_specs: the encoders' wishes by encoder name.
+        text_spec: how the LLM wants its text.
+        image_specs: how encoders want their images, by name.
         tokenizer: the LLM's tokenizer (a fast one).
         data_parallel_rank: which share of the global batches to load.
         data_parallel_size: number of shares.
-        state: `StepBatch.state` to go on behind, or None.
+        state: `StepBatch.state` of the batch to continue after, or None.
         validation: load `data.validation` once, in the same shuffled order for every run, instead
             of the endless training mixture.
-        generator_spec: the generator's wishes; None: nothing is drawn.
+        generator_spec: how the generator wants its images; None: nothing is drawn.
         arrange: which packs of a global batch go where; None: in natural order.
-        resume_changed: go on behind `state` also where data or their order have changed.
+        resume_changed: continue after `state` even if the data or their order have changed.
 
     Raises:
         ConfigError: sizes or specs do not fit.
@@ -311,15 +316,23 @@ def _plan(
     arrange: Arrange | None,
     resume_changed: bool,
 ) -> Planner:
-    limits = data.open_packs, data_parallel_size, data.max_corrupt_samples
-    place = training, *limits, state, arrange, samples.identity
-    return Planner(samples.mixture(), *place, resume_changed=resume_changed)
+    return Planner(
+        samples.mixture(),
+        training,
+        open_packs=data.open_packs,
+        data_parallel_size=data_parallel_size,
+        max_skipped=data.max_corrupt_samples,
+        state=state,
+        arrange=arrange,
+        content=samples.identity,
+        resume_changed=resume_changed,
+    )
 
 
 def _ask_producers(
     data: DataConfig, samples: Samples, training: TrainingConfig, rank: int
 ) -> Dataset[DecodedStep] | None:
-    """What decodes elsewhere, if the recipe says so."""
+    """Asks producers to decode, if the recipe names any."""
     if not data.producers.addresses:
         return None
     try:
@@ -349,7 +362,7 @@ def _check_sizes(training: TrainingConfig, data_parallel_size: int) -> None:
 
 
 def _worker_died(error: Exception) -> bool:
-    """Whether PyTorch found a worker gone, or broke off while receiving tensors from one."""
+    """Whether PyTorch lost a worker, perhaps while receiving tensors from it."""
     text = str(error)
     if isinstance(error, RuntimeError):
         return "exited unexpectedly" in text or "killed by signal" in text
@@ -357,7 +370,7 @@ def _worker_died(error: Exception) -> bool:
 
 
 def _allow_open_files() -> None:
-    """Every tensor on its way from a worker holds a file descriptor; 1024 are soon used up."""
+    """Every tensor in transit from a worker holds a file descriptor; 1024 are soon used up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft < wanted:
@@ -365,7 +378,7 @@ def _allow_open_files() -> None:
 
 
 def _use_device(device: int | None) -> None:
-    """A thread begins on the first device, where page-locking would take memory for a context."""
+    """A thread starts on the first device, where page-locking would take memory for a context."""
     if device is not None:
         torch.cuda.set_device(device)
 

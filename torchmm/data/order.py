@@ -1,9 +1,9 @@
 """The global order of samples: a pure function of (seed, epoch, position), the same on all ranks.
 
-Each source is a feed that gives its samples epoch after epoch, every epoch in an order of its own.
+Each source is a feed that yields its samples epoch after epoch, each time in a different order.
 Feeds are mixed by weight through stride scheduling: the next sample comes from the feed whose
-draws are furthest behind its weight. Unlike a random choice this hits the weights exactly in every
-stretch of the stream, and the number of draws per feed is all the state there is.
+draws lag furthest behind its weight. Unlike a random choice this meets the weights in every
+stretch of the stream, and the number of draws per feed is the only state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Item(NamedTuple):
     epoch: int
     meta: SampleMeta
     record: Record | None = None
-    """The data itself, where the source cannot be asked again (streaming)."""
+    """The data itself, if the source cannot be asked again (streaming)."""
 
 
 class Skip(NamedTuple):
@@ -78,8 +78,8 @@ class Feed(Protocol):
 class IndexFeed:
     """A source with random access: every usable sample once per epoch.
 
-    Samples that were found corrupt when the source was measured take no part; they are reported
-    once, at the beginning.
+    Samples found corrupt when the source was measured are left out, and reported once, at the
+    beginning.
     """
 
     def __init__(self, options: FeedOptions, index: LengthIndex, encoders: Sequence[str]) -> None:
@@ -103,6 +103,7 @@ class IndexFeed:
         """The next sample in this epoch's order."""
         if self._reports:
             return self._reports.pop(0)
+        # Draws are the position: no state but a count, so any position can be restored at once.
         epoch, position = divmod(self.draws, len(self._usable))
         if epoch > 0 and self.options.one_epoch:
             return None
@@ -166,7 +167,7 @@ class Mixture:
         self._weights = list(weights)
         self._alive = list(range(len(feeds)))
         self.bases = [0] * len(feeds)
-        """Draws of each feed that do not count: of before the weights or sources were changed."""
+        """Draws of each feed that do not count: those before weights or sources were changed."""
 
     def next(self) -> Item | Skip | None:
         """The next sample of all; None when every feed has ended."""
@@ -179,8 +180,10 @@ class Mixture:
         return None
 
     def forget_the_past(self) -> None:
-        """From here on weights hold, without catching up with what was drawn by other ones."""
+        """From here on the weights hold, without making up for draws under other weights."""
         self.bases = [feed.draws for feed in self.feeds]
 
     def _lead(self, feed: int) -> float:
+        # Stride scheduling: where the feed's draws, divided by its weight, would be after one more.
+        # The + 1 makes a feed of weight w come first after 1 / w of the stream, not at its start.
         return (self.feeds[feed].draws - self.bases[feed] + 1) / self._weights[feed]

@@ -1,11 +1,11 @@
 """The trainer's side of disaggregated preprocessing: producers are asked for steps.
 
-`RemoteDecoder` stands where `StepDecoder` stands otherwise: in the data workers, which then do
-nothing but wait, so that as many steps are under way as they would prepare ahead, and no more
-(back-pressure). A producer that fails, hangs or is busy costs a retry at the next one; it cannot
-cost a sample, because a request says all there is to know. DistTrain §4.2.
+`RemoteDecoder` takes the place of `StepDecoder` in the data workers, which then only wait, so that
+exactly as many steps are in flight as they would prepare ahead (back-pressure). If a producer
+fails, hangs or is busy, the next one is asked; no sample is lost, because a request is
+self-contained. DistTrain §4.2.
 
-gRPC was taken for what it brings: deadlines, TLS, limits on messages, reconnecting.
+gRPC was chosen for its deadlines, TLS, message limits and reconnection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Code = grpc.StatusCode
 PERMANENT = (
     Code.UNAUTHENTICATED, Code.FAILED_PRECONDITION, Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED,
 )  # fmt: skip
-"""What another try does not mend."""
+"""What another try does not fix."""
 
 
 class RemoteDecoder(Dataset[DecodedStep]):

@@ -2,12 +2,12 @@
 
     python -m torchmm.data.serve --config recipe.toml --bind 127.0.0.1:7411 --workers 8
 
-It opens the recipe's sources, which must lie where it runs, and answers requests that name samples
-(see `torchmm.data.wire`) with tensors. It keeps no state and plans nothing: any number of producers
-may run, be killed and be started again. More requests than it can work on are refused, and the
-trainer asks another (back-pressure). DistTrain §4.2.
+It opens the recipe's sources, which must exist on its machine, and answers requests that name
+samples (see `torchmm.data.wire`) with tensors. It keeps no state and plans nothing: any number of
+producers may run, be killed and be started again. It refuses more requests than it can work on, and
+the trainer asks another producer (back-pressure). DistTrain §4.2.
 
-It listens on its own machine only, unless it has a certificate and a token. Like `train.py` this is
+It listens only on its own machine, unless it has a certificate and a token. Like `train.py` this is
 a program, which sees the whole recipe.
 """
 
@@ -42,7 +42,7 @@ GRACE_S = 5.0
 logger = logging.getLogger(__name__)
 
 _decoder: list[StepDecoder] = []
-"""Of a worker process: what its initializer put there."""
+"""The worker process's decoder, put there by its initializer."""
 
 
 def _start_worker(decoder: StepDecoder, setup: object) -> None:
@@ -68,8 +68,10 @@ class Producer(grpc.GenericRpcHandler):
     def __init__(
         self, decoder: StepDecoder, fingerprint: str, workers: int, token: str | None
     ) -> None:
-        self._decoder, self._fingerprint = decoder, fingerprint
-        self._workers, self._token = workers, token
+        self._decoder = decoder
+        self._fingerprint = fingerprint
+        self._workers = workers
+        self._token = token
         self._room = threading.BoundedSemaphore(QUEUED_PER_WORKER * max(workers, 1))
         self._lock = threading.Lock()
         self._pool = self._make_pool()
@@ -155,7 +157,7 @@ def start_server(
         The server, and its port (chosen by the system where `bind` says 0).
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address is not available.
     """
     options = [
         ("grpc.max_receive_message_length", max_request_mb * 10**6),
@@ -198,7 +200,7 @@ def open_producer(
     """Opens what the recipe names.
 
     Raises:
-        ConfigError, DataError: it cannot be had.
+        ConfigError, DataError: that failed.
     """
     # Late: mistakes on the command line should not take the seconds that these need to load.
     from torchmm.data.sources.open import open_samples  # noqa: PLC0415
@@ -207,7 +209,8 @@ def open_producer(
     from torchmm.recipe.read import load_recipe  # noqa: PLC0415
 
     recipe = load_recipe(arguments.config, overrides).recipe
-    model, tokenizer = build_model(recipe.model, recipe.freeze), load_tokenizer(recipe)
+    model = build_model(recipe.model, recipe.freeze)
+    tokenizer = load_tokenizer(recipe.model)
     samples = open_samples(
         recipe.data,
         recipe.training,

@@ -9,9 +9,9 @@ or workers, and metadata of all ranks is known before anything is decoded.
 The state after each step (draws per feed, open packs as references) is JSON-able and small.
 
 Packing is bounded best fit: every sample goes into the fullest open pack that still has room for
-it. When none has, a new one is opened, and if there are too many open ones the fullest is closed
-first. Unlike sorting by length this keeps the stream's order up to `open_packs` sequences, so that
-the state to save is small and mixtures stay mixed.
+it. If none has, a new one is opened; if too many are open, the fullest is closed first. Unlike
+sorting by length this keeps the stream's order to within `open_packs` sequences, so that the state
+to save is small and mixtures stay mixed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Packer(Generic[T]):
         self.open: list[Pack[T]] = []
         """Open packs, oldest first."""
         self.closed: deque[list[T]] = deque()
-        """Closed packs that nobody took yet."""
+        """Closed packs not yet taken."""
 
     def add(self, item: T, tokens: int) -> None:
         """Place one item of `tokens` tokens, at most `sequence_length`."""
@@ -109,7 +109,7 @@ STATE_VERSION = 1
 
 PackItems = list[Item]
 Arrange = Callable[[Sequence[MicrobatchMeta]], Sequence[Sequence[Sequence[int]]]]
-"""From the packs of a global batch, each as a microbatch of its own, to their indices by rank and
+"""From the packs of a global batch, each as a separate microbatch, to their indices by rank and
 microbatch."""
 
 
@@ -122,9 +122,9 @@ class StepPlan:
     skipped: list[str]
     """Samples found corrupt while planning; the same on all ranks."""
     state: dict[str, Any]
-    """The planner's state behind this step."""
+    """The planner's state after this step."""
     epoch: int
-    """Complete passes over the source that had fewest."""
+    """Completed passes over the source that had the fewest."""
 
     def metas(self, sequence_length: int) -> list[list[MicrobatchMeta]]:
         """Metadata of every microbatch, by rank."""
@@ -140,7 +140,7 @@ def microbatch_meta(packs: Sequence[PackItems], sequence_length: int) -> Microba
 class Planner:
     """Iterator over step plans, endless unless the feeds last one epoch.
 
-    With feeds of one epoch the last step is filled up with empty packs.
+    With feeds of one epoch the last step is padded with empty packs.
 
     Args:
         mixture: the global order of samples.
@@ -148,10 +148,10 @@ class Planner:
         open_packs: packs kept open.
         data_parallel_size: ranks that share a global batch.
         max_skipped: corrupt samples accepted within one step.
-        state: of an earlier planner, to go on behind it.
+        state: of an earlier planner, to continue from.
         arrange: which pack goes where; None: in natural order.
         content: what samples and their order depend on (`torchmm.data.identity`).
-        resume_changed: go on behind `state` also where that is different.
+        resume_changed: continue from `state` even if that is different.
 
     Raises:
         CheckpointError: the state belongs to other data, or to another order of them.
@@ -178,7 +178,7 @@ class Planner:
         self._packer: Packer[Item] = Packer(training.sequence_length, open_packs)
         self._content = dict(content or {})
         self.notice = ""
-        """What is worth telling about `state`."""
+        """What to report about `state`."""
         if state is not None:
             self._restore(state, resume_changed)
 
@@ -195,6 +195,7 @@ class Planner:
                 self._packer.flush()
                 if not closed:
                     raise StopIteration
+                # The last step of validation: every rank gets its share, if only of padding.
                 closed.extend([] for _ in range(-len(closed) % wanted))
             elif isinstance(item, Skip):
                 skipped.append(item.message)
@@ -230,6 +231,8 @@ class Planner:
             )
 
     def _state(self) -> dict[str, Any]:
+        # Packs are saved as references to their samples, never as content: a resume asks the feeds
+        # for these samples again, which is why each feed's state depends on what is still needed.
         packs = [*self._packer.closed, *(p.items for p in self._packer.open)]
         feeds = {}
         for feed in self._mixture.feeds:
@@ -246,7 +249,7 @@ class Planner:
         }
 
     def _identity(self) -> dict[str, Any]:
-        """What versions before `torchmm.data.identity` compare."""
+        """What versions before `torchmm.data.identity` compared."""
         return {
             "seed": self._training.seed,
             "sequence_length": self._training.sequence_length,
@@ -267,7 +270,7 @@ class Planner:
         if not resume_changed:
             raise CheckpointError(
                 f"the checkpoint's data position is of other data: {'; '.join(changed)}. Restore "
-                "the recipe and the data; or go on with the changed ones with "
+                "the recipe and the data; or continue with the changed ones with "
                 "checkpoint.resume_changed_data = true, or start afresh with "
                 'checkpoint.resume = "none"'
             )
@@ -287,7 +290,7 @@ class Planner:
         )
 
     def _restore_exactly(self, state: dict[str, Any]) -> bool:
-        """Whether that could be done: not if samples are gone or do not fit any more."""
+        """Restores the position; returns False if samples are gone or no longer fit."""
         items: dict[tuple[int, int, int], Item] = {}
         references = _references(state)
         for number, feed in enumerate(self._mixture.feeds):
@@ -296,6 +299,7 @@ class Planner:
                 items[_reference(item)] = item
         if not items.keys() >= set(references):
             return False
+        # Sizes come from today's index: a pack that would now overflow cannot be the one saved.
         closed = [[items[tuple(r)] for r in pack] for pack in state["closed"]]
         opened = [[items[tuple(r)] for r in pack] for pack in state["open"]]
         free = [self._free_tokens(pack) for pack in opened]
@@ -310,31 +314,33 @@ class Planner:
         return self._training.sequence_length - sum(item.meta.tokens for item in pack)
 
     def _restore_what_fits(self, state: dict[str, Any], changed: Sequence[str]) -> None:
-        """Sources go on where they were, as far as that still means something."""
+        """Sources continue where they were, as far as that is still meaningful."""
         saved = state["content"] if comparable(state.get("content")) else None
-        # Of feeds, when the state was saved.
+        # Numbers that feeds had when the state was saved; references in it use these.
         numbers = {source["name"]: n for n, source in enumerate(saved["sources"] if saved else [])}
         items: dict[tuple[int, int, int], Item] = {}
-        told = []
+        positions = []
         for feed in self._mixture.feeds:
             name = feed.options.name
             past = state["feeds"].get(name)
             if feed.size is None and not (saved and same_stream(saved, self._content, name)):
                 past = None
-            told.append(
+            positions.append(
                 f"source {name!r} " + (f"after {past['draws']} samples" if past else "anew")
             )
             number = numbers.get(name)
             needed = [(epoch, index) for f, epoch, index in _references(state) if f == number]
             for item in feed.restore(past or {"draws": 0, "oldest": None}, needed if past else []):
                 items[number or 0, item.epoch, item.meta.index] = item
+        # Weights or sources may be new: without this, a new source would be drawn from alone until
+        # it had caught up with all the draws of the others.
         self._mixture.forget_the_past()
         kept = [items[r] for r in _references(state) if r in items]
-        for item in kept:  # packed anew: they may have other sizes
+        for item in kept:  # packed anew, as their sizes may have changed
             self._packer.add(item, item.meta.tokens)
         self.notice = (
-            f"data changed since the checkpoint: {'; '.join(changed)}; going on, as "
-            f"checkpoint.resume_changed_data says, with {', '.join(told)} ({len(kept)} of "
+            f"data changed since the checkpoint: {'; '.join(changed)}; continuing, as "
+            f"checkpoint.resume_changed_data says, with {', '.join(positions)} ({len(kept)} of "
             f"{len(_references(state))} samples of unfinished sequences kept)"
         )
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a recipe."""
+"""The tokenizer of a recipe's model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.foreign_code import describe_refusal
-from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.model_section import ModelConfig
 
 
-def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The recipe's tokenizer: its own key, else that of the LLM or composite model.
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `[model]`: the one it names, else that of the composite or LLM.
 
     Raises:
-        ConfigError: none is named, or it cannot be loaded.
+        ConfigError: there is none, or it cannot be loaded.
     """
-    model = recipe.model
-    source = model.tokenizer or model.source or (model.llm.source if model.llm else None)
+    source = model.tokenizer_source
     if source is None:
         raise ConfigError("model.tokenizer: an inline LLM config needs a tokenizer; name one")
     return read_tokenizer(f"model.tokenizer = {source!r}", source)

@@ -1,9 +1,9 @@
 """Waiting for data in a way that can be given up.
 
 A read can block for ever: on a stopped worker, a pipe without a writer, a file server that has
-gone. Whoever blocks in it can neither look at a clock nor obey a stop signal, so a thread does, and
-the caller waits for the thread. Rejected: DataLoader's own `timeout`, which does not cover the
-handing over of tensors (a socket to a worker that may be stopped by then) nor reading in this
+gone. A blocked caller could neither watch a clock nor obey a stop signal, so a thread reads, and
+the caller waits for the thread. Rejected: DataLoader's own `timeout`, which covers neither
+receiving tensors (over a socket to a worker that may have been stopped by then) nor reading in this
 process.
 """
 
@@ -17,7 +17,7 @@ from threading import Thread
 from typing import Generic, TypeVar, cast
 
 SLICE_S = 0.5
-"""How often somebody who waits looks whether to go on."""
+"""How often a waiting caller checks whether to continue."""
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Overdue:
 class Waiting(Generic[T]):
     """Calls a function in a thread, once per `get`.
 
-    The function never runs while nobody waits for it, so it needs no locks.
+    The function only runs while somebody waits for it, so it needs no locks.
 
     Args:
         function: may block for ever.
@@ -82,7 +82,7 @@ class Waiting(Generic[T]):
                 end, stopping = min(end, now + grace_s), now + grace_s < end
 
     def close(self) -> None:
-        """Ends the thread, as soon as the function lets it."""
+        """Ends the thread as soon as the function returns."""
         self._calls.put(False)
 
     def _serve(self) -> None:

@@ -1,9 +1,9 @@
-"""What trainers and producers send each other: JSON for what is asked, safetensors for tensors.
+"""What trainers and producers send each other: JSON for requests, safetensors for tensors.
 
 A request names samples with the sizes they were planned with, so that producers need no state and
-notice data that are not the trainer's. Rejected: asking by (step, rank) only, as DistTrain (§4.2)
-describes, because producers would then have to plan as well, in the trainer's order and from its
-state; and pickle, which runs code of whoever answers.
+notice if their data are not the trainer's. Rejected: asking only by (step, rank), as DistTrain
+(§4.2) describes, because producers would then also have to plan, in the trainer's order and from
+its state; and pickle, which runs code of any peer that answers.
 
 Shape legend as in `torchmm.common.batch`.
 """
@@ -25,7 +25,7 @@ from torchmm.data.step_packs import PackItems, microbatch_meta
 
 VERSION = 1
 STEP = "step"
-"""Key of the JSON text beside the tensors."""
+"""Key of the JSON text that accompanies the tensors."""
 
 GENERATOR_TENSORS = ("patches_PV", "noise_PV", "context_positions_K")
 GENERATOR_LISTS = ("times", "contexts", "counted")
@@ -65,7 +65,7 @@ def unpack_request(data: bytes) -> tuple[str, list[list[PackItems]]]:
 
 
 def pack_step(step: DecodedStep) -> bytes:
-    """A prepared step; its metadata stay behind, for the trainer has them."""
+    """A prepared step, without its metadata, which the trainer has."""
     tensors: dict[str, Tensor] = {}
     described = [_describe(m, f"{number}.", tensors) for number, m in enumerate(step.microbatches)]
     text = json.dumps({"microbatches": described, "corrupt": step.corrupt})

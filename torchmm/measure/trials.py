@@ -38,6 +38,7 @@ from torchmm.balance.orchestration.trials import (
 )
 from torchmm.balance.orchestration.unit_costs import TENSOR_SIZES, fitting_tensor_sizes, input_knots
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
 from torchmm.common.processes import keep_freed_memory
 from torchmm.measure.operators import machine
@@ -54,7 +55,6 @@ from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
 from torchmm.planning.placement import sampled_packs
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import DTYPES
 
 ALIKE = 3
 """Packs of the same input size that are run where all have the same."""

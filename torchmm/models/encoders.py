@@ -47,11 +47,11 @@ class EncoderSpec:
     feature_layer: int = -1
     """Which hidden state leaves the tower: -1 the last layer's output."""
     shuffle: int = 1
-    """Rows and columns of patches folded into one token in front of the connector; of sounds
+    """Rows and columns of patches folded into one token before the connector; for sounds,
     shuffle**2 consecutive positions."""
     drop_class_token: bool = True
     final_norm: bool = False
-    """Whether features pass the norm behind the last layer."""
+    """Whether features pass the norm after the last layer."""
     connector: Literal["mlp", "norm_mlp", "linear", "pool", "merger"] = "mlp"
     """merger: the tower's own."""
     connector_act: str = "gelu"
@@ -62,7 +62,7 @@ class EncoderSpec:
 
 
 class EncoderModule(LayeredModule):
-    """A tower, cut behind its feature layer, and the connector into the LLM's embeddings."""
+    """A tower, cut after its feature layer, and the connector into the LLM's embeddings."""
 
     kind = "encoder"
 
@@ -95,7 +95,8 @@ class EncoderModule(LayeredModule):
             merger = self.tower.merger
             self.tower.merger = None
             return merger
-        size, hidden = self.family.output_size(spec.config), spec.llm_hidden_size
+        size = self.family.output_size(spec.config)
+        hidden = spec.llm_hidden_size
         folded = size * spec.shuffle**2
         connector: nn.Module
         if spec.connector == "linear":
@@ -169,16 +170,16 @@ class EncoderModule(LayeredModule):
         return self.family.merge(self.spec.config) * self.spec.shuffle
 
     def _flops_around(self) -> tuple[int, int]:
-        before, behind = self._around
-        return sum(2 * i * o for i, o in before), sum(2 * i * o for i, o in behind)
+        before, after = self._around
+        return sum(2 * i * o for i, o in before), sum(2 * i * o for i, o in after)
 
     def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
         return self._around
 
     def _list_linears_around(self) -> tuple[LinearSizes, LinearSizes]:
-        behind = [self.get_submodule(fqn) for fqn in self._post_fqns()]
+        after = [self.get_submodule(fqn) for fqn in self._post_fqns()]
         before = self.family.linears_before(self.tower)
-        return before, tuple(sizes for part in behind for sizes in linear_sizes(part))
+        return before, tuple(sizes for part in after for sizes in linear_sizes(part))
 
     @property
     def extra_tokens(self) -> int:
@@ -193,17 +194,18 @@ class EncoderModule(LayeredModule):
 
         Args:
             inputs: the encoder's share of a microbatch; later stages read only its grids.
-            hidden: later stages: hidden states from the stage before.
+            hidden: later stages: hidden states from the previous stage.
 
         Returns:
             Whole module or last stage: (K, D_llm). Earlier stages: hidden states, (N, S, D) for
             fixed layouts, (1, P, D) or (P, D) for packed patches.
         """
-        family, tower = self.family, self.tower
+        family = self.family
+        tower = self.tower
         context = family.context(tower, inputs, inputs.pixels.device)
         if self.is_first:
-            # Behind a convolution channels come first in memory; sums would keep that layout
-            # through all layers, and every norm copy it.
+            # After a convolution channels come first in memory; sums would keep that layout
+            # through all layers, and every norm would copy it.
             hidden = family.embed(tower, inputs, context).contiguous()
         assert hidden is not None
         for index, layer in self.indexed_layers():
@@ -248,7 +250,7 @@ class EncoderModule(LayeredModule):
         return self.family.smallest_folded(self.spec.config, self.spec.shuffle)
 
     def dummy_inputs(self, device: torch.device) -> EncoderInputs:
-        """The smallest valid image, whose tokens go nowhere: for microbatches without images."""
+        """The smallest valid image, whose tokens are not used: for microbatches without images."""
         shape, grid = self._smallest()
         nowhere = torch.empty(0, dtype=torch.int64, device=device)
         return EncoderInputs(torch.zeros(shape, device=device), [grid], nowhere)

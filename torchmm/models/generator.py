@@ -1,13 +1,13 @@
-"""An image or clip generator behind the LLM: a connector from its hidden states, and a DiT.
+"""An image or clip generator after the LLM: a connector from its hidden states, and a DiT.
 
 One pass is one denoising step: noisy patches, their times and the context go in, velocities or the
-flow-matching loss come out. Images of a sub-microbatch form a batch; where they differ in patches
-or context, shorter ones are padded and masked. Between stages travel the hidden states, the context
-behind the connector and the embedded times, because all layers need all three.
+flow-matching loss come out. Images of a sub-microbatch form a batch; if they differ in patches or
+context, shorter ones are padded and masked. Between stages travel the hidden states, the context
+after the connector and the embedded times, because all layers need all three.
 
 Shape legend: N images, P patches of the largest image, L tokens of the longest context, K context
 tokens of all images, D features, V values of a patch, E features of an embedded time; "A" stands
-for the patches of all images behind each other.
+for the concatenated patches of all images.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DitSpec:
 
     family: PixArtFamily
     class_name: str
-    """Of diffusers."""
+    """Class name in diffusers."""
     config: dict[str, Any]
     """Complete (see `PixArtFamily.complete`)."""
     images: GeneratorSpec
@@ -93,7 +93,8 @@ class GeneratorModule(LayeredModule):
         self.connector: Any
         self.output: Any
         self.connector, self.output = spec.family.take_apart(self.dit, spec.dtype)
-        embedding, head = self.dit.pos_embed.proj.weight, self.dit.proj_out.weight
+        embedding = self.dit.pos_embed.proj.weight
+        head = self.dit.proj_out.weight
         self._linears = (embedding[0].numel(), len(embedding)), (head.shape[1], len(head))
         self._flops_per_image = spec.family.flops_per_image(self.dit)
         linears = (m for m in self.connector.modules() if isinstance(m, nn.Linear))
@@ -128,8 +129,8 @@ class GeneratorModule(LayeredModule):
         return self.family.describe_layer(self.spec.config)
 
     def _flops_around(self) -> tuple[int, int]:
-        before, behind = self._linears
-        return 2 * before[0] * before[1], 2 * behind[0] * behind[1]
+        before, after = self._linears
+        return 2 * before[0] * before[1], 2 * after[0] * after[1]
 
     def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
         return (self._linears[0],), (self._linears[1],)
@@ -155,7 +156,7 @@ class GeneratorModule(LayeredModule):
         Args:
             inputs: the images; later stages read only their sizes, the last also pixels and noise.
             given: whole module or first stage: the LLM's hidden states (K, D_llm) at the context
-                tokens. Later stages: what the stage before returned.
+                tokens. Later stages: what the previous stage returned.
 
         Returns:
             Whole module or last stage: float32 scalar, the *sum* over images of the mean squared
@@ -174,7 +175,7 @@ class GeneratorModule(LayeredModule):
         return self._velocity(inputs, self._run(inputs, given))
 
     def _run(self, inputs: GeneratorInputs, given: Tensor | Given) -> Given:
-        """This stage's layers, and what stands before them."""
+        """This stage's layers, and what comes before them."""
         if self.is_first:
             assert isinstance(given, Tensor)
             hidden_NPD, context_KD, time_NE = self._begin(inputs, given)

@@ -1,9 +1,9 @@
 """Initial values, the same for every layout.
 
 Weights are drawn by Hugging Face's own `_init_weights` on the CPU, one layer at a time, from a
-seed that depends on the run's seed and the layer's name only; then each rank copies the slice it
+seed that depends only on the run's seed and the layer's name; then each rank copies the slice it
 owns. Buffers that no file holds (rotary frequencies) are filled the same way. Rejected: drawing
-on the sharded tensors, which gives other weights for every number of ranks and, for uneven
+on the sharded tensors, which gives different weights for every number of ranks and, for uneven
 shards, different ones on replicas.
 """
 
@@ -50,7 +50,7 @@ def _by_drawn_name(
 ) -> dict[str, list[Tensor]]:
     """This rank's tensors to be filled, by the name whose value they get.
 
-    A copy of a weight that another stage has is drawn like the original.
+    A copy of another stage's weight is drawn like the original.
     """
     copies = module.tied_copies()
     wanted: dict[str, list[Tensor]] = defaultdict(list)
@@ -82,7 +82,7 @@ def _poison(tensor: Tensor) -> float:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, those outside of the state dict included."""
+    """Parameters and buffers, including those outside the state dict."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 

@@ -32,32 +32,32 @@ LinearSizes = tuple[tuple[int, int], ...]
 
 
 class Skip(nn.Module):
-    """Stands where another stage has a layer, an embedding or a head: returns its first input."""
+    """Replaces a layer, an embedding or a head of another stage: returns its first input."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
 class StageRange(NamedTuple):
-    """What one stage has of a module: layers [start, stop) and perhaps what stands around them.
+    """What one stage has of a module: layers [start, stop) and perhaps what is around them.
 
-    The two flags do not follow from the numbers: where the embedding is a stage without layers,
-    the stage behind it starts at layer 0 too.
+    The two flags do not follow from the numbers: if the embedding is a stage without layers, the
+    stage after it starts at layer 0 too.
     """
 
     start: int
     stop: int
     has_pre: bool
-    """Whether the stage has what stands before the layers."""
+    """Whether the stage has what comes before the layers."""
     has_post: bool
-    """Whether the stage has what stands behind the layers."""
+    """Whether the stage has what comes after the layers."""
 
 
 def stage_ranges(layers: Sequence[tuple[int, int]]) -> list[StageRange]:
     """All stages of one module from their layers [start, stop), in order.
 
     Raises:
-        ValueError: a stage does not begin where the one before it ends.
+        ValueError: a stage does not begin where the previous one ends.
     """
     stops = [0, *(stop for _, stop in layers)]
     if [start for start, _ in layers] != stops[:-1] or stops != sorted(stops):
@@ -68,7 +68,7 @@ def stage_ranges(layers: Sequence[tuple[int, int]]) -> list[StageRange]:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Where a module's pretrained weights lie and what the files call them."""
+    """Where a module's pretrained weights are and what the files call them."""
 
     source: str | None = None
     """Local directory or Hugging Face id; None: random weights."""
@@ -97,10 +97,10 @@ class LayeredModule(nn.Module, ABC):
     Attributes:
         name: its name in the recipe ("llm", "vision", ...).
         layers_fqn: name of the list of transformer layers, relative to this module.
-        forward_methods: further methods that need gathered parameters, beside `forward`.
+        forward_methods: methods besides `forward` that need gathered parameters.
         weights: where its pretrained weights come from.
         unused: names of Hugging Face parameters that are not built because nothing reads them.
-        is_first, is_last: whether it holds what stands before / behind the layers.
+        is_first, is_last: whether it holds what comes before / after the layers.
         recomputes: whether backward runs layers again instead of keeping all activations.
         layer_modes: where that differs from task to task: by layer, what the next forward's
             backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
@@ -146,10 +146,10 @@ class LayeredModule(nn.Module, ABC):
 
     @abstractmethod
     def _flops_around(self) -> tuple[int, int]:
-        """Forward FLOPs per input unit before the layers and per output unit behind them."""
+        """Forward FLOPs per input unit before the layers and per output unit after them."""
 
     def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
-        """Matrix products before the layers, which every input unit passes, and behind them, which
+        """Matrix products before the layers, which every input unit passes, and after them, which
         every output unit passes. Only their traffic depends on it."""
         return (), ()
 
@@ -171,8 +171,8 @@ class LayeredModule(nn.Module, ABC):
     def keep_layers(self, start: int, stop: int) -> None:
         """`keep_stages` for one stage with layers [start, stop).
 
-        What stands before the layers stays if `start` is 0, what stands behind them if `stop` is
-        the number of layers.
+        What comes before the layers stays if `start` is 0, what comes after them if `stop` is the
+        number of layers.
         """
         last = len(self._layer_list())
         self.keep_stages([StageRange(start, stop, start == 0, stop == last)])
@@ -206,7 +206,7 @@ class LayeredModule(nn.Module, ABC):
             self.set_submodule(fqn, Skip())
 
     def stage_view(self, stage: StageRange) -> LayeredModule:
-        """One of the stages this module was reduced to, as a module of its own.
+        """One of the stages this module was reduced to, as a separate module.
 
         Its layers, embeddings and heads are the objects of this module: loading into one of the
         two, sharding or moving it changes the other.
@@ -224,8 +224,8 @@ class LayeredModule(nn.Module, ABC):
 
     def describe(self) -> ModuleDescription:
         """Sizes of this stage, from which costs and memory follow."""
-        before, behind = self._flops_around()
-        linears_before, linears_behind = self._linears_around()
+        before, after = self._flops_around()
+        linears_before, linears_after = self._linears_around()
         trainable = {n: p.requires_grad for n, p in self.named_parameters()}
         return ModuleDescription(
             name=self.name,
@@ -235,14 +235,14 @@ class LayeredModule(nn.Module, ABC):
                 for index, layer in self.indexed_layers()
             ),
             pre_flops_per_unit=before if self.is_first else 0,
-            post_flops_per_unit=behind if self.is_last else 0,
+            post_flops_per_unit=after if self.is_last else 0,
             parameters=sum(p.numel() for p in self.parameters()),
             trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
             connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
             merge=self.merge,
             tied=bool(self.tied_parameters()),
             pre_linears=linears_before if self.is_first else (),
-            post_linears=linears_behind if self.is_last else (),
+            post_linears=linears_after if self.is_last else (),
             pre_parameters=sum(_parameters(self.get_submodule(f)) for f in self._pre_fqns()),
             post_parameters=sum(_parameters(self.get_submodule(f)) for f in self._post_fqns()),
             extra_tokens=self.extra_tokens,
@@ -260,12 +260,12 @@ class LayeredModule(nn.Module, ABC):
 
     @property
     def extra_tokens(self) -> int:
-        """Positions in the layers per image, beside its patches."""
+        """Positions in the layers per image, in addition to its patches."""
         return 0
 
     @property
     def dummy_patches(self) -> int:
-        """Patches of the image that stands in for none."""
+        """Patches of the dummy image for microbatches without images."""
         return 0
 
     def tensor_parallel_plan(self) -> dict[str, str]:
@@ -273,8 +273,8 @@ class LayeredModule(nn.Module, ABC):
 
         Styles are Hugging Face's (colwise, rowwise, colwise_gather_output,
         replicated_with_grad_allreduce) and "embedding" (rows of the table), "packed_qkv" (an
-        attention with queries, keys and values in one linear), "packed_gate_up" (the same of a
-        feed-forward network), "experts" (a feed-forward network of experts, which the ranks share),
+        attention with queries, keys and values in one linear), "packed_gate_up" (the same for a
+        feed-forward network), "experts" (experts, divided among the ranks),
         "sharded_norm" (a norm over the features of all ranks), "local_heads" (an attention that
         reads its number of heads), "sequence" (a norm or scale that works on sequence slices under
         sequence parallelism).
@@ -284,7 +284,7 @@ class LayeredModule(nn.Module, ABC):
 
     def tensor_parallel_scopes(self) -> list[str]:
         """Patterns of the submodules whose input is gathered once for all linears inside: an
-        attention, an MLP, or a column-wise linear that stands in a layer by itself."""
+        attention, an MLP, or a column-wise linear that is in a layer by itself."""
         layer = f"{self.layers_fqn}.*"
         patterns: dict[str, None] = {}
         for pattern, style in self._tensor_parallel_styles().items():
@@ -310,11 +310,11 @@ class LayeredModule(nn.Module, ABC):
         return False
 
     def tied_parameters(self) -> dict[str, str]:
-        """Names of parameters that are another one: {name: name of the one it is}."""
+        """Parameters that are the same as another: {name: name of the other}."""
         return {}
 
     def tied_copies(self) -> dict[str, str]:
-        """Names of parameters of which another stage, elsewhere, has the original: {name: name}.
+        """Parameters whose original is in a stage elsewhere: {name: its name there}.
 
         A copy gets the same gradient as the original, so both stay equal.
         """

@@ -1,9 +1,9 @@
 """The LLM backbone: a Hugging Face causal LM, kept whole, behind the layered interface.
 
-Its own forward runs (so every family keeps its quirks: soft caps, scales, rotary variants), fed
-with embeddings in which encoder outputs have replaced the placeholders, and told to compute
-logits only where there is a target. Rejected: calling layers one by one, which misses what
-forwards do around them.
+Its own forward runs (so every family keeps its peculiarities: soft caps, scales, rotary variants),
+on embeddings in which encoder outputs have replaced the placeholders, and computes logits only
+where there is a target. Rejected: calling layers one by one, which misses what forwards do around
+them.
 
 Shape legend: T tokens of the microbatch, K output tokens of one encoder, L positions with logits,
 D features, V vocabulary.
@@ -51,22 +51,22 @@ class LlmFamily:
     """Norms of a layer whose input or output is added to the residual stream."""
     norm_place: NormPlace = "before"
     norm_weight_float32: bool = False
-    """Whether norms return to the compute dtype behind their weights only."""
+    """Whether norms return to the compute dtype only after their weights."""
     multiplier: str | None = None
     """Attribute of the text model with which its forward scales `inputs_embeds`; set to 1 on
     later stages, where that input is a hidden state."""
     own_logits: bool = False
-    """Whether logits are scaled or capped behind the head: Hugging Face's LLaVA and its like, which
-    have a head of their own, leave that out."""
+    """Whether logits are scaled or capped after the head, which Hugging Face's LLaVA and similar
+    composites omit, as they have a separate head."""
     gated_ffn: bool = True
     """Whether the feed-forward network has a gate: three weight matrices instead of two."""
     packed_qkv: bool = False
-    """Whether one linear gives queries, keys and values."""
+    """Whether one linear computes queries, keys and values."""
     both_ways: Literal["images", "prompts"] | None = None
-    """Which tokens see each other in both directions: those of an image, or all before the first
-    target of a sample."""
+    """Tokens with bidirectional attention: those of an image, or all before the first target of a
+    sample."""
     image_token_id: int = -1
-    """Placeholder of images, where these see each other both ways."""
+    """Placeholder of images, if their tokens attend in both directions."""
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     """Styles of a layer's parts that replace those of Hugging Face's plan; "": none."""
 
@@ -137,7 +137,7 @@ class LlmModule(LayeredModule):
 
     Args:
         config: configuration of the causal LM (or of the composite, see `LlmFamily.build`).
-        feeds_generator: whether a generator stands behind it, which reads its hidden states.
+        feeds_generator: whether a generator follows, which reads its hidden states.
     """
 
     kind = "llm"
@@ -259,7 +259,7 @@ class LlmModule(LayeredModule):
 
         Returns:
             Whole model or last stage: float32 scalar, the *sum* of the targets' cross entropies;
-            with a generator behind it, that and the (K, D) hidden states of its context tokens.
+            if a generator follows, that and the (K, D) hidden states of its context tokens.
             Earlier stages: hidden states (T, D).
 
         Raises:
@@ -279,7 +279,7 @@ class LlmModule(LayeredModule):
         return loss, self._context(microbatch, outputs[0].last_hidden_state[0])
 
     def _context(self, microbatch: Microbatch, hidden_TD: Tensor) -> Tensor:
-        """(K, D): what the generator reads; the first token's where there is nothing to draw."""
+        """(K, D): what the generator reads; the first token's if there is nothing to draw."""
         if microbatch.generator is None:
             return hidden_TD[:1]
         return hidden_TD.index_select(0, microbatch.generator.context_positions_K)
@@ -305,13 +305,16 @@ class LlmModule(LayeredModule):
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
             "use_cache": False,
+            # Forwards pass this keyword of Hugging Face's (`FlashAttentionKwargs`: the starts of
+            # packed samples) down to the attention function without looking at it. Ours, in
+            # `layers.attention`, takes more than starts: all of `Segments`.
             "cu_seq_lens_q": Segments.from_starts(
                 microbatch.cu_seqlens, hidden_TD.device, self._blocks(microbatch)
             ),
         }
 
     def _blocks(self, microbatch: Microbatch) -> Tensor | None:
-        """(T,): tokens that see each other both ways, see `LlmFamily.both_ways`."""
+        """(T,): tokens with bidirectional attention, see `LlmFamily.both_ways`."""
         if self.family.both_ways is None:
             return None
         if self.family.both_ways == "images":
@@ -356,7 +359,7 @@ def _window(layer: nn.Module, config: Any) -> int | None:
 
 @contextmanager
 def _output_of(module: nn.Module) -> Iterator[list[Any]]:
-    """What `module` returns inside, which the forward around it keeps to itself."""
+    """Collects what `module` returns, which the forward around it does not return."""
     outputs: list[Any] = []
     handle = module.register_forward_hook(lambda _, __, output: outputs.append(output))
     try:

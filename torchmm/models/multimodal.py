@@ -1,9 +1,9 @@
 """The multimodal model: encoders, whose outputs replace placeholders in the LLM's input, and a
 generator, which draws images from the LLM's hidden states.
 
-Under pipelining a rank has stages of it. `MultimodalModel.cut` reduces the model to them in place;
-all names stay, so that initialising, loading, saving and optimizing need not know. What runs are
-then `stages`.
+In a pipeline a rank has stages of it. `MultimodalModel.cut` reduces the model to them in place; all
+names stay, so initialising, loading, saving and optimizing need not know about them. A forward then
+runs `stages`.
 
 Shape legend: T tokens of the microbatch, K output tokens of one encoder, D features.
 """
@@ -28,7 +28,7 @@ from torchmm.models.llm import LlmModule
 
 @dataclass(frozen=True)
 class TextConventions:
-    """How images stand in the text: the same for every sample of a model."""
+    """How images appear in the text: the same for every sample of a model."""
 
     image_token: str | int
     """Placeholder, by token or by id."""
@@ -37,11 +37,11 @@ class TextConventions:
     prefix_tokens: tuple[str, ...] = ()
     """Tokens before `prefix_ids`, whose ids only the tokenizer knows."""
     suffix_tokens: tuple[str, ...] = ()
-    """Tokens behind `suffix_ids`."""
+    """Tokens after `suffix_ids`."""
     mrope: bool = False
     """Three position ids per token (time, row, column)."""
     video_token_id: int | None = None
-    """Placeholder of clips, where it is another one."""
+    """Placeholder of clips, if it differs from that of images."""
     tokens_per_second: float | None = None
     """Time positions per second of a clip; None: one per group of frames."""
 
@@ -54,7 +54,7 @@ class MultimodalModel(nn.Module):
         llm: the backbone.
         generator: with its connector; None: the model only writes text.
         composite: the Hugging Face config of the composite model it was built from, if any.
-        stages: by module name, what runs: the module itself, or the stages `cut` left of it.
+        stages: by module name, what runs: the module itself, or its stages that `cut` left.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class MultimodalModel(nn.Module):
         assert llm.feeds_generator == (generator is not None)
         self.text = text
         self.composite = composite
-        # Tuples, which nn.Module does not register: names and parameters stay the modules'.
+        # Tuples, which nn.Module does not register: parameters belong to the modules alone, so that
+        # names, and with them checkpoints, do not depend on how modules are cut.
         self.stages: dict[str, tuple[LayeredModule, ...]] = {
             module.name: (module,) for module in self.modality_modules()
         }
@@ -94,7 +95,8 @@ class MultimodalModel(nn.Module):
         for name, module in modules.items():
             ranges = parts.get(name, ())
             module.keep_stages(ranges)
-            # A single stage is what is left of the module; several need a view each.
+            # A single stage is what is left of the module itself. Several need a view each: they
+            # run at different times and have `Skip` in different places.
             views = [module] if len(ranges) == 1 else [module.stage_view(r) for r in ranges]
             self.stages[name] = tuple(views)
 
@@ -103,7 +105,7 @@ class MultimodalModel(nn.Module):
         return [stage for stages in self.stages.values() for stage in stages]
 
     def train(self, mode: bool = True) -> MultimodalModel:
-        """Also sets the stages, which have a mode of their own."""
+        """Also sets the stages, which nn.Module does not know and whose mode is separate."""
         super().train(mode)
         for stage in self.all_stages():
             stage.train(mode)
@@ -114,7 +116,7 @@ class MultimodalModel(nn.Module):
         return [module for _, module in self.named_modality_modules()]
 
     def named_modality_modules(self) -> list[tuple[str, LayeredModule]]:
-        """The same with their names in this module's parameter names."""
+        """The modules with their prefixes in this module's parameter names."""
         named: list[tuple[str, LayeredModule]] = []
         named += ((f"encoders.{e.name}", e) for e in self._encoders())
         named.append(("llm", self.llm))
@@ -129,7 +131,7 @@ class MultimodalModel(nn.Module):
         """Outputs of every encoder, (K, D) by name.
 
         An encoder without images in the microbatch runs on a dummy image, so that every rank
-        joins its collectives; the LLM gives that output no weight.
+        joins its collectives; the LLM multiplies that output by zero.
         """
         device = microbatch.input_ids_T.device
         return {
@@ -145,7 +147,7 @@ class MultimodalModel(nn.Module):
         """float32 scalars by module: "llm", the sum of the cross entropies of all targets, and
         "generator", the sum over images of their mean squared errors.
 
-        A generator without images in the microbatch runs on a dummy image, which counts nothing.
+        A generator without images in the microbatch runs on a dummy image, which does not count.
         """
         output = self.llm(microbatch, self.encode(microbatch))
         if self.generator is None:
@@ -206,7 +208,7 @@ class MultimodalModel(nn.Module):
         vocabulary = tokenizer.get_vocab()
         markers = (*self.text.prefix_tokens, *self.text.suffix_tokens)
         problems += [
-            f"[model] the tokenizer lacks {token!r}, which stands beside every image; use the "
+            f"[model] the tokenizer lacks {token!r}, which is next to every image; use the "
             "model's own tokenizer"
             for token in dict.fromkeys(markers)
             if token not in vocabulary
@@ -214,13 +216,13 @@ class MultimodalModel(nn.Module):
         if problems:
             raise ConfigError(problems)
         before = [vocabulary[token] for token in self.text.prefix_tokens]
-        behind = [vocabulary[token] for token in self.text.suffix_tokens]
+        after = [vocabulary[token] for token in self.text.suffix_tokens]
         pad = tokenizer.pad_token_id
         return TextSpec(
             vocab_size=vocab_size,
             image_token_id=image_token_id,
             image_prefix_ids=(*before, *self.text.prefix_ids),
-            image_suffix_ids=(*self.text.suffix_ids, *behind),
+            image_suffix_ids=(*self.text.suffix_ids, *after),
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=0 if pad is None else pad,

@@ -13,6 +13,7 @@ from transformers import FeatureExtractionMixin
 from transformers.image_processing_base import ImageProcessingMixin
 
 from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import COMPOSITE_ENCODER
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites import COMPOSITES
 from torchmm.models.families.encoder_family import EncoderFamily, patches_per_row
@@ -54,7 +55,7 @@ def build_model(
         ConfigError: all that is wrong with the two sections.
     """
     with torch.device("meta"):
-        if config.source is not None or config.config is not None:
+        if config.is_composite:
             model = _build_composite(config, dtype)
         else:
             model = _build_pair(config, dtype)
@@ -76,12 +77,13 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     with _collected(problems):
         generator = _build_generator(config.generator, llm_config.hidden_size, dtype)
     with _collected(problems):
-        family, tower = parts.encoder_family, parts.encoder_config
+        family = parts.encoder_family
+        tower = parts.encoder_config
         processor = _load_processor("model", family, tower, config.source, config.processor)
     if problems:
         raise ConfigError(problems)
     spec = EncoderSpec(
-        "vision",
+        COMPOSITE_ENCODER,
         family,
         tower,
         *processor,
@@ -93,7 +95,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     llm_files = replace(parts.llm_files, source=config.source)
     draws = generator is not None
     llm = LlmModule(parts.llm_config, parts.llm_family, dtype, llm_files, draws)
-    return MultimodalModel(llm, {"vision": encoder}, parts.text, hf_config, generator)
+    return MultimodalModel(llm, {COMPOSITE_ENCODER: encoder}, parts.text, hf_config, generator)
 
 
 def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
@@ -101,7 +103,9 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
         raise ConfigError("[model] needs `llm`, or `source` or `config` of a composite model")
     problems: list[str] = []
     llm, encoders, generator = None, {}, None
-    hidden_size = 4  # any size, if the LLM's cannot be known
+    # Stands in for the LLM's if that cannot be built: encoders and generator are then built only to
+    # report their problems together with the LLM's, for which any size will do.
+    hidden_size = 4
     with _collected(problems):
         llm = _build_llm(config.llm, dtype, config.generator is not None)
         hidden_size = llm.text_config.hidden_size
@@ -190,7 +194,7 @@ def _connector_problems(
     if family.fixed_merge and section.feature_layer != -1:
         problems.append(
             f"[{key}] feature_layer = {section.feature_layer}: {config.model_type} merges patches "
-            "behind its last layer; use -1"
+            "after its last layer; use -1"
         )
     if section.modality != family.modality:
         problems.append(
@@ -230,10 +234,10 @@ def _load_processor(
         except OSError:
             settings = {}  # weights without a processor: the model type's defaults
     if family.one_tile:
-        settings.pop("size", None)  # that of the image before it is cut
+        settings.pop("size", None)  # that of the image before it is cut into tiles
     settings = {**fixed, **settings, **(override or {})}
     if "crop_size" in fixed:
-        fixed.pop("size")  # free, because the crop behind it decides
+        fixed.pop("size")  # free, because the crop after it decides
     for name in ("size", "crop_size", "patch_size", "temporal_patch_size", "merge_size"):
         if name in fixed and _sides(settings[name]) != _sides(fixed[name]):
             raise ConfigError(

@@ -15,7 +15,6 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
-import torch
 import transformers
 
 from torchmm.balance.costs.flops import microbatch_flops
@@ -27,6 +26,7 @@ from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.simulation.workload import draw_microbatches
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
@@ -183,7 +183,7 @@ class Forecaster:
         metas = self.workload.microbatches
         if leaves_segments_open(parallel):
             parallel = with_segments(parallel, self.modules, metas, self._costs(parallel))
-        dtype = torch.bfloat16 if self.recipe.training.dtype == "bfloat16" else torch.float32
+        dtype = DTYPES[self.recipe.training.dtype]
         alone = self.ranks.pipeline * parallel.mirrors == 1 and not self.units
         layerwise = alone and parallel.reshard_after_forward != "never"
         model = self._costs(parallel)
@@ -275,7 +275,7 @@ def _first_step(
     # Late: the libraries of data take seconds to load, and statistics do without them.
     from torchmm.data.loader import build_loader  # noqa: PLC0415
 
-    tokenizer = load_tokenizer(recipe)
+    tokenizer = load_tokenizer(recipe.model)
     loader = build_loader(
         recipe.data.model_copy(update={"workers": 0}),
         training,

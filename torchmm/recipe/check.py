@@ -1,7 +1,7 @@
 """Value checks of a recipe: keys against each other, against the disk, against the ranks.
 
 Only what needs neither torch nor a download. What needs the model itself (layer counts, TP plans)
-is checked where the model is built, still before any weight is loaded.
+is checked when the model is built, still before any weight is loaded.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.module_names import GENERATOR
-from torchmm.recipe.check_model import check_generator
+from torchmm.common.module_names import COMPOSITE_ENCODER, LLM
+from torchmm.recipe.check_model import check_generator, check_model, is_path
 from torchmm.recipe.check_parallel import check_pipeline
 from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.placement_sizes import (
     check_colocated,
     check_units,
-    modality_modules,
     resolve_layout,
     resolve_units,
     unit_sizes,
@@ -34,10 +33,10 @@ from torchmm.recipe.training_section import limit_bytes
 
 
 def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
-    """All value checks; `world_size` None leaves out those that need the number of ranks."""
+    """All value checks; `world_size` None: except those that need the number of ranks."""
     return [
         *_check_run(recipe),
-        *_check_model(recipe),
+        *check_model(recipe),
         *check_generator(recipe),
         *_check_module_names(recipe),
         *_check_frozen(recipe),
@@ -46,7 +45,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_layout(recipe, world_size),
         *_check_heads(recipe),
         *check_pipeline(recipe),
-        *_check_schedule(recipe),
+        *_check_optimizer(recipe),
         *_check_metrics(recipe),
         *_check_memory_limit(recipe),
     ]
@@ -54,14 +53,8 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
 
 def module_names(recipe: Recipe) -> list[str]:
     """Names that [freeze], learning rates and others may use: llm, NAME, NAME.connector."""
-    parts = [*_encoders(recipe), *([GENERATOR] if recipe.model.generator else [])]
-    return ["llm", *(n for name in parts for n in (name, f"{name}.connector"))]
-
-
-def _encoders(recipe: Recipe) -> list[str]:
-    model = recipe.model
-    composite = model.source is not None or model.config is not None
-    return ["vision"] if composite else list(model.encoders)
+    parts = [name for name in recipe.model.modality_modules if name != LLM]
+    return [LLM, *(n for name in parts for n in (name, f"{name}.connector"))]
 
 
 def _check_run(recipe: Recipe) -> Problems:
@@ -72,55 +65,6 @@ def _check_run(recipe: Recipe) -> Problems:
     if resume not in ("auto", "none") and not Path(resume).is_dir():
         text = 'is no directory; use "auto", "none" or the directory of a checkpoint'
         yield Problem("checkpoint.resume", resume, text)
-
-
-def _check_model(recipe: Recipe) -> Problems:
-    model = recipe.model
-    composite = model.source is not None or model.config is not None
-    if not composite and model.llm is None:
-        text = "names no model; set model.source (composite) or model.llm.source"
-        yield Problem("model", NO_VALUE, text)
-        return
-    if composite and (model.llm is not None or model.encoders):
-        text = "has a composite (source, config) and llm or encoders; keep one of both"
-        yield Problem("model", NO_VALUE, text)
-        return
-    if composite:
-        yield from _check_source("model", model)
-        has_tokenizer = model.source is not None
-    else:
-        assert model.llm is not None
-        yield from _check_source("model.llm", model.llm)
-        has_tokenizer = model.llm.source is not None
-    if model.tokenizer is None and not has_tokenizer and not recipe.simulation.sequences:
-        text = "is needed, as the model has no source to take one from; set a directory or id"
-        yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
-    for name, encoder in model.encoders.items():
-        if name == "llm" or not re.fullmatch(r"[A-Za-z_][\w-]*", name):
-            text = 'is no name for an encoder; use letters, digits and "_", and not "llm"'
-            yield Problem(f"model.encoders.{name}", NO_VALUE, text)
-        yield from _check_source(f"model.encoders.{name}", encoder)
-
-
-def _check_source(key: str, part: Any) -> Problems:
-    """A module needs weights or sizes: `source`, `config` or both."""
-    if part.source is None and part.config is None:
-        yield Problem(key, NO_VALUE, "has neither source nor config; set one of them")
-    elif part.source is None and "model_type" not in part.config:
-        text = 'is missing; name the Hugging Face model type, for example "llama"'
-        yield Problem(f"{key}.config.model_type", NO_VALUE, text)
-    elif part.source is not None and _is_local(part.source) and not _directory(part.source):
-        text = "no such directory; prepare the model first or correct the path"
-        yield Problem(f"{key}.source", part.source, text)
-
-
-def _is_local(source: str) -> bool:
-    """Whether a source can only be a path: a hub id has at most one slash inside."""
-    return source.startswith(("/", ".", "~")) or source.count("/") > 1
-
-
-def _directory(source: str) -> bool:
-    return Path(source).expanduser().is_dir()
 
 
 def _check_module_names(recipe: Recipe) -> Problems:
@@ -155,7 +99,8 @@ def _check_frozen(recipe: Recipe) -> Problems:
 
 
 def _check_data(recipe: Recipe) -> Problems:
-    data, validation = recipe.data, recipe.validation
+    data = recipe.data
+    validation = recipe.validation
     if not data.sources and not recipe.simulation.sequences:
         yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
@@ -173,9 +118,11 @@ def _check_data(recipe: Recipe) -> Problems:
 
 
 def _check_simulation(recipe: Recipe) -> Problems:
-    simulation, encoders = recipe.simulation, list(_encoders(recipe))
+    simulation = recipe.simulation
+    encoders = recipe.model.encoder_names
+    also = ("training.sequence_length", "simulation")
     for found in contradictions(simulation, recipe.training.sequence_length):
-        yield Problem(*found, ("training.sequence_length", "simulation"))
+        yield Problem(found.key, found.value, found.text, also)
     for name in simulation.images:
         if name not in encoders:
             known = ", ".join(encoders) or "none"
@@ -191,26 +138,29 @@ def _check_path(key: str, source: SourceConfig) -> Problems:
     found = Path(path).exists() or glob(path, recursive=True)  # noqa: PTH207 - absolute patterns
     if source.format != "hub" and not found:
         text = "no such file or directory; run scripts/prepare_data.py or correct the path"
-        if source.format == "auto" and not _is_local(source.path):
+        if source.format == "auto" and not is_path(source.path):
             text += ' (for a Hugging Face data set set format = "hub")'
         yield Problem(key, source.path, text)
 
 
 def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
-    parallel, training = recipe.parallel, recipe.training
+    parallel = recipe.parallel
+    training = recipe.training
+    modules = recipe.model.modality_modules
     keys = tuple(f"parallel.{name}" for name in Layout._fields)
-    layout, apart = None, parallel.placement == "disaggregated"
-    yield from check_units(parallel, modality_modules(recipe))
+    layout = None
+    apart = parallel.placement == "disaggregated"
+    yield from check_units(parallel, modules)
     if world_size is not None:
         try:
             if apart:
-                layout = resolve_units(parallel, modality_modules(recipe), world_size)["llm"]
+                layout = resolve_units(parallel, modules, world_size)[LLM]
             else:
                 layout = resolve_layout(parallel, world_size)
         except ConfigError as error:
             yield Problem("parallel", NO_VALUE, error.problems[0].partition(": ")[2], keys)
             return
-    yield from check_colocated(parallel, _encoders(recipe), layout)
+    yield from check_colocated(parallel, recipe.model.encoder_names, layout)
     data_parallel = layout.data_parallel if layout else 1
     chunk = data_parallel * training.microbatch_size
     size = training.global_batch_size
@@ -241,18 +191,16 @@ def _check_async_tensor(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
     if not parallel.async_tensor_parallel:
         return
-    key, needed = (
-        "parallel.async_tensor_parallel",
-        ("parallel.tensor", "parallel.sequence_parallel"),
-    )
+    key = "parallel.async_tensor_parallel"
+    needed = ("parallel.tensor", "parallel.sequence_parallel")
     if unit_sizes(parallel, "llm")["tensor"] == 1 or not parallel.sequence_parallel:
         text = "needs parallel.tensor > 1 and parallel.sequence_parallel = true; set both"
         yield Problem(key, True, text, needed)
     schedule = find_schedule(parallel.schedule)
     if parallel.pipeline > 1 and schedule and schedule.splits_backward:
         text = (
-            f"hides communication below weight gradients, which {parallel.schedule} computes "
-            "apart; use another parallel.schedule"
+            f"hides communication behind weight gradients, which {parallel.schedule} computes "
+            "separately; use another parallel.schedule"
         )
         yield Problem(key, True, text, ("parallel.schedule", "parallel.pipeline"))
     if parallel.async_tensor_backend == "symmetric_memory" and recipe.training.device == "cpu":
@@ -263,13 +211,14 @@ def _check_async_tensor(recipe: Recipe) -> Problems:
 
 
 def _check_heads(recipe: Recipe) -> Problems:
-    """Tensor parallelism splits attention by heads: inline configs tell their number."""
-    model, parallel = recipe.model, recipe.parallel
+    """Tensor parallelism splits attention by heads: inline configs say how many there are."""
+    model = recipe.model
+    parallel = recipe.parallel
     configs: dict[str, tuple[Any, str]] = {"model.config": (model.config, "llm")}
     configs["model.llm.config"] = (model.llm and model.llm.config, "llm")
     for name, encoder in model.encoders.items():
         configs[f"model.encoders.{name}.config"] = (encoder.config, name)
-    for key, module in (("text_config", "llm"), ("vision_config", "vision")):
+    for key, module in (("text_config", LLM), ("vision_config", COMPOSITE_ENCODER)):
         nested = (model.config or {}).get(key)
         configs[f"model.config.{key}"] = (nested if isinstance(nested, dict) else None, module)
     for key, (config, module) in configs.items():
@@ -286,8 +235,9 @@ def _check_heads(recipe: Recipe) -> Problems:
                 yield Problem(f"{key}.{name}", heads, text, (size,))
 
 
-def _check_schedule(recipe: Recipe) -> Problems:
-    optimizer, steps = recipe.optimizer, recipe.training.steps
+def _check_optimizer(recipe: Recipe) -> Problems:
+    optimizer = recipe.optimizer
+    steps = recipe.training.steps
     warmup = optimizer.warmup_steps
     decay = round(optimizer.decay_fraction * steps) if optimizer.schedule == "wsd" else 0
     if warmup + decay > steps:
@@ -309,7 +259,8 @@ def _check_memory_limit(recipe: Recipe) -> Problems:
 
 
 def _check_metrics(recipe: Recipe) -> Problems:
-    metrics, steps = recipe.metrics, recipe.training.steps
+    metrics = recipe.metrics
+    steps = recipe.training.steps
     for key in ("profile_step", "memory_snapshot_step"):
         step = getattr(metrics, key)
         if step > steps:

@@ -1,11 +1,13 @@
-"""Value checks of a recipe's generator: its section, and data with images to be drawn.
+"""Value checks of a recipe's model: what its parts are made of, and data for its generator.
 
 As in `check`, only what needs neither torch nor a download.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems
@@ -14,10 +16,57 @@ from torchmm.recipe.recipe import Recipe
 SECTION = f"model.{GENERATOR}"
 
 
+def check_model(recipe: Recipe) -> Problems:
+    """Everything about `[model]` but the generator."""
+    model = recipe.model
+    if not model.is_composite and model.llm is None:
+        text = "names no model; set model.source (composite) or model.llm.source"
+        yield Problem("model", NO_VALUE, text)
+        return
+    if model.is_composite and (model.llm is not None or model.encoders):
+        text = "has a composite (source, config) and llm or encoders; keep one of them"
+        yield Problem("model", NO_VALUE, text)
+        return
+    if model.is_composite:
+        yield from _check_source("model", model)
+    else:
+        yield from _check_source("model.llm", model.llm)
+    if model.tokenizer_source is None and not recipe.simulation.sequences:
+        text = "is needed, as the model has no source to take one from; set a directory or id"
+        yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
+    for name, encoder in model.encoders.items():
+        if name == "llm" or not re.fullmatch(r"[A-Za-z_][\w-]*", name):
+            text = 'is no name for an encoder; use letters, digits and "_", and not "llm"'
+            yield Problem(f"model.encoders.{name}", NO_VALUE, text)
+        yield from _check_source(f"model.encoders.{name}", encoder)
+
+
+def _check_source(key: str, part: Any) -> Problems:
+    """A module needs weights or sizes: `source`, `config` or both."""
+    if part.source is None and part.config is None:
+        yield Problem(key, NO_VALUE, "has neither source nor config; set one of them")
+    elif part.source is None and "model_type" not in part.config:
+        text = 'is missing; name the Hugging Face model type, for example "llama"'
+        yield Problem(f"{key}.config.model_type", NO_VALUE, text)
+    elif part.source is not None and _is_missing(part.source):
+        text = "no such directory; prepare the model first or correct the path"
+        yield Problem(f"{key}.source", part.source, text)
+
+
+def is_path(source: str) -> bool:
+    """Whether a source can only be a path: a hub id has at most one slash inside."""
+    return source.startswith(("/", ".", "~")) or source.count("/") > 1
+
+
+def _is_missing(source: str) -> bool:
+    """Whether a source can only be a directory that does not exist."""
+    return is_path(source) and not Path(source).expanduser().is_dir()
+
+
 def check_generator(recipe: Recipe) -> Problems:
     """Everything about `[model.generator]` and what needs it."""
     if GENERATOR in recipe.model.encoders:
-        text = "is the name of the module behind the LLM; give the encoder another name"
+        text = "is the name of the module after the LLM; give the encoder another name"
         yield Problem(f"model.encoders.{GENERATOR}", NO_VALUE, text)
     if recipe.model.generator is None:
         yield from _check_without(recipe)
@@ -54,14 +103,9 @@ def _check_section(recipe: Recipe) -> Problems:
         yield Problem(f"{SECTION}.loss_weight", section.loss_weight, text)
 
 
-def _is_missing(source: str) -> bool:
-    """Whether a source can only be a path, for a hub id has at most one slash, and is not there."""
-    is_path = source.startswith(("/", ".", "~")) or source.count("/") > 1
-    return is_path and not Path(source).expanduser().is_dir()
-
-
 def _check_data(recipe: Recipe) -> Problems:
-    data, validation = recipe.data, recipe.validation
+    data = recipe.data
+    validation = recipe.validation
     if data.sources and not any(source.generate for source in data.sources):
         text = 'none says what to draw; set generate = "COLUMN" in a [[data.sources]] table'
         yield Problem("data.sources", NO_VALUE, text, (SECTION,))

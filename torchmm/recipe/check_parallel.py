@@ -1,7 +1,7 @@
-"""Value checks of a recipe's pipeline: schedule, stages and what does not go with them.
+"""Value checks of a recipe's pipeline: schedule, stages and what is incompatible with them.
 
-As in `check`, only what needs neither torch nor a download: layer counts are known where a
-config stands in the recipe itself; otherwise the model is asked when it is built.
+As in `check`, only what needs neither torch nor a download: layer counts are known if the recipe
+itself contains the config; otherwise they are checked when the model is built.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchmm.common.module_names import GENERATOR
+from torchmm.common.module_names import COMPOSITE_ENCODER, GENERATOR, LLM
 from torchmm.recipe.explain import Problem, Problems, suggest
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.placement_sizes import check_encoder_layers, check_unit_layers, unit_sizes
+from torchmm.recipe.placement_sizes import (
+    check_encoder_layers,
+    check_unit_layers,
+    too_few_layers,
+    unit_sizes,
+)
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import CSV_PREFIX, SCHEDULES, find_schedule
 
@@ -97,7 +102,8 @@ def _pipeline(parallel: ParallelConfig, module: str) -> int:
 
 def _check_layers(recipe: Recipe) -> Problems:
     """Every stage needs a layer."""
-    parallel, counts = recipe.parallel, _layer_counts(recipe)
+    parallel = recipe.parallel
+    counts = _layer_counts(recipe)
     if parallel.placement == "disaggregated":
         yield from check_unit_layers(parallel, counts)
         return
@@ -116,21 +122,19 @@ def _check_layers(recipe: Recipe) -> Problems:
         counts = {"all modules": sum(known) if len(known) == len(counts) else None}
         stages = {"all modules": parallel.virtual_stages}
     for name, per_rank in stages.items():
-        layers, needed = counts.get(name), parallel.pipeline * per_rank
+        layers = counts.get(name)
+        needed = parallel.pipeline * per_rank
         if layers is not None and layers < needed:
             has = f"{name} has" if name in _layer_counts(recipe) else f"{name} together have"
-            text = (
-                f"{has} {layers} layers, fewer than {parallel.pipeline} ranks x {per_rank} "
-                f"stages per rank = {needed}; use fewer ranks or stages"
-            )
+            text = too_few_layers(has, layers, parallel.pipeline, per_rank)
             also = (VIRTUAL, SCHEDULE, f"parallel.{name}", "model")
             yield Problem(PIPELINE, parallel.pipeline, text, also)
 
 
 def _layer_counts(recipe: Recipe) -> dict[str, int | None]:
-    """Layers by module name, as far as inline configs tell: None where they do not."""
+    """Layers by module name; None unless an inline config gives their number."""
     model = recipe.model
-    if model.source is not None or model.config is not None:
+    if model.is_composite:
         config = model.config or {}
         text, vision = (config.get(key) for key in ("text_config", "vision_config"))
         layer = config.get("vision_feature_layer")
@@ -138,12 +142,12 @@ def _layer_counts(recipe: Recipe) -> dict[str, int | None]:
         if config.get("model_type") == "llava":
             reaches = isinstance(layer, int) and layer < 0 and vision_layers is not None
             vision_layers = vision_layers + 1 + layer if reaches else None  # type: ignore[operator]
-        return {"vision": vision_layers, "llm": _layers(text), **_generator_layers(recipe)}
+        return {COMPOSITE_ENCODER: vision_layers, LLM: _layers(text), **_generator_layers(recipe)}
     counts: dict[str, int | None] = {}
     for name, encoder in model.encoders.items():
         layers = _layers(encoder.config)
         counts[name] = None if layers is None else layers + 1 + encoder.feature_layer
-    counts["llm"] = _layers(model.llm.config) if model.llm else None
+    counts[LLM] = _layers(model.llm.config) if model.llm else None
     return counts | _generator_layers(recipe)
 
 

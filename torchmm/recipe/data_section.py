@@ -16,14 +16,14 @@ class ProducersConfig(Section):
     for this run. They share no state with it: any of them can prepare any step."""
 
     addresses: list[str] = Field(default=[])
-    """HOST:PORT of each; empty: samples are prepared on the machine that trains. A step is asked
-    of one after the other until one answers."""
+    """HOST:PORT of each; empty: samples are prepared on the machine that trains. A step is
+    requested from one after another until one answers."""
     ca_certificate: str | None = None
     """PEM file with the certificate that signed theirs; without it nothing is encrypted, which
-    producers only accept on their own machine. Their token stands in the environment variable
+    producers only accept on their own machine. Their token is in the environment variable
     TORCHMM_DATA_TOKEN, never in a recipe."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """A producer that has not prepared a step in this time is given up and the next one asked."""
+    """If a producer has not prepared a step in this time, the next one is asked."""
     give_up_s: float = Field(default=180.0, gt=0)
     """The run ends (exit code 3) when no producer has answered for this long."""
     max_message_mb: float = Field(default=1000.0, gt=0)
@@ -31,22 +31,22 @@ class ProducersConfig(Section):
 
 
 class VideoConfig(Section):
-    """Frames of a clip are evenly spaced and follow from its length alone: the same in every
+    """Frames of a clip are evenly spaced and depend only on its length: the same in every
     epoch, on every rank. Needs `pip install "torchmm[video]"`."""
 
     fps: float = Field(default=2.0, gt=0)
     """Frames per second that are read, within the limits below. Encoders whose patches span
     several frames (Qwen's two) read whole groups of them."""
     min_frames: int = Field(default=4, ge=1)
-    """Of a clip that has so many: short ones are read at a higher rate."""
+    """Fewest frames of a clip, if it has that many: short ones are read at a higher rate."""
     max_frames: int = Field(default=64, ge=1)
-    """Of a clip: long ones are read at a lower rate."""
+    """Most frames of a clip: long ones are read at a lower rate."""
     max_pixels: int = Field(default=20_000_000, ge=1)
-    """All frames of a clip together after resizing: where sizes vary, frames become smaller, down
-    to the processor's own minimum; where the encoder has one size, fewer."""
+    """Most pixels of all frames of a clip together after resizing: if sizes vary, frames become
+    smaller, down to the processor's own minimum; if the encoder has one size, fewer."""
     timestamps: bool = True
-    """Write "<1.5 seconds>" before every frame, where an encoder reads single frames (none that
-    knows time): otherwise they stand behind each other."""
+    """Write "<1.5 seconds>" before every frame, for encoders that read single frames and know no
+    time; otherwise frames follow one another directly."""
 
 
 class SourceConfig(Section):
@@ -70,8 +70,8 @@ class SourceConfig(Section):
     prompt: str = ""
     """Text put between the image and the caption of caption samples; not part of the loss."""
     generate: str | None = None
-    """Column whose image or clip the generator has to draw from the sample's text (and images)
-    instead of an encoder reading it, for example "image"."""
+    """Column whose image or clip the generator has to draw from the sample's text (and images),
+    instead of an encoder reading it; for example "image"."""
 
 
 class DataConfig(Section):
@@ -86,9 +86,9 @@ class DataConfig(Section):
     prefetch: int = Field(default=2, ge=1)
     """Steps each worker prepares ahead."""
     timeout_s: float = Field(default=240.0, gt=0)
-    """The run ends (exit code 3), naming worker and samples, when a step's samples have not come
+    """The run ends (exit code 3), naming worker and samples, when a step's samples have not arrived
     after this many seconds; with producers: after `data.producers.give_up_s` more. Keep it below
-    `parallel.timeout_s`, so that this rank speaks before its peers give it up."""
+    `parallel.timeout_s`, so that this rank reports before its peers give up on it."""
     shuffle: bool = True
     """Shuffle samples in every epoch (a pure function of seed, epoch and index)."""
     shuffle_window: int = Field(default=1024, ge=1)
@@ -96,11 +96,11 @@ class DataConfig(Section):
     open_packs: int = Field(default=16, ge=1)
     """Partly filled sequences kept open for best-fit packing."""
     reorder: Literal["none", "intra", "inter", "both"] = "none"
-    """Rearrange the sequences of each global batch by what they cost, vision and text together:
-    "intra": so that all data-parallel ranks have equally much to do; "inter": so that each rank's
+    """Rearrange the sequences of each global batch by their cost, vision and text together:
+    "intra": so that all data-parallel ranks have equal work; "inter": so that each rank's
     microbatches come in an order with few gaps in its pipeline; "both". Losses stay the same."""
     max_images_per_sample: int = Field(default=64, ge=1)
-    """Further images of a sample are dropped together with their placeholders."""
+    """Further images of a sample are dropped, with their placeholders."""
     max_image_pixels: int = Field(default=64_000_000, ge=1)
     """Images with more pixels in their header count as corrupt and are never decoded."""
     video: VideoConfig = Field(default=VideoConfig())

@@ -33,7 +33,7 @@ _MUST_BE = {
 
 
 class Problem(NamedTuple):
-    """One mistake: the dotted key it is told at, its value, and other keys the finding rests on."""
+    """One mistake: the dotted key it is reported at, its value, and other keys it depends on."""
 
     key: str
     value: Any
@@ -129,7 +129,7 @@ def without_indices(key: str) -> str:
 
 
 def shorten(value: Any) -> str:
-    """A value as one would write it, cut to 60 characters."""
+    """A value as it is written in a recipe, cut to 60 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 

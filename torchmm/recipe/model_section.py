@@ -1,6 +1,6 @@
 """The recipe's sections about the model: LLM, encoders, generator, and what is frozen.
 
-Part of the schema in `torchmm.recipe.recipe`, from where everything is imported.
+Part of the schema in `torchmm.recipe.recipe`, which imports everything.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from torchmm.common.module_names import COMPOSITE_ENCODER, GENERATOR, LLM
 from torchmm.recipe.section import Section
 
 
@@ -34,21 +35,21 @@ class EncoderConfig(Section):
     """Settings of the image processor or feature extractor; default: the source's, or those of the
     model type."""
     modality: Literal["image", "audio"] = "image"
-    """What the encoder reads. Every image of a sample goes to all encoders of images, every sound
-    to all of sounds; what no encoder reads is left out."""
+    """What the encoder reads. Every image of a sample goes to all image encoders, every sound
+    to all audio encoders; what no encoder reads is left out."""
     connector: Literal["mlp", "pixel_shuffle_mlp"] = "mlp"
     """"mlp" maps each encoder output to one LLM token through two linear layers;
     "pixel_shuffle_mlp" first folds `shuffle` x `shuffle` neighbouring patches into one token."""
     shuffle: int = Field(default=2, ge=2)
-    """Rows and columns of patches folded into one token by "pixel_shuffle_mlp"; of sounds
+    """Rows and columns of patches folded into one token by "pixel_shuffle_mlp"; for sounds,
     `shuffle`**2 consecutive positions."""
     feature_layer: int = Field(default=-1, le=-1)
-    """Which hidden state feeds the connector: -1 the last layer's output, -2 the one before.
-    Layers behind it are not built."""
+    """Which hidden state feeds the connector: -1 the last layer's output, -2 the previous one.
+    Layers after it are not built."""
 
 
 class GeneratorConfig(Section):
-    """A diffusion transformer behind the LLM, which draws images (or clips) from its hidden states.
+    """A diffusion transformer after the LLM, which draws images (or clips) from its hidden states.
 
     It works on pixels and learns by flow matching. Needs `pip install "torchmm[generation]"`.
     """
@@ -66,9 +67,9 @@ class GeneratorConfig(Section):
     frames: int = Field(default=1, ge=1)
     """Most frames of a clip; 1: only images."""
     context_tokens: int = Field(default=128, ge=1)
-    """An image is drawn from the hidden states of at most so many tokens before it."""
+    """An image is drawn from the hidden states of at most this many tokens before it."""
     loss_weight: float = Field(default=1.0, ge=0)
-    """Factor of the image loss (mean squared error of the velocity, mean over images) in the
+    """Factor of the image loss (mean squared error of the velocity, averaged over images) in the
     loss."""
     text_loss_weight: float = Field(default=1.0, ge=0)
     """Factor of the text loss (mean over target tokens) in the loss."""
@@ -85,14 +86,14 @@ class ModelConfig(Section):
     config: dict[str, Any] | None = None
     """Inline Hugging Face config of a composite model with `model_type`; weights are random."""
     processor: dict[str, Any] | None = None
-    """Of a composite model: settings of its image processor, laid over the source's, for example
-    its sizes."""
+    """Composite models: settings of the image processor that override the source's, such as its
+    sizes."""
     llm: LlmConfig | None = None
     """The LLM backbone."""
     encoders: dict[str, EncoderConfig] = Field(default={})
     """The encoders by name; the name is used in [freeze], [parallel] and metrics."""
     generator: GeneratorConfig | None = None
-    """Behind the LLM (or composite); its name in [freeze], [parallel] and metrics is
+    """After the LLM (or composite); its name in [freeze], [parallel] and metrics is
     "generator"."""
     tokenizer: str | None = None
     """Hugging Face id or local directory of the tokenizer; default: the source of the LLM or
@@ -100,6 +101,26 @@ class ModelConfig(Section):
     image_token: str = "<image>"
     """Token whose id marks image positions. It must exist in the tokenizer; any token that never
     occurs in text will do."""
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether encoder and LLM are one Hugging Face model."""
+        return self.source is not None or self.config is not None
+
+    @property
+    def encoder_names(self) -> list[str]:
+        """All encoders, in the recipe's order."""
+        return [COMPOSITE_ENCODER] if self.is_composite else list(self.encoders)
+
+    @property
+    def modality_modules(self) -> list[str]:
+        """Encoders, LLM and generator, in the order in which they take ranks."""
+        return [*self.encoder_names, LLM, *([GENERATOR] if self.generator else [])]
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """Where the tokenizer comes from: its own key, else the composite or the LLM."""
+        return self.tokenizer or self.source or (self.llm.source if self.llm else None)
 
 
 class FreezeConfig(Section):

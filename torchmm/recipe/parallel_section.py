@@ -20,44 +20,45 @@ class SearchConfig(Section):
     stages: Literal["separated", "megatron", "balanced", "auto"] = "separated"
     """How modules are cut. "separated": each into segments over all ranks; "megatron": whole
     encoders in front of the LLM's first stage; "balanced": all layers in one chain of equally
-    costly stages; "auto": what the cost model predicts the fastest first step for."""
+    costly stages; "auto": the one with the fastest first step according to the cost model."""
     evaluations: int = Field(default=2000, ge=1)
-    """Orders tried for a step at most."""
+    """Most orders tried for a step."""
     seed: int = Field(default=0, ge=0)
     """Seed of the search."""
     workers: int = Field(default=1, ge=1)
-    """Threads that search, of at most half of the machine's cores."""
+    """Threads that search, on at most half of the machine's cores."""
     background: bool = True
-    """Plan the next step in a process of its own while this one trains. If that process has not
-    finished in time, the best order so far is used. False, and with `training.deterministic`: each
-    step is planned before it begins, with all `evaluations`; runs then repeat to the bit."""
+    """Plan the next step in a separate process while this one trains. If that process has not
+    finished in time, the best order so far is used. If false, or with `training.deterministic`,
+    each step is planned before it begins, with all `evaluations`; runs are then bit-identical."""
     time_share: float = Field(default=0.8, gt=0, le=1)
-    """Share of a measured step in which the next one is to be planned."""
+    """Share of a measured step that planning the next one may take."""
 
 
 class ModuleParallelConfig(Section):
     """One module in the pipeline; NAME is "llm", "generator" or the name of an encoder."""
 
     pipeline: int | None = Field(default=None, ge=1)
-    """Pipeline ranks of this module, where its `parallel.placement` gives it sizes of its own.
-    Default, of all four sizes: those of [parallel] for the LLM, 1 for other modules; but where
-    encoders are colocated, `tensor` is the LLM's and all other ranks are replicas and shards."""
+    """Pipeline ranks of this module, if `parallel.placement` gives it separate sizes. All four
+    sizes default to those of [parallel] for the LLM and to 1 for other modules, except that
+    colocated encoders have the LLM's `tensor`, with all other ranks as replicas and shards."""
     replicate: int | None = Field(default=None, ge=-1)
-    """Data-parallel replicas of this module; -1: what is left."""
+    """Data-parallel replicas of this module; -1: the remaining ranks."""
     shard: int | None = Field(default=None, ge=-1)
-    """Ranks over which FSDP2 shards this module; -1: what is left."""
+    """Ranks over which FSDP2 shards this module; -1: the remaining ranks."""
     tensor: int | None = Field(default=None, ge=1)
     """Tensor-parallel ranks of this module."""
     segments: int | None = Field(default=None, ge=1)
-    """Stages of this module per rank, under a schedule with separated modules ("separated",
-    "searched", "csv:..."), and of colocated encoders. Default: `parallel.virtual_stages` for the
+    """Stages of this module per rank, for colocated encoders and under schedules with separated
+    modules ("separated", "searched", "csv:..."). Default: `parallel.virtual_stages` for the
     LLM, 1 for encoders; one for each layer of colocated encoders, whose stages have to fit into
-    bubbles. Under "searched": so many that stages of all modules take about equally long."""
+    bubbles; under "searched" the number for which stages of all modules take similar times."""
     sub_microbatch_images: int | None = Field(default=None, ge=1)
-    """Encoders and generator: images processed together at most; a microbatch is cut into groups of
-    nearly equal size. Fewer fill gaps in the pipeline better, more keep the device busier. Default:
-    4 under a schedule with separated modules, all images of a microbatch under the others; under
-    "searched" the fewest that are nearly as efficient as any number (by the cost model)."""
+    """Encoders and generator: most images processed together; a microbatch is cut into groups of
+    nearly equal size. Smaller groups fill gaps in the pipeline better, larger ones keep the device
+    busier. Default: 4 under a schedule with separated modules, all images of a microbatch under
+    others; under "searched" the fewest that the cost model finds nearly as efficient as any
+    number."""
 
 
 class ParallelConfig(Section):
@@ -73,54 +74,55 @@ class ParallelConfig(Section):
     """Order of forwards and backwards in a pipeline, and how modules are cut for it. "gpipe",
     "1f1b", "interleaved_1f1b", "zero_bubble", "megatron_balanced": all layers as one chain in
     equally costly stages; "megatron": whole encoders in front of the LLM's first stage;
-    "separated": every module in segments of its own over all ranks; "searched": the same in an
+    "separated": every module in separate segments over all ranks; "searched": the same in an
     order that is searched for each step ([parallel.search]); "csv:PATH": an order from a file, for
     separated modules; "optimus": colocated encoders in the LLM's bubbles."""
     placement: Placement = "interleaved"
-    """Where modules lie: "interleaved": on the same ranks; "colocated": too, but encoders have
-    sizes of their own ([parallel.NAME]): pipelines with fewer ranks, and so several of them;
-    "disaggregated": each on ranks and with sizes of its own, those of [parallel] being the LLM's,
+    """Which ranks run which module. "interleaved": all ranks run all modules; "colocated": the
+    same, but encoders have separate sizes ([parallel.NAME]), with several shorter pipelines;
+    "disaggregated": each module has separate ranks and sizes, with the LLM's in [parallel],
     under schedule "separated", "1f1b", "interleaved_1f1b", "gpipe" or "zero_bubble"."""
     orchestrate: bool = False
-    """Choose sizes for `simulation.device`: with colocated encoders, the pipeline and
-    tensor-parallel ranks of those that have none given, by simulating the first step; with
-    disaggregated modules, all sizes of all modules, from costs on sampled data (`scripts/plan.py`
-    shows them)."""
+    """Choose sizes for `simulation.device`. With colocated encoders: pipeline and tensor-parallel
+    sizes that are not given, by simulating the first step; with disaggregated modules: all sizes of
+    all modules, from costs on sampled data (`scripts/plan.py` shows them)."""
     llm_schedule: LlmSchedule = "interleaved_1f1b"
     """Order of the LLM's own forwards and backwards under "optimus"."""
     bubbles: Literal["fine", "coarse"] = "fine"
-    """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": before
-    its first action and behind its last only."""
+    """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": only
+    before its first action and after its last."""
     tensor_bubbles: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the LLM's actions in which tensor-parallel communication leaves ranks idle, for
-    "optimus" to put encoder layers into; on CUDA they run beside, on the CPU before the LLM's."""
+    """Share of the LLM's actions in which tensor-parallel communication leaves ranks idle, which
+    "optimus" fills with encoder layers: on CUDA concurrently with the LLM's, on the CPU before
+    them."""
     search: SearchConfig = SearchConfig()
     replan_drift: float = Field(default=0.0, ge=0)
-    """With a pipeline: how far measured times may drift away from those that steps are planned with
-    (0.1: 10 %) before the next steps are planned with new ones. 0: never; orders then follow from
-    FLOPs alone, and a resumed run gives the same bits."""
+    """With a pipeline: how far measured times may drift from those used for planning (0.1: 10 %)
+    before the next steps are planned with new ones. 0: never; orders then depend on FLOPs alone,
+    and a resumed run is bit-identical."""
     virtual_stages: int = Field(default=1, ge=1)
     """Stages per rank; with separated modules: of the LLM."""
     replicate: int = Field(default=1, ge=-1)
-    """Data-parallel replicas, each holding all parameters of its shards (HSDP); -1: what is
-    left."""
+    """Data-parallel replicas, each holding all parameters of its shards (HSDP); -1: the remaining
+    ranks."""
     shard: int = Field(default=-1, ge=-1)
-    """Ranks over which FSDP2 shards parameters, gradients and optimizer state; -1: what is left."""
+    """Ranks over which FSDP2 shards parameters, gradients and optimizer state; -1: the remaining
+    ranks."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether FSDP2 frees gathered parameters behind each forward and gathers them again for
+    """Whether FSDP2 frees gathered parameters after each forward and gathers them again for
     backward; "default": only without a pipeline, which gathers them once per step."""
     tensor: int = Field(default=1, ge=1)
     """Tensor-parallel ranks that split every layer."""
     sequence_parallel: bool = False
     """Also split activations between the tensor-parallel regions along the sequence."""
     async_tensor_parallel: bool = False
-    """Gather and scatter these activations in blocks, below the matrix products in front of and
-    behind them; needs `tensor` > 1 and `sequence_parallel`."""
+    """Gather and scatter these activations in blocks, overlapped with the matrix products that
+    produce and consume them; needs `tensor` > 1 and `sequence_parallel`."""
     async_tensor_backend: Literal["auto", "symmetric_memory", "ring", "collective"] = "auto"
     """How: "symmetric_memory" (CUDA, one host: copies without multiprocessors), "ring" (sends and
-    receives), "collective" (below backward's products only); "auto": the first that works."""
+    receives), "collective" (overlap in backward only); "auto": the first that works."""
     async_tensor_chunks: int = Field(default=0, ge=0)
-    """Blocks into which "ring" cuts what a rank has of the sequence; 0: the fastest in a short
+    """Blocks into which "ring" cuts a rank's slice of the sequence; 0: the fastest in a short
     measurement at the start."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective backend; "auto": NCCL on CUDA, gloo on CPU."""
@@ -134,18 +136,18 @@ class ParallelConfig(Section):
 
     @property
     def separates_modules(self) -> bool:
-        """Whether the schedule gives every module stages of its own on all pipeline ranks."""
+        """Whether the schedule gives every module separate stages on all pipeline ranks."""
         schedule = find_schedule(self.schedule)
         return schedule is not None and schedule.cut == "separated"
 
     def sizes_given(self, name: str) -> dict[str, int]:
-        """A module's own `pipeline`, `replicate`, `shard` and `tensor`, as far as they are set."""
+        """Those of `pipeline`, `replicate`, `shard` and `tensor` that are set for a module."""
         module = self.modules.get(name, ModuleParallelConfig())
         return module.model_dump(include=set(AXES), exclude_none=True)
 
     @property
     def mirrors(self) -> int:
-        """Tensor-parallel groups of colocated encoders in one of the LLM."""
+        """Tensor-parallel groups of colocated encoders in one group of the LLM."""
         if self.placement != "colocated":
             return 1
         sizes = (module.tensor or self.tensor for module in self.modules.values())
@@ -161,6 +163,6 @@ class ParallelConfig(Section):
         return self.modules.get(name, ModuleParallelConfig()).segments
 
     def sub_microbatch_images(self, name: str) -> int | None:
-        """Images an encoder processes together at most; None: all of a microbatch."""
+        """Most images an encoder processes together; None: all of a microbatch."""
         given = self.modules.get(name, ModuleParallelConfig()).sub_microbatch_images
         return given or (4 if self.separates_modules else None)

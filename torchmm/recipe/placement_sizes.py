@@ -2,15 +2,15 @@
 
 Interleaved modules have the sizes of `[parallel]`, resolved for the number of ranks.
 
-Colocated encoders have sizes of their own on the LLM's ranks. An encoder's pipeline has as many
-ranks as divide the LLM's, so blocks of consecutive pipeline ranks hold one copy each. So do groups
-of the LLM's tensor-parallel ranks, where it is split over fewer. What it does not use is data
+Colocated encoders have separate sizes on the LLM's ranks. The size of an encoder's pipeline divides
+that of the LLM's, and every block of this size among the pipeline ranks holds one copy. The same
+goes for tensor-parallel ranks, if the encoder is split over fewer. All further ranks are data
 parallelism (Optimus section 4.1).
 
-Disaggregated modules have ranks of their own. `[parallel]` has the LLM's sizes, `[parallel.NAME]`
-those of other modules (or the LLM's), which are 1 where none is given. Ranks go to encoders in the
-recipe's order, then to the LLM, then to the generator. Together they must be all ranks there are;
-one size may be -1, for what is left.
+Disaggregated modules have separate ranks. `[parallel]` has the LLM's sizes, `[parallel.NAME]` those
+of other modules (or the LLM's), with a default of 1. Ranks go to encoders in the recipe's order,
+then to the LLM, then to the generator. Together they must use all ranks; one size may be -1, for
+the remaining ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torchmm.recipe.sizes import AXES, Layout
 def encoder_layout(parallel: ParallelConfig, name: str, llm: Layout) -> Layout:
     """An encoder's own sizes.
 
-    Where neither or one of `replicate` and `shard` is given, there are as many replicas as of the
-    LLM, and shards are what is left.
+    If `replicate` and `shard` are both open, there are as many replicas as of the LLM; a single
+    open one takes the remaining ranks.
 
     Args:
         name: of the encoder.
@@ -64,7 +64,7 @@ def encoder_layout(parallel: ParallelConfig, name: str, llm: Layout) -> Layout:
 
 
 def check_colocated(parallel: ParallelConfig, encoders: list[str], llm: Layout | None) -> Problems:
-    """Everything about own sizes of encoders.
+    """Everything about the sizes of colocated encoders.
 
     Args:
         llm: sizes of the LLM; None: the number of ranks is not known.
@@ -86,9 +86,7 @@ def check_colocated(parallel: ParallelConfig, encoders: list[str], llm: Layout |
         yield Problem("parallel.placement", placement, text, ("model",))
     for name in ("llm", GENERATOR):
         for size, value in parallel.sizes_given(name).items():
-            text = (
-                f"beside colocated encoders the {name}'s sizes are those of [parallel]; remove it"
-            )
+            text = f"with colocated encoders the {name}'s sizes are those of [parallel]; remove it"
             yield Problem(f"parallel.{name}.{size}", value, text, (f"parallel.{size}",))
     yield from _unlike_tensors(parallel, encoders)
     for name in encoders:
@@ -107,43 +105,50 @@ def check_encoder_layers(parallel: ParallelConfig, counts: Mapping[str, int | No
     """Every stage of an encoder needs a layer.
 
     Args:
-        counts: layers by encoder; None where they are not known.
+        counts: layers by encoder; None if not known.
     """
     for name, layers in counts.items():
-        ranks, slices = parallel.sizes_given(name).get("pipeline", 1), parallel.slices(name) or 1
+        ranks = parallel.sizes_given(name).get("pipeline", 1)
+        slices = parallel.slices(name) or 1
         if layers is not None and layers < ranks * slices:
             key, value = ("pipeline", ranks) if ranks > layers else ("segments", slices)
-            text = (
-                f"{name} has {layers} layers, fewer than {ranks} ranks of its own x {slices} "
-                f"stages per rank = {ranks * slices}; use fewer ranks or stages"
-            )
+            text = too_few_layers(f"{name} has", layers, ranks, slices)
             yield Problem(f"parallel.{name}.{key}", value, text, (f"parallel.{name}", "model"))
 
 
+def too_few_layers(subject: str, layers: int, ranks: int, per_rank: int) -> str:
+    """What is wrong where stages outnumber layers; `subject` is like "llm has"."""
+    return (
+        f"{subject} {layers} layers, fewer than {ranks} pipeline ranks x {per_rank} stages per "
+        f"rank = {ranks * per_rank}; use fewer ranks or stages"
+    )
+
+
 def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) -> Problems:
-    """Own sizes that do not divide the LLM's."""
+    """An encoder's sizes that do not divide the LLM's."""
     given = parallel.sizes_given(name)
     own = given.get("pipeline", 1)
     if pipeline % own:
         divisors = ", ".join(str(n) for n in range(1, pipeline + 1) if pipeline % n == 0)
         text = (
-            f"does not divide the {pipeline} pipeline ranks of the LLM, which the encoder's "
-            f"pipelines share out; use one of {divisors}"
+            f"does not divide the LLM's {pipeline} pipeline ranks, among which the encoder's "
+            f"pipelines are placed; use one of {divisors}"
         )
         yield Problem(f"parallel.{name}.pipeline", own, text, ("parallel.pipeline",))
     own = given.get("tensor", tensor)
     if own < 1 or tensor % own:
         divisors = ", ".join(str(n) for n in range(1, tensor + 1) if tensor % n == 0)
         text = (
-            f"does not divide the {tensor} tensor-parallel ranks of the LLM, which the encoder's "
-            f"groups share out; use one of {divisors}"
+            f"does not divide the LLM's {tensor} tensor-parallel ranks, among which the encoder's "
+            f"groups are placed; use one of {divisors}"
         )
         yield Problem(f"parallel.{name}.tensor", own, text, ("parallel.tensor",))
 
 
 def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Problems:
-    """Bubbles inside of the LLM's tensor-parallel layers are for encoders that have none."""
-    key, share = "parallel.tensor_bubbles", parallel.tensor_bubbles
+    """Only encoders without tensor parallelism fit into bubbles inside the LLM's layers."""
+    key = "parallel.tensor_bubbles"
+    share = parallel.tensor_bubbles
     if not share:
         return
     if parallel.placement != "colocated" or parallel.tensor == 1:
@@ -152,12 +157,12 @@ def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Prob
         return
     for name in encoders:
         if parallel.sizes_given(name).get("tensor", parallel.tensor) != 1:
-            text = f"puts {name} beside the LLM's communication; set parallel.{name}.tensor = 1"
+            text = f"runs {name} during the LLM's communication; set parallel.{name}.tensor = 1"
             yield Problem(key, share, text, (f"parallel.{name}.tensor",))
 
 
 def _unlike_tensors(parallel: ParallelConfig, encoders: list[str]) -> Problems:
-    """A rank of the plan is one tensor-parallel group, of all encoders."""
+    """All encoders must agree: a rank of the plan is one tensor-parallel group of every encoder."""
     sizes = {name: parallel.sizes_given(name).get("tensor", parallel.tensor) for name in encoders}
     name = min(sizes, key=lambda name: sizes[name], default="")
     for other, size in sizes.items():
@@ -169,16 +174,8 @@ def _unlike_tensors(parallel: ParallelConfig, encoders: list[str]) -> Problems:
             yield Problem(key, size, text, (f"parallel.{name}.tensor", "parallel.tensor"))
 
 
-def modality_modules(recipe: Recipe) -> list[str]:
-    """Names of encoders, LLM and generator, in the order in which they take ranks."""
-    model = recipe.model
-    composite = model.source is not None or model.config is not None
-    encoders = ["vision"] if composite else list(model.encoders)
-    return [*encoders, LLM, *([GENERATOR] if model.generator else [])]
-
-
 def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:
-    """A module's sizes by key; -1 for what is left."""
+    """A module's sizes by key; -1: the remaining ranks."""
     own = {size: getattr(parallel, size) if name == LLM else 1 for size in AXES}
     return own | parallel.sizes_given(name)
 
@@ -186,10 +183,10 @@ def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:
 def resolve_units(
     parallel: ParallelConfig, modules: Sequence[str], world_size: int
 ) -> dict[str, Layout]:
-    """Sizes of every module, with a -1 among them replaced by what is left.
+    """Sizes of every module, with a -1 among them replaced by the remaining ranks.
 
     Args:
-        modules: from `modality_modules`.
+        modules: `ModelConfig.modality_modules`.
 
     Raises:
         ConfigError: the sizes cannot make up `world_size`.
@@ -221,14 +218,14 @@ def resolve_units(
 
 
 def units_of(recipe: Recipe, world_size: int) -> dict[str, Layout]:
-    """Sizes of every module of a run; none where modules do not have ranks of their own.
+    """Sizes of every module of a run; empty unless modules are disaggregated.
 
     Raises:
         ConfigError: the sizes cannot make up `world_size`.
     """
     if recipe.parallel.placement != "disaggregated":
         return {}
-    return resolve_units(recipe.parallel, modality_modules(recipe), world_size)
+    return resolve_units(recipe.parallel, recipe.model.modality_modules, world_size)
 
 
 def show_layout(layout: Layout) -> str:
@@ -247,22 +244,20 @@ def _key(parallel: ParallelConfig, name: str, size: str) -> str:
 
 
 def check_units(parallel: ParallelConfig, modules: Sequence[str]) -> Problems:
-    """What does not go with modules on ranks of their own, whatever the number of ranks."""
+    """What is incompatible with disaggregated modules, whatever the number of ranks."""
     if parallel.placement != "disaggregated":
         return
     placement = ("parallel.placement",)
     fitting = schedules_for("disaggregated")
     if parallel.schedule not in fitting:
-        text = f"is not for modules on ranks of their own; use one of {', '.join(fitting)}"
+        text = f"is not for disaggregated modules; use one of {', '.join(fitting)}"
         yield Problem("parallel.schedule", parallel.schedule, text, placement)
     if len(modules) == 1:
-        text = 'but the model has no module beside the LLM; use "interleaved"'
+        text = 'but the model has no module besides the LLM; use "interleaved"'
         yield Problem("parallel.placement", parallel.placement, text, ("model",))
     if parallel.reshard_after_forward == "always":
-        text = "needs replicas that run the same tasks, which those of modules apart do not"
-        yield Problem(
-            "parallel.reshard_after_forward", "always", f'{text}; use "default"', placement
-        )
+        text = 'needs replicas that run the same tasks, unlike disaggregated ones; use "default"'
+        yield Problem("parallel.reshard_after_forward", "always", text, placement)
 
 
 def unit_stages(parallel: ParallelConfig, name: str) -> int:
@@ -276,25 +271,22 @@ def check_unit_layers(parallel: ParallelConfig, counts: Mapping[str, int | None]
     """Every stage needs a layer.
 
     Args:
-        counts: layers by module; None where they are not known.
+        counts: layers by module; None if not known.
     """
     for name, layers in counts.items():
         ranks = unit_sizes(parallel, name)["pipeline"]
         per_rank = unit_stages(parallel, name)
         if layers is not None and layers < ranks * per_rank:
-            text = (
-                f"{name} has {layers} layers, fewer than its {ranks} pipeline ranks x {per_rank} "
-                f"stages per rank = {ranks * per_rank}; use fewer ranks or stages"
-            )
+            text = too_few_layers(f"{name} has", layers, ranks, per_rank)
             also = ("parallel.virtual_stages", f"parallel.{name}", "model", "parallel.schedule")
             yield Problem(_key(parallel, name, "pipeline"), ranks, text, also)
 
 
 def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
-    """Mesh sizes for `world_size` ranks, with the -1 among them replaced by what is left.
+    """Mesh sizes for `world_size` ranks, with a -1 among them replaced by the remaining ranks.
 
     Raises:
-        ConfigError: when the sizes cannot make up `world_size`.
+        ConfigError: the sizes cannot make up `world_size`.
     """
     sizes: dict[str, int] = {name: getattr(parallel, name) for name in Layout._fields}
     open_keys = [k for k, size in sizes.items() if size == -1]

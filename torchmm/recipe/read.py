@@ -1,8 +1,8 @@
 """Reading recipes: TOML files with inheritance, command-line overrides, checks, all errors at once.
 
-What is wrong with a recipe is found before any process group exists and told in one `ConfigError`,
+Mistakes in a recipe are found before any process group exists and reported in one `ConfigError`,
 one line per problem: `file: section.key = value: what is wrong; remedy`. Every value remembers the
-file it came from (or "command line"), so a mistake in a base three files away is named there.
+file it came from (or "command line"), so a mistake in a base three files away is reported there.
 
 Reading goes: TOML files -> merged table + origins -> schema (`torchmm.recipe.recipe`) -> value
 checks. Keys that fail the schema fall back to their defaults, so that the value checks still run on
@@ -67,7 +67,7 @@ def load_recipe(
     """Read a recipe file, its bases and overrides such as `["--training.steps", "20"]`.
 
     With `world_size` (number of ranks) the values are checked too, see `check_recipe`, and
-    problems of both kinds are told together; None reads without value checks (`--print-config`).
+    problems of both kinds are reported together; None: no value checks (`--print-config`).
 
     Raises:
         ConfigError: with every problem found.
@@ -162,7 +162,7 @@ def _parse_overrides(
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
-    """The value as TOML; as it stands where a string is wanted or where it is not TOML."""
+    """The value as TOML; verbatim if a string is wanted or if it is not TOML."""
     try:
         parsed = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:
@@ -234,7 +234,7 @@ def _validate(table: Table) -> tuple[Recipe, list[Problem]]:
 
 
 def _remove(table: Any, loc: tuple[int | str, ...]) -> None:
-    """Delete the value at `loc`, or the list it stands in (removing entries shifts the others)."""
+    """Delete the value at `loc`, or the list that holds it (removing entries shifts the others)."""
     for depth, part in enumerate(loc):
         is_list_next = isinstance(table, dict) and isinstance(table.get(part), list)
         if is_list_next or depth == len(loc) - 1 or part not in table:

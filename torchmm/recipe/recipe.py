@@ -30,7 +30,7 @@ class Recipe(Section):
     """A whole run."""
 
     name: str = "run"
-    """Name of the run; its files lie in `output_dir`/`name`."""
+    """Name of the run; its files are in `output_dir`/`name`."""
     output_dir: str = "outputs"
     """Parent of the run directory."""
     model: ModelConfig = ModelConfig()

@@ -20,4 +20,4 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
     named_tables: ClassVar[type[Section] | None] = None
-    """Schema of tables under free names beside the section's own keys; None: there are none."""
+    """Schema of freely named tables in addition to the section's own keys; None: there are none."""

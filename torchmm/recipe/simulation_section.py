@@ -1,6 +1,6 @@
-"""The recipe's section about a simulated step: a cluster, and statistics in the place of data.
+"""The recipe's section about a simulated step: a cluster, and statistics instead of data.
 
-Part of the schema in `torchmm.recipe.recipe`, from where everything is imported.
+Part of the schema in `torchmm.recipe.recipe`, which imports everything.
 `torchmm.balance.simulation.workload` draws microbatches from it.
 """
 
@@ -38,7 +38,7 @@ class SimulatedGeneration(Section):
     frames_per_sequence: int | None = Field(default=None, ge=1)
     """Most frames of all clips of a sequence together; default: no limit."""
     context_tokens: int = Field(default=128, ge=1)
-    """Tokens of the LLM that an image or clip is drawn from, at most."""
+    """Most tokens of the LLM that an image or clip is drawn from."""
 
 
 class SimulatedSequences(Section):
@@ -47,7 +47,7 @@ class SimulatedSequences(Section):
     weight: float = Field(default=1.0, gt=0)
     """Share of sequences of this kind, relative to the other kinds' weights."""
     samples: int = Field(default=1, ge=1)
-    """Samples of about equal length in a sequence; attention stays inside each of them."""
+    """Samples of about equal length in a sequence; attention stays within each of them."""
     encoder: str | None = None
     """Encoder that reads the images; default: the only one in [simulation.images]."""
     images: Range = Field(default=[0, 0])
@@ -69,7 +69,7 @@ class SimulationConfig(Section):
     """Device of the table in `torchmm/balance/costs/devices.py`."""
     trials: str = ""
     """File of trial runs of the modules (`scripts/profile_modules.py`), whose times orchestration
-    takes instead of the cost model's; "": none."""
+    uses instead of the cost model's; "": none."""
     gpus: int = Field(default=1, ge=1)
     """Number of devices; pipeline x replicate x shard x tensor."""
     seed: int = Field(default=0, ge=0)
@@ -139,7 +139,7 @@ def _in_sequence(
         text = f"take up to {needed} tokens, more than the {shortest} of a sequence; lower them"
         yield Contradiction(f"{key}.images", kind.images, text)
     if longest > sequence_length or shortest < kind.samples:
-        text = f"must lie between samples = {kind.samples} and sequence_length = {sequence_length}"
+        text = f"must be between samples = {kind.samples} and sequence_length = {sequence_length}"
         yield Contradiction(f"{key}.tokens", [shortest, longest], text)
     drawn = config.generated
     if drawn is None:
@@ -147,7 +147,8 @@ def _in_sequence(
             text = "are of unknown size; add [simulation.generated]"
             yield Contradiction(f"{key}.generated", kind.generated, text)
         return
-    frames, most = kind.generated[1] * drawn.frames[0], drawn.frames_per_sequence
+    frames = kind.generated[1] * drawn.frames[0]
+    most = drawn.frames_per_sequence
     if most is not None and frames > most:
         text = f"have at least {frames} frames, but frames_per_sequence = {most}; lower or raise it"
         yield Contradiction(f"{key}.generated", kind.generated, text)

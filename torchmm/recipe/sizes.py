@@ -31,6 +31,6 @@ AXES = Layout._fields
 
 
 def replica_groups(units: Mapping[str, Layout]) -> int:
-    """Groups of data-parallel ranks that share no samples, of modules on ranks of their own: as
-    many as divide the data-parallel sizes of all."""
+    """Replica groups of disaggregated modules, which share no samples: the greatest common divisor
+    of the modules' data-parallel sizes."""
     return gcd(*(unit.data_parallel for unit in units.values()))

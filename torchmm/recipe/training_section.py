@@ -22,21 +22,21 @@ class ActivationCheckpointConfig(Section):
     mode: Mode = "none"
     """"none" keeps all activations; "full" keeps only layer inputs; "selective" keeps the results
     of matrix products and attention and recomputes the rest; "tuned" chooses one of these for every
-    layer and microbatch, anew in every step, so that memory is used up to `memory_limit` and as
-    little as possible is recomputed."""
+    layer and microbatch, anew in every step, so as to use memory up to `memory_limit` and recompute
+    as little as possible."""
     modules: dict[str, Mode] = Field(default={})
     """Mode by module name, instead of `mode`."""
     memory_limit: str = "85%"
-    """With mode "tuned": what a rank may use, of the device's memory ("85%", on a CPU of what
-    `simulation.device` says) or as an amount ("60 GiB", "512 MiB"). It counts weights, gradients,
-    optimizer state, messages and activations; leave room for temporaries inside of layers and what
-    the allocator cannot use. A step that does not fit with everything recomputed is refused."""
+    """With mode "tuned": what a rank may use, as a share of the device's memory ("85%"; on a CPU,
+    of that of `simulation.device`) or as an amount ("60 GiB", "512 MiB"). It includes weights,
+    gradients, optimizer state, messages and activations; leave room for temporaries inside layers
+    and fragmentation. A step that does not fit with everything recomputed is refused."""
     offload: bool = True
-    """With mode "tuned", on devices with memory of their own: whether inputs of recomputed layers
-    may wait in the host's memory where that costs the least time. Never for compiled modules."""
+    """With mode "tuned", on devices with separate memory: whether inputs of recomputed layers may
+    be kept in the host's memory where that costs the least time. Never for compiled modules."""
 
     def fixed_mode(self, module: str) -> FixedMode:
-        """Mode of all tasks of a module; "none" where plans choose, whose costs come on top."""
+        """Mode of all tasks of a module; "none" if plans choose, whose costs are added later."""
         mode = self.modules.get(module, self.mode)
         return "none" if mode == "tuned" else mode
 
@@ -46,11 +46,11 @@ class ActivationCheckpointConfig(Section):
 
 
 def limit_bytes(limit: str, device_bytes: float) -> int:
-    """The bytes that a memory limit stands for.
+    """A memory limit in bytes.
 
     Args:
         limit: as in the recipe.
-        device_bytes: memory of the device, of which it may be a share.
+        device_bytes: memory of the device, for limits that are a share of it.
 
     Raises:
         ValueError: it is neither a share nor an amount.
@@ -59,7 +59,7 @@ def limit_bytes(limit: str, device_bytes: float) -> int:
     number = float(found[1]) if found else 0.0
     if found is None or number == 0 or (found[2] == "%" and number > 100):
         raise ValueError(
-            'is no memory limit; give a share of the device ("85%") or an amount ("60 GiB", '
+            'is not a memory limit; give a share of the device ("85%") or an amount ("60 GiB", '
             '"512 MiB"), more than 0'
         )
     scale = _UNITS[found[2]]
@@ -108,9 +108,9 @@ class TrainingConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. With bfloat16, parameters, reductions and optimizer state stay float32."""
     deterministic: bool = False
-    """Deterministic kernels only (slower); two runs then give the same bits."""
+    """Deterministic kernels only (slower); runs are then bit-identical."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; "auto": CUDA where there is a device."""
+    """Where to train; "auto": CUDA if there is a device."""
 
 
 class ValidationConfig(Section):
@@ -138,14 +138,14 @@ class CheckpointConfig(Section):
     keep: int = Field(default=2, ge=1)
     """Newest valid checkpoints kept; older ones are removed."""
     asynchronous: bool = True
-    """Write in the background while training goes on."""
+    """Write in the background while training continues."""
     resume: str = "auto"
     """"auto": newest valid checkpoint of the run directory, if any; "none": start afresh;
     otherwise the directory of a checkpoint."""
     resume_changed_data: bool = False
-    """Resume although samples or their order are not those the checkpoint was trained on. Sources
-    with random access go on at the number of samples drawn, changed streams from their beginning;
-    samples of the current pass may come again or be left out. Without it: exit code 4."""
+    """Resume although samples or their order have changed since the checkpoint. Sources with random
+    access continue at the number of samples drawn, changed streams start from their beginning;
+    samples of the current pass may be repeated or left out. If false: exit code 4."""
     export_hf: bool = True
     """Write a Hugging Face directory (`hf/`) after the last step."""
 
@@ -156,7 +156,7 @@ class MetricsConfig(Section):
     log_interval: int = Field(default=1, ge=1)
     """Steps between progress lines and tracker records."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Weights & Biases mode. If the service cannot be reached, training goes on without it."""
+    """Weights & Biases mode. If the service cannot be reached, training continues without it."""
     wandb_project: str = "torchmm"
     """Weights & Biases project."""
     tensorboard: bool = False
@@ -167,8 +167,8 @@ class MetricsConfig(Section):
     profile_step: int = Field(default=0, ge=0)
     """Step recorded by the PyTorch profiler as a trace in `profile/`; 0: none."""
     timeline_step: int = Field(default=5, ge=0)
-    """Step of whose pipeline a picture, a trace and the records are saved in `timeline/` (the last
-    step if there are fewer); 0: none. Without a pipeline there is nothing to show."""
+    """Step for which a picture, a trace and records of the pipeline are saved in `timeline/` (the
+    last step if there are fewer); 0: none. Without a pipeline there is nothing to show."""
     memory_snapshot_step: int = Field(default=0, ge=0)
     """Step after which a CUDA memory snapshot is written to `profile/`; 0: none."""
 

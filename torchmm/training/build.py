@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
 from torchmm.common.files import replace_atomically
 from torchmm.common.log import setup_logging
@@ -55,8 +56,6 @@ from torchmm.training.metrics import MetricsRecorder
 from torchmm.training.optim import build_optimizer
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import print_summary
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -113,7 +112,7 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
     except ConfigError as error:
         problems += error.problems
     try:
-        tokenizer = load_tokenizer(recipe)
+        tokenizer = load_tokenizer(recipe.model)
     except ConfigError as error:
         problems += error.problems
     if model is None or tokenizer is None or problems:

@@ -22,7 +22,7 @@ from torchmm.common.rng import restore_rng
 from torchmm.data.sources.corrupt import CorruptLimit
 from torchmm.models.hf.export import export_hf
 from torchmm.parallel.health import Health, check_finite, gather_floats
-from torchmm.training.build import DTYPES, RunParts
+from torchmm.training.build import RunParts
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
 from torchmm.training.metrics import (
     StepMeter,
@@ -93,10 +93,9 @@ class Trainer:
         )
         self._held_out = HeldOut(parts, weights)
         self._meter = StepMeter(mesh, parts.pipeline.descriptions)
+        peak_tflops = recipe.metrics.peak_tflops
         self._peak_flops = (
-            recipe.metrics.peak_tflops * 1e12
-            if recipe.metrics.peak_tflops
-            else peak_flops(mesh.device, DTYPES[recipe.training.dtype])
+            peak_tflops * 1e12 if peak_tflops else peak_flops(mesh.device, parts.pipeline.dtype)
         )
         self._timeline_step = min(recipe.metrics.timeline_step, recipe.training.steps)
         self._profiler = StepProfiler(recipe.metrics, parts.run_dir, mesh.rank, mesh.device)

@@ -19,7 +19,7 @@ def test_what_was_put_last_is_there_whole(tmp_path):
 
 
 def test_half_written_values_are_not_seen(tmp_path, monkeypatch):
-    """Until a value is complete, the one before is there."""
+    """Until a value is complete, the previous one is there."""
     giver, taker = Handover(tmp_path / "plan"), Handover(tmp_path / "plan")
     giver.put({"name": np.array("old")})
     seen, replace = [], Path.replace

@@ -84,7 +84,7 @@ def lengthen(site):
 
 def repaint(site):
     (site.place / "shown" / "4.png").write_bytes(png(16 + 4 % 3 * 8, 24, 99))
-    (site.place / "shown" / "rows.jsonl").touch()  # files beside it are not looked at each time
+    (site.place / "shown" / "rows.jsonl").touch()  # files it refers to are not checked each time
 
 
 def process_otherwise(site):
@@ -109,10 +109,10 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_data_are_refused_by_name_unless_accepted(site, name, caplog):
     state = take(site.loader(), 2)[-1].state
-    change, options, told = CHANGES[name]
+    change, options, reason = CHANGES[name]
     if change:
         change(site)
-    with pytest.raises(CheckpointError, match=f"(?s)other data.*{told}.*resume_changed_data"):
+    with pytest.raises(CheckpointError, match=f"(?s)other data.*{reason}.*resume_changed_data"):
         site.loader(state, **options)
     with caplog.at_level(logging.WARNING, "torchmm"):
         batches = take(site.loader(state, accept=True, **options), 12)
@@ -158,8 +158,8 @@ def test_weights_changed_on_the_way_hold_from_there_on(site):
     batches = take(site.loader(state, accept=True, first={"weight": 0.25}), 6)
     shown = [n for n, _ in names(batches)].count("shown")
     assert 0 < shown < 0.4 * len(names(batches))
-    told = [n for n, _ in names(batches[:1])]
-    assert "shown" in told, "no catching up with a past that had other weights"
+    drawn = [n for n, _ in names(batches[:1])]
+    assert "shown" in drawn, "no catching up with a past that had other weights"
 
 
 def test_what_older_versions_saved_goes_on(site, caplog):

@@ -182,7 +182,7 @@ def test_clips_have_evenly_spaced_frames():
 def test_a_broken_image_keeps_its_place_and_does_not_count(make, tmp_path):
     rows = caption_rows(8)
     for row in rows[::2]:
-        row["image"]["bytes"] = row["image"]["bytes"][:60]  # a header, and nothing behind it
+        row["image"]["bytes"] = row["image"]["bytes"][:60]  # a header, and nothing after it
     path = write_parquet(tmp_path / "broken", rows)
     loader = make(sources=[SourceConfig(path=str(path), generate="image")])
     batch = next(iter(loader))

@@ -50,7 +50,7 @@ def test_bad_headers_are_refused_without_memory(kind):
         read_size(ZOO[kind], LIMIT)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak_bytes < 5e6  # whoever decodes 100 megapixels needs 300 MB
+    assert peak_bytes < 5e6  # decoding 100 megapixels takes 300 MB
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP"])

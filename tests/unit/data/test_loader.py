@@ -402,7 +402,9 @@ def test_a_killed_worker_is_an_error_within_ten_seconds(make):
     start = time.monotonic()
     for pid in worker_pids(loader):
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(DataError, match=r"data worker died while \d+ samples beginning with"):
+    with pytest.raises(
+        DataError, match=r"data worker died while the run waited for \d+ samples beginning with"
+    ):
         take(batches, 100)
     assert time.monotonic() - start < 10
 

@@ -1,4 +1,4 @@
-"""Disaggregated preprocessing: same batches, whoever prepares them and whoever dies meanwhile."""
+"""Disaggregated preprocessing: same batches from any producer, even if one dies meanwhile."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Site:
 
     def __init__(self, directory: Path, tokenizer, text_spec) -> None:
         rows = caption_rows(23)
-        rows[5]["image"]["bytes"] = png(40, 24, 5)[:-800]  # torn behind its header
+        rows[5]["image"]["bytes"] = png(40, 24, 5)[:-800]  # torn after its header
         write_parquet(directory / "captions", rows)
         path = str(directory / "captions")
         self.sources = [
@@ -125,7 +125,7 @@ def test_batches_are_those_of_the_own_workers(site, spec):
 
 @pytest.mark.parametrize("spec", [CLIP, QWEN], ids=lambda s: s.processor_class)
 def test_clips_come_as_from_the_own_workers(site, spec):
-    """Whole or frame by frame, beside images and text, and one that is torn behind planning."""
+    """Whole or frame by frame, with images and text, and one that is torn after planning."""
     rows = [{"video": f"{i}.mp4", "text": caption(i)} for i in range(4)]
     rows += [{"image": "image.png", "text": caption(4)}, {"text": caption(5)}]
     (site.directory / "image.png").write_bytes(png(16, 24))

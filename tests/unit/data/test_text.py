@@ -249,7 +249,7 @@ def test_empty_keys_and_metadata_change_nothing(tokenizer):
 
 
 def test_chats_through_parquet_have_no_key_too_many(tokenizer, tmp_path):
-    """Parquet gives all turns the keys of any, and tables inside of them all their own keys."""
+    """Parquet gives all turns the keys of any, and tables inside them all their own keys."""
     call = {**turn("assistant", "f()"), "tool_calls": [{"function": {"name": "f"}}]}
     rows = [{"messages": CONVERSATION}, {"messages": [turn("user", "two"), call]}]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")

@@ -1,6 +1,6 @@
 """Clips from files to the loss: Hugging Face's Qwen models on the same clips give the same.
 
-Loss, logits, gradients and positions, with samples packed and alone, beside images and text.
+Loss, logits, gradients and positions, with samples packed and alone, along with images and text.
 """
 
 from __future__ import annotations

@@ -54,9 +54,11 @@ def test_a_stopped_worker_is_named_with_its_samples_and_ended(tmp_path, tokenize
     with pytest.raises(DataError) as caught:
         for _ in range(8):  # what it prepared before
             next(batches)
-    told = str(caught.value)
-    assert "data.timeout_s = 2" in told and "words.jsonl[" in told and "stopped" in told
-    assert any(f"data worker {n} (process {w.pid}, stopped)" in told for n, w in enumerate(workers))
+    message = str(caught.value)
+    assert "data.timeout_s = 2" in message and "words.jsonl[" in message and "stopped" in message
+    assert any(
+        f"data worker {n} (process {w.pid}, stopped)" in message for n, w in enumerate(workers)
+    )
     assert_gone(workers)
 
 

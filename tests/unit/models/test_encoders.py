@@ -81,7 +81,7 @@ def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
 
 
 def waveforms(inputs: EncoderInputs) -> list[Tensor]:
-    """Sounds with the ten zeros behind them that their last position would lack."""
+    """Sounds followed by the ten zeros that their last position would lack."""
     sizes = [prod(grid) for grid in inputs.grids_thw]
     return [nn.functional.pad(x.flatten(), (0, 10)) for x in inputs.pixels.split(sizes)]
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers that bring Python files of their own: refused, whoever says yes."""
+"""Models and tokenizers that bring their own Python files: always refused."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,11 @@ from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
 from torchmm.models.hf.config import load_config
 from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
-from torchmm.recipe.recipe import Recipe
 
 
 @pytest.fixture
 def foreign(tmp_path, monkeypatch) -> Path:
-    """A model whose classes are in a file beside it; importing that leaves a file called "ran"."""
+    """A model with a Python file of its classes; importing that leaves a file called "ran"."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda *prompt: "y")
@@ -50,10 +49,8 @@ def test_a_model_with_its_own_code_is_refused(foreign, key):
 
 
 def test_a_tokenizer_with_its_own_code_is_refused(foreign):
-    recipe = Recipe.model_validate(
-        {"name": "run", "model": {"tokenizer": str(foreign), "llm": {"source": str(foreign)}}}
-    )
-    message = refused(load_tokenizer, recipe, match="model.tokenizer = ")
+    model = ModelConfig.model_validate({"tokenizer": str(foreign), "llm": {"source": str(foreign)}})
+    message = refused(load_tokenizer, model, match="model.tokenizer = ")
     assert str(foreign) in message and "trust_remote_code=True" not in message
     refused(read_tokenizer, "tokenizer of the export", foreign, match="of the export")
     assert not (foreign / "ran").exists()

@@ -48,7 +48,7 @@ def plain_pixart(model: MultimodalModel) -> diffusers.PixArtTransformer2DModel:
 
 
 def to_pixels(patches_PV: Tensor, side: int = 4) -> Tensor:
-    """(N, 3, 16, 16) from the patches of images behind each other."""
+    """(N, 3, 16, 16) from the concatenated patches of images."""
     blocks = patches_PV.view(-1, side, side, 3, 4, 4).permute(0, 3, 1, 4, 2, 5)
     return blocks.reshape(-1, 3, 4 * side, 4 * side)
 
@@ -125,7 +125,7 @@ def test_images_that_do_not_count_have_no_loss_and_no_gradient(model):
 
 
 def example() -> Microbatch:
-    """Two samples with an image to be read in the first, and one to be drawn behind each."""
+    """Two samples with an image to be read in the first, and one to be drawn after each."""
     pixels = make_inputs("clip")
     placeholders = torch.arange(3, 35)
     images = {"eye": EncoderInputs(pixels.pixels, pixels.grids_thw, placeholders)}

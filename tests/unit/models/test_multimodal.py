@@ -317,7 +317,7 @@ def test_marks_beside_images_are_the_tokenizers() -> None:
     known = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
     spec = build(composite_config("gemma3")).text_spec(known)
     assert (spec.image_prefix_ids, spec.image_suffix_ids) == ((59, 61), (60, 59))
-    with pytest.raises(ConfigError, match="the tokenizer lacks '<img>', which stands beside"):
+    with pytest.raises(ConfigError, match="the tokenizer lacks '<img>', which is next to"):
         build(composite_config("internvl")).text_spec(known)
 
 

@@ -1,4 +1,4 @@
-"""What models tell data: image processors and special tokens."""
+"""What data learns from models: image processors and special tokens."""
 
 import io
 from math import prod

@@ -1,4 +1,4 @@
-"""Recipes: inheritance, overrides, and every mistake told at once with its file and key."""
+"""Recipes: inheritance, overrides, and all mistakes reported at once with file and key."""
 
 from __future__ import annotations
 

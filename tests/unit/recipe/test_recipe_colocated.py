@@ -108,7 +108,7 @@ def test_valid_recipes(recipe, arguments):
         (
             "--parallel.vision.pipeline 2 --parallel.vision.segments 3",
             "parallel.vision.segments",
-            "2 ranks of its own x 3",
+            "2 pipeline ranks x 3",
         ),
         (
             "--parallel.llm_schedule 1f1b --parallel.virtual_stages 2 --parallel.pipeline 2",

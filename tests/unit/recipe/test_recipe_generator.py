@@ -1,4 +1,4 @@
-"""Recipe keys of the generator: mistakes told with a remedy, before anything is built."""
+"""Recipe keys of the generator: mistakes reported with a remedy, before anything is built."""
 
 from pathlib import Path
 
@@ -87,7 +87,9 @@ def test_stages_need_layers(recipe: Path) -> None:
     problems = problems_of(
         recipe, "--parallel.pipeline=4", "--parallel.generator.segments=2", world_size=4
     )
-    assert any("generator has 4 layers, fewer than 4 ranks x 2" in problem for problem in problems)
+    assert any(
+        "generator has 4 layers, fewer than 4 pipeline ranks x 2" in problem for problem in problems
+    )
 
 
 def test_drawings_need_held_out_images_and_validations(recipe: Path) -> None:

@@ -1,4 +1,4 @@
-"""Recipe keys of the pipeline: tables by module name, and mistakes told with a remedy."""
+"""Recipe keys of the pipeline: tables by module name, and mistakes reported with a remedy."""
 
 from pathlib import Path
 
@@ -112,7 +112,7 @@ def test_valid_pipelines(recipe: Path, arguments: str) -> None:
         (
             "--parallel.pipeline 4 --parallel.vision.segments 2",
             "parallel.pipeline",
-            "vision has 4 layers, fewer than 4 ranks x 2 stages per rank = 8",
+            "vision has 4 layers, fewer than 4 pipeline ranks x 2 stages per rank = 8",
         ),
         (
             "--parallel.pipeline 4 --parallel.virtual_stages 2",

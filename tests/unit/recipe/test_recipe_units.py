@@ -1,4 +1,4 @@
-"""Recipe keys of modules on ranks of their own: sizes that make the world, and mistakes."""
+"""Recipe keys of disaggregated modules: sizes that add up to the world, and mistakes."""
 
 from pathlib import Path
 
@@ -120,7 +120,7 @@ def test_replicas_that_do_not_divide_form_one_group() -> None:
         (
             "--parallel.virtual_stages 3 --parallel.schedule gpipe --parallel.pipeline 3",
             "parallel.pipeline",
-            "llm has 6 layers, fewer than its 3 pipeline ranks x 3",
+            "llm has 6 layers, fewer than 3 pipeline ranks x 3",
         ),
         ("--parallel.reshard_after_forward always", "parallel.reshard_after_forward", "default"),
         (

@@ -40,8 +40,9 @@ from torchmm.balance.costs.layer_operators import Setting, all_reduce_bytes, blo
 from torchmm.balance.costs.operators import HOST_KINDS, Operator, Profile, Times, Work, operator_ms
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import ModuleDescription
+from torchmm.common.dtypes import DTYPES
 
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
 CHECKPOINT_CALLS: dict[str, tuple[int, int]] = {

@@ -1,8 +1,8 @@
 """Sound files to encoder inputs: header check, one conversion to mono, the Hugging Face extractor.
 
-Planning needs only the length, which stands in the header. A sound becomes patches, each the mel
-bins of the few frames that the encoder makes one position of (of Wav2Vec2 their samples), so that
-sounds of any length are packed behind each other without padding. Rejected: padding every sound to
+Planning needs only the length, which is in the header. A sound becomes patches, each the mel bins
+(for Wav2Vec2 the samples) of the few frames that the encoder makes one position of, so that sounds
+of any length are packed one after another without padding. Rejected: padding every sound to
 30 s, as Whisper's own pipeline does, which makes a spoken word as costly as half a minute.
 
 Files are read by libsndfile (soundfile), resampled by a polyphase filter (SciPy). Rejected:
@@ -26,21 +26,21 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.sources.corrupt import CorruptSampleError
 
 MAX_RATE = 768_000
-"""Samples per second, of files that are believed."""
+"""Samples per second accepted as plausible."""
 
 
 class AudioPreprocessor:
     """The Hugging Face feature extractor of one encoder, and its output sizes without running it.
 
     Args:
-        spec: the encoder's wishes.
+        spec: how the encoder wants its sounds.
 
     Raises:
         ConfigError: soundfile is not installed, or the extractor is unknown or does not fit.
     """
 
     grouped = False
-    """Patches of sounds stand behind each other."""
+    """Patches of sounds are concatenated."""
 
     def __init__(self, spec: ImageSpec) -> None:
         self.spec = spec
@@ -106,7 +106,7 @@ class AudioPreprocessor:
         """
         wanted = meta.patches * self.spec.patch_size_px
         wave_S = self._decode(data, wanted)
-        if self._hears_waves and len(wave_S):  # normalized without the zeros behind it
+        if self._hears_waves and len(wave_S):  # normalized without the zeros after it
             made: Any = self._extractor(wave_S, sampling_rate=self._rate, return_tensors="np")
             wave_S = np.asarray(made["input_values"][0], np.float32)
         padded_S = np.zeros(wanted, np.float32)
@@ -120,7 +120,7 @@ class AudioPreprocessor:
         return np.ascontiguousarray(frames_FM).reshape(meta.patches, -1)
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
-        """Zeros in the place of a sound that turned out to be undecodable, same shape."""
+        """Zeros instead of a sound that turned out to be undecodable, same shape."""
         width = self._frames * self._extractor.feature_size
         return np.zeros((meta.patches, width), np.float32)
 

@@ -1,7 +1,7 @@
 """Chat messages to segments through the tokenizer's own chat template.
 
-The template is rendered with a marker in the place of every content part, and the result is split
-at the markers: what lies between is scaffolding, where special tokens are special; the contents
+The template is rendered with a marker instead of every content part, and the result is split
+at the markers: the text between them is scaffolding, where special tokens are special; the contents
 are put back as plain text, so that no message can forge a turn. Answers of the assistant count in
 the loss, and so does the special token that ends them.
 
@@ -34,7 +34,7 @@ FALLBACK_TEMPLATE = (
     "{{ m.role }}: {{ m.content }}"
     "{{ eos_token or '' if m.role == 'assistant' else '' }}\n{% endfor %}"
 )
-"""Used where the tokenizer has no chat template."""
+"""Used if the tokenizer has no chat template."""
 MARKER = re.compile("\ue000(\\d+)\ue001")
 """Private-use characters around a number: survives trimming, occurs in no template."""
 
@@ -139,7 +139,8 @@ def _role_and_content(message: Any) -> tuple[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise CorruptSampleError(f"message {str(message)[:80]} has no role of {ROLES}")
     check_turn(message)
-    role, content = message["role"], message.get("content")
+    role = message["role"]
+    content = message.get("content")
     # An empty answer would teach the model to end its turn at once. It is the mark of a record
     # that has lost something (a tool call, a refusal), never of one worth learning. Empty
     # instructions and questions do no harm: they are only read.

@@ -1,9 +1,9 @@
-"""What of a chat record is understood; a key that would be lost on the way makes it corrupt.
+"""Which keys of a chat record are understood; one that would be lost makes the record corrupt.
 
-Public chats carry more than roles and contents: tool calls, thoughts, weights of turns. Left out
-in silence, an answer that only calls a tool is learnt as "say nothing", and one that follows from
-thoughts as one without any. Values that are empty do not count: Parquet and Arrow give every
-turn every key that any turn has, and fill them with None.
+Public chats carry more than roles and contents: tool calls, thoughts, weights of turns. If they
+were silently dropped, an answer that only calls a tool would be learnt as "say nothing", and one
+that follows from thoughts as one without any. Empty values do not count: Parquet and Arrow give
+every turn every key that any turn has, and fill them with None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torchmm.data.sources.corrupt import CorruptSampleError
 
 RECORD_KEYS = ("tools", "functions")
-"""Columns beside `messages` that a chat template would write into the conversation."""
+"""Columns besides `messages` that a chat template would write into the conversation."""
 METADATA = frozenset(
     {
         "country",
@@ -41,18 +41,18 @@ METADATA = frozenset(
         "turn_identifier",
     }
 )
-"""Keys of a turn that say where it comes from; no model reads them. `name` tells participants of
-one role apart, which templates do not write either; of a tool it is another matter."""
+"""Keys of a turn that say where it comes from; no model reads them. `name` distinguishes
+participants of one role, which templates do not write either, except that of a tool."""
 _UNDERSTOOD = {"role", "content"}
 _EMPTY_TEXTS = ("", "[]", "{}", "null")
 _WITH_FILE = {"type", "index", "path", "url", "bytes"}
 
 
 def check_record(columns: Mapping[str, Any]) -> None:
-    """Looks at the columns beside `messages`.
+    """Looks at the columns besides `messages`.
 
     Raises:
-        CorruptSampleError: one of them belongs into the conversation.
+        CorruptSampleError: one of them belongs in the conversation.
     """
     for key in RECORD_KEYS:
         if not is_empty(columns.get(key)):
@@ -63,7 +63,7 @@ def check_record(columns: Mapping[str, Any]) -> None:
 
 
 def check_turn(message: Mapping[str, Any]) -> None:
-    """Looks at the keys of one message beside its role and content.
+    """Looks at the keys of one message besides its role and content.
 
     Raises:
         CorruptSampleError: one of them would be lost.
@@ -93,14 +93,14 @@ def check_part(part: Mapping[str, Any], role: str) -> None:
     for key in _filled(part, known):
         raise CorruptSampleError(
             f"{kind} part of a {role} message has {_shown(key, part[key])}, which is not "
-            "supported and would be lost; remove it, or make it a part of its own"
+            "supported and would be lost; remove it, or make it a separate part"
         )
 
 
 def is_empty(value: Any) -> bool:
-    """Whether there is nothing in it: None, blanks, and lists and tables of nothing else.
+    """Whether a value is None, blank, or lists and tables of only such values.
 
-    Also as JSON text, which is how lists of tools are often stored. False and 0 are something.
+    Also as JSON text, which is how lists of tools are often stored. False and 0 are not empty.
     """
     left = [value]
     while left:  # no recursion: data may be nested as deeply as it likes
@@ -119,5 +119,5 @@ def _filled(table: Mapping[str, Any], known: set[str]) -> Iterator[str]:
 
 
 def _shown(key: str, value: Any) -> str:
-    """Without what is in tables and lists, which may be nested too deeply to be written."""
+    """The value without the content of tables and lists, which may be nested too deeply."""
     return f"{key} = {value!r:.80}" if isinstance(value, str | float | int) else key

@@ -1,11 +1,11 @@
 """Images and clips that a generator has to draw: sizes, pixels, noise and times.
 
-Every frame is brought to the generator's square (scaled to cover it, then cut around the centre)
-and cut into patches. A clip is an animated GIF, WebP or PNG; of one with too many frames, evenly
+Every frame is brought to the generator's square (scaled to cover it, then cropped at the centre)
+and cut into patches. A clip is an animated GIF, WebP or PNG; if it has too many frames, evenly
 spaced ones are taken.
 
 Noise and time of an image are a pure function of the run's seed, the sample and the epoch, so they
-are the same whatever ranks, workers or microbatches there are, and after resuming. Rejected:
+are the same for any ranks, workers or microbatches, and after resuming. Rejected:
 drawing them on the device that trains, where they would depend on the layout.
 
 Shape legend: P patches of one image, V values of a patch (channels x rows x columns), F frames,
@@ -43,7 +43,7 @@ class TargetPreprocessor:
     """Prepares what one generator has to draw.
 
     Args:
-        spec: the generator's wishes.
+        spec: how the generator wants its images.
         seed: of noise and times.
         max_pixels: images with more in their header are corrupt.
     """
@@ -77,7 +77,7 @@ class TargetPreprocessor:
         """Pixels, with noise and time.
 
         Args:
-            key: names the image for ever: source, sample, epoch, number within the sample.
+            key: always names the same image: source, sample, epoch, number within the sample.
 
         Raises:
             CorruptSampleError: the pixels cannot be decoded.
@@ -87,7 +87,7 @@ class TargetPreprocessor:
         return self._with_noise(meta, patches_PV, context_end, key, counted=True)
 
     def blank(self, meta: GeneratedMeta, key: tuple[object, ...]) -> DecodedTarget:
-        """In the place of an image that cannot be decoded: same sizes, does not count."""
+        """Stands in for an image that cannot be decoded: same sizes, does not count."""
         values = 3 * self.spec.patch_size_px**2
         patches_PV = np.zeros((meta.patches, values), np.float32)
         return self._with_noise(meta, patches_PV, meta.context, key, counted=False)

@@ -1,13 +1,13 @@
 """Image files to encoder inputs: header check, one conversion to RGB, the Hugging Face processor.
 
-Everything that planning needs follows from the header, so nothing is decoded for it, and a file
+Everything that planning needs comes from the header, so nothing is decoded for it, and a file
 that claims 100 megapixels is refused before it costs memory. `docs/data.md` lists the conversions;
 each exists because Pillow's plain `convert("RGB")` silently drops alpha, clips 16-bit values and
 ignores EXIF rotation.
 
 Preprocessing is the Hugging Face image processor itself (Pillow backend), so checkpoints see the
 pixels they were trained with. Rejected: torchvision's backend (one more binary dependency, and its
-resize differs from Pillow's) and own resizing code.
+resize differs from Pillow's) and our own resizing code.
 
 Shape legend: C channels, H height, W width, P patches of one image, D values of one patch.
 """
@@ -136,7 +136,7 @@ def _open(data: bytes, max_pixels: int) -> tuple[Image.Image, int]:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         # Pillow turns TIFF upright itself. PNG's getexif() would decode the pixels to look for
-        # EXIF behind them; what stands before them is in `info` by now.
+        # EXIF after them; EXIF before them is in `info` by now.
         has_exif = image.format != "TIFF" and "exif" in image.info
         orientation = image.getexif().get(EXIF_ORIENTATION, 1) if has_exif else 1
     except Exception as error:  # as above
@@ -172,7 +172,7 @@ class ImagePreprocessor:
     """The Hugging Face processor of one encoder, and its output sizes without running it.
 
     Args:
-        spec: the encoder's wishes.
+        spec: how the encoder wants its images.
 
     Raises:
         ConfigError: the processor is unknown, or does not fit the spec's layout or patch sizes.
@@ -199,7 +199,7 @@ class ImagePreprocessor:
         """Rows and columns of patches for an upright image of this size.
 
         Args:
-            limit_px: most pixels after resizing, as far as sizes vary; 0: the processor's own.
+            limit_px: most pixels after resizing, if sizes vary; 0: the processor's own limit.
         """
         patch = self.spec.patch_size_px
         limits = self._limits(limit_px)
@@ -252,7 +252,7 @@ class ImagePreprocessor:
         return np.ascontiguousarray(values, dtype=np.float32)
 
     def blank(self, width_px: int, height_px: int, limit_px: int = 0) -> np.ndarray:
-        """Zeros in the place of an image that turned out to be undecodable, same shape."""
+        """Zeros instead of an image that turned out to be undecodable, same shape."""
         grid = self.grid(width_px, height_px, limit_px)
         if self.spec.layout == "fixed":
             return np.zeros((3, *self._fixed_shape), np.float32)
@@ -273,7 +273,8 @@ class ImagePreprocessor:
         return shape[2], shape[3]
 
     def _check(self, probe: Image.Image) -> None:
-        spec, settings = self.spec, self.processor
+        spec = self.spec
+        settings = self.processor
         problems = []
         if spec.layout == "patches":
             self._patch_values = self.pixels(probe).shape[1]

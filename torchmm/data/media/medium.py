@@ -1,4 +1,4 @@
-"""What encoders read, whatever it is: one interface to the preprocessing of images and sounds.
+"""What encoders read: one interface to the preprocessing of images and sounds.
 
 Clips (`torchmm.data.media.video`) go through an image encoder's preprocessing.
 """
@@ -19,7 +19,7 @@ class MediaPreprocessor(Protocol):
 
     spec: ImageSpec
     grouped: bool
-    """Whether inputs are stacked, as all have one shape; else they stand behind each other."""
+    """Whether inputs are stacked, as all have one shape; otherwise they are concatenated."""
 
     def meta(self, data: bytes) -> ImageMeta:
         """What planning needs to know of a file; raises CorruptSampleError."""
@@ -46,7 +46,7 @@ class ImageMedia:
     """Image files.
 
     Args:
-        spec: the encoder's wishes.
+        spec: how the encoder wants its images.
         max_pixels: of the largest image that is decoded.
 
     Raises:

@@ -73,7 +73,8 @@ class TextEncoder:
             sample: segments in order.
             image_tokens: placeholders of each image, clip or sound.
         """
-        spec, limit = self.spec, self.sequence_length
+        spec = self.spec
+        limit = self.sequence_length
         out = EncodedSample([], [], [])
         if sample.add_bos and spec.bos_token_id is not None:
             _extend(out, [spec.bos_token_id], loss=False)
@@ -138,10 +139,10 @@ class VisionBlock(NamedTuple):
 def mrope_positions(length: int, blocks: Sequence[VisionBlock]) -> np.ndarray:
     """Multimodal rotary positions of one sample (Qwen2-VL section 2.1): int64 (3, L).
 
-    Text counts on in all three rows (time, height, width). Rows and columns of a frame count up
-    from where the text before it ended, and so does the time of a clip's frames; an image's share
-    one. The text behind continues after the larger side: as Hugging Face counts, also where a clip
-    lasts longer than that (Qwen's first code then went on behind its last time).
+    Text counts up in all three rows (time, height, width). Rows and columns of a frame count up
+    from where the text before it ended, and so does the time of a clip's frames; an image has one
+    time. Text after it continues after the larger side, as in Hugging Face's code, even if a clip
+    lasts longer than that (Qwen's original code then continued after its last time).
 
     Args:
         length: tokens of the sample.

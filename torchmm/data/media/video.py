@@ -1,22 +1,22 @@
 """Clips: container headers, evenly spaced frames, decoding of these alone.
 
 Lengths come from the container's list of packets, which is read whole (headers of streamed files
-lack them, and headers of torn files lie), and from the first frame, which alone knows rotation and
-size. Which frames are read follows from these numbers and the recipe, so that a plan can be made
+lack them, and those of torn files are wrong), and from the first frame, which alone has rotation
+and size. These numbers and the recipe determine which frames are read, so that a plan can be made
 without decoding; the rule is that of Hugging Face's Qwen processors. Frames far apart are reached
-by their key frames.
+through their key frames.
 
-Files are read by FFmpeg through PyAV, which brings its own copy, within the process and without
+Files are read by FFmpeg through PyAV, which includes its own copy, within the process and without
 threads: workers are processes. Rejected: torchcodec (needs the machine's FFmpeg, in a version that
 fits torch's), OpenCV (neither times nor rotation), a pipe to the `ffmpeg` program (a process per
 clip). Only container formats that hold their own data are allowed: playlists name other files.
 
-`ClipMedia` makes the inputs of an image encoder of them. Encoders whose patches span frames
-(Qwen's: two) read a clip as one image of several frames, behind one marker; their LLM's positions
-know the time. All others read its frames as single images, each with its time before it as text
-("<1.5 seconds>", as in Qwen3-VL). Both use the encoder's image
-processor: a patch of two frames is made of halves of theirs. Rejected: Hugging Face's video
-processors, which need torchvision and differ in little else (its resizing from Pillow's).
+`ClipMedia` turns clips into inputs of an image encoder. Encoders whose patches span frames (Qwen's:
+two) read a clip as one image of several frames, after one marker; their LLM's positions follow the
+time. All others read its frames as single images, each with its time before it as text
+("<1.5 seconds>", as in Qwen3-VL). Both use the encoder's image processor: a patch of two frames
+consists of halves of theirs. Rejected: Hugging Face's video processors, which need torchvision and
+otherwise differ little (its resizing from Pillow's).
 
 Shape legend: F frames, G groups of them that make patches, P patches of a frame, D values of a
 patch.
@@ -47,9 +47,9 @@ from torchmm.recipe.data_section import VideoConfig
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf,gif,apng"
 """FFmpeg demuxers that may see untrusted bytes."""
 LONGEST_S = 1e6
-"""Of clips whose times are believed."""
+"""Longest clip whose times are plausible."""
 SEEK_FRAMES = 48
-"""Frames to be passed over from which on the next key frame is looked for instead."""
+"""From this many frames to skip, the next key frame is looked for instead."""
 
 
 class Clip:
@@ -126,7 +126,7 @@ class Clip:
         return [image for _, image in found]
 
     def _decode(self, wanted: Sequence[int], seek: bool) -> list[tuple[int, Image.Image]]:
-        """The first frames at or behind the wanted times, with their own."""
+        """The first frames at or after the wanted times, with their own times."""
         found: list[tuple[int, Image.Image]] = []
         with self._opened() as (container, stream):
             frames = container.decode(stream)
@@ -136,7 +136,8 @@ class Clip:
                     key = self._key_ahead(now, time) if seek and frame is not None else -1
                     if key > sought:
                         container.seek(key, stream=stream)
-                        frames, sought = container.decode(stream), key
+                        frames = container.decode(stream)
+                        sought = key
                     frame = next(frames, None)
                     if frame is None:
                         raise CorruptSampleError(
@@ -149,7 +150,7 @@ class Clip:
         return found
 
     def _key_ahead(self, now: int, time: int) -> int:
-        """The key frame to continue from, where it is far ahead; else -1."""
+        """The key frame to continue from, if it is far ahead; otherwise -1."""
         at = bisect_right(self._keys, time) - 1
         if at < 0:
             return -1
@@ -227,7 +228,7 @@ def _time(packet_or_frame: Any) -> Any:
 
 
 class ClipPart(NamedTuple):
-    """What of a clip becomes one image of the encoder."""
+    """The part of a clip that becomes one image of the encoder."""
 
     before: str
     """Text in front of it."""
@@ -236,7 +237,7 @@ class ClipPart(NamedTuple):
 
 
 class ClipMedia:
-    """Clips for one encoder, beside `torchmm.data.media.medium.ImageMedia`.
+    """Clips for one encoder; the counterpart of `torchmm.data.media.medium.ImageMedia`.
 
     Args:
         images: the encoder's preprocessing.
@@ -253,7 +254,8 @@ class ClipMedia:
 
     def parts(self, clip: Clip) -> list[ClipPart]:
         """The images that a clip becomes, in order."""
-        config, size = self._config, (clip.width_px, clip.height_px)
+        config = self._config
+        size = (clip.width_px, clip.height_px)
         fixed = self.spec.layout == "fixed"
         most = None
         if fixed:  # its frames cannot become smaller

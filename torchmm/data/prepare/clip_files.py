@@ -44,7 +44,8 @@ def write_clip(pictures: Sequence[Image.Image], fps: int, suffix: str = "mp4") -
         import av  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise DataError("clips are written by PyAV; pip install 'torchmm[video]'") from error
-    container, stream = CONTAINERS[suffix], io.BytesIO()
+    container = CONTAINERS[suffix]
+    stream = io.BytesIO()
     with av.open(stream, "w", format=container.name) as file:
         track: Any = file.add_stream(container.codec, rate=fps, options=container.options)
         track.width, track.height = pictures[0].size

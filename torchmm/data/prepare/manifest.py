@@ -1,4 +1,4 @@
-"""What was prepared: `MANIFEST.json` beside the sets, and sets that appear whole or not at all."""
+"""What was prepared: `MANIFEST.json` next to the sets, and sets that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def record(
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to fill that takes the place of `target` when all went well."""
+    """A directory to fill that replaces `target` if all went well."""
     temporary = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
     try:

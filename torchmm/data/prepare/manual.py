@@ -89,7 +89,7 @@ class _PageParser(HTMLParser):
         self._text: list[str] = []
         self._in_body = False
         self._skipped_depth = 0
-        """Open tags since the start of a part that is left out; 0 outside of one."""
+        """Open tags since the start of a part that is left out; 0 outside such a part."""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = dict(attrs)

@@ -34,7 +34,7 @@ FEATURES = datasets.Features(
 
 
 class Motion(NamedTuple):
-    """Centre and side of the stamp in the first and the last frame, in parts of the square."""
+    """Centre and side of the stamp in the first and the last frame, as fractions of the square."""
 
     words: str
     start: tuple[float, float, float]

@@ -1,7 +1,7 @@
 """Fetch packages from their registries and unpack them without trusting their member names.
 
 Debian packages are downloaded by `apt-get download`, which checks signatures and needs no root;
-where the machine's package lists are missing, lists of our own are fetched. Wheels come through
+if the machine's package lists are missing, separate ones are fetched. Wheels come through
 `pip download`. Rejected: `dpkg-deb -x` and `ZipFile.extractall`, which write wherever a member's
 name points.
 """
@@ -21,13 +21,13 @@ from torchmm.common.errors import DataError
 
 TIMEOUT_S = 600
 HUB_REMEDY = (
-    "Or use own data or a hub data set: set `path` of [[data.sources]] to it (docs/data.md)"
+    "Or use your own data or a hub data set: set `path` of [[data.sources]] to it (docs/data.md)"
 )
 
 
 @dataclass(frozen=True)
 class Package:
-    """One package as it lies on disk."""
+    """One package on disk."""
 
     name: str
     version: str
@@ -69,7 +69,7 @@ def extract_debian(package: Package, target: Path) -> None:
     """Unpack the files of a Debian package below `target`.
 
     Raises:
-        DataError: a member would be written outside of `target`, or the archive is damaged.
+        DataError: a member would be written outside `target`, or the archive is damaged.
     """
     command = ["dpkg-deb", "--fsys-tarfile", str(package.file)]
     archive = subprocess.run(command, capture_output=True, check=False, timeout=TIMEOUT_S)

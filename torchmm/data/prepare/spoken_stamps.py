@@ -1,9 +1,9 @@
 """tuxpaint-stamps-default, spoken: the sentence about each stamp, read aloud, with its transcript.
 
-NAME_desc_LANG.ogg beside NAME.txt is somebody reading the line `LANG.utf8=text`. Of the languages
-with many recordings, only those are offered whose recordings say what the text says (number of
-characters and seconds go together); in others the recording often says less. Most stamps have a
-picture too, so these are samples of three modalities.
+NAME_desc_LANG.ogg next to NAME.txt is a recording of the line `LANG.utf8=text`. Among the languages
+with many recordings, only those whose recordings match the text are offered (number of characters
+and seconds correlate); in others the recording often says less. Most stamps have a picture too, so
+these are samples of three modalities.
 """
 
 from __future__ import annotations

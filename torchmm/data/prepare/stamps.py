@@ -1,6 +1,6 @@
 """tuxpaint-stamps-default: photographs and drawings with a sentence about each, in many languages.
 
-Every stamp is NAME.png beside NAME.txt, whose first line is English and whose other lines read
+Every stamp is NAME.png with NAME.txt, whose first line is English and whose other lines read
 `LANG.utf8=text`. Stamps that exist only as SVG are left out (Pillow does not draw them).
 """
 

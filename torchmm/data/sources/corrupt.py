@@ -44,7 +44,7 @@ class CorruptLimit:
         dense = self.seen >= MIN_SAMPLES_FOR_FRACTION and share > self.max_fraction
         if many or dense:
             raise DataError(
-                f"{self.corrupt} of {self.seen} samples are corrupt; accepted are "
+                f"{self.corrupt} of {self.seen} samples are corrupt; the limits are "
                 f"data.max_corrupt_samples = {self.max_samples} and "
                 f"data.max_corrupt_fraction = {self.max_fraction}. The log names each of them: "
                 "remove or repair them, or raise the limits"

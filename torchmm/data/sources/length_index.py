@@ -1,8 +1,8 @@
 """The length index of a source with random access: tokens and image sizes of every sample.
 
 Measured once and cached as an .npz file, it makes sample order, packing and planning independent
-of any data access. The cache file is named by a hash of everything that lengths depend on; ranks
-that race write the same bytes to files of their own and rename them, so no lock is needed.
+of any data access. The cache file is named by a hash of everything that lengths depend on; racing
+ranks write the same bytes to separate files and rename them, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 
 FORMAT_VERSION = 5
-"""Raised when parsing, tokenising or measuring changes, so that old caches are not used."""
+"""Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 class LengthIndex:
     """Sizes of N samples with M images and sounds, and G more images to be drawn.
 
-    `tokens_N` is 0 for corrupt samples, whose reasons stand in `corrupt`; `content` identifies all
-    samples, wherever their files lie. The rows of `images_M8`
-    are (width_px, height_px, patches, tokens, frames, encoder, duration_ms, frame_pixels), the
-    encoder as its position in the model; sample n has rows `offsets[n]:offsets[n + 1]`. Those
-    of `generated_G4` are (frames, rows, columns, context), from `generated_offsets`.
+    `tokens_N` is 0 for corrupt samples, whose reasons are in `corrupt`; `content` identifies all
+    samples, wherever their files are. The rows of `images_M8` are (width_px, height_px, patches,
+    tokens, frames, encoder, duration_ms, frame_pixels), the encoder as its position in the model;
+    sample n has rows `offsets[n]:offsets[n + 1]`. Those of `generated_G4` are (frames, rows,
+    columns, context), from `generated_offsets`.
     """
 
     tokens_N: np.ndarray

@@ -2,9 +2,9 @@
 
 Arrow-backed formats go through Hugging Face `datasets` and are read as raw Arrow rows, so that it
 never decodes an image or a sound: bytes stay bytes until a worker needs the pixels. JSON lines have
-a reader of their own, because rows of one file may have different types ("content" is a string in
-one message and a list in the next), because a broken line must cost one sample and not the file,
-and because image paths are relative to the file a row came from.
+a separate reader, because rows of one file may have different types ("content" is a string in one
+message and a list in the next), because a broken line must cost one sample and not the file, and
+because image paths are relative to the file a row came from.
 
 Every source of a recipe is opened on every rank; nothing here knows ranks.
 """
@@ -92,7 +92,7 @@ class JsonLinesSource:
 
 
 class GeneratingSource:
-    """A source of whose records one column holds an image or clip that is to be drawn."""
+    """A source with a column of images or clips to be drawn."""
 
     def __init__(self, source: MapSource, column: str) -> None:
         self._source = source
@@ -198,7 +198,7 @@ def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
 
 
 def _kinds_by_suffix(files: Sequence[Path]) -> list[str]:
-    """Formats to try, best first. A metadata.jsonl beside images or clips describes a folder."""
+    """Formats to try, best first. A metadata.jsonl next to images or clips describes a folder."""
     return [*FOLDERS, *SUFFIXES] if any(map(_is_metadata, files)) else list(SUFFIXES)
 
 

@@ -1,7 +1,7 @@
 """Opens a recipe's sources: their order, for planning, and a decoder, for pixels and tokens.
 
 Loaders plan and decode; producers (`torchmm.data.serve`) only decode. Both open samples here, and
-`Samples.fingerprint` tells whether two of them would prepare the same tensors.
+`Samples.fingerprint` shows whether two of them would prepare the same tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OpenSource:
     key: str
     """Names all that the sizes of its samples depend on; empty for streams."""
     content: str
-    """Identifies its samples, wherever they lie; of streams what can be known of them."""
+    """Identifies its samples, wherever they are; for streams, as far as they are known."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def open_samples(
     Args:
         data: sources and limits.
         training: sequence length, seed.
-        text_spec: the LLM's wishes.
-        image_specs: the encoders' wishes by encoder name.
+        text_spec: how the LLM wants its text.
+        image_specs: how encoders want their images, by name.
         tokenizer: the LLM's tokenizer (a fast one).
-        validation: those held out.
-        generator_spec: the generator's wishes; None: nothing is drawn.
+        validation: open the held-out sources.
+        generator_spec: how the generator wants its images; None: nothing is drawn.
 
     Raises:
         ConfigError: there is none, or specs do not fit.
@@ -121,7 +121,8 @@ def open_samples(
     sources = _open_sources(data, training, reader, tokenizer, validation, settings)
     contents = [(source.name, source.config, source.content) for source in sources]
     whole = identity(data, training, reader, settings, contents)
-    records, prompts = [s.records for s in sources], [s.config.prompt for s in sources]
+    records = [s.records for s in sources]
+    prompts = [s.config.prompt for s in sources]
     return Samples(sources, StepDecoder(reader, records, prompts, length), seed, whole)
 
 
@@ -139,8 +140,8 @@ def _open_sources(
         raise ConfigError(f"{section}: no source; add a [[{section}]] table")
     opened = []
     for number, (name, config) in enumerate(zip(unique_names(configs), configs, strict=True)):
-        # Held-out samples have an order of their own, the same for every run: files are often
-        # sorted by topic, and the first samples are to stand for all of them.
+        # Held-out samples have the same order in every run, and a shuffled one: files are often
+        # sorted by topic, and the first samples are to represent all of them.
         seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
         options = FeedOptions(number, name, seed, shuffle, one_epoch=validation)
         if config.streaming:

@@ -59,9 +59,9 @@ class SampleReader:
     Args:
         data: limits on images, frames of clips.
         sequence_length: longest sample in tokens.
-        text_spec: the LLM's wishes.
-        image_specs: wishes by encoder name. Every image and clip goes to all that read images,
-            every sound to all that hear; what none reads is left out.
+        text_spec: how the LLM wants its text.
+        image_specs: how encoders want their images, by name. Every image and clip goes to all that
+            read images, every sound to all that hear; what none reads is left out.
         tokenizer: the LLM's tokenizer.
         targets: prepares images to be drawn; without it, they are left out.
 
@@ -163,7 +163,7 @@ class SampleReader:
             metas.append(self._named(part.meta, segment.encoder))
 
     def _named(self, meta: ImageMeta, encoder: str) -> ImageMeta:
-        # Only where there are several, so that equal samples of most models have equal metadata.
+        # Only if there are several, so that equal samples of most models have equal metadata.
         return replace(meta, encoder=encoder) if len(self.encoders) > 1 else meta
 
     def pixels(self, file: bytes | ClipFrames, image: ImageMeta) -> np.ndarray:
@@ -174,7 +174,7 @@ class SampleReader:
         return self.media[name].pixels(file, image)
 
     def medium(self, image: ImageMeta) -> MediaPreprocessor | ClipMedia:
-        """What sizes an image, sound or clip of a sample has."""
+        """Sizes of an image, sound or clip of a sample."""
         name = image.encoder or self.encoders[0]
         # Sounds have a duration too, and no clips.
         return self.clips.get(name, self.media[name]) if image.duration_ms else self.media[name]
@@ -188,7 +188,7 @@ class SampleReader:
         for segment, context_end in zip(segments, text.generated_at, strict=False):
             assert self.targets is not None
             if context_end == 0:
-                raise CorruptSampleError("nothing stands before the image to be drawn")
+                raise CorruptSampleError("there is nothing before the image to be drawn")
             files.append(segment.read())
             metas.append(self.targets.meta(files[-1], context_end))
         return metas, files

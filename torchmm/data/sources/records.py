@@ -3,14 +3,14 @@
 The format is recognised by the columns of each record (see `docs/data.md`):
 
     caption       image, video, audio, text (or: a webdataset's jpg/png/webp/mp4/wav/.., txt/json)
-    interleaved   images, videos, audios, texts: equally long, None where another has the element
+    interleaved   images, videos, audios, texts: of one length, None where another has the element
     chat          messages [{role, content}], images, videos, audios: in the order of their parts
     text          text
 
 An image or clip that the generator has to draw (see `Record.generate`) is taken out of any of them
-and stands behind everything else, so that all of the sample is its context.
+and put after everything else, so that all of the sample is its context.
 
-Data is not trusted: images, clips and sounds are bytes or files beside the data. A path may not
+Data is not trusted: images, clips and sounds are bytes or files next to the data. A path may not
 leave the source's directory and an address is never fetched.
 """
 
@@ -81,7 +81,7 @@ class FileSegment:
 
     @property
     def kind(self) -> str:
-        """Of what it is, in messages."""
+        """What it is, for messages."""
         return "image"
 
 
@@ -160,7 +160,7 @@ def parse_record(record: Record, prompt: str, render_chat: ChatRenderer) -> Samp
 def _take_generated(
     columns: dict[str, Any], name: str, root: str | None
 ) -> tuple[dict[str, Any], tuple[Segment, ...]]:
-    """The other columns, and what the one that is to be drawn holds: nothing where it is empty."""
+    """The other columns, and the content of the one to be drawn, if it is not empty."""
     if name not in columns:
         raise CorruptSampleError(
             f"has columns {sorted(columns)}, but `generate` names {name!r}; name one of them"
@@ -198,7 +198,7 @@ def _parse_columns(record: Record, prompt: str, render_chat: ChatRenderer) -> Sa
 
 
 def limit_images(sample: Sample, max_images: int) -> Sample:
-    """The sample without the images and clips behind the first `max_images`; 0 leaves text and
+    """The sample without the images and clips after the first `max_images`; 0 leaves text and
     sounds."""
     kept: list[Segment] = []
     images = 0
@@ -212,7 +212,7 @@ def limit_images(sample: Sample, max_images: int) -> Sample:
 
 
 def assign_encoders(sample: Sample, readers: Mapping[str, Sequence[str]]) -> Sample:
-    """The sample with a file for every encoder that reads it, one behind the other.
+    """The sample with a file for every encoder that reads it, one after another.
 
     Args:
         readers: names of encoders by kind, "image", "video" and "audio"; files without any are

@@ -2,10 +2,10 @@
 
 A window of records is read, permuted by (seed, epoch, window) and given out; then the next one.
 Every rank reads the whole stream, in the training process, and measures each record as it is drawn;
-so all ranks know the same global order without a word between them, and workers only decode. Where
-that reading is too slow, index the source (`streaming = false`) or split it into more sources.
+so all ranks know the same global order without communicating, and workers only decode. If that
+reading is too slow, index the source (`streaming = false`) or split it into more sources.
 
-Packs that are still open hold samples of windows already left behind. The state therefore names
+Packs that are still open hold samples of earlier windows. The state therefore names
 the oldest window still needed; resuming reads forward from there. `datasets`' own shuffle buffer
 was rejected: its state does not include its content, so samples would be lost on resume.
 """
@@ -76,7 +76,7 @@ class ArrowStream:
         try:
             table = next(self._iterator, None)
         except _UNREADABLE as error:
-            raise DataError(f"source {self._name!r} cannot be read on: {error}") from error
+            raise DataError(f"source {self._name!r} cannot be read further: {error}") from error
         return None if table is None else Record(table.to_pylist()[0], self._root)
 
 
@@ -114,7 +114,7 @@ class JsonLinesStream:
 
 
 class GeneratingStream:
-    """A stream of whose records one column holds an image or clip that is to be drawn."""
+    """A stream with a column of images or clips to be drawn."""
 
     def __init__(self, stream: RecordStream, column: str) -> None:
         self._stream = stream
@@ -217,9 +217,12 @@ class StreamFeed:
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
         """Read forward from the oldest window; returns the needed items met on the way."""
-        self.draws, self.epoch, self._next_index = state["draws"], 0, 0
+        self.draws = state["draws"]
+        self.epoch = 0
+        self._next_index = 0
         self._windows.clear()
-        self._records, self._given = [], 0
+        self._records = []
+        self._given = 0
         if state["oldest"] is None:
             self._stream.restart(None)
             return []

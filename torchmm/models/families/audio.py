@@ -1,23 +1,23 @@
 """How Whisper and Wav2Vec2 are cut into pre, context, layers and post.
 
-Sounds of any length stand behind each other, as images of variable sizes do, and attend only to
+Sounds of any length are concatenated, as images of variable sizes are, and attend only to
 themselves. Hugging Face's own forward pads each to 30 s and lets it attend to the silence;
 a model whose `max_source_positions` is the sound's length gives the same numbers as here.
 
 Shape legend: P positions of all sounds, F mel frames of one (two per position), M mel bins,
 D features.
 
-Wav2Vec2 hears the waveform itself. Convolutions without padding make one position of every 320
-samples, but look at 400: behind each sound stand the 80 zeros that its last position would lack, so
-that a sound of n patches has n positions, those of Hugging Face's model for the sound with its
+Wav2Vec2 reads the waveform itself. Convolutions without padding make one position of every 320
+samples, but look at 400: each sound is followed by the 80 zeros that its last position would lack,
+so that a sound of n patches has n positions, those of Hugging Face's model for the sound with its
 zeros.
 
-Each sound passes what stands before the layers by itself. Rejected: all of them in one call, which
-leaks from sound to sound in two places, the edges of the convolutions and the "group" norm over
-time, whose statistics are those of everything in the call, padding included.
+Each sound passes through the part before the layers separately. Rejected: all of them in one call,
+which leaks from sound to sound in two places, the edges of the convolutions and the "group" norm
+over time, whose statistics are those of everything in the call, padding included.
 
 Left out: masked spans (SpecAugment), which Hugging Face's model draws in training, and the adapter
-that some checkpoints have behind the layers.
+that some checkpoints have after the layers.
 
 Shape legend: P positions of all sounds, S samples of one, C channels, D features.
 """
@@ -45,7 +45,7 @@ SAMPLES_PER_POSITION = 320
 
 
 class SoundFamily(EncoderFamily):
-    """What encoders of sounds have in common: positions of all sounds behind each other."""
+    """What audio encoders have in common: the concatenated positions of all sounds."""
 
     modality: Literal["image", "audio"] = "audio"
     layout = "patches"
@@ -67,7 +67,7 @@ class SoundFamily(EncoderFamily):
         return (shuffle**2, values), (1, 1, shuffle**2)
 
     def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
-        """Consecutive positions, of sounds that are whole groups long."""
+        """Folds consecutive positions of sounds whose lengths are whole groups."""
         return x_PD.reshape(-1, shuffle**2 * x_PD.shape[-1])
 
 
@@ -147,7 +147,7 @@ class WhisperFamily(SoundFamily):
 
 
 class Wav2Vec2Family(SoundFamily):
-    """Wav2Vec2 with norms behind attention and feed-forward, as the base model has them."""
+    """Wav2Vec2 with norms after attention and feed-forward, as in the base model."""
 
     processor_class = "Wav2Vec2FeatureExtractor"
     pre: tuple[str, ...] = (
@@ -183,7 +183,7 @@ class Wav2Vec2Family(SoundFamily):
         return Wav2Vec2StableFamily() if config.do_stable_layer_norm else self
 
     def linears_before(self, tower: Any) -> LinearSizes:
-        """Of convolutions: what one output reads, and the outputs per patch."""
+        """What one output of the convolutions reads, and their outputs per patch."""
         config = tower.config
         inputs, positions, sizes = 1, self.patch_size(config), []
         layers = zip(config.conv_dim, config.conv_kernel, config.conv_stride, strict=True)
@@ -211,7 +211,7 @@ class Wav2Vec2Family(SoundFamily):
         return self.norm_before(tower, torch.cat(embedded, dim=1))
 
     def norm_before(self, tower: Any, hidden: Tensor) -> Tensor:
-        """What stands between positions and layers."""
+        """What is between positions and layers."""
         return tower.encoder.layer_norm(hidden)
 
     def patch_size(self, config: Any) -> int:
@@ -225,7 +225,7 @@ class Wav2Vec2Family(SoundFamily):
 
 
 class Wav2Vec2StableFamily(Wav2Vec2Family):
-    """With norms before attention and feed-forward, and one behind all layers: the large ones."""
+    """With norms before attention and feed-forward, and one after all layers: the large ones."""
 
     pre = ("feature_extractor", "feature_projection", "encoder.pos_conv_embed")
     final_norm = "encoder.layer_norm"

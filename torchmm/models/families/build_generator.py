@@ -1,4 +1,4 @@
-"""From the recipe's `[model.generator]` to a generator module; apart because it needs diffusers."""
+"""From the recipe's `[model.generator]` to a generator; separate because it needs diffusers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Composite Hugging Face models, taken apart into the encoder "vision" and the LLM.
 
 Each composite says which Hugging Face configs its parts have and how its checkpoints name them;
-everything else is the same as for an encoder put before an LLM by hand. Both old and new names of
-checkpoints on the hub are read. Rejected: running the composite's own forward, which pads images,
-has one device for both parts and cannot be cut into stages.
+everything else is the same as for an encoder combined with an LLM by hand. Both old and new names
+of checkpoints on the hub are read. Rejected: running the composite's own forward, which pads
+images, has one device for both parts and cannot be cut into stages.
 """
 
 from __future__ import annotations
@@ -243,7 +243,8 @@ def _take_idefics3(config: Any) -> CompositeParts:
 
 def _take_paligemma(config: Any) -> CompositeParts:
     text, vision = _text_config(config), config.vision_config
-    # Says that prompts are seen both ways, which `both_ways` does; layers would drop causality.
+    # `both_ways` handles the bidirectional prompts that this declares; layers would instead drop
+    # causality altogether.
     text.use_bidirectional_attention = False
     problems = _part_problems(config)
     if config.projection_dim != text.hidden_size:
@@ -267,7 +268,8 @@ def _take_paligemma(config: Any) -> CompositeParts:
 def _take_gemma3(config: Any) -> CompositeParts:
     text, vision = _text_config(config), config.vision_config
     problems = _part_problems(config)
-    rows, tokens = patches_per_row(vision), isqrt(config.mm_tokens_per_image)
+    rows = patches_per_row(vision)
+    tokens = isqrt(config.mm_tokens_per_image)
     if tokens**2 != config.mm_tokens_per_image or rows % tokens:
         problems.append(
             f"mm_tokens_per_image = {config.mm_tokens_per_image} is not a square whose side "

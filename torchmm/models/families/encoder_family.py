@@ -1,9 +1,9 @@
 """How a family of image encoders is cut into pre, context, layers and post.
 
 A family says which Hugging Face class is the tower, what runs before its layers, what every stage
-works out from the image grids alone (`context`), how a layer is called and what leaves the last
-one. Rejected: running the towers' own forwards, in which Qwen's window permutation and SigLIP2's
-padding are inline, so that a stage could not start in the middle.
+computes from the image grids alone (`context`), how a layer is called and what the last one
+returns. Rejected: running the towers' own forwards, in which Qwen's window permutation and
+SigLIP2's padding are inline, so that a stage could not start in the middle.
 
 Shape legend: N images, P patches of all images, S positions of one image (class token included),
 D features, C channels.
@@ -38,7 +38,7 @@ def side(size: Any) -> int:
 
 
 def patches_per_row(config: Any) -> int:
-    """Of an image of a fixed size."""
+    """Patches per row of an image of a fixed size."""
     return side(config.image_size) // side(config.patch_size)
 
 
@@ -52,14 +52,14 @@ class EncoderFamily:
     pre: tuple[str, ...] = ("embeddings", "pre_layrnorm")
     patch_embedding = "embeddings.patch_embedding"
     final_norm: str = "post_layernorm"
-    """Norm behind the last layer, if any, which only some composites' features pass."""
+    """Norm after the last layer, if any, which only some composites' features pass."""
     unused: tuple[str, ...] = ()
     """Other parts that no features pass."""
     has_class_token = True
     one_tile = False
     """Whether its composites' own image processors cut images into tiles, which are not used."""
     renames: tuple[tuple[str, str], ...] = ()
-    """How files of whole models name the tower, where that is not as most do; see `WeightFiles`."""
+    """How files of whole models name the tower, if unusual; see `WeightFiles`."""
     old_names: tuple[tuple[str, str], ...] = ()
     """What files call parts of the names, see `WeightFiles.old_names`."""
     fixed_merge = False
@@ -77,7 +77,7 @@ class EncoderFamily:
     """Style of each linear and norm of a layer."""
 
     def variant(self, config: Any) -> EncoderFamily:
-        """The family, where models of one type are not all cut alike: the part of it for `config`.
+        """The family for `config`: models of one type may be cut in different ways.
 
         Raises:
             ConfigError: the family has no part for it.
@@ -100,7 +100,7 @@ class EncoderFamily:
         return ((weight.numel() // len(weight), len(weight)),)
 
     def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Any:
-        """What layers need beside hidden states, from the grids alone."""
+        """What layers need besides hidden states, from the grids alone."""
         return None
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
@@ -130,7 +130,7 @@ class EncoderFamily:
         return self.width(config)
 
     def merge(self, config: Any) -> int:
-        """Patches per row and column that `finish` makes one."""
+        """Patches per row and column that `finish` merges into one."""
         return 1
 
     def processor(self, config: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class EncoderFamily:
         return {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
 
     def patch_size(self, config: Any) -> int:
-        """Side of a patch in pixels; of sounds, its samples."""
+        """Side of a patch in pixels; for sounds, its samples."""
         return side(config.patch_size)
 
     def max_patches(self, config: Any) -> int:
@@ -148,13 +148,14 @@ class EncoderFamily:
 
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         """Shape of the pixels and (frames, rows, columns) of the smallest valid image."""
-        size, patches = side(config.image_size), patches_per_row(config)
+        size = side(config.image_size)
+        patches = patches_per_row(config)
         return (1, config.num_channels, size, size), (1, patches, patches)
 
     def smallest_folded(
         self, config: Any, shuffle: int
     ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-        """The same of the smallest image that `fold` can fold."""
+        """The same for the smallest image that `fold` can fold."""
         return self.smallest_image(config)
 
     def width(self, config: Any) -> int:

@@ -1,12 +1,12 @@
 """How each family of diffusion transformers is cut into pre, layers and post.
 
 A family says which diffusers class the transformer is, what runs before its layers, how a layer is
-called and what leaves the last one. Everything a layer needs beside hidden states and context,
-which is the embedded time, is one tensor, so that it can travel from stage to stage.
+called and what the last one returns. Besides hidden states and context a layer only needs the
+embedded time, which is one tensor, so that it can travel from stage to stage.
 
 A clip is one sequence of the patches of all its frames; for one frame, a family computes exactly
 what its diffusers class does. Rejected: the classes' own forwards, in which a stage could not
-start in the middle, and which know images only.
+start in the middle, and which only know images.
 
 The only file that needs diffusers (`pip install "torchmm[generation]"`).
 
@@ -37,14 +37,14 @@ TIME_SCALE = 1000.0
 """Transformers of diffusers count times from 0 to 1000."""
 NARROW_STD = 0.02
 FFN_SIZE = "ffn_size"
-"""Config key of ours: width of feed-forward parts. Those of the class are 4 x as wide as its
+"""A config key of ours: width of feed-forward parts. Those of the class are 4 x as wide as its
 layers, so diffusers alone cannot load a model of another width."""
 
 
 class OutputTable(nn.Module):
-    """The (2, D) shift and scale of the output, which diffusers has outside of any submodule.
+    """The (2, D) shift and scale of the output, which diffusers has outside any submodule.
 
-    In one of its own it can be given to the last stage, like everything behind the layers.
+    As a submodule it can belong to the last stage, like everything after the layers.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ class PixArtFamily:
     post: tuple[str, ...] = ("norm_out", "proj_out")
 
     def complete(self, config: dict[str, Any], llm_hidden_size: int) -> dict[str, Any]:
-        """Config in which what follows from the LLM or from pixels need not be written.
+        """The complete config, with the values that follow from the LLM or from pixels.
 
         Raises:
             ConfigError: unknown keys, or values that are not possible here.
@@ -147,7 +147,7 @@ class PixArtFamily:
             nn.init.zeros_(module.bias)
 
     def positions(self, config: dict[str, Any], grid_thw: tuple[int, int, int]) -> Tensor:
-        """float32 (P, D): what is added to the patches of a grid to tell where they are.
+        """float32 (P, D): position embeddings added to the patches of a grid.
 
         Rows and columns as in PixArt. A clip's frames get a sinusoidal embedding of their number on
         top, as in Latte (arXiv 2401.03048).
@@ -193,7 +193,7 @@ class PixArtFamily:
 
         Args:
             masks: (N, 1, P) for patches and (N, 1, L) for context, added to attention scores; None
-                where nothing is padded.
+                if nothing is padded.
         """
         return layer(
             hidden_NPD,

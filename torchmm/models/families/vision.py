@@ -1,4 +1,4 @@
-"""Image encoders of fixed size beside CLIP and SigLIP: DINOv2, InternViT, Idefics3 and SmolVLM.
+"""Further fixed-size image encoders: DINOv2, InternViT, Idefics3 and SmolVLM.
 
 Composites that cut images into tiles give each tile to such an encoder; here an image is one tile.
 

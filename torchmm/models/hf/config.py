@@ -44,7 +44,7 @@ def load_config(key: str, source: str | None, override: dict[str, Any] | None) -
     Args:
         key: the section, for messages.
         source: local directory or hub id; None: `override` is the whole config.
-        override: values laid over those of `source`, tables key by key.
+        override: values that replace those of `source`, tables key by key.
 
     Raises:
         ConfigError: there is no such config, or it has unknown keys or bad values.

@@ -1,10 +1,10 @@
 """A trained model as a Hugging Face directory.
 
-Composites become what they were; a fixed-size encoder with an "mlp" connector and any LLM *is* a
+Composites keep their class; a fixed-size encoder with an "mlp" connector and any LLM *is* a
 LLaVA model and becomes one; an LLM alone becomes a causal LM. Hugging Face's own `save_pretrained`
 writes the files, so names, shards and configs are its. Other pairs have no Hugging Face class:
 their parts are written side by side with `torchmm.json`, whose content is the `[model]` section
-of a recipe that puts them together again. A generator is written beside all of it, by diffusers, in
+of a recipe that puts them together again. Diffusers writes a generator, if there is one, to
 `generator/`: its connector is what diffusers calls its caption projection.
 
 Parameters are gathered one by one to rank 0's CPU memory; no other rank holds more than one. Those
@@ -62,7 +62,7 @@ class _Target:
 
     directory: Path
     hf: Any
-    """On the meta device; receives the weights. Of transformers or diffusers."""
+    """Model of transformers or diffusers on the meta device, which receives the weights."""
     prefixes: dict[str, Prefixes]
     """By module name: our parameter names -> Hugging Face's."""
     generation_source: str | None = None
@@ -182,7 +182,8 @@ def _gather(
     for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
             whole = module.rebuild()
-        tied, ours = whole.tied_parameters(), module.state_dict()
+        tied = whole.tied_parameters()
+        ours = module.state_dict()
         for name, like in whole.state_dict().items():
             if name in tied:
                 continue
@@ -218,7 +219,7 @@ def _to_rank_0(
         ours: this rank's part, if any; all ranks that have one must call.
         like: on the meta device, with the shape and dtype of the whole.
         first: the rank that sends it, if that is not rank 0.
-        device: where the ranks' parts lie.
+        device: where the ranks' parts are.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
@@ -258,9 +259,9 @@ def _save(model: MultimodalModel, target: _Target) -> None:
 
 
 def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
-    """Weights no output depends on, which the Hugging Face class has nevertheless.
+    """Weights that the Hugging Face class has although no output depends on them.
 
-    Those of the source, so that a loaded checkpoint is saved as it was; else random ones.
+    They are the source's, so that a loaded checkpoint is saved as it was; otherwise random.
     """
     values: dict[str, Tensor] = {}
     if module.weights.source is not None:

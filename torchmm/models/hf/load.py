@@ -1,14 +1,18 @@
 """Pretrained weights from safetensors files straight into (sharded) parameters.
 
 Every rank maps the files and reads only the slices it owns, so no rank holds a whole model.
-What is missing, unexpected or of the wrong shape is listed and refused before anything is read,
-for the whole model, so that ranks with different stages of it all raise the same error; only
+Missing, unexpected and misshapen tensors are listed and refused before anything is read, for the
+whole model, so that ranks with different stages of it all raise the same error; only
 modules that did not exist before (a new connector) may be missing. Pickled weight files are never
-opened. Rejected: `from_pretrained` and a broadcast, which needs the whole model on a rank.
+opened. Rejected: `from_pretrained` and a broadcast, which needs the whole model on a rank; and
+torch's `HuggingFaceStorageReader`, which also reads only a rank's slices, but looks tensors up by
+the model's own names, one file tensor for each (files have other names, and a tensor per expert),
+takes every safetensors file of the directory whatever the index says, ignores what the model does
+not have, and stops at the first missing tensor instead of listing all.
 
 Parameters are filled piece by piece, as the files have them. Most are one tensor in the files. The
-experts of a layer are one parameter for the model, (experts, rows, columns) with gate and up
-projection behind each other, and two or three matrices per expert in the files.
+experts of a layer are one parameter in the model, (experts, rows, columns) with the rows of gate
+and up projection concatenated, and two or three matrices per expert in the files.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+# Private, and not behind `parallel.torch_private`, which models cannot import: nothing public says
+# where a DTensor's local part is in the whole, and uneven shards make that worth not writing again.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchmm.common.errors import CheckpointError
@@ -68,7 +75,7 @@ class Piece(NamedTuple):
     expert: int | None = None
     """Which expert's; None: it is the whole parameter."""
     rows: slice = slice(0, 0)
-    """Of an expert: which rows of its matrix."""
+    """Rows of the expert's matrix, if it is one."""
 
     @property
     def shape(self) -> list[int]:
@@ -79,7 +86,8 @@ class Piece(NamedTuple):
 
     def fill(self, stored: Any) -> None:
         """Copies this rank's part from a tensor in the files, of which only that is read."""
-        local, own = local_tensor(self.tensor), local_slices(self.tensor)
+        local = local_tensor(self.tensor)
+        own = local_slices(self.tensor)
         if not local.numel():
             return
         if self.expert is None:
@@ -111,13 +119,13 @@ def _of(owner: str, tensor: Tensor) -> Iterator[tuple[str, Piece]]:
 
 
 WEIGHTS_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
-"""What transformers and diffusers call them; the index of several is NAME.index.json."""
+"""What transformers and diffusers call them; if there are several, NAME.index.json lists them."""
 CONNECTOR_FILE = "connector.safetensors"
 LISTED = 8
 """Names of one kind that an error message lists."""
 
 _COMPUTED = re.compile(r"(position_ids|rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq)$")
-"""Buffers that old files hold and that are computed today."""
+"""Buffers that old files contain and that are computed today."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class _Expected:
-    """A tensor of the whole model and where its value lies."""
+    """A tensor of the whole model and where its value is stored."""
 
     name: str
     shape: list[int]
@@ -275,7 +283,8 @@ def _targets(
     module: LayeredModule, stored: dict[str, tuple[list[int], str]]
 ) -> dict[str, tuple[Piece, str]]:
     """What this rank reads, {name: (what to fill, name in the files)}."""
-    here_once, copies = module.tied_parameters(), module.tied_copies()
+    here_once = module.tied_parameters()
+    copies = module.tied_copies()
     targets = {}
     for name, piece in pieces(module.state_dict()).items():
         original = copies.get(name, name)

@@ -1,6 +1,6 @@
-"""What torchmm computes in the place of Hugging Face: packed attention, experts, connectors, loss.
+"""What torchmm computes instead of Hugging Face: packed attention, experts, connectors, loss.
 
-Begin with `attention.py`: segments of a packed sequence that do not see each other.
+Begin with `attention.py`: segments of a packed sequence that do not attend to each other.
 """
 
 from torchmm.common.faces import public

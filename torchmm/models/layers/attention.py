@@ -8,9 +8,9 @@ Face's own name for it) or, where a layer forwards no keyword arguments, as its 
 - CPU: a custom operator that calls the flash kernel once per run of equally long segments. The
   loop stays out of autograd and out of torch.compile, so a layer compiles with fullgraph=True
   and the number of segments does not recompile it.
-- Elsewhere (fp32 on CUDA, tokens that see each other both ways): scaled_dot_product_attention
-  per run of equally long segments.
-- Capped scores (Gemma 2): a custom operator of plain products, on any device.
+- Elsewhere (fp32 on CUDA, bidirectional blocks): scaled_dot_product_attention per run of equally
+  long segments.
+- Capped scores (Gemma 2): a custom operator of plain matrix products, on any device.
 
 Rejected: Hugging Face's "sdpa", whose mask is dense (T x T) and which lets samples see each other
 whenever a cache or an all-ones mask is passed; flex_attention, which has no backward on CPU.
@@ -93,7 +93,7 @@ _GROUPED: dict[str, Any] = (
 
 
 class _Rules(NamedTuple):
-    """Who sees whom within a segment, and what becomes of scores."""
+    """Which tokens attend to which within a segment, and what is done to scores."""
 
     causal: bool
     window: int
@@ -105,7 +105,8 @@ def _attend_segments(
     query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, s: Segments, scale: float, rules: _Rules
 ) -> Tensor:
     causal, window, softcap = rules
-    inputs, host = (query_THD, key_TGD, value_TGD), s.cu_seqlens_host
+    inputs = (query_THD, key_TGD, value_TGD)
+    host = s.cu_seqlens_host
     if softcap is not None:
         return capped_attention(*inputs, host, scale, softcap, window, s.blocks_T)
     if query_THD.device.type == "cpu":
@@ -113,7 +114,9 @@ def _attend_segments(
     half = query_THD.dtype in (torch.bfloat16, torch.float16)
     if query_THD.device.type == "cuda" and half and s.blocks_T is None:
         q, k, v = (x.contiguous() for x in inputs)  # no copies: layers compute in this layout
-        starts, longest, back = s.cu_seqlens, s.max_length, window - 1
+        starts = s.cu_seqlens
+        longest = s.max_length
+        back = window - 1
         reach = (back, 0) if causal else (-1, -1)
         out = varlen_attn(
             q, k, v, starts, starts, longest, longest, scale=scale, window_size=reach, **_GROUPED

@@ -1,12 +1,12 @@
 """Attention within packed segments as custom operators, which torch.compile does not look into.
 
 `packed_attention` calls torch's flash kernel for CPUs once per run of equally long segments.
-`capped_attention` is for scores that pass through tanh (Gemma 2), which no kernel of torch does:
-plain products, on any device, with the scores of one run at a time in memory.
+`capped_attention` is for scores that pass through tanh (Gemma 2), which none of torch's kernels
+supports: plain matrix products, on any device, with the scores of one run at a time in memory.
 
-Who sees whom: causal attention may be limited to a window, and tokens of one block (an image, a
-prompt) may see each other in both directions. As in Hugging Face's Gemma 3, a window limits how
-far back a token sees inside of a block too.
+Masks: causal attention may be limited to a window, and attention may be bidirectional within a
+block of tokens (an image, a prompt). As in Hugging Face's Gemma 3, a window also limits how far
+back a token sees inside a block.
 
 Shape legend: T tokens of all segments, N segments of a run, S tokens of one segment, H query heads,
 G key and value heads (G divides H), R = H / G, D head size.
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
 
 def equal_runs(cu_seqlens: Tensor) -> Iterator[Run]:
-    """All segments, from where they begin (on the CPU)."""
+    """All segments, from their starts (on the CPU)."""
     start = 0
     for length, run in groupby(b - a for a, b in pairwise(cu_seqlens.tolist())):
         segments = len(list(run))
@@ -61,9 +61,9 @@ def equal_runs(cu_seqlens: Tensor) -> Iterator[Run]:
 def _bias(
     run: Run, like: Tensor, causal: bool, window: int, blocks: Tensor | None
 ) -> Tensor | None:
-    """What is added to scores; None where the kernel's own causal mask says it all."""
+    """What is added to scores; None if the kernel's own causal mask is enough."""
     if blocks is None and (not window or window >= run.length):
-        return None
+        return None  # a window as long as the segment hides nothing
     seen = run.visible(causal, window, blocks, like.device)
     return torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
 
@@ -230,17 +230,19 @@ def capped_attention_backward(
     window: int = 0,
     blocks_T: Tensor | None = None,
 ) -> list[Tensor]:
-    """Gradients of `capped_attention`'s `inputs`; works the scores out again."""
+    """Gradients of `capped_attention`'s `inputs`; recomputes the scores."""
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
     for run in equal_runs(cu_seqlens):
         q, k, v = _grouped(run, *inputs)
         grad = run.view(grad_THD).unflatten(1, (k.shape[1], -1))
         hidden = _hidden(run, q, window, blocks_T)
+        # Recomputed: kept, the scores of all runs would take S x S values per head and segment.
         bent, weights = _capped_weights(q, k, hidden, scale, softcap)
         of_weights = (grad @ v.transpose(-1, -2)).to(weights.dtype)
+        # Through softmax, then through c tanh(s / c), whose derivative is 1 - tanh(s / c)**2.
         of_capped = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
         of_scores = of_capped.to(q.dtype) * (1 - bent.square()) * scale
-        parts = (
+        parts = (  # the R query heads of a group share key and value, whose gradients are sums
             of_scores @ k,
             (of_scores.transpose(-1, -2) @ q).sum(2, keepdim=True),
             (weights.to(grad.dtype).transpose(-1, -2) @ grad).sum(2, keepdim=True),

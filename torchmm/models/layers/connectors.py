@@ -66,7 +66,7 @@ class PoolConnector(nn.Module):
 
 
 def init_connector(module: nn.Module) -> bool:
-    """Initial values of the parts that an encoder's own class does not know; whether it was one."""
+    """Initialises a part that an encoder's own class does not know; returns whether it is one."""
     if isinstance(module, PoolConnector):
         nn.init.normal_(module.mm_input_projection_weight, std=0.02)
     elif isinstance(module, Gemma3RMSNorm):  # centred at 1
@@ -77,7 +77,7 @@ def init_connector(module: nn.Module) -> bool:
 
 
 def linear_sizes(module: nn.Module) -> list[tuple[int, int]]:
-    """(inputs, outputs) of the matrix products of a connector or of what else is behind layers."""
+    """(inputs, outputs) of the matrix products of a connector or of whatever follows the layers."""
     found = []
     for part in module.modules():
         if isinstance(part, nn.Linear):

@@ -1,11 +1,11 @@
 """Mixture of experts: keeping the experts' loads equal.
 
-Training adds the loss of Switch Transformers (arXiv 2101.03961, equations 4-6) of every layer, with
-the coefficient of the model's config, where that config says `output_router_logits = true`. What is
-reported as loss stays the cross entropy. Each layer's loss is added where its router is, so that a
-pipeline stage needs no other stage's: its gradient joins that of the routing weights. Hugging
-Face's loss differs for more than one layer: it multiplies averages over all layers, which no
-stage has. Rejected: a loss that travels from stage to stage beside the hidden states.
+If the model's config says `output_router_logits = true`, training adds the load-balancing loss of
+Switch Transformers (arXiv 2101.03961, equations 4-6) for every layer, times the config's
+coefficient. The reported loss stays the cross entropy. Each layer's loss is added at its router, so
+that a pipeline stage needs no other stage's: its gradient joins that of the routing weights.
+Hugging Face's loss differs for more than one layer: it multiplies averages over all layers, which
+no stage has. Rejected: a loss that travels from stage to stage with the hidden states.
 
 Shape legend: T tokens, E experts, K experts per token.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchmm.common.errors import ConfigError
 
 COMPILES_FROM = (5, 23)
-"""Version of transformers whose loop over experts, its way on the CPU, can be traced."""
+"""First version of transformers whose loop over experts (used on the CPU) can be traced."""
 
 
 @dataclass
@@ -31,10 +31,10 @@ class RouterBalance:
     """Hook of the routers of one LLM.
 
     Attributes:
-        coefficient: of the mean over layers of the losses.
-        layers: with a router, of the whole model.
-        scale: factor of a token: 1 / tokens of the global batch where gradients are those of a
-            mean; 0: no loss.
+        coefficient: factor of the mean over layers of the losses.
+        layers: number of layers with a router in the whole model.
+        scale: weight of a token: 1 / tokens of the global batch if gradients are those of a mean;
+            0: no loss.
     """
 
     coefficient: float
@@ -42,7 +42,7 @@ class RouterBalance:
     scale: float = 0.0
 
     def __call__(self, router: Any, _: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """Of a router's (logits, weights, experts), the weights pass on the loss's gradient."""
+        """A router's (logits, weights, experts), with the loss's gradient tied to the weights."""
         logits_TE, weights_TK, experts_TK = output
         if not self.scale or not torch.is_grad_enabled():
             return output
@@ -64,7 +64,10 @@ def balancing_loss(logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
 
 
 class _JoinGradient(torch.autograd.Function):
-    """Hands a tensor through; in backward a loss beside it gets a gradient of its own."""
+    """Ties a loss to `x`: when backward reaches `x`, the loss gets `factor` as its gradient.
+
+    `x` is in the graph anyway, while no stage could return the loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -73,7 +76,7 @@ class _JoinGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
-        grad, of_loss = grads
+        grad, of_loss = grads  # `of_loss` is zero: nothing is computed from the loss
         return grad, torch.full_like(of_loss, ctx.factor), None
 
 

@@ -22,7 +22,7 @@ CHUNK_TARGETS = 1024
 def summed_cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
     """float32 scalar: sum of the cross entropies of all rows.
 
-    In one piece where chunks save nothing: logits that are float32 already, or fit in one.
+    Without chunks if they save nothing: for logits that are float32 already or fit into one chunk.
     """
     if logits_LV.dtype == torch.float32 or len(targets_L) <= CHUNK_TARGETS:
         return _in_float32(logits_LV, targets_L)
