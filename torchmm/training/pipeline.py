@@ -33,12 +33,18 @@ from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations, MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.plan import (
+    ComputeOrder,
+    Durations,
+    Gathering,
+    MessageSpecs,
+    PipelinePlan,
+)
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
 from torchmm.pipelining.run.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
-from torchmm.planning.step import Gathering, Purpose, plan_layout, plan_step
+from torchmm.planning.step import Purpose, plan_layout, plan_step
 from torchmm.recipe.parallel_section import ParallelConfig
 
 Specs = Callable[[StageGraph], MessageSpecs]

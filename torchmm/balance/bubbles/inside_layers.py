@@ -25,8 +25,7 @@ from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import ModuleDescription
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.lowering import Sharding
-from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
 from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
 from torchmm.pipelining.schedules.names import order_named
 
@@ -61,7 +60,7 @@ def optimus_kernels(
     modules: Sequence[ModuleDescription],
     *,
     llm_schedule: str = "interleaved_1f1b",
-    sharding: Sharding = "none",
+    sharding: Gathering = "none",
     evaluations: int = 256,
 ) -> KernelStep:
     """The shortest step found.
