@@ -52,7 +52,7 @@ class ModuleParallelConfig(Section):
     """Stages of this module per rank, under a schedule with separated modules ("separated",
     "searched", "csv:..."), and of colocated encoders. Default: `parallel.virtual_stages` for the
     LLM, 1 for encoders; one for each layer of colocated encoders, whose stages have to fit into
-    bubbles. Under "searched": so many that stages of all modules take about equally long."""
+    bubbles. Under "searched": as many as make stages of all modules take about equally long."""
     sub_microbatch_images: int | None = Field(default=None, ge=1)
     """Encoders and generator: images processed together at most; a microbatch is cut into groups of
     nearly equal size. Fewer fill gaps in the pipeline better, more keep the device busier. Default:
@@ -90,10 +90,11 @@ class ParallelConfig(Section):
     """Order of the LLM's own forwards and backwards under "optimus"."""
     bubbles: Literal["fine", "coarse"] = "fine"
     """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": before
-    its first action and behind its last only."""
+    its first action and after its last only."""
     tensor_bubbles: float = Field(default=0.0, ge=0, lt=1)
     """Share of the LLM's actions in which tensor-parallel communication leaves ranks idle, for
-    "optimus" to put encoder layers into; on CUDA they run beside, on the CPU before the LLM's."""
+    "optimus" to put encoder layers into; on CUDA they run alongside the LLM's layers, on the CPU
+    before them."""
     search: SearchConfig = SearchConfig()
     replan_drift: float = Field(default=0.0, ge=0)
     """With a pipeline: how far measured times may drift away from those that steps are planned with
@@ -107,7 +108,7 @@ class ParallelConfig(Section):
     shard: int = Field(default=-1, ge=-1)
     """Ranks over which FSDP2 shards parameters, gradients and optimizer state; -1: what is left."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether FSDP2 frees gathered parameters behind each forward and gathers them again for
+    """Whether FSDP2 frees gathered parameters after each forward and gathers them again for
     backward; "default": only without a pipeline, which gathers them once per step."""
     tensor: int = Field(default=1, ge=1)
     """Tensor-parallel ranks that split every layer."""
