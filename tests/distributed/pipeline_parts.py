@@ -92,10 +92,8 @@ class Layout:
         )
         self.mesh: ParallelMesh = build_mesh(self.config, torch.device("cpu"))
         self.channels = P2PChannels(torch.device("cpu"), self.mesh.pipeline_ranks, 60)
-        names = ("pipeline", "replicate", "shard", "tensor")
-        sizes = {name: self.mesh.mesh[name].size() for name in names}
         self.run_dir = directory / "runs" / case.name
-        self.checkpoints = manager(self.run_dir, sizes)
+        self.checkpoints = manager(self.run_dir, self.mesh.sizes)
 
 
 class Part:

@@ -19,7 +19,7 @@ from torchmm.models.layers.experts import check_compiles
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.fsdp import apply_fsdp
-from torchmm.parallel.mesh import ParallelMesh
+from torchmm.parallel.mesh import PIPELINE, ParallelMesh
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
 from torchmm.parallel.tensor.overlap_linear import Overlap
@@ -62,12 +62,12 @@ def parallelize(
         if compile_config.enabled and module.name in (compile_config.modules or [module.name]):
             check_compiles(module.name, module.layers, mesh.mesh.device_type)
             _compile_layers(module)
-        if own.mesh.size() > own.mesh["pipeline"].size() or dtype != torch.float32:
+        if own.mesh.size() > own.mesh[PIPELINE].size() or dtype != torch.float32:
             apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel))
 
 
 def reshards_after_forward(parallel: ParallelConfig) -> bool:
-    """Whether FSDP2 frees gathered parameters behind each forward, as the recipe says.
+    """Whether FSDP2 frees gathered parameters after each forward, as the recipe says.
 
     Not in a pipeline: every microbatch would gather them again. Not where modules have ranks of
     their own: replicas run other tasks.

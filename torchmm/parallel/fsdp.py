@@ -45,7 +45,7 @@ def apply_fsdp(
     summed over the ranks of `mesh`.
 
     Args:
-        reshard_after_forward: whether gathered layers are freed behind each forward and gathered
+        reshard_after_forward: whether gathered layers are freed after each forward and gathered
             again for backward; False for stages that `StepSharding` drives.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -85,6 +85,7 @@ class StepSharding:
         """Starts gathering all parameters; the first forward of each unit waits for its own."""
         if not self._prepared:
             self._prepare()
+        # All at once: FSDP's own prefetching follows the order of forwards, which plans choose.
         handles = (unit.unshard(async_op=True) for unit in self._units)
         self._pending = [handle for handle in handles if handle is not None]
 
@@ -98,6 +99,7 @@ class StepSharding:
         Parameters that no backward has reached count as zeros.
         """
         self._wait()
+        # A replica without a task for this stage has to take part in the reduction all the same.
         torch_private.fill_missing_gradients(self._root)
         self._set_reducing(True)
         torch_private.reduce_gradients(self._root)

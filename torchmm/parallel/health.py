@@ -87,7 +87,7 @@ class Health:
     """Heartbeats, barriers and error conversion of one rank.
 
     Args:
-        directory: where heartbeats lie, shared by all ranks.
+        directory: where heartbeats are, shared by all ranks.
         timeout_s: seconds to wait for a rank in a barrier.
         barrier_interval: steps between barriers.
         heartbeat_s: seconds between heartbeats.
@@ -229,7 +229,7 @@ class Health:
 
     def _beat(self) -> None:
         while not self._stop.wait(self._heartbeat_s):
-            # A full disk must not end a run for want of a heartbeat; its age tells the reader.
+            # A full disk must not end a run for want of a heartbeat; its age shows that.
             with suppress(OSError):
                 self._write_heartbeat()
 

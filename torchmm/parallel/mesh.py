@@ -4,7 +4,7 @@ One mesh with the dimensions (pipeline, replicate, shard, tensor) covers all ran
 differ only in `pipeline` or `tensor` work on the same samples; `replicate` x `shard` together are
 the data-parallel ranks. FSDP2 shards over `shard` and, where `replicate` > 1, keeps copies over
 `replicate` (HSDP). `pipeline` is the outermost dimension, because its ranks talk least: they are
-the ones to lie on different machines. Scalars are summed over the whole world and divided by the
+the ones to be on different machines. Scalars are summed over the whole world and divided by the
 number of ranks that pass the same, which avoids a flattened mesh and its extra process group.
 """
 
@@ -23,7 +23,9 @@ from torchmm.common.errors import ConfigError
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_layout
 from torchmm.recipe.read import resolve_layout
-from torchmm.recipe.sizes import Layout
+from torchmm.recipe.sizes import AXES, Layout
+
+PIPELINE, REPLICATE, SHARD, TENSOR = AXES
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class ParallelMesh:
 
     device: torch.device
     mesh: DeviceMesh
-    """Dimensions ("pipeline", "replicate", "shard", "tensor")."""
+    """Its dimensions are `AXES`."""
     mirrors: int = field(default=1, kw_only=True)
     """Ranks of a plan that are one tensor-parallel group: as many as encoders have groups in it."""
 
@@ -56,13 +58,13 @@ class ParallelMesh:
     @property
     def pipeline_size(self) -> int:
         """Ranks of a plan: those that divide the layers of the model, and their mirrors."""
-        return self.mesh["pipeline"].size() * self.mirrors
+        return self.mesh[PIPELINE].size() * self.mirrors
 
     @property
     def pipeline_rank(self) -> int:
         """Which of these ranks this is: its rank in a plan."""
-        mirror = self.mesh.get_local_rank("tensor") // self.group_size
-        return self.mesh.get_local_rank("pipeline") * self.mirrors + mirror
+        mirror = self.mesh.get_local_rank(TENSOR) // self.group_size
+        return self.mesh.get_local_rank(PIPELINE) * self.mirrors + mirror
 
     @property
     def group_size(self) -> int:
@@ -72,18 +74,18 @@ class ParallelMesh:
     @property
     def pipeline(self) -> DeviceMesh:
         """1-D mesh of the ranks of this rank's pipeline."""
-        return self.mesh["pipeline"]
+        return self.mesh[PIPELINE]
 
     @property
     def pipeline_ranks(self) -> list[int]:
         """Global ranks of this rank's pipeline, by their rank in a plan."""
-        place = self.mesh.get_local_rank("tensor") % self.group_size
+        place = self.mesh.get_local_rank(TENSOR) % self.group_size
         return [alike[place] for alike in self.plan_groups]
 
     @property
     def plan_groups(self) -> list[list[int]]:
         """By rank of the plan: the global ranks that are tensor-parallel."""
-        replicate, shard = (self.mesh.get_local_rank(n) for n in ("replicate", "shard"))
+        replicate, shard = (self.mesh.get_local_rank(n) for n in (REPLICATE, SHARD))
         return self.mesh.mesh[:, replicate, shard].reshape(-1, self.group_size).tolist()
 
     @property
@@ -99,17 +101,17 @@ class ParallelMesh:
     @property
     def replicate_size(self) -> int:
         """Copies of the sharded model."""
-        return self.mesh["replicate"].size()
+        return self.mesh[REPLICATE].size()
 
     @property
     def shard_size(self) -> int:
         """Ranks over which FSDP2 shards."""
-        return self.mesh["shard"].size()
+        return self.mesh[SHARD].size()
 
     @property
     def tensor_size(self) -> int:
         """Tensor-parallel ranks."""
-        return self.mesh["tensor"].size()
+        return self.mesh[TENSOR].size()
 
     @property
     def data_parallel_size(self) -> int:
@@ -119,13 +121,13 @@ class ParallelMesh:
     @property
     def data_parallel_rank(self) -> int:
         """Which of the data-parallel shares of the batch this rank works on."""
-        replicate = self.mesh.get_local_rank("replicate")
-        return replicate * self.shard_size + self.mesh.get_local_rank("shard")
+        replicate = self.mesh.get_local_rank(REPLICATE)
+        return replicate * self.shard_size + self.mesh.get_local_rank(SHARD)
 
     @property
     def norm_ranks(self) -> dist.ProcessGroup | None:
         """The ranks over which squares of gradients are added up; None: this rank has them all."""
-        pipeline = self.mesh["pipeline"]
+        pipeline = self.mesh[PIPELINE]
         return pipeline.get_group() if pipeline.size() > 1 else None
 
     @property
@@ -141,18 +143,17 @@ class ParallelMesh:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes by dimension, as a checkpoint records them."""
-        names = ("pipeline", "replicate", "shard", "tensor")
-        return {name: self.mesh[name].size() for name in names}
+        return {name: self.mesh[name].size() for name in AXES}
 
     @property
     def fsdp(self) -> DeviceMesh:
         """Mesh for `fully_shard`: 1-D, or 2-D (replicate, shard) for HSDP."""
-        return self.mesh["replicate", "shard"] if self.replicate_size > 1 else self.mesh["shard"]
+        return self.mesh[REPLICATE, SHARD] if self.replicate_size > 1 else self.mesh[SHARD]
 
     @property
     def tensor(self) -> DeviceMesh:
         """1-D mesh of the tensor-parallel ranks."""
-        return self.mesh["tensor"]
+        return self.mesh[TENSOR]
 
     def global_rank(self, pipeline: int) -> int:
         """Global rank of the first data- and tensor-parallel rank at a place in the pipeline."""
@@ -178,7 +179,7 @@ class ParallelMesh:
         """
         copies = self.replicate_size if replicate is None else replicate
         split = self.tensor_size if tensor is None else tensor
-        stages = self.mesh["pipeline"].size()
+        stages = self.mesh[PIPELINE].size()
         if pipeline < 1 or stages % pipeline or split < 1 or self.tensor_size % split:
             raise ConfigError(
                 f"a module with pipeline = {pipeline} and tensor = {split} on the ranks of one of "
@@ -192,21 +193,19 @@ class ParallelMesh:
             )
         if (pipeline, copies, split) == (stages, self.replicate_size, self.tensor_size):
             return self
-        # Block, stage, replicate, shard, group, tensor: blocks and groups share out the data like
+        # Block, stage, replicate, shard, group, tensor: blocks and groups divide the data like
         # other ranks do. All of them together stay in the order of their ranks, so that shards are
         # next to each other, and copies far apart.
         ranks = self.mesh.mesh.unflatten(0, (-1, pipeline)).unflatten(-1, (groups, split))
         ranks = ranks.transpose(0, 1).reshape(pipeline, copies, data // copies, split)
-        names = ("pipeline", "replicate", "shard", "tensor")
-        return ParallelMesh(
-            self.device, DeviceMesh(self.device.type, ranks.contiguous(), mesh_dim_names=names)
-        )
+        mesh = DeviceMesh(self.device.type, ranks.contiguous(), mesh_dim_names=AXES)
+        return ParallelMesh(self.device, mesh)
 
     def sum_over_data(self, values: list[float]) -> list[float]:
         """Sums over the data-parallel ranks, in float64; every rank must call it.
 
         Ranks of one pipeline, like those of one tensor-parallel group, must pass the same values;
-        what only one of them has (a loss) the others first have to be told.
+        what only one of them has (a loss) the others must have been sent first.
         """
         if self.world_size == 1:
             return list(values)
@@ -235,7 +234,7 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
         os.environ.setdefault(key, value)
     backend: str = config.backend
     if backend == "auto":
-        # gloo beside NCCL carries the CPU collectives of checkpoints and health checks.
+        # gloo, alongside NCCL, carries the CPU collectives of checkpoints and health checks.
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -277,7 +276,5 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
         ConfigError: the sizes do not multiply to the number of ranks.
     """
     sizes = resolve_layout(config, dist.get_world_size())
-    names = ("pipeline", "replicate", "shard", "tensor")
-    shape = (sizes.pipeline, sizes.replicate, sizes.shard, sizes.tensor)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=AXES)
     return ParallelMesh(device, mesh, mirrors=config.mirrors)

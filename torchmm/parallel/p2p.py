@@ -72,7 +72,7 @@ class P2PChannels:
     A rank of the plan may be a group of tensor-parallel ranks, which all have the same tensors. In
     a transfer between groups of different sizes, each rank receives once, from the rank whose
     place in the other group is its own modulo that group's size. So no tensor and no gradient
-    arrives twice, and there is nothing to add up or to share out behind it.
+    arrives twice, and there is nothing to add up or to distribute afterwards.
 
     Args:
         device: where tensors are sent from and received into.
@@ -145,6 +145,8 @@ class P2PChannels:
             PeerError: the peer is gone.
         """
         _check(tensors, specs, action)
+        # Place p of the other group receives from place p modulo the size of this one: a rank may
+        # have several receivers or, in the larger group, none.
         own = len(self._ranks[self._plan_rank])
         to = [r for place, r in enumerate(self._ranks[peer]) if place % own == self._place]
         sent = tuple(t.detach().contiguous() for t in tensors)
@@ -169,6 +171,7 @@ class P2PChannels:
     ) -> PendingTransfer:
         works: list[tuple[int, dist.Work]] = []
         for rank in peers:
+            # The direction is that of the message: what a lower rank receives goes downwards.
             upwards = (self._rank < rank) == (operation is dist.isend)
             group = self._up if upwards else self._down
             try:

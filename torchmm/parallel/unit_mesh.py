@@ -6,7 +6,7 @@ units is the plan of a replica group (`torchmm.pipelining.schedules.disaggregate
 module by module and replica by replica, the pipeline ranks of all units; all of them read the same
 samples.
 
-A unit's replicas share out the microbatches of a group unevenly, which is no trouble as gradients
+A unit's replicas divide the microbatches of a group unevenly, which does no harm because gradients
 are added up, not averaged (`torchmm.parallel.fsdp`). Rejected: one mesh with a dimension for the
 modules, as their sizes differ; and process groups across units, because nothing but the plan's
 tensors and a few scalars per step, which go over the whole world, has to cross.
@@ -23,10 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.common.errors import ConfigError
-from torchmm.parallel.mesh import ParallelMesh
-from torchmm.recipe.sizes import Layout, replica_groups
-
-DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
+from torchmm.parallel.mesh import PIPELINE, ParallelMesh
+from torchmm.recipe.sizes import AXES, Layout, replica_groups
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class UnitMesh(ParallelMesh):
     @property
     def norm_sharing(self) -> int | None:
         """Replicas, shards and tensor-parallel ranks of a stage of the module."""
-        return self.mesh.size() // self.mesh["pipeline"].size()
+        return self.mesh.size() // self.mesh[PIPELINE].size()
 
     @property
     def unit_layouts(self) -> Mapping[str, Layout] | None:
@@ -147,7 +145,7 @@ def build_units(units: Mapping[str, Layout], device: torch.device) -> UnitMesh:
     found = None
     for name, ranks in _unit_ranks(units).items():
         # All ranks take part in making the groups of all units.
-        mesh = DeviceMesh(device.type, ranks, mesh_dim_names=DIMENSIONS)
+        mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
         if dist.get_rank() in ranks.flatten().tolist():
             found = UnitMesh(device, mesh, name, dict(units))
     assert found is not None

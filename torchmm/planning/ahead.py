@@ -50,9 +50,9 @@ from torchmm.common.files import Arrays, Handover
 from torchmm.common.processes import fork_server, ignore_signals
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.numbers import encode_plan
-from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan
+from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, PipelinePlan
 from torchmm.pipelining.run.messages import MessageSizes, message_specs
-from torchmm.planning.step import Gathering, plan_step, step_graph
+from torchmm.planning.step import plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 NICENESS = 19

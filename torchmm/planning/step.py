@@ -23,8 +23,14 @@ from torchmm.common.errors import ConfigError, PlanError
 from torchmm.common.module_names import GENERATOR
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.lowering import Sharding, lower_plan
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations, MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import (
+    ComputeOrder,
+    Durations,
+    Gathering,
+    MessageSpecs,
+    PipelinePlan,
+)
 from torchmm.pipelining.schedules.classic import forward_only, one_f_one_b
 from torchmm.pipelining.schedules.colocated import spread_replicas
 from torchmm.pipelining.schedules.disaggregated import (
@@ -39,9 +45,6 @@ from torchmm.pipelining.schedules.names import order_named, schedule_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import unit_stages
 from torchmm.recipe.sizes import Layout, replica_groups
-
-Gathering = Literal["none", "layer", "step"]
-"""When FSDP2 gathers parameters: never, with every layer, once per step."""
 
 Search = Callable[[StageGraph, Durations], ComputeOrder]
 """Finds the order of a step from its graph and FLOPs (or anything proportional to times)."""
@@ -175,11 +178,9 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
         graph, order = (
             order_step(graph, config, costs) if search is None else (graph, search(graph, costs))
         )
-    # Layer by layer, FSDP gathers and reduces by itself.
-    gathers: Sharding = "step" if sharding == "step" else "none"
 
     def lowered(order: ComputeOrder) -> PipelinePlan:
-        plan = lower_plan(order, graph, specs(graph), sharding=gathers, training=training)
+        plan = lower_plan(order, graph, specs(graph), sharding=sharding, training=training)
         if config.tensor_bubbles and training and layout.rank_count > 1:
             plan = fill_tensor_bubbles(plan, costs, config.tensor_bubbles)
         validate_plan(plan).raise_for_problems()

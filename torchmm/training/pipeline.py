@@ -36,19 +36,12 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.numbers import decode_plan
-from torchmm.pipelining.plan.plan import MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.plan import Gathering, MessageSpecs, PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
 from torchmm.pipelining.run.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
-from torchmm.planning.step import (
-    Gathering,
-    Purpose,
-    Search,
-    plan_layout,
-    plan_step,
-    step_graph,
-)
+from torchmm.planning.step import Purpose, Search, plan_layout, plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 

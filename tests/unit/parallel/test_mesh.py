@@ -5,8 +5,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.parallel.mesh import ParallelMesh
-
-NAMES = ("pipeline", "replicate", "shard", "tensor")
+from torchmm.recipe.sizes import AXES
 
 
 @pytest.mark.parametrize(
@@ -20,9 +19,7 @@ NAMES = ("pipeline", "replicate", "shard", "tensor")
     ],
 )
 def test_coordinates_follow_the_order_of_process_groups(ranks: list, wrong: str | None) -> None:
-    mesh = DeviceMesh(
-        "cpu", torch.tensor(ranks), mesh_dim_names=NAMES, _init_backend=False, _rank=0
-    )
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=AXES, _init_backend=False, _rank=0)
     if wrong is None:
         assert ParallelMesh(torch.device("cpu"), mesh).mesh is mesh
     else:

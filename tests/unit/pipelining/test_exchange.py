@@ -20,9 +20,7 @@ from torchmm.pipelining.schedules.classic import interleaved_1f1b, zero_bubble
 from torchmm.pipelining.schedules.layouts import separated_layout
 from torchmm.pipelining.schedules.names import ORDERS, order_named, schedule_layout
 from torchmm.pipelining.view.exchange import (
-    read_actions,
     read_order,
-    write_actions,
     write_chrome_trace,
     write_order,
 )
@@ -166,29 +164,6 @@ def test_replicas_have_their_own_ranks(tmp_path):
     assert [str(action) for action in order[1]] == ["0F0.1", "0B0.1"]
     write_order(tmp_path / "order.csv", order, graph)
     assert read_order(tmp_path / "order.csv", graph) == order
-
-
-def test_all_actions_of_a_plan_survive_the_file(tmp_path):
-    plan = (
-        (
-            Action(ActionType.UNSHARD, 0),
-            Action(ActionType.F, 0, 3, 2),
-            Action(ActionType.SEND_F, 0, 3, 2, 1, 1),
-            Action(ActionType.WAIT_SEND_F, 0, 3, 2, 1, 1),
-            Action(ActionType.REDUCE_GRAD, 0),
-            Action(ActionType.REDUCE_TIED, 0, other=1, peer=1),
-        ),
-        (),
-        (Action(ActionType.RECV_F, 1, 3, 2, 0, 0), Action(ActionType.I, 1, 0)),
-    )
-    write_actions(tmp_path / "plan.csv", plan)
-    assert read_actions(tmp_path / "plan.csv") == plan
-    (tmp_path / "plan.csv").write_text("0F0,0SEND_F1>2\n,1FF0\n")
-    with pytest.raises(PlanError) as caught:
-        read_actions(tmp_path / "plan.csv")
-    first, second = caught.value.problems
-    assert "row 1, column 2: '0SEND_F1>2' must be an action such as 2F0" in first
-    assert "row 2, column 2: '1FF0'" in second
 
 
 def test_chrome_traces_name_ranks_and_modules(tmp_path):

@@ -34,8 +34,7 @@ from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGra
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task
-from torchmm.pipelining.plan.lowering import Sharding
-from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
 from torchmm.pipelining.view.timeline import Bubble, BubbleClass
 
 # [Note: deferred forwards]
@@ -187,7 +186,7 @@ def llm_timeline(
     order: ComputeOrder,
     costs: PlanCosts,
     *,
-    sharding: Sharding = "none",
+    sharding: Gathering = "none",
     reduction_hides: bool = False,
     defer: bool = True,
     pieces: Pieces | None = None,

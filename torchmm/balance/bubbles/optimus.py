@@ -42,8 +42,7 @@ from torchmm.balance.costs.sizes import Array
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.lowering import Sharding
-from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
 from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
 from torchmm.pipelining.schedules.names import order_named
 
@@ -67,7 +66,7 @@ def optimus(
     *,
     llm_schedule: str = "interleaved_1f1b",
     granularity: Granularity = "fine",
-    sharding: Sharding = "none",
+    sharding: Gathering = "none",
     evaluations: int = 256,
     reorder: bool = True,
     inside: bool = False,

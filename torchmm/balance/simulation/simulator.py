@@ -239,9 +239,9 @@ def memory_changes(plan: PipelinePlan, costs: PlanCosts) -> list[Int64s]:
                 raise SimulationError(
                     [f"{action} has no place on rank {rank}; validate_plan says why"]
                 )
-            _, _, allocates, frees, *_ = book.rules[rank][action]
+            rule = book.rules[rank][action]
             passing = _passing_bytes(plan, costs, action)
-            rows[position] = allocates + passing, -frees - passing
+            rows[position] = rule.allocates + passing, -rule.frees - passing
         changes.append(rows.reshape(-1))
     return changes
 
@@ -253,7 +253,7 @@ def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
         return temporary
     if plan.training and plan.graph.needs_backward(action.stage, action.microbatch):
         return temporary
-    return temporary + costs.kept_bytes.get(Task(*action[1:4]), 0)
+    return temporary + costs.kept_bytes.get(action.task, 0)
 
 
 def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:

@@ -1,12 +1,12 @@
 """How ranks exchange rows of activations while matrix products run: three backends, one interface.
 
 Tensor parallelism with sequence parallelism gathers slices of the sequence in front of a
-column-wise linear and sums and scatters behind a row-wise one. Both are cut into blocks of rows,
+column-wise linear and sums and scatters after a row-wise one. Both are cut into blocks of rows,
 so that one block is on its way while another is multiplied (StepCCL: DistTrain section 7,
 figures 13 and 14).
 
 - `Ring`: sends and receives on any process group. In step s a rank sends to the rank s places
-  before it (behind it, when scattering) and receives from the one s places behind (before), each
+  before it (after it, when scattering) and receives from the one s places after (before), each
   slice in `chunks` blocks. Everything is in flight at once; nothing is passed on. Rejected: the
   ring that hands slices from neighbour to neighbour, whose every hop needs the host awake between
   two products and whose sums are rounded at every hop.
@@ -81,7 +81,7 @@ class Backend(ABC):
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
     ) -> Pending:
         """Multiplies (T, F) inputs with their (D, F) weights; their sum over pairs and ranks is
-        scattered: (S, D), S = `slice_rows`, with zeros behind the last of the T rows."""
+        scattered: (S, D), S = `slice_rows`, with zeros after the last of the T rows."""
 
     def slice_of(self, rank: int, slice_rows: int, rows: int) -> tuple[int, int]:
         """Where a rank's slice begins and ends within the sequence, padding left out."""
@@ -249,7 +249,7 @@ class Collective(Backend):
     def _whole_product(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
     ) -> Tensor:
-        """(ranks x S, D), zero behind the last row of the sequence."""
+        """(ranks x S, D), zero after the last row of the sequence."""
         rows = len(inputs[0])
         partial = inputs[0].new_empty(slice_rows * self.ranks, len(weights[0]))
         partial[rows:] = 0

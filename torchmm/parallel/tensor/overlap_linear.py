@@ -80,7 +80,7 @@ def linear_scatter(
         slice_rows: S; ranks x S >= T.
 
     Returns:
-        (S, D); zeros where the slice reaches behind the sequence.
+        (S, D); zeros where the slice reaches past the sequence.
 
     Raises:
         RuntimeError: a peer was lost.

@@ -1,4 +1,4 @@
-"""Async tensor parallelism of Hugging Face modules: communication behind the products around it.
+"""Async tensor parallelism of Hugging Face modules: communication alongside matrix products.
 
 A "scope" (attention, MLP) has column-wise linears that read the same input and a row-wise one at
 its end. Plain tensor parallelism gathers the input on entry and waits. Here the scope's pre-hook
@@ -14,7 +14,7 @@ reads; keeping the products in the linears, which torch.compile refuses below re
 
 Batches of several rows (images of one size) are laid out sequence first (`sequence_first`): then
 every slice is a range of rows, and communication needs no copy of its own. Only views change in
-front of and behind the linears; attention and activation functions read any layout.
+front of and after the linears; attention and activation functions read any layout.
 
 Shape legend: B rows of a batch, T tokens, S tokens of one slice, D and F features.
 """

@@ -8,7 +8,7 @@ for other ranks' rows, are summed.
 Experts: each rank has some of the experts whole. All ranks see all tokens and route them alike; a
 rank computes what goes to its own experts, and the results are summed like those of a row-wise
 linear. No tokens are exchanged. Rejected: splitting every expert's matrices, which makes small
-products smaller, and needs gate and up projection, which lie behind each other, cut apart.
+products smaller, and needs gate and up projection, which follow each other, cut apart.
 
 Norms over features that are divided among ranks: OLMo 2 normalizes the queries of all heads
 together. Each rank has those of its own heads; the mean of squares is summed over the ranks, one
@@ -172,7 +172,7 @@ class ExpertsOfRanks(ParallelStyle):
 
 
 class ShardedNorm(ParallelStyle):
-    """The norm behind a column-wise linear; its weight is divided like that one's rows."""
+    """The norm after a column-wise linear; its weight is divided like that one's rows."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         norm: Any = module

@@ -22,7 +22,7 @@ ProblemKind = Literal[
     "recompute",
     "memory",
 ]
-"""Gravest first: what stands further behind may be a consequence of what stands before."""
+"""The most serious first: later kinds may be consequences of earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PlanReport:
     """What `validate_plan` found.
 
     Attributes:
-        problems: the gravest first.
+        problems: the most serious first.
         peak_bytes: by rank: the most memory it holds at any time.
         peak_positions: by rank: the action during which it does.
     """

@@ -3,9 +3,19 @@
 Validation has to look at thousands of actions in the time between two steps. So the graph is first
 turned into a table: each action a rank may run, with numbers for the *facts* that must be
 established before it, those it establishes, the bytes it allocates and frees, and the counter it
-raises or waits for. All facts are needed by someone or are the purpose of the step; so every one
-must be established exactly once, which finds missing, duplicate and misplaced actions alike, and
-checking a plan is one dictionary look-up and a few list operations per action.
+raises or waits for.
+
+    action          needs                  gives          counter
+    F of a task     its inputs, gathered   its output
+    SEND_F          the output             sent           raises the channel's sends
+    WAIT_SEND_F     sent                   released       awaits the channel's receives
+    RECV_F                                 posted         raises the channel's receives
+    WAIT_F          posted                 arrived        awaits the channel's sends
+    B of a task     output, gradients      both gradients
+
+All facts are needed by some action or are the purpose of the step. Every one must therefore be
+established exactly once, which finds missing, duplicate and misplaced actions alike, and checking a
+plan is one dictionary look-up and a few list operations per action.
 """
 
 from __future__ import annotations
@@ -13,6 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task
@@ -23,9 +34,28 @@ from torchmm.pipelining.plan.transfers import (
     transfers,
 )
 
-NONE = -1
 SHARDED = {ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD}
-UNPAIRED = (NONE, NONE, NONE)
+
+
+class Rule(NamedTuple):
+    """What one action of one rank needs and brings about."""
+
+    needs: tuple[int, ...]
+    """Facts to be established before it, by the same rank."""
+    gives: tuple[int, ...]
+    """Facts it establishes."""
+    allocates: int = 0
+    """Bytes, when it begins."""
+    frees: int = 0
+    """Bytes, when it ends."""
+    raises: int | None = None
+    """The counter it adds one to: of sends, or of receives, posted on a channel."""
+    awaits: int | None = None
+    """The counter of the other end that it waits for, until the partner of its own post is
+    posted."""
+    pair: int | None = None
+    """The transfer or tied pair it belongs to, by the first fact of either; the same at both
+    ends."""
 
 
 @dataclass(slots=True)
@@ -35,18 +65,24 @@ class TaskFacts:
     rank: int
     output: int
     """Fact: its F has run."""
-    gradient: int = NONE
-    """Fact: its B or I has run; NONE if it has no backward."""
-    weights: int = NONE
-    """Fact: its B or W has run; NONE if nothing is trained."""
+    gradient: int | None = None
+    """Fact: its B or I has run; None if it has no backward."""
+    weights: int | None = None
+    """Fact: its B or W has run; None if nothing is trained."""
     inputs: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     allocates: list[int] = field(default_factory=lambda: [0, 0])
     frees: list[int] = field(default_factory=lambda: [0, 0])
 
+    @property
+    def last(self) -> int:
+        """The fact that nothing of the task comes after: they are numbered in order."""
+        backward = self.gradient if self.weights is None else self.weights
+        return self.output if backward is None else backward
+
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes a rank holds beside the messages.
+    """Bytes a rank holds besides the messages.
 
     Attributes:
         kept_bytes: what a task's F keeps for its backward, its inputs included.
@@ -57,20 +93,6 @@ class MemoryModel:
     kept_bytes: Callable[[Task], int]
     kept_for_weights_bytes: Callable[[Task], int] | None = None
     static_bytes: Sequence[int] = ()
-
-
-Rule = tuple[tuple[int, ...], tuple[int, ...], int, int, int, int, int]
-"""One action of one rank, as numbers (a plain tuple: making named ones takes as long as all else):
-
-- facts to be established before, by the same rank;
-- facts it establishes;
-- bytes it allocates when it begins;
-- bytes it frees when it ends;
-- the counter it adds one to: sends, or receives, posted on a channel; or NONE;
-- the counter of the other end that it waits for, until the partner of its own post is posted; or
-  NONE;
-- the number of the transfer or tied pair, the same at both ends; or NONE.
-"""
 
 
 class RuleBook:
@@ -111,6 +133,7 @@ class RuleBook:
         self.counters: list[tuple[int, int]] = []
         self.messages: list[Message] = []
         self._first_counter: dict[tuple[int, ...], int] = {}
+        self._tied_pairs: dict[int, int] = {}
         self._bytes: dict[tuple, tuple[int, int]] = {}
         self.tasks = {task: self._add_task(task) for task in graph.tasks()}
         for transfer in transfers(graph, training):
@@ -123,7 +146,7 @@ class RuleBook:
         done: dict[tuple[int, int], list[int]] = defaultdict(list)
         for task, facts in self.tasks.items():
             self._add_compute(task, facts)
-            done[facts.rank, task.stage].append(max(facts.output, facts.gradient, facts.weights))
+            done[facts.rank, task.stage].append(facts.last)
         for rank in ranks:
             self._add_ends(rank, done)
         self.together: dict[int, int] = {}
@@ -148,12 +171,12 @@ class RuleBook:
         """Facts of a task: its output, the gradients of its inputs and of its weights."""
         rank = self.graph.rank(task)
         output = self._fact(rank, Action(ActionType.F, *task))
-        gradient = weights = NONE
+        facts = TaskFacts(rank, output)
         if self.training and self.graph.needs_backward(task.stage, task.microbatch):
-            gradient = self._fact(rank, Action(ActionType.B, *task))
+            facts.gradient = self._fact(rank, Action(ActionType.B, *task))
             if self.graph.layout.stages[task.stage].trainable:
-                weights = self._fact(rank, Action(ActionType.W, *task))
-        return TaskFacts(rank, output, gradient, weights)
+                facts.weights = self._fact(rank, Action(ActionType.W, *task))
+        return facts
 
     def _nbytes(self, transfer: Transfer) -> int:
         specs = self.specs.get(transfer.message, ())
@@ -165,29 +188,33 @@ class RuleBook:
         return sizes[transfer.backward]
 
     def _add_transfer(self, transfer: Transfer) -> None:
-        message, backward, producer, consumer, source, destination = transfer
+        backward = transfer.backward
         if not backward:
-            self.messages.append(message)
-        made, used, nbytes = self.tasks[producer], self.tasks[consumer], self._nbytes(transfer)
+            self.messages.append(transfer.message)
+        made = self.tasks[transfer.producer]
+        used = self.tasks[transfer.consumer]
+        nbytes = self._nbytes(transfer)
         origin = made.gradient if backward else made.output
+        assert origin is not None
         used.frees[backward] += nbytes
-        if source == destination:
+        if transfer.source == transfer.destination:
             used.inputs[backward].append(origin)
             made.allocates[backward] += nbytes
             return
         send, wait_send, receive, wait = transfer.actions()
-        pair = len(self.givers)
-        sent, let_go, posted, arrived = (pair,), (pair + 1,), (pair + 2,), (pair + 3,)
-        self.givers += (send, wait_send, receive, wait)
-        self.giver_ranks += (source, source, destination, destination)
-        used.inputs[backward].append(pair + 3)
-        sends = self._counter(source, destination)
+        sent = self._fact(transfer.source, send)
+        released = self._fact(transfer.source, wait_send)
+        posted = self._fact(transfer.destination, receive)
+        arrived = self._fact(transfer.destination, wait)
+        used.inputs[backward].append(arrived)
+        sends = self._counter(transfer.source, transfer.destination)
         receives = sends + 1
-        here, there = self.rules[source], self.rules[destination]
-        here[send] = ((origin,), sent, nbytes, 0, sends, NONE, pair)
-        here[wait_send] = (sent, let_go, 0, nbytes, NONE, receives, pair)
-        there[receive] = ((), posted, nbytes, 0, receives, NONE, pair)
-        there[wait] = (posted, arrived, 0, 0, NONE, sends, pair)
+        here = self.rules[transfer.source]
+        here[send] = Rule((origin,), (sent,), nbytes, 0, sends, None, sent)
+        here[wait_send] = Rule((sent,), (released,), 0, nbytes, None, receives, sent)
+        there = self.rules[transfer.destination]
+        there[receive] = Rule((), (posted,), nbytes, 0, receives, None, sent)
+        there[wait] = Rule((posted,), (arrived,), 0, 0, None, sends, sent)
 
     def _counter(self, source: int, destination: int, *tied: int) -> int:
         """The counter of what a rank posts for another; that of the way back is the next one."""
@@ -199,23 +226,25 @@ class RuleBook:
         return first
 
     def _add_compute(self, task: Task, facts: TaskFacts) -> None:
-        rules, stage = self.rules[facts.rank], task.stage
-        gathered = self._gathered.get((facts.rank, stage), NONE)
-        kept = self.memory.kept_bytes(task) if self.memory and facts.gradient >= 0 else 0
-        (needs, gradients), allocates, frees = facts.inputs, facts.allocates, facts.frees
-        rules[self.givers[facts.output]] = (
-            tuple(needs) if gathered < 0 else (gathered, *needs),
+        rules = self.rules[facts.rank]
+        kept = self.memory.kept_bytes(task) if self.memory and facts.gradient is not None else 0
+        needs, gradients = facts.inputs
+        gathered = self._gathered.get((facts.rank, task.stage))
+        rules[self.givers[facts.output]] = Rule(
+            tuple(needs) if gathered is None else (gathered, *needs),
             (facts.output,),
-            allocates[0] + kept,
-            frees[0],
-            *UNPAIRED,
+            facts.allocates[False] + kept,
+            facts.frees[False],
         )
-        if facts.gradient < 0:
+        if facts.gradient is None:
             return
         for_inputs = (facts.output, *gradients)
-        gives = (facts.gradient,) if facts.weights < 0 else (facts.gradient, facts.weights)
-        b = (for_inputs, gives, allocates[1], frees[1] + kept, *UNPAIRED)
-        rules[self.givers[facts.gradient]] = b
+        rules[self.givers[facts.gradient]] = Rule(
+            for_inputs,
+            (facts.gradient,) if facts.weights is None else (facts.gradient, facts.weights),
+            facts.allocates[True],
+            facts.frees[True] + kept,
+        )
         if self._split:
             self._add_halves(task, facts, for_inputs, kept)
 
@@ -223,42 +252,48 @@ class RuleBook:
         self, task: Task, facts: TaskFacts, for_inputs: tuple[int, ...], kept: int
     ) -> None:
         """The rules of I and W."""
-        rules, (_, allocates), (_, frees) = self.rules[facts.rank], facts.allocates, facts.frees
+        assert facts.gradient is not None
+        rules = self.rules[facts.rank]
         later = 0
-        if facts.weights >= 0:
+        if facts.weights is not None:
             later = kept
             if self.memory and self.memory.kept_for_weights_bytes:
                 later = self.memory.kept_for_weights_bytes(task)
-            w = ((facts.gradient,), (facts.weights,), 0, later, *UNPAIRED)
-            rules[self.givers[facts.weights]] = w
-        more = max(0, later - kept)  # gradients that W needs may take more than what I lets go
-        i = (
+            rules[self.givers[facts.weights]] = Rule(
+                (facts.gradient,), (facts.weights,), frees=later
+            )
+        more = max(0, later - kept)  # gradients that W needs may take more than what I frees
+        rules[Action(ActionType.I, *task)] = Rule(
             for_inputs,
             (facts.gradient,),
-            allocates + more,
-            frees + kept + more - later,
-            *UNPAIRED,
+            facts.allocates[True] + more,
+            facts.frees[True] + kept + more - later,
         )
-        rules[Action(ActionType.I, *task)] = i
 
     def _add_ends(self, rank: int, done: dict[tuple[int, int], list[int]]) -> None:
-        """What stands before and behind the computation of a rank."""
-        rules, finished = self.rules[rank], {}
+        """What comes before and after the computation of a rank."""
+        rules = self.rules[rank]
+        finished: dict[int, tuple[int, ...]] = {}
         for stage in self.graph.layout.stages_of(rank):
             finished[stage] = tuple(done.get((rank, stage), ()))
             gathered = self._gathered.get((rank, stage))
             if gathered is None:
                 continue
-            rules[Action(ActionType.UNSHARD, stage)] = ((), (gathered,), 0, 0, *UNPAIRED)
+            rules[Action(ActionType.UNSHARD, stage)] = Rule((), (gathered,))
             reduce = self.training and self.graph.layout.stages[stage].trainable
             end = Action(ActionType.REDUCE_GRAD if reduce else ActionType.RESHARD, stage)
             fact = self._fact(rank, end)
-            rules[end] = ((gathered, *finished[stage]), (fact,), 0, 0, *UNPAIRED)
+            rules[end] = Rule((gathered, *finished[stage]), (fact,))
             finished[stage] = (fact,)
         for action in tied_reductions(self.graph, rank) if self.training else ():
             ends = sorted([(action.stage, rank), (action.other, action.peer)])
             first = self._counter(ends[0][1], ends[1][1], ends[0][0], ends[1][0])
             own, other = (first, first + 1) if ends[0][1] == rank else (first + 1, first)
             fact = self._fact(rank, action)
-            pair = -2 - first  # transfers have numbers from 0
-            rules[action] = (finished[action.stage], (fact,), 0, 0, own, other, pair)
+            rules[action] = Rule(
+                finished[action.stage],
+                (fact,),
+                raises=own,
+                awaits=other,
+                pair=self._tied_pairs.setdefault(first, fact),
+            )

@@ -16,11 +16,12 @@ from itertools import zip_longest
 from torchmm.pipelining.checks.problems import PlanProblem, ProblemKind
 from torchmm.pipelining.checks.rules import Rule, RuleBook
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.plan.graph import Message, Task
+from torchmm.pipelining.plan.graph import Message
 from torchmm.pipelining.plan.plan import PipelinePlan
 
 Event = tuple[int, int, int]
-"""A post or a wait of one rank:
+"""A post or a wait of one rank (plain tuples of numbers: the garbage collector need not track
+them, and there is one or two for every transfer):
 
 - the counter that a post adds one to, or that a wait waits for;
 - the count from which on a wait does not block; 0 for a post;
@@ -66,8 +67,8 @@ def find_stuck(events: Sequence[Sequence[Event]], counters: int) -> dict[int, Ev
 Finding = tuple[ProblemKind, str, str]
 """Kind, text and remedy of a problem."""
 FORWARDS_ONLY = ("the plan is for forwards only", "remove it, or lower with training=True")
-Program = list[tuple[int, Rule]]
-"""Positions and rules of the known actions of a rank."""
+Program = dict[int, Rule]
+"""By position: the rules of the known actions of a rank, in order."""
 
 
 class Scan:
@@ -88,13 +89,13 @@ class Scan:
     def run(self, rank: int) -> None:
         """Goes through the actions of a rank."""
         rules = self.book.rules[rank] if rank < len(self.book.rules) else {}
-        program: list[tuple[int, Rule]] = []
+        program: Program = {}
         for position, action in enumerate(self.plan.actions[rank]):
             rule = rules.get(action)
             if rule is None:
                 self._report(rank, position, explain_foreign(self.book, rank, action))
             else:
-                program.append((position, rule))
+                program[position] = rule
         self._check_facts(rank, program)
         self._measure(rank, program)
         events = self._play(program)
@@ -105,11 +106,11 @@ class Scan:
 
     def _check_facts(self, rank: int, program: Program) -> None:
         established = self.established
-        for position, (needs, gives, _, _, _, _, _) in program:
-            for fact in needs:
+        for position, rule in program.items():
+            for fact in rule.needs:
                 if not established[fact]:
                     self._report(rank, position, self._unmet(fact))
-            for fact in gives:
+            for fact in rule.gives:
                 if established[fact]:
                     self._report(rank, position, self._again(rank, position, fact))
                 established[fact] = 1
@@ -117,25 +118,27 @@ class Scan:
     def _measure(self, rank: int, program: Program) -> None:
         used = peak = self.static_bytes[rank]
         peak_position = 0
-        for position, (_, _, allocates, frees, _, _, _) in program:
-            used += allocates
+        for position, rule in program.items():
+            used += rule.allocates
             if used > peak:
                 peak, peak_position = used, position
-            used -= frees
+            used -= rule.frees
         self.peak_bytes.append(peak)
         self.peak_positions.append(peak_position)
 
     def _play(self, program: Program) -> list[Event]:
         events: list[Event] = []
         index: dict[int, int] = {}
-        for position, (_, _, _, _, raises, awaits, pair) in program:
-            if raises >= 0:
-                posted = self.posts[raises]
-                posted.append(pair)
-                index[pair] = len(posted)
-                events.append((raises, 0, position))
-            if awaits >= 0 and pair in index:
-                events.append((awaits, index[pair], position))
+        for position, rule in program.items():
+            if rule.pair is None:
+                continue
+            if rule.raises is not None:
+                posted = self.posts[rule.raises]
+                posted.append(rule.pair)
+                index[rule.pair] = len(posted)
+                events.append((rule.raises, 0, position))
+            if rule.awaits is not None and rule.pair in index:
+                events.append((rule.awaits, index[rule.pair], position))
         return events
 
     def _meetings(self, rank: int) -> list[Event]:
@@ -155,7 +158,7 @@ class Scan:
 
     def position(self, rank: int, counter: int, index: int) -> int:
         """Where in its program a rank posts to a counter for the index-th time."""
-        posts = [event[2] for event in self.events[rank] if event[:2] == (counter, 0)]
+        posts = [at for raised, needed, at in self.events[rank] if raised == counter and not needed]
         return posts[index]
 
     def _report(self, rank: int, position: int, finding: Finding) -> None:
@@ -170,7 +173,7 @@ class Scan:
     def _again(self, rank: int, position: int, fact: int) -> Finding:
         rules, program = self.book.rules[rank], self.plan.actions[rank]
         earlier = next(
-            i for i, a in enumerate(program[:position]) if a in rules and fact in rules[a][1]
+            i for i, a in enumerate(program[:position]) if a in rules and fact in rules[a].gives
         )
         text = f"action {earlier} ({program[earlier]}) has done the same"
         return "duplicate", text, "remove one of them"
@@ -197,7 +200,7 @@ def explain_foreign(book: RuleBook, rank: int, action: Action) -> Finding:
 
 
 def _explain_compute(book: RuleBook, action: Action) -> Finding:
-    graph, task = book.graph, Task(*action[1:4])
+    graph, task = book.graph, action.task
     if task not in book.tasks:
         parts = 0
         if 0 <= task.microbatch < graph.microbatches:
@@ -210,7 +213,7 @@ def _explain_compute(book: RuleBook, action: Action) -> Finding:
     if action[4:] != Action(action.type, 0)[4:]:
         return "unknown", "has another end, which only transfers have", "leave other and peer out"
     facts = book.tasks[task]
-    if action.type is ActionType.W and facts.gradient >= 0:
+    if action.type is ActionType.W and facts.gradient is not None:
         return "unknown", f"no parameter of stage {task.stage} is trained", "remove it"
     if not book.training:
         return "unknown", *FORWARDS_ONLY

@@ -109,7 +109,11 @@ def _position(plan: PipelinePlan, rank: int, action: Action) -> int:
 def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iterator[PlanProblem]:
     if 0 not in established:
         return
-    with_gradient = {f.weights: f.gradient for f in book.tasks.values()}
+    with_gradient = {
+        f.weights: f.gradient
+        for f in book.tasks.values()
+        if f.weights is not None and f.gradient is not None
+    }
     never_backward = not any(a.type in COMPUTE[1:] for program in plan.actions for a in program)
     for fact, found in enumerate(established):
         if found or (fact in with_gradient and not established[with_gradient[fact]]):
@@ -207,7 +211,7 @@ def _deadlocks(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanP
             at = scan.position(peer, counter, needed - 1)
             text += f"does not come to action {at} ({plan.actions[peer][at]})"
         if peer in stuck:
-            at = stuck[peer][2]
+            _, _, at = stuck[peer]
             text += f" but is stuck in action {at} ({plan.actions[peer][at]})"
         remedy = "let one of them go on without the other: see the order of their actions"
         action = plan.actions[rank][position]

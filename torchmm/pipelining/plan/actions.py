@@ -1,7 +1,7 @@
 """What a rank does in a step: one `Action` after the other.
 
 The vocabulary is torch.distributed.pipelining's (F, B, I, W, SEND_F, ..., REDUCE_GRAD) with what a
-multimodal step needs beside it: a sub-microbatch index, because an encoder may process a
+multimodal step needs besides: a sub-microbatch index, because an encoder may process a
 microbatch in 0, 1 or several groups of images; the stage at the other end of a transfer, because
 a stage may have several neighbours; and waits as actions of their own, so that a plan says when a
 sent tensor may be freed. Rejected: torch's `_Action`, whose enumeration is closed and which has
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from enum import Enum
 from typing import NamedTuple
+
+from torchmm.pipelining.plan.graph import Task
 
 
 class ActionType(Enum):
@@ -38,9 +40,9 @@ class ActionType(Enum):
     WAIT_B = "WAIT_B"
     """Block until an output's gradient has arrived."""
     WAIT_SEND_F = "WAIT_SEND_F"
-    """Block until a SEND_F is complete, and let go of what was sent."""
+    """Block until a SEND_F is complete, and release what was sent."""
     WAIT_SEND_B = "WAIT_SEND_B"
-    """Block until a SEND_B is complete, and let go of what was sent."""
+    """Block until a SEND_B is complete, and release what was sent."""
     UNSHARD = "UNSHARD"
     """Gather a stage's parameters over its data-parallel ranks."""
     RESHARD = "RESHARD"
@@ -68,6 +70,11 @@ class Action(NamedTuple):
     """Transfers: the stage at the other end. REDUCE_TIED: the stage with the other copy."""
     peer: int = -1
     """Transfers and REDUCE_TIED: the rank at the other end, counted within the plan."""
+
+    @property
+    def task(self) -> Task:
+        """What an F, B, I or W applies to."""
+        return Task(self.stage, self.microbatch, self.sub_microbatch)
 
     def __str__(self) -> str:
         """As in torch: "2F3"; with sub-microbatch "0F3.1"; transfers "2SEND_F3>4@1"."""

@@ -1,7 +1,7 @@
 """Which stages there are, and which tasks of a step depend on which.
 
 `StageLayout` is fixed for a run: how the modality modules are cut into stages, on which ranks they
-lie and which stages feed which. `StageGraph` adds what one step brings: the number of microbatches
+are and which stages feed which. `StageGraph` adds what one step brings: the number of microbatches
 and, per module and microbatch, the number of sub-microbatches, which may be 0. Both are plain data
 without tensors or torch.distributed, so that planners, simulator and viewer share them.
 

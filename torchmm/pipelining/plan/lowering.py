@@ -4,7 +4,7 @@
 
 - A channel is an ordered pair of ranks. It carries outputs and gradients of all stages, first in
   first out, so every RECV of a channel is posted in the order of the peer's SENDs.
-- A SEND stands directly behind the action that makes the tensor, a WAIT directly before the one
+- A SEND stands directly after the action that makes the tensor, a WAIT directly before the one
   that uses it. Then no wait is added that the schedule's own dependencies do not have, and any
   legal order runs without deadlock, also where sends block until they are received.
 - A RECV is posted as early as a bound on the outstanding ones of its channel allows: those that
@@ -26,14 +26,13 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
-from torchmm.pipelining.plan.plan import ComputeOrder, MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, MessageSpecs, PipelinePlan
 from torchmm.pipelining.plan.transfers import (
     RECV,
     SEND,
@@ -44,9 +43,6 @@ from torchmm.pipelining.plan.transfers import (
     transfers,
 )
 
-Sharding = Literal["none", "step"]
-"""Whether stages are sharded data-parallel and gathered once per step."""
-
 Clock = NDArray[np.int64]
 """By rank: a number of its compute actions."""
 
@@ -56,7 +52,7 @@ def lower_plan(
     graph: StageGraph,
     specs: MessageSpecs,
     *,
-    sharding: Sharding = "none",
+    sharding: Gathering = "none",
     receives_ahead: int = 2,
     training: bool = True,
 ) -> PipelinePlan:
@@ -70,7 +66,7 @@ def lower_plan(
         graph: the tasks of the step.
         specs: tensors of every message; only carried along.
         sharding: "step" gathers the parameters of each stage before, and reduces its gradients
-            after all computation.
+            after all computation; FSDP2 gathers "layer" by layer without actions.
         receives_ahead: for how many waits of a channel receives are posted ahead; there are more
             of them where the peer sends in another order.
         training: False for an order of forwards only: no gradients are sent or reduced.
@@ -144,7 +140,7 @@ def key_of(action: Action) -> tuple[bool, Task] | None:
     """(is a gradient, task) of the transfers that an action uses and makes; None for W."""
     if action.type is ActionType.W:
         return None
-    return action.type is not ActionType.F, Task(*action[1:4])
+    return action.type is not ActionType.F, action.task
 
 
 class _Program:
@@ -154,8 +150,10 @@ class _Program:
         self.rank, self.network, self.receives_ahead = rank, network, receives_ahead
         self.actions: list[Action] = []
         self.next = 0
-        # How many compute actions of every rank have certainly begun. An array: with hundreds of
-        # ranks, comparing clocks one by one would take longer than all else.
+        # A vector clock: how many compute actions of every rank have certainly begun. Each send
+        # carries the sender's, each wait takes the larger numbers over, so it also knows what other
+        # ranks had learnt by then. An array: with hundreds of ranks, comparing clocks one by one
+        # would take longer than all else.
         self.clock: Clock = np.zeros(len(network.order), np.int64)
         # By receiver: (its compute action that waits for the transfer, order of sending, transfer)
         self.unreleased: dict[int, list[tuple[int, int, Transfer]]] = defaultdict(list)
@@ -180,7 +178,7 @@ class _Program:
             key = key_of(action)
             received = self.network.received.get(key, ()) if key else ()
             if not force and not all(transfer in stamps for transfer in received):
-                break
+                break  # the sender's clock is not known yet; its program is to be written first
             for transfer in received:
                 self._wait(transfer)
             self.next += 1
@@ -200,6 +198,7 @@ class _Program:
     def _send(self, transfer: Transfer) -> None:
         self.actions.append(transfer.sending(SEND[transfer.backward]))
         self.network.stamps[transfer] = self.clock.copy()
+        # If the consumer is missing, no clock of the receiver ever gets past this.
         never = len(self.network.order[transfer.destination])
         used_at = self.network.used_at.get((transfer.backward, transfer.consumer), never)
         entry = (used_at, self.sends, transfer)
@@ -231,20 +230,20 @@ class _Program:
             self.posted[channel] += 1
 
     def _release(self, stamp: Clock) -> None:
-        """Learns from the clock that came with a tensor, and lets go of what was received."""
+        """Learns from the clock that came with a tensor, and releases what was received."""
         np.maximum(self.clock, stamp, out=self.clock)
         for rank in sorted(rank for rank, entries in self.unreleased.items() if entries):
             entries, begun = self.unreleased[rank], self.clock[rank]
-            # A compute action that has begun is behind the waits of its inputs.
+            # A compute action that has begun has finished waiting for its inputs.
             while entries and entries[0][0] < begun:
                 transfer = heapq.heappop(entries)[2]
                 self.actions.append(transfer.sending(WAIT_SEND[transfer.backward]))
 
 
 def _collectives(
-    graph: StageGraph, rank: int, sharding: Sharding, training: bool
+    graph: StageGraph, rank: int, sharding: Gathering, training: bool
 ) -> tuple[list[Action], list[Action]]:
-    """What stands before and behind the computation of a rank."""
+    """What comes before and after the computation of a rank."""
     before, after = [], []
     stages = graph.layout.stages_of(rank)
     if sharding == "step":

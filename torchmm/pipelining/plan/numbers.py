@@ -4,8 +4,9 @@
     plan = decode_plan(numbers, graph, specs)            where they are run
 
 Lowering and validating take a few microseconds per action, decoding 0.2. Tensors' shapes are not
-among the numbers: whoever runs a plan has the microbatches that they follow from. Rejected:
-pickled plans, which are five times as large and slower to read, and must not come over a network.
+among the numbers: the process that runs a plan has the microbatches from which they follow.
+Rejected: pickled plans, which are five times as large and slower to read, and must not come over a
+network.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def by_rank(graph: StageGraph, actions: Iterable[Action]) -> ComputeOrder:
     stages = graph.layout.stages
     for action in actions:
         ranks = stages[action.stage].ranks
-        rank = ranks[0] if len(ranks) == 1 else graph.rank(Task(*action[1:4]))
+        rank = ranks[0] if len(ranks) == 1 else graph.rank(action.task)
         rows[rank].append(action)
     return tuple(map(tuple, rows))
 
@@ -84,7 +84,7 @@ def order_problems(graph: StageGraph, order: ComputeOrder) -> list[str]:
     problems = []
     for rank, actions in enumerate(order):
         for action in actions:
-            task = Task(*action[1:4])
+            task = action.task
             if action.type not in COMPUTE:
                 problems.append(f"rank {rank}: {action} is none of F, B, I, W")
             elif task not in tasks:

@@ -38,6 +38,10 @@ class TensorSpec(NamedTuple):
 MessageSpecs = Mapping[Message, tuple[TensorSpec, ...]]
 """Tensors of each message of a step."""
 
+Gathering = Literal["none", "layer", "step"]
+"""When FSDP2 gathers a stage's parameters: never (they are whole on every rank), with every layer,
+once per step."""
+
 LayerMode = Literal["none", "selective", "full", "offload"]
 """What a layer's backward runs again: nothing, all but matrix products and attention, everything;
 "offload": everything, from an input that waits in the host's memory.
@@ -58,8 +62,8 @@ class PipelinePlan:
             it run as their module always does. For modules that are built so that tasks may choose
             (`apply_activation_checkpoint`, "tuned").
         fillers: by LLM action: encoder actions, directly in front of it in the order of its rank,
-            that may run beside it, below its tensor-parallel communication (`fillers`); empty: it
-            goes on beside those of the LLM action before it.
+            that may run alongside it, below its tensor-parallel communication (`fillers`); empty:
+            it runs alongside those of the LLM action before it.
     """
 
     graph: StageGraph

@@ -60,14 +60,11 @@ class Transfer(NamedTuple):
 
     def actions(self) -> tuple[Action, Action, Action, Action]:
         """Send and its wait, of the source; receive and its wait, of the destination."""
-        (_, _, microbatch, part), backward = self.message, self.backward
-        here, there = self.producer.stage, self.consumer.stage
-        to, origin = self.destination, self.source
         return (
-            Action(SEND[backward], here, microbatch, part, there, to),
-            Action(WAIT_SEND[backward], here, microbatch, part, there, to),
-            Action(RECV[backward], there, microbatch, part, here, origin),
-            Action(WAIT[backward], there, microbatch, part, here, origin),
+            self.sending(SEND[self.backward]),
+            self.sending(WAIT_SEND[self.backward]),
+            self.receiving(RECV[self.backward]),
+            self.receiving(WAIT[self.backward]),
         )
 
 
@@ -94,7 +91,7 @@ def tied_stages(graph: StageGraph) -> list[tuple[int, int]]:
     """Pairs of stages whose copies of a trained weight need the sum of both gradients, in order.
 
     Raises:
-        ValueError: two copies lie on one rank, or cannot be paired replica by replica.
+        ValueError: two copies are on one rank, or cannot be paired replica by replica.
     """
     stages = graph.layout.stages
     pairs = {(min(s.index, s.tied_to), max(s.index, s.tied_to)) for s in stages if s.tied_to >= 0}

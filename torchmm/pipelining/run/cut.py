@@ -34,7 +34,7 @@ def cut_for_rank(
         if ranges[-1].stop != layers:
             raise ValueError(f"{name}: stages end at layer {ranges[-1].stop} of {layers}")
         own = [i for i, stage in enumerate(stages) if rank in stage.ranks]
-        parts[name] = [ranges[i % len(ranges)] for i in own]  # mirrors stand behind each other
+        parts[name] = [ranges[i % len(ranges)] for i in own]  # mirrors follow each other
         indices[name] = [stages[i].index for i in own]
     model.cut(parts)
     return {

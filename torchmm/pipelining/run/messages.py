@@ -1,7 +1,7 @@
 """Shapes and dtypes of everything that stages hand to each other, before anything is computed.
 
 They follow from the sizes of the modules and the number of patches and tokens of each image, so
-whoever plans a step knows them, and receivers can allocate without asking. Rejected: inferring
+the planner of a step knows them, and receivers can allocate without asking. Rejected: inferring
 them from a forward on the meta device, as torch's pipelining does once per run; here they change
 with every microbatch.
 

@@ -6,8 +6,8 @@ tensors are leaves, their gradients go back along the same edge and start the pr
 Losses enter backward with `loss_scale`, so neither the number of microbatches nor that of ranks
 changes the gradients.
 
-Memory: what a forward keeps is let go in its B or W, a sent tensor in its WAIT_SEND. What backward
-starts from is then an alias without memory (`_Handed`), which torch's own runtime lacks.
+Memory: what a forward keeps is released in its B or W, a sent tensor in its WAIT_SEND
+(`torchmm.pipelining.run.step_state` says how long each tensor lives).
 
 Rejected: `torch.distributed.pipelining`'s runtime and stages: one number of microbatches and one
 shape for all, a backward for every forward, a line of stages, losses by order of execution.
@@ -18,13 +18,13 @@ backwards on the stream of their forwards, and memory of encoders comes from and
 side stream's pool. The two wait for each other, as if there were one stream, with one
 exception: an LLM action with fillers does not wait for them.
 
-- The side stream waits for the main one before each of its actions: what that made, or let go of,
+- The side stream waits for the main one before each of its actions: what that made, or released,
   is complete.
 - The main stream waits for the side stream before each of its actions but transfers; if the action
-  has fillers, or goes on beside those of one before it, this was before the first of them.
+  has fillers, or runs alongside those of one before it, this was before the first of them.
 
 Of what encoders read, only gradients that the LLM's stage on the same rank hands over have main
-memory that is let go of in the step; `StepState` records their use.
+memory that is released in the step; `StepState` records their use.
 
 What is missing: streams of different priority (the encoder's kernels may delay the LLM's), and a
 communicator of the encoders' own: their messages queue with the LLM's.
@@ -54,7 +54,7 @@ from torchmm.pipelining.schedules.fillers import encoder_stages
 TOGETHER = (
     ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD, ActionType.REDUCE_TIED,
 )  # fmt: skip
-"""Collectives before and behind all computation: of the main stream, whoever's they are."""
+"""Collectives before and after all computation: on the main stream, of encoders too."""
 
 
 class Streams(Protocol):
@@ -122,7 +122,7 @@ class SideStream:
 
 @dataclass
 class StepResult:
-    """What a step leaves on one rank, beside gradients.
+    """What a step leaves on one rank, besides gradients.
 
     Attributes:
         module_losses: by module and microbatch, of the stages on this rank: float32 scalars,
@@ -184,7 +184,7 @@ class PipelineRuntime:
         """Runs one step and, if the plan is a training plan, adds gradients to parameters.
 
         Afterwards every trained parameter has a gradient, zero where no microbatch used it. On
-        CUDA, fillers run beside their actions, elsewhere before them.
+        CUDA, fillers run alongside their actions, elsewhere before them.
 
         Args:
             plan: valid (see `validate_plan`), of the same step on all its ranks.

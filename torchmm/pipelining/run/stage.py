@@ -160,7 +160,7 @@ class LlmStage(PipelineStage):
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], graph: StageGraph
     ) -> dict[str, Tensor] | Tensor:
         """Hidden states (T, D); for the first stage (K, D) by encoder: the outputs of its
-        sub-microbatches behind each other."""
+        sub-microbatches, one after the other."""
         if not self.module.is_first:
             return inputs[0][0]
         parts: dict[str, list[Tensor]] = {}
@@ -177,7 +177,7 @@ class LlmStage(PipelineStage):
 
 
 class NextTokenStage(LlmStage):
-    """The LLM's last stage when generating: (V,) logits behind the last token, not the loss."""
+    """The LLM's last stage when generating: (V,) logits after the last token, not the loss."""
 
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
@@ -230,7 +230,7 @@ class VelocityStage(GeneratorStage):
     """The generator's last stage when drawing: the velocities of all patches, not the loss."""
 
     def compute(self, drawn: GeneratorInputs, given: Tensor | Given) -> Tensor:
-        """float32 (A, V), of all images behind each other."""
+        """float32 (A, V), of all images, one after the other."""
         return self.module.velocity(drawn, given)
 
 

@@ -1,10 +1,37 @@
-"""What a rank remembers during one step, and what each kind of action does with it.
+"""What a rank remembers during one step, and what each kind of action does with it."""
 
-A `_Lane` is one direction of travel: outputs of forwards, or the gradients of them on their way
-back. A task's forward takes its inputs from the forward lane, and leaves in `_Kept` what its
-backward needs; its backward takes gradients from the backward lane and puts those of its inputs
-into it. Messages that stay on the rank go from producer to consumer without any action.
-"""
+# [Note: Where the tensors of a step are]
+#
+# A plan may run tasks in any legal order, so nothing here is found by position: everything a step
+# remembers is keyed by the task or the message it belongs to. A `_Lane` is one direction of travel,
+# outputs of forwards or, on the way back, their gradients. One message, and its gradient:
+#
+#            rank of the producer                            rank of the consumer
+#
+#   F --> outbox --SEND_F--> sending   ~~ network ~~>   receiving --WAIT_F--> inbox --> F
+#   |                      (WAIT_SEND_F)                 (RECV_F)                       |
+#   | _Kept.roots                                                          _Kept.leaves |
+#   v                      (RECV_B)                    (WAIT_SEND_B)                    v
+#   B <-- inbox <--WAIT_B-- receiving  <~~ network ~~   sending <--SEND_B-- outbox <--- B
+#
+# If both ends are on one rank, the tensor goes straight from the task into the inbox.
+#
+# Invariants:
+# - Autograd never crosses a message. What a task consumes are leaves (`_arrive`), whose gradients
+#   are the message that goes back; what it produces are the roots that its backward starts from,
+#   with the gradients that have arrived for them. So each task has a graph of its own, and the
+#   order of backwards is the plan's, not autograd's.
+# - Every entry is put in once and taken out once (`_take`). An action that comes too early finds
+#   nothing, and `finish` finds whatever is left: a wrong plan ends in an error, not in wrong sums.
+# - Losses enter backward scaled by `loss_scale` and gradients of parameters are added up, so
+#   neither the number of microbatches nor that of ranks changes what a step computes.
+#
+# How long tensors live, as the memory of validation and simulator counts them:
+# - an output: from its F to the WAIT_SEND_F, or on one rank to the consumer's B. `_Handed` stands
+#   in for it as a root, so that a producer that waits for its backward keeps no output;
+# - an input: from the RECV_F, which allocates its buffer, to the consumer's B or I;
+# - what layers saved: from F to B; after an I, what the weights need stays (`_split`) until W;
+# - a gradient: from the B or I that made it to the WAIT_SEND_B, or on one rank to the producer's B.
 
 from __future__ import annotations
 
@@ -125,7 +152,7 @@ class StepState:
         }
 
     def begin(self) -> None:
-        """Tells stages that FSDP gathers layer by layer how many backwards are to come."""
+        """Passes the number of backwards to stages that FSDP gathers layer by layer."""
         actions = self._plan.actions[self._rank]
         backwards = Counter(a.stage for a in actions if a.type is ActionType.B)
         for index in self._graph.layout.stages_of(self._rank):
@@ -156,7 +183,7 @@ class StepState:
     # Computing.
 
     def _forward(self, action: Action) -> None:
-        task = Task(action.stage, action.microbatch, action.sub_microbatch)
+        task = action.task
         graph, inbox = self._graph, self._forward_lane.inbox
         incoming = graph.incoming(task)
         inputs = [_take(inbox, message, action) for message in incoming]
@@ -207,10 +234,10 @@ class StepState:
         self._forward_lane.inbox[message] = tensors
 
     def _backward(self, action: Action) -> None:
-        self._whole_backward(_task(action), action)
+        self._whole_backward(action.task, action)
 
     def _backward_input(self, action: Action) -> None:
-        task = _task(action)
+        task = action.task
         weights = self._trained(task.stage)
         kept = self._kept.get(task)
         if kept is not None and not any(leaves for _, leaves in kept.leaves):
@@ -232,7 +259,7 @@ class StepState:
         self._return_gradients(kept, [leaf.grad for leaf in leaves])
 
     def _backward_weight(self, action: Action) -> None:
-        task = _task(action)
+        task = action.task
         if task in self._kept:
             self._whole_backward(task, action)
             return
@@ -374,10 +401,6 @@ class StepState:
         (other,) = self._channels.receive((own,), action.peer, action).wait(action)
         sending.wait(action)
         own += other
-
-
-def _task(action: Action) -> Task:
-    return Task(action.stage, action.microbatch, action.sub_microbatch)
 
 
 def _message(source: int, destination: int, action: Action) -> Message:

@@ -1,7 +1,7 @@
 """Encoders on the LLM's ranks with pipelines of their own (Optimus §3.1, §4.1).
 
 Where the LLM's pipeline has P ranks, an encoder's has P' <= P: P / P' pipelines of it, each with
-all of the encoder, lie side by side on blocks of consecutive ranks, and each microbatch goes
+all of the encoder, run side by side on blocks of consecutive ranks, and each microbatch goes
 through one of them. In the layout these are replicas of the encoder's stages. A stage can be
 *sliced* into several on the same rank, so that its work can be placed in smaller pieces.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from torchmm.common.module_names import LLM
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.orders import needed_action
@@ -30,9 +31,6 @@ from torchmm.pipelining.schedules.layouts import (
     build_layout,
     megatron_layout,
 )
-
-LLM = "llm"
-"""Name of the module that divides encoders from the backbone."""
 
 
 def colocated_layout(
@@ -92,7 +90,7 @@ def colocated_layout(
 
 
 def _mirrored(layout: StageLayout, mirrors: int) -> StageLayout:
-    """The layout with so many mirrors of the backbone, one behind the other."""
+    """The layout with this many mirrors of the backbone, one after the other."""
     if mirrors == 1:
         return layout
     first = next(stage.index for stage in layout.stages if stage.module == LLM)
@@ -115,20 +113,6 @@ def _mirrored(layout: StageLayout, mirrors: int) -> StageLayout:
             (s if s < first else s + offset, d + offset) for s, d in layout.edges if d >= first
         )
     return StageLayout(tuple(stages), tuple(sorted(edges)), layout.sub_microbatched)
-
-
-def mirrored_order(graph: StageGraph, order: ComputeOrder) -> ComputeOrder:
-    """What the backbone's first mirrors do, done by all: rows of all ranks of the plan.
-
-    Args:
-        order: from `backbone_order`, a row for every pipeline rank.
-    """
-    mirrored, mirrors = graph.layout.mirrored, graph.layout.mirrors
-    return tuple(
-        tuple(action._replace(stage=mirrored[action.stage][mirror]) for action in row)
-        for row in order
-        for mirror in range(mirrors)
-    )
 
 
 def encoder_names(layout: StageLayout) -> list[str]:

@@ -2,16 +2,17 @@
 
 While a tensor-parallel collective is under way, a rank of the LLM computes nothing (a TP bubble,
 Optimus §2.2). An LLM action may therefore have *fillers*: encoder actions, layers for some images,
-that run beside it. In a rank's order they stand directly in front of it, so a plan with fillers is
-also an order like any other: where there is one stream, as on the CPU, they run before it. On CUDA
-they run on a stream of their own (`runtime`), and the device runs their kernels where those of
+that run alongside it. In a rank's order they stand directly in front of it, so a plan with fillers
+is also an order like any other: where there is one stream, as on the CPU, they run before it. On
+CUDA they run on a stream of their own (`runtime`), and the device runs their kernels where those of
 the LLM leave room.
 
 Fillers take no longer than the communication of the LLM action they stand in front of, all bubbles
-inside of it together, or of several LLM actions that follow each other: those behind the first one
-have no fillers of their own, but go on beside its. So an encoder action may be longer than what one
-LLM action leaves free; it is not cut for that. Rejected: assigning each kernel to one collective on
-the host, which would have to be called back inside of every layer; the device does that by itself.
+inside of it together, or of several LLM actions that follow each other: those after the first
+have no fillers of their own but run alongside its. So an encoder action may be longer than what
+one LLM action leaves free; it is not cut for that. Rejected: assigning each kernel to one
+collective on the host, which would have to be called back inside of every layer; the device does
+that on its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 from torchmm.pipelining.checks.problems import PlanProblem
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.schedules.colocated import encoder_names
 
@@ -46,9 +47,9 @@ def fill_tensor_bubbles(plan: PipelinePlan, durations: Durations, share: float) 
         for encodes, run in groupby(row, key=lambda action: action.stage in encoders):
             actions = list(run)
             if not encodes and own:
-                count, beside = _fit(plan.graph, own, actions, durations, share)
+                count, alongside = _fit(plan.graph, own, actions, durations, share)
                 if count:
-                    fillers |= dict.fromkeys(actions[:beside], ())
+                    fillers |= dict.fromkeys(actions[:alongside], ())
                     fillers[actions[0]] = tuple(own[-count:])
             own = actions if encodes else []
     return replace(plan, fillers=fillers)
@@ -61,28 +62,31 @@ def _fit(
     durations: Durations,
     share: float,
 ) -> tuple[int, int]:
-    """How many encoder actions, the last ones, run beside how many of the LLM's behind them."""
+    """How many encoder actions, the last ones, run alongside how many LLM actions after them."""
     room = list(accumulate(share * durations(action) for action in llm))
-    found, needed = (0, 0), 0.0
+    found = (0, 0)
+    needed = 0.0
+    # The last encoder actions fill: the first ones may then run before the LLM's, as they stand.
     for count, filler in enumerate(reversed(waiting), 1):
         needed += durations(filler)
-        beside = bisect_left(room, needed) + 1
+        alongside = bisect_left(room, needed) + 1
         own = waiting[-count:]
-        if beside > len(llm) or any(feeds(graph, f, a) for a in llm[:beside] for f in own):
+        # An LLM action cannot wait for a filler that runs alongside it.
+        if alongside > len(llm) or any(feeds(graph, f, a) for a in llm[:alongside] for f in own):
             break
-        found = count, beside
+        found = count, alongside
     return found
 
 
 class Filled(NamedTuple):
-    """Encoder actions beside LLM actions that follow each other on a rank."""
+    """Encoder actions alongside LLM actions that follow each other on a rank."""
 
     llm: tuple[Action, ...]
     fillers: tuple[Action, ...]
 
 
 def filled(plan: PipelinePlan) -> Iterator[Filled]:
-    """All of a valid plan's fillers with what they run beside."""
+    """All of a valid plan's fillers with what they run alongside."""
     for program in plan.actions if plan.fillers else ():
         llm: list[Action] = []
         fillers: tuple[Action, ...] = ()
@@ -107,27 +111,27 @@ def feeds(graph: StageGraph, filler: Action, action: Action) -> bool:
     """Whether an encoder action gives what an LLM action takes."""
     if filler.type is not ActionType.F or action.type is not ActionType.F:
         return False
-    task = Task(*filler[1:4])
-    return any(graph.producer(m) == task for m in graph.incoming(Task(*action[1:4])))
+    task = filler.task
+    return any(graph.producer(m) == task for m in graph.incoming(action.task))
 
 
 def filler_problems(plan: PipelinePlan) -> Iterator[PlanProblem]:
     """Fillers that are not directly in front of their action, no encoder's, or feed what they run
-    beside; LLM actions that go on beside none."""
+    alongside; LLM actions that have none to run alongside."""
     if not plan.fillers:
         return
     encoders, left = encoder_stages(plan.graph), dict(plan.fillers)
     for rank, program in enumerate(plan.actions):
         places = [i for i, action in enumerate(program) if action.type in COMPUTE]
         row = [program[i] for i in places]
-        beside: tuple[Action, ...] = ()
+        alongside: tuple[Action, ...] = ()
         for index, action in enumerate(row):
             if action not in left:
-                beside = ()
+                alongside = ()
                 continue
             fillers = left.pop(action)
-            beside = fillers or beside
-            text = _problem(plan.graph, encoders, row[:index], action, fillers, beside)
+            alongside = fillers or alongside
+            text = _problem(plan.graph, encoders, row[:index], action, fillers, alongside)
             if text:
                 remedy = "make fillers with fill_tensor_bubbles"
                 yield PlanProblem("dependency", rank, places[index], action, text, remedy)
@@ -142,12 +146,12 @@ def _problem(
     before: Sequence[Action],
     action: Action,
     fillers: tuple[Action, ...],
-    beside: tuple[Action, ...],
+    alongside: tuple[Action, ...],
 ) -> str:
-    if not beside:
+    if not alongside:
         return "there are no fillers before it to go on beside"
     if fillers and tuple(before[-len(fillers) :]) != fillers:
         return f"its fillers {[str(f) for f in fillers]} are not directly in front of it"
-    if action.stage in encoders or any(f.stage not in encoders for f in beside):
+    if action.stage in encoders or any(f.stage not in encoders for f in alongside):
         return "only encoders' actions may fill, and only the LLM's be filled"
-    return "a filler feeds it" if any(feeds(graph, f, action) for f in beside) else ""
+    return "a filler feeds it" if any(feeds(graph, f, action) for f in alongside) else ""

@@ -88,9 +88,9 @@ class ModuleLayers:
             share.
         sub_microbatched: whether it may process a microbatch in any number of parts.
         trainable: by layer.
-        pre_cost, post_cost: of what stands before and behind the layers (embedding, head).
+        pre_cost, post_cost: of what comes before and after the layers (embedding, head).
         pre_trainable, post_trainable: whether any of that is trained.
-        tied: whether a weight before the layers and one behind them are the same.
+        tied: whether a weight before the layers and one after them are the same.
 
     Raises:
         ValueError: no layers, or the flags do not fit.
@@ -118,7 +118,7 @@ class ModuleLayers:
 
     @property
     def costs_with_ends(self) -> list[float]:
-        """Costs by layer, those before and behind the layers added to the first and last."""
+        """Costs by layer, those before and after the layers added to the first and last."""
         costs = list(self.costs)
         costs[0] += self.pre_cost
         costs[-1] += self.post_cost
@@ -274,9 +274,9 @@ def separated_layout(
 def megatron_layout(
     modules: Sequence[ModuleLayers], ranks: int, virtual_stages: int = 1
 ) -> StageLayout:
-    """Encoders in front of the LLM's first stage, a generator behind its last.
+    """Encoders in front of the LLM's first stage, a generator after its last.
 
-    The LLM's layers are spread evenly, whatever they cost. If they do not divide, stages behind
+    The LLM's layers are spread evenly, whatever they cost. If they do not divide, stages after
     the first, which has the encoders to carry, get one more.
 
     Args:
@@ -312,7 +312,7 @@ def megatron_balanced_layout(
 
     A virtual stage may hold the end of one module and the start of the next: two stages that
     classic schedules run as one. The paper leaves out models with several encoders, which do not
-    form a chain; here they stand one behind the other, which is a chain too, if a longer one.
+    form a chain; here one follows the other, which is also a chain, only a longer one.
 
     Args:
         ranks: pipeline ranks.

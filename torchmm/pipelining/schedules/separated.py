@@ -3,7 +3,7 @@
 Every module has its own stages, so microbatches with many images lengthen the encoder's tasks
 only, and ranks whose LLM task waits run other microbatches' encoder tasks. Orders come from playing
 the step through: a rank never idles while it has a task that can start; it takes forwards and
-backwards in turn if both can, each in the order of microbatches, backwards of encoders behind those
+backwards in turn if both can, each in the order of microbatches, backwards of encoders after those
 of other modules: no other module waits for them, so they are what fills the end of the step, where
 backwards of the LLM wait for each other. Whatever durations are assumed, the resulting order is
 legal and keeps the bound on microbatches in flight; wrong ones cost time.
@@ -80,7 +80,7 @@ class _Dispatcher:
         self.sources: list[list[int]] = [[] for _ in range(graph.microbatches)]
         """By microbatch: forwards without predecessors."""
         self._number(graph)
-        self.ranks = [graph.rank(Task(*action[1:4])) for action in self.actions]
+        self.ranks = [graph.rank(action.task) for action in self.actions]
         self.durations = [durations(action) for action in self.actions]
         for action, duration in zip(self.actions, self.durations, strict=True):
             if not 0 <= duration < inf:

@@ -1,12 +1,9 @@
-"""Orders and plans as CSV, recorded steps as Chrome traces.
+"""Orders as CSV, recorded steps as Chrome traces.
 
 A compute order is written as torch.distributed.pipelining writes its own: a row per rank, a cell
 per action, "2F0" for stage, kind and chunk. A chunk numbers the tasks of a stage, (microbatch,
 sub_microbatch) pairs in order, because torch knows one index only; without sub-microbatches it is
 the microbatch. Empty cells are idle slots and are skipped.
-
-A lowered plan has what torch's vocabulary lacks: waits, the other end of a transfer, and transfers
-whose sub-microbatch is that of the other end. Its cells are `str(Action)`: "2SEND_F3.1>4@1".
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -26,14 +23,15 @@ from torchmm.pipelining.plan.orders import inputs_need_gradient, order_problems
 from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder
 
 _ORDER_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
-_ACTION_CELL = re.compile(r"(\d+)([A-Z_]+?)(\d+)?(?:\.(\d+))?(?:>(\d+)@(\d+))?")
 
 
 def write_order(path: Path, order: ComputeOrder, graph: StageGraph) -> None:
     """Write a compute order; torch's `_load_csv` can read it."""
     chunks = {task: chunk for tasks in _chunks(graph) for chunk, task in enumerate(tasks)}
-    rows = [[f"{a.stage}{a.type.value}{chunks[Task(*a[1:4])]}" for a in row] for row in order]
-    _write_rows(path, rows)
+    rows = [[f"{a.stage}{a.type.value}{chunks[a.task]}" for a in row] for row in order]
+    text = StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    replace_atomically(path, text.getvalue().encode())
 
 
 def read_order(path: Path, graph: StageGraph) -> ComputeOrder:
@@ -92,37 +90,6 @@ def _unsplit(graph: StageGraph, action: Action) -> Action:
     ):
         return action._replace(type=ActionType.B)
     return action
-
-
-def write_actions(path: Path, actions: Sequence[Sequence[Action]]) -> None:
-    """Write all actions of a plan."""
-    _write_rows(path, [[str(action) for action in row] for row in actions])
-
-
-def read_actions(path: Path) -> tuple[tuple[Action, ...], ...]:
-    """Read what `write_actions` wrote. Whether a plan of them can run, its validation says.
-
-    Raises:
-        PlanError: it lists every cell that is no action.
-        OSError: the file cannot be read.
-    """
-    return _read_rows(path, _parse_action)
-
-
-def _parse_action(cell: str) -> Action:
-    match = _ACTION_CELL.fullmatch(cell)
-    if match is None or match[2] not in ActionType.__members__:
-        raise ValueError("must be an action such as 2F0 or 2SEND_F3.1>4@1")
-    stage, _, microbatch, part, other, peer = match.groups(default="-1")
-    part = match[4] or "0"
-    numbers = (int(text) for text in (stage, microbatch, part, other, peer))
-    return Action(ActionType[match[2]], *numbers)
-
-
-def _write_rows(path: Path, rows: Iterable[Iterable[str]]) -> None:
-    text = StringIO(newline="")
-    csv.writer(text).writerows(rows)
-    replace_atomically(path, text.getvalue().encode())
 
 
 def _read_rows(path: Path, parse: Callable[[str], Action]) -> tuple[tuple[Action, ...], ...]:

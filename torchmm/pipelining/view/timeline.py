@@ -81,18 +81,9 @@ class Timeline:
         """Idle share of ranks x makespan, 0..1."""
         return sum(self.bubble_share.values())
 
-    @property
-    def critical_rank(self) -> int:
-        """The rank with the most compute time, which bounds the step; the first of equals."""
-        return max(range(len(self.busy_ms)), key=self.busy_ms.__getitem__)
-
     def mean_module_ms(self) -> dict[str, float]:
         """Compute time by module, mean over ranks."""
         return {module: sum(ms) / len(ms) for module, ms in self.module_ms.items()}
-
-    def critical_module_ms(self) -> dict[str, float]:
-        """Compute time by module on the critical rank."""
-        return {module: ms[self.critical_rank] for module, ms in self.module_ms.items()}
 
 
 def analyze_timeline(records: Sequence[ActionRecord], layout: StageLayout) -> Timeline:
@@ -100,7 +91,7 @@ def analyze_timeline(records: Sequence[ActionRecord], layout: StageLayout) -> Ti
 
     Args:
         records: of all ranks, in any order; actions that are neither compute nor a collective
-            (sends, receives, waits) are idle time wherever no compute runs beside them.
+            (sends, receives, waits) are idle time wherever no compute runs alongside them.
         layout: the stages the records' actions belong to.
 
     Raises:
@@ -147,7 +138,7 @@ def _pieces(
 ) -> Iterator[tuple[_Doing, float, float]]:
     """What one rank does in [0, makespan]: (compute, a collective's class or wait, start, end).
 
-    Compute counts first, so that a collective that runs beside it is no bubble; records may
+    Compute counts first, so that a collective that runs alongside it is no bubble; records may
     overlap.
     """
     precedence: tuple[_Doing, ...] = ("compute", "dp_all_gather", "dp_reduce_scatter")
@@ -171,7 +162,7 @@ def _pieces(
 
 
 def _bubbles(rank: int, pieces: Sequence[tuple[_Doing, float, float]]) -> Iterator[Bubble]:
-    """The pieces of a rank that are no compute, waits classified by where they lie."""
+    """The pieces of a rank that are no compute, waits classified by when they happen."""
     compute = [(start, end) for doing, start, end in pieces if doing == "compute"]
     for doing, start, end in pieces:
         if doing == "compute":
@@ -238,14 +229,10 @@ def uniform_timeline(
     return sorted(records, key=lambda r: (r.rank, r.start_ms))
 
 
-def _task(action: Action) -> Task:
-    return Task(action.stage, action.microbatch, action.sub_microbatch)
-
-
 def _result(action: Action) -> tuple[ActionType, Task]:
     """What other actions wait for: I gives the same gradients to the stages before it as B."""
     kind = ActionType.B if action.type is ActionType.I else action.type
-    return kind, _task(action)
+    return kind, action.task
 
 
 def _earliest_start(
@@ -267,7 +254,7 @@ def _earliest_start(
 
 def _needs(action: Action, graph: StageGraph) -> Iterator[tuple[ActionType, Task]]:
     """Results an action consumes."""
-    task = _task(action)
+    task = action.task
     if action.type is ActionType.F:
         for message in graph.incoming(task):
             yield ActionType.F, graph.producer(message)
