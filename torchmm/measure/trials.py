@@ -36,7 +36,7 @@ from torchmm.balance.orchestration.trials import (
     checked,
     trial_conditions,
 )
-from torchmm.balance.orchestration.unit_costs import KNOTS, TENSOR_SIZES, fitting_tensor_sizes
+from torchmm.balance.orchestration.unit_costs import TENSOR_SIZES, fitting_tensor_sizes, input_knots
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError
 from torchmm.common.processes import keep_freed_memory
@@ -126,8 +126,7 @@ def choose_packs(module: ModuleDescription, packs: Sequence[MicrobatchMeta]) -> 
         )
     order = np.argsort(sizes.units_N, kind="stable")
     rising = sizes.units_N[order]
-    quantiles = rising[np.linspace(0, len(rising) - 1, KNOTS).astype(int)]
-    knots = np.unique(quantiles).tolist()
+    knots = input_knots(sizes.units_N).tolist()
     first = {units: packs[at[order[np.searchsorted(rising, units)]]] for units in rising.tolist()}
     if len(knots) == 1:
         alike = [packs[at[i]] for i in order[:ALIKE]]

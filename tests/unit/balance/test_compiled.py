@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from torchmm.balance.compiled import compiled, inner, loop, trailing_zeros
+from torchmm.balance.compiled import (
+    acceptable_rise,
+    compiled,
+    cooling_factor,
+    inner,
+    loop,
+    next_random,
+    random_index,
+    trailing_zeros,
+)
 from torchmm.balance.simulation.graph_kernels import time_nodes
 
 SOURCE = """
@@ -40,3 +49,16 @@ def test_the_lowest_bit_is_found():
     for bit in range(64):
         words = np.array([1 << bit, (1 << 63) | (1 << bit)], np.uint64)
         assert list(lowest(words)) == [bit, bit]
+
+
+def test_random_numbers_are_the_same_on_every_machine():
+    """Cached kernels do not notice changes to them: a new behaviour needs a new name."""
+    state, seen = np.uint64(1), []
+    for _ in range(3):
+        state = np.uint64(next_random(state))
+        seen.append(int(state))
+    assert seen == [1082269761, 1152992998833853505, 11177516664432764457]
+    assert [random_index(np.uint64(bits), 10) for bits in (0, 0x7FFF, 0xFFFF)] == [0, 4, 9]
+    assert acceptable_rise(np.uint64((1 << 64) - 1), 5.0) == 0
+    assert acceptable_rise(np.uint64(1 << 63), 2.0) == 23258158 / 2**24
+    assert cooling_factor(100) == 16133559 / 2**24

@@ -13,7 +13,7 @@ they could have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -37,6 +37,28 @@ from torchmm.pipelining.plan.graph import Message, StageGraph, Task
 from torchmm.pipelining.plan.lowering import Sharding
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.view.timeline import Bubble, BubbleClass
+
+# [Note: deferred forwards]
+#
+# The LLM's step is a graph of operators: actions (one queue for each rank, in the order given),
+# transfers between ranks (without a queue: they never wait for each other) and, where parameters
+# are sharded, gathers (one queue for each rank, encoders' stages first). `CompiledGraph` has them
+# in topological order: operator n is at `place[n]`, and what place i waits for is
+# `sources[pointers[i] : pointers[i + 1]]`. Two walks along it give all times:
+#
+#     _earliest, first to last:  start = latest of its release and the ends of what it waits for
+#     _defer, last to first:     movable ones end when the first that waits for them starts
+#
+# Movable are forwards and transfers of their outputs. All others keep their earliest times, so no
+# backward moves and the step stays as long as it was. 1F1B of three microbatches on two ranks:
+#
+#     time      0  1  2  3  4  5  6  7  8  9 10 11
+#     earliest  F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2    rank 0
+#     deferred  F0 .  .  F1 B0 B0 F2 B1 B1 .  B2 B2    rank 0: F_i = 0, 3, 6; B_i = 6, 9, 12
+#               .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .     rank 1: nothing can move
+#
+# The bubble of the warm-up now stands before F1, where the encoder's forward of microbatch 1 can
+# use it; after F1 it would have been of no use to any forward but later ones.
 
 
 class RankActions(NamedTuple):
@@ -199,8 +221,8 @@ def llm_timeline(
     _earliest(compiled.duration_ps, compiled.pointers, compiled.sources, none, start_ps, end_ps)
     gathered, encoders_gathered = builder.gathered(compiled, end_ps)
     if defer:
-        moves = np.array([name != "fixed" for name in compiled.names], bool)[compiled.node_at]
-        _defer(compiled.pointers, compiled.sources, moves, start_ps, end_ps)
+        movable = np.array(builder.movable, bool)[compiled.node_at]
+        _defer(compiled.pointers, compiled.sources, movable, start_ps, end_ps)
     nodes = builder.nodes
     ranks = _by_rank(order, nodes, compiled, start_ps, end_ps)
     needed, returned, entry = _dependency_points(graph, ranks)
@@ -226,6 +248,7 @@ class _Builder:
     def __init__(self, graph: StageGraph, order: ComputeOrder, costs: PlanCosts) -> None:
         self.graph, self.order, self.costs = graph, order, costs
         self.operators = OperatorGraph()
+        self.movable: list[bool] = []  # by operator: whether it may be deferred
         self.nodes: dict[Action, int] = {}
         ranks = range(len(order))
         self.gathers: list[list[int]] = [[] for _ in ranks]
@@ -238,11 +261,17 @@ class _Builder:
         """Of a pipeline rank, or of the first of its mirrors."""
         return self.graph.layout.stages_of(rank * self.graph.layout.mirrors)
 
+    def _add(
+        self, queue: Hashable, duration_ms: float, after: Sequence[int] = (), *, movable: bool
+    ) -> int:
+        self.movable.append(movable)
+        return self.operators.add(queue, duration_ms, after)
+
     def add_gathers(self) -> None:
         for rank in range(len(self.order)):
             for stage in self._stages_of(rank):
                 duration_ms = self.costs.gather_ms.get(stage, 0.0)
-                node = self.operators.add(("gather", rank), duration_ms, name="fixed")
+                node = self._add(("gather", rank), duration_ms, movable=False)
                 self._gather_of[rank, stage] = node
                 self.gathers[rank].append(node)
                 if stage not in self._own:
@@ -253,11 +282,11 @@ class _Builder:
             for action in program:
                 if action not in self.costs.compute_ms:
                     self._problems.append(f"{action} on rank {rank} has no duration")
-                name = "" if action.type is ActionType.F else "fixed"
                 duration_ms = self.costs.compute_ms.get(action, 0.0)
                 gather = self._gather_of.get((rank, action.stage))
                 after = [] if gather is None else [gather]
-                self.nodes[action] = self.operators.add(("rank", rank), duration_ms, after, name)
+                movable = action.type is ActionType.F
+                self.nodes[action] = self._add(("rank", rank), duration_ms, after, movable=movable)
         # I hands gradients on as B does.
         self.gradients = {
             Task(*a[1:4]): node
@@ -294,8 +323,7 @@ class _Builder:
         if key and wire_ms:
             ends = (self.graph.producer(key[0]), self.graph.consumer(key[0]))
             if self.graph.rank(ends[0]) != self.graph.rank(ends[1]):
-                name = "fixed" if key[1] else ""
-                before = self.operators.add(None, wire_ms, [before], name)
+                before = self._add(None, wire_ms, [before], movable=not key[1])
         self.operators.add_edge(before, node)
 
     def compile(self) -> CompiledGraph:
@@ -376,13 +404,13 @@ def _earliest(
 
 @compiled
 def _defer(
-    pointers: Int32s, sources: Int32s, moves: np.ndarray, start_ps: Int64s, end_ps: Int64s
+    pointers: Int32s, sources: Int32s, movable: np.ndarray, start_ps: Int64s, end_ps: Int64s
 ) -> None:
     """Lets nodes that may move run as late as those that may not stay where they are."""
     last = end_ps.max()
-    latest = np.full(len(moves), last, np.int64)
-    for node in range(len(moves) - 1, -1, -1):
-        if moves[node]:
+    latest = np.full(len(movable), last, np.int64)
+    for node in range(len(movable) - 1, -1, -1):
+        if movable[node]:
             start_ps[node] += latest[node] - end_ps[node]
             end_ps[node] = latest[node]
         for edge in range(pointers[node], pointers[node + 1]):

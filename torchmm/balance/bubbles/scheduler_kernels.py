@@ -1,10 +1,5 @@
 """Compiled loops of bubble filling over flat arrays; `scheduler` says what they do and why.
 
-A *task* is one pass of some images through an encoder's pipeline; a *row* is a task on one of its
-stages; its *kernels* run there one after the other. Kernels are never split: each goes to the first
-interval, from where the device stands, that is free and long enough. Devices run rows in the order
-of the tasks, so for a given order nothing can end earlier anywhere.
-
 Times are picoseconds from the begin of the LLM's timeline; before it they are negative.
 """
 
@@ -20,12 +15,43 @@ from torchmm.balance.compiled import Int32s, Int64s, compiled, inner, loop
 NEVER_PS = 1 << 61
 Flags = NDArray[np.bool_]
 
+# [Note: first fit with cursors]
+#
+# A *task* is one pass of some images through an encoder's pipeline; a *row* is a task on one of its
+# stages; its *kernels* run there one after the other. Both levels are flat arrays:
+#
+#     task t   rows    first[t] .. first[t + 1]         one for each stage
+#     row r    kernels pointers[r] .. pointers[r + 1]   of 0 ps where a stage has fewer
+#
+# Free time of device d are sorted intervals that do not touch, one list for computation and one for
+# links; the first begins before all time, the last never ends. Kernels are never split: each goes
+# to the first interval, from where the device stands, that has room for it:
+#
+#     free      |-----|   |---|   |-------------
+#     kernels   |aaa|             |bbbbb||c|        b is too long for the second interval;
+#                                                   c would fit, but comes after b
+#
+# A device runs rows in the order of the tasks, so an interval that was passed over is never needed
+# again: where the device stands (`Cursor`: a time and an interval of each list) only moves on, and
+# placing everything is one walk through the intervals. By induction over that order, nothing can
+# end earlier anywhere: each kernel starts as early as what precedes it allows.
+#
+# Three passes use the same loops:
+#
+#     pass               upstream  mirrored  what for
+#     forward            no        no        forwards as early as possible
+#     forward, mirrored  yes       yes       forwards as late as the LLM allows: time is negated, so
+#                                            intervals, tasks and kernels come in reverse order, and
+#                                            ends are the negated starts
+#     backward           yes       no        backwards as early as possible, in the free time that
+#                                            forwards have left (`residual`)
+
 
 class Tasks(NamedTuple):
     """One direction of all encoders' tasks; forward and backward have the same rows."""
 
     encoder: Int32s
-    """By task."""
+    """By task: whose it is."""
     first: Int32s
     """By task, and one more: its rows are `first[t]` to `first[t + 1]`, by stage."""
     pointers: Int32s
@@ -200,13 +226,14 @@ def assign_tasks(
         pipeline_of: written.
 
     Returns:
-        Whether all deadlines are met; else tasks behind the first late one keep their pipelines.
+        Whether all deadlines are met; if not, tasks after the first late one keep theirs.
     """
     tasks, pipelines = way.tasks, way.pipelines
     for task in tasks.order:
         count = tasks.first[task + 1] - tasks.first[task]
         encoder = tasks.encoder[task]
         best, best_end = -1, NEVER_PS
+        # Each pipeline is tried and taken back; one more turn repeats the best of them to stay.
         for pipeline in range(pipelines.first[encoder], pipelines.first[encoder + 1] + 1):
             commit = pipeline == pipelines.first[encoder + 1]
             tried = best if commit else pipeline

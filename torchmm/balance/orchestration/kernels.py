@@ -1,10 +1,4 @@
-"""Compiled search for the fastest sizes of all units; `orchestrate` says what is searched.
-
-For every data-parallel size D of the LLM, most promising first, each unit has a list of *options*
-(tensor, data, pipeline), of which no other is better in every respect. Options are combined unit
-by unit; a combination is given up as soon as a bound of what can become of it is no better than
-what has been found. Nothing is lost by that: the result is the optimum, as if all were tried.
-"""
+"""Compiled search for the fastest sizes of all units; `orchestrate` says what is searched."""
 
 from __future__ import annotations
 
@@ -16,14 +10,34 @@ from numpy.typing import NDArray
 from torchmm.balance.compiled import Float64s, Int64s, compiled, loop
 from torchmm.balance.orchestration.tables import PlanSetting, UnitTables
 
+# [Note: branch and bound over options]
+#
+# For every data-parallel size D of the LLM, most promising first (`data_sizes`), each unit has a
+# list of *options*, rows of
+TENSOR, DATA, PIPELINE, DEVICES, DEPTH, STAGE_S, WARMUP_S, SYNC_S = range(8)
+# sizes (tensor as an index), and what they mean for the step. Listed are those that fit and with
+# which the step may become faster than the best one so far; options that another one beats or
+# equals in all columns that matter are dropped.
+#
+# Depth is how many pipeline ranks there may be from the unit's first to the last of all, for 1F1B
+# keeps as many microbatches on that first rank, until memory is full. To know it, the units after
+# one have to be chosen before it. So for one option of the LLM, the others come in this order:
+#
+#     pipeline   encoder 0   encoder 1   LLM   generator 0   generator 1
+#     place          3           2                  1             0
+#
+# `complete` walks depth-first through the places. With u the places chosen and r the others, a
+# combination is given up as soon as this bound is no less than the best step so far:
+#
+#     sum_u(warm-up) + sum_r(least warm-up)
+#         + (K - 1) max(max_u(stage), sum_r(least device-seconds) / devices left) + max_u(sync)
+#
+# The slowest of r takes at least as long as all would with the devices left divided among them in
+# proportion to their work. The bound never exceeds what can become of a combination, so nothing is
+# lost: the result is the optimum, as if all combinations were tried.
+
 ANY_DEPTH = 1 << 40
 """Depth of an option whose memory does not depend on it."""
-
-
-# Columns of options: sizes of a unit for one D, and what they mean for the step.
-TENSOR, DATA, PIPELINE, DEVICES, DEPTH, STAGE_S, WARMUP_S, SYNC_S = range(8)
-# Tensor is an index; depth is how many pipeline ranks there may be from the unit's first to the
-# last of all until memory is full.
 
 
 @loop
@@ -245,13 +259,10 @@ def drop_dominated(options: Float64s) -> Float64s:
 
 
 class Others(NamedTuple):
-    """Options of the units beside the LLM, in the order in which they are chosen.
-
-    First those behind the LLM, the last one first, then those before it, the nearest first: so
-    what is behind a unit has been chosen before it, and with it how many activations it keeps.
-    """
+    """Options of the units other than the LLM, in the order in which they are chosen."""
 
     behind_W: NDArray[np.bool_]
+    """By place: whether its unit comes after the LLM."""
     begin_W: Int64s
     """The options of place w are `begin_W[w]` to `begin_W[w + 1]`."""
     options: Float64s
@@ -266,7 +277,7 @@ class Others(NamedTuple):
 def list_others(
     tables: UnitTables, setting: PlanSetting, data: int, limit_s: float, llm: Float64s
 ) -> Others:
-    """Options of all units beside the LLM; none at all if a unit has none."""
+    """Options of all units other than the LLM; none at all if a unit has none."""
     units = len(tables.layers_U)
     behind = np.array([place < units - 1 - setting.llm for place in range(units - 1)], np.bool_)
     begin = np.zeros(units, np.int64)
@@ -308,7 +319,8 @@ def complete(
     if places == 0:
         return min(best, llm[WARMUP_S] + steady * llm[STAGE_S] + llm[SYNC_S]), best_rows
     rows, row = np.zeros(places, np.int64), others.begin_W[:-1].copy()
-    # By place: sums and maxima of what has been chosen before.
+    # By place: sums and maxima of what has been chosen before. The LLM's pipeline ranks count only
+    # for units before it, and are added there.
     so_far = np.zeros((places + 1, 8))
     so_far[0, DEVICES:] = llm[DEVICES:]
     place = 0
@@ -321,7 +333,7 @@ def complete(
         row[place] += 1
         after[DEVICES] = chosen[DEVICES] + own[DEVICES]
         if after[DEVICES] + others.devices_W[place + 1] > devices:
-            place -= 1  # the next ones need more still
+            place -= 1  # options are sorted by devices: the next ones need even more
             continue
         after[PIPELINE] = chosen[PIPELINE] + own[PIPELINE]
         depth = after[PIPELINE] + (0 if others.behind_W[place] else llm[PIPELINE])

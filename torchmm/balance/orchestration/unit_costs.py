@@ -149,6 +149,12 @@ def fitting_tensor_sizes(module: ModuleDescription, sizes: Sequence[int]) -> lis
     ]
 
 
+def input_knots(units_N: Float64s) -> Float64s:
+    """Input sizes at which to make trials, rising: quantiles, the extremes included."""
+    rising = np.sort(units_N)
+    return np.unique(rising[np.linspace(0, len(rising) - 1, KNOTS).astype(int)])
+
+
 def profile_module(
     module: ModuleDescription,
     packs: Sequence[MicrobatchMeta],
@@ -156,15 +162,13 @@ def profile_module(
     run: TrialRunner,
     tensor_sizes: Sequence[int],
 ) -> ModuleProfile:
-    """Trials of a module with packs at quantiles of their sizes, the extremes included.
+    """Trials of a module with packs of the sizes of `input_knots`.
 
     Args:
         packs: that have something for it.
         units_N: their input sizes.
     """
-    rising = np.sort(units_N)
-    at = np.linspace(0, len(rising) - 1, KNOTS).astype(int)
-    units_X = np.unique(rising[at])
+    units_X = input_knots(units_N)
     chosen = [np.flatnonzero(units_N == units)[:MOST_ALIKE] for units in units_X]
     tried = [packs[i] for own in chosen for i in own]
     stops = np.cumsum([len(own) for own in chosen])[:-1]

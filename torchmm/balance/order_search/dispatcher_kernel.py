@@ -1,14 +1,4 @@
-"""The compiled loop of the dispatcher, over flat arrays; `dispatch` says what it does and why.
-
-Time goes from one end of an action to the next. Whoever ends hands on what it made: at once, or
-through a channel that carries one thing after the other. Then ranks that have become idle, and
-idle ones for which something has arrived, pick from their two ready queues. What arrives at a time
-is known before anyone picks at that time, and actions take at least a picosecond, so what a rank
-picks cannot matter to another one at the same time: the result does not depend on the order in
-which ranks are looked at.
-
-A ready queue is a row of a bit set: first a summary with one bit per word, then words with one bit
-per priority; `head` has the lowest bit of each queue.
+"""The compiled loop of the dispatcher, over flat arrays; `dispatcher` says what it does and why.
 
 What makes it fast, measured (from 80 to 27 ns per action): no counting of references (`compiled`);
 unsigned indices, which need no test for negative ones; heads of queues that are known before they
@@ -33,11 +23,49 @@ from torchmm.balance.compiled import (
 )
 
 IDLE = 1 << 62
-"""When a rank ends that does nothing and for which nothing is on its way."""
+"""`ends_ps` of a rank that does nothing and for which nothing is on its way."""
 LISTED = IDLE + 1
-"""The same of a rank that is about to pick."""
+"""`ends_ps` of a rank that is about to pick."""
 NOTHING = 1 << 62
 """Head of an empty queue."""
+
+# [Note: the event loop]
+#
+# Time goes from one event to the next: the end of an action, or an arrival at an idle rank. Each
+# rank has one time, `ends_ps`, and is in one of four states:
+#
+#     ends_ps            running   the rank
+#     end of the action  action    works
+#     next arrival       -1        is idle, something is on its way to it
+#     IDLE               -1        is idle, nothing is
+#     LISTED             -1        is in `picking`, to be looked at before time goes on
+#
+# One round of `_run`:
+#
+#     1. Each rank of `picking` admits what has arrived through its channels, then starts the head
+#        of one of its two queues (`_pick`), or goes back to waiting.
+#     2. Time goes on to the least `ends_ps`. If that is IDLE, the step is finished, or no rank has
+#        memory for its next forward.
+#     3. Each rank whose time it is gives its memory back and goes into `picking` (`_end`); its
+#        edges lead on:  without a channel  the target waits for one thing less; if that was the
+#                                           last and its rank is idle, that rank picks now, too
+#                        through a channel  into the channel's line; an idle receiver wakes up when
+#                                           it arrives, a working one admits it when it picks next
+#
+# What arrives at a time is known before any rank picks at that time, and actions take at least a
+# picosecond. So what a rank picks cannot matter to another one at the same time, and the result
+# does not depend on the order in which ranks are looked at.
+#
+# What holds between rounds: a rank is in `picking` at most once; `missing` of an action reaches 0
+# once, and then it is put into its queue; what a channel carries arrives in the order of
+# `carried[first : last]`, which never outgrows the channel's section of that list (`room`).
+#
+# A ready queue is a row of `ready`, a bit set of U priorities in two levels:
+#
+#     columns 0 .. S - 1, S = 1 + (U >> 12)   bit w (counted through them): word w is not 0
+#     columns S .. S + (U >> 6)               bit p (counted through them): priority p is ready
+#
+# `head` has the first priority of each queue, so that `_pick` need not look for it.
 
 
 class DispatchTables(NamedTuple):
@@ -68,7 +96,7 @@ class DispatchTables(NamedTuple):
     wire_ps: Int64s
     """By edge: time on that channel."""
     room: Uint32s
-    """By channel, and one more: where its part of a list of all channels' edges begins."""
+    """By channel, and one more: where its section of a list of all channels' edges begins."""
     inbound: Uint32s
     """By rank: its channels are `inbound[r]` to `inbound[r + 1]`."""
     action_at: Uint32s
@@ -103,7 +131,7 @@ class _State(NamedTuple):
     first: Uint32s
     """By channel: the next to arrive, in `carried`."""
     last: Uint32s
-    """By channel: behind the last to arrive."""
+    """By channel: one past the last to arrive."""
     free_ps: Int64s
     """By channel: when it has carried all of them."""
     carried: Uint32s
@@ -125,6 +153,7 @@ def _insert(queue: int, place: int, state: _State) -> None:
 def _remove_head(queue: int, state: _State) -> None:
     """Takes the first priority out of a queue and finds the next."""
     word, begin = state.head[queue] >> 6, 1 + (len(state.place) >> 12)
+    # Subtracting 1 clears the lowest bit, and sets those below it, which the `and` clears again.
     rest = state.ready[queue, begin + word] & (state.ready[queue, begin + word] - np.uint64(1))
     state.ready[queue, begin + word] = rest
     if rest != 0:
@@ -187,7 +216,7 @@ def _pick(rank: int, now_ps: int, order: Uint32s, tables: DispatchTables, state:
                 state.ends_ps[rank] = now_ps + tables.duration_ps[action]
                 _remove_head(queue, state)
                 return action
-        queue ^= 1
+        queue ^= 1  # the rank's other queue
     return -1
 
 
@@ -215,7 +244,7 @@ def _end(rank: int, now_ps: int, count: int, tables: DispatchTables, state: _Sta
     state.running[rank] = -1
     state.used_bytes[rank] -= tables.gives_bytes[action]
     for edge in range(tables.pointers[action], tables.pointers[action + 1]):
-        user = tables.queue[tables.target[edge]] >> 1
+        user = tables.queue[tables.target[edge]] >> 1  # the rank
         if tables.channel[edge] < 0:
             arrives_ps, wakes = now_ps, _arrive(tables.target[edge], tables, state)
         else:
@@ -309,7 +338,7 @@ def play(
         used: written, by rank: bytes used at the end, or when nobody can go on.
 
     Returns:
-        Time in picoseconds of the last end, and how many actions ran: all, unless none of the
-        ranks has memory for its next forward.
+        Time in picoseconds of the last end, and how many actions ran: all, unless no rank has
+        memory for its next forward.
     """
     return _run(order, tables, _begin(order, tables, used, peak_bytes), sequence)

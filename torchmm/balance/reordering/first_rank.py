@@ -25,12 +25,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.compiled import Float64s, Int64s, compiled, without_nans
-
-Index = int | np.int64
-
-COARSE = 16777216.0
-"""Logarithms and powers are cut to multiples of its inverse: the last bit differs by processor."""
+from torchmm.balance.compiled import (
+    Float64s,
+    Index,
+    Int64s,
+    acceptable_rise,
+    compiled,
+    cooling_factor,
+    next_random,
+    random_index,
+    without_nans,
+)
 
 
 @compiled
@@ -159,20 +164,6 @@ def anneal_first_rank(
     return orders_GM
 
 
-@compiled
-def _next(state: np.uint64) -> np.uint64:
-    """Marsaglia's xorshift: random bits that are the same on every machine."""
-    state ^= state << np.uint64(13)
-    state ^= state >> np.uint64(7)
-    return state ^ (state << np.uint64(17))
-
-
-@compiled
-def _draw(bits: np.uint64, count: int) -> np.int64:
-    """An index below `count`, from the lowest 16 bits."""
-    return np.int64((bits & np.uint64(0xFFFF)) * np.uint64(count) >> np.uint64(16))
-
-
 @without_nans
 def _anneal_order(
     pairs: _Pairs,
@@ -188,12 +179,12 @@ def _anneal_order(
     current_M = order_M.copy()
     start, end = _start(pairs, others, ranks), _end(pairs, others, ranks)
     change = best = 0.0  # of the makespan, since the beginning
-    cooling = np.floor(0.02 ** (1.0 / max(steps, 1)) * COARSE) / COARSE
+    cooling = cooling_factor(steps)
     least = 1e-9 * heat  # below it, a gain is a rounding error and not worth a copy
     for _ in range(steps):
-        state = _next(state)
+        state = next_random(state)
         heat *= cooling
-        one, other = _draw(state, slots), _draw(state >> np.uint64(16), slots)
+        one, other = random_index(state, slots), random_index(state >> np.uint64(16), slots)
         if one == other:
             continue
         one, other = min(one, other), max(one, other)
@@ -202,8 +193,7 @@ def _anneal_order(
         new_start = _start(pairs, others, ranks) if one < ranks else start
         new_end = _end(pairs, others, ranks) if other >= slots - ranks else end
         rise = new_start + new_end + _around(pairs, ranks, one, other) - before
-        chance = (float(state >> np.uint64(32)) + 1.0) / 4294967296.0
-        if rise <= 0 or rise < heat * np.floor(-np.log(chance) * COARSE) / COARSE:
+        if rise <= 0 or rise < acceptable_rise(state, heat):
             start, end = new_start, new_end
             change += rise
             current_M[one], current_M[other] = current_M[other], current_M[one]

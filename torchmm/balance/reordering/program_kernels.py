@@ -1,9 +1,4 @@
-"""Compiled loops over a step's program; `program` and `reorder_microbatches` call them.
-
-Many groups are searched at once: arrays have a last axis of *lanes*, one group each, and every
-lane tries to swap the same two slots at the same time. What to do next is then looked up once for
-all, and the arithmetic runs in vector registers: 30 groups take about as long as four alone.
-"""
+"""Compiled loops over a step's program; `program` and `reorder_microbatches` call them."""
 
 from __future__ import annotations
 
@@ -12,11 +7,50 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.balance.compiled import Float64s, Int64s, Words, compiled, without_nans
+from torchmm.balance.compiled import (
+    Float64s,
+    Index,
+    Int64s,
+    Words,
+    acceptable_rise,
+    compiled,
+    cooling_factor,
+    next_random,
+    random_index,
+    without_nans,
+)
 
-Index = int | np.int64
-COARSE = 16777216.0
-"""Logarithms and powers are cut to multiples of its inverse: the last bit differs by processor."""
+# [Note: a schedule as a recurrence]
+#
+# Step 0 is the start and ends at 0. Every other step waits for two others, and that is all:
+#
+#     end[n] = max(end[before[n]], end[need[n]] + delay[n]) + cost[row[n]]
+#
+# `before` is the one before it on its rank, `need` the one whose result it uses; 0 where there is
+# none. An action that uses more results is preceded by steps that take no time, one for each
+# further result: their row is the 0 after all durations.
+#
+# Steps are sorted by the last *slot* (place in the order of microbatches) that they depend on,
+# within a slot so that what a step waits for comes before it:
+#
+#     step   0      1 ...        ...          ...              N - 1
+#          start |  slot 0   |  slot 1   | ... |  slot M - 1       |
+#                ^begin[0]   ^begin[1]         ^begin[M - 1]       ^begin[M]
+#
+# Other microbatches in slot s and later ones leave all ends before `begin[s]` as they are. So a
+# swap of slots i < j is timed by `advance` from `begin[i]` on.
+#
+# Many groups are annealed at once: arrays have a last axis of *lanes*, one for each of G groups,
+# and all lanes try to swap the same two slots at the same time. What to do next is looked up once
+# for all, and the arithmetic runs in vector registers: 30 groups take about as long as four alone.
+# Lanes to which the swap is of no use swap back. Their ends are those of the rejected order until
+# the next turn, which therefore begins at the earlier one of its own and the last swap (`stale`).
+#
+# Durations of the lanes, (V * M + C + 1, G), each in its own order of microbatches:
+#
+#     v * M + s    row `varying[v]` in slot s
+#     V * M + c    row `fixed[c]`: the same for all microbatches, so no swap has to move it
+#     V * M + C    0
 
 
 class ProgramTables(NamedTuple):
@@ -195,20 +229,6 @@ def swap_slots(
         orders_MG[other, g] = a if which_G[g] else b
 
 
-@compiled
-def _next(state: np.uint64) -> np.uint64:
-    """Marsaglia's xorshift: random bits that are the same on every machine."""
-    state ^= state << np.uint64(13)
-    state ^= state >> np.uint64(7)
-    return state ^ (state << np.uint64(17))
-
-
-@compiled
-def _draw(bits: np.uint64, count: int) -> np.int64:
-    """An index below `count`, from the lowest 16 bits."""
-    return np.int64((bits & np.uint64(0xFFFF)) * np.uint64(count) >> np.uint64(16))
-
-
 @without_nans
 def anneal(
     tables: ProgramTables,
@@ -235,19 +255,19 @@ def anneal(
     best, best_orders = now.copy(), orders_MG.copy()
     everyone, back = np.ones(groups, np.bool_), np.zeros(groups, np.bool_)
     state = np.uint64(seed * 2 + 1)
-    heat, cooling = 1.0, np.floor(0.02 ** (1.0 / max(steps, 1)) * COARSE) / COARSE
+    heat = 1.0
+    cooling = cooling_factor(steps)
     stale = slots  # the first slot of the last swap, which some lane has taken back
     for _ in range(steps if slots > 1 else 0):
-        state = _next(state)
-        one = _draw(state, slots)
-        other = (one + 1 + _draw(state >> np.uint64(16), slots - 1)) % slots
+        state = next_random(state)
+        one = random_index(state, slots)
+        other = (one + 1 + random_index(state >> np.uint64(16), slots - 1)) % slots
         first = min(one, other)
         swap_slots(lanes, orders_MG, one, other, everyone)
         advance_lanes(tables, lanes, ends, tables.begin_M[min(first, stale)], new)
         stale = first
         heat *= cooling
-        chance = (float(state >> np.uint64(32)) + 1.0) / 4294967296.0
-        rise = heat * np.floor(-np.log(chance) * COARSE) / COARSE
+        rise = acceptable_rise(state, heat)
         better = False
         for g in range(groups):
             back[g] = new[g] > now[g] + rise * heat_G[g]
