@@ -143,9 +143,11 @@ class LlmTimeline:
         return [b for rank in range(len(self.ranks)) for b in self._bubbles(rank)]
 
     def _bubbles(self, rank: int) -> Iterator[Bubble]:
-        own, end_ps = self.ranks[rank], self.llm_ps
+        own = self.ranks[rank]
+        end_ps = self.llm_ps
         first, last = int(own.start_ps[0]), int(own.end_ps[-1])
-        gathered, reduced = int(self.llm_gathered_ps[rank]), last + int(self.reduce_ps[rank])
+        gathered = int(self.llm_gathered_ps[rank])
+        reduced = last + int(self.reduce_ps[rank])
         spans: list[tuple[BubbleClass, int, int]] = [
             ("dp_all_gather", 0, min(gathered, first)),
             ("warmup", min(gathered, first), first),
@@ -297,7 +299,8 @@ class _Builder:
             self._add_needs(action)
 
     def _add_needs(self, action: Action) -> None:
-        task, node = Task(*action[1:4]), self.nodes[action]
+        task = Task(*action[1:4])
+        node = self.nodes[action]
         if action.type is ActionType.F:
             for message in self.graph.incoming(task):
                 producer = self.graph.producer(message)

@@ -262,6 +262,6 @@ class Profiler:
         """Sending that much; gathering all weights and reducing all gradients, of many shards."""
         shards = MANY_NODES * self.profile.device.devices_per_node
         model = CostModel(self.profile, self.dtype, {module.name: Execution(shard=shards)})
-        whole = module, 0, len(module.layers)
-        sync_ms = model.gather_ms(*whole) + model.reduce_ms(*whole)
+        layers = len(module.layers)
+        sync_ms = model.gather_ms(module, 0, layers) + model.reduce_ms(module, 0, layers)
         return model.transfers_ms([sent_bytes], ["network"])[0] / 1e3, sync_ms / 1e3

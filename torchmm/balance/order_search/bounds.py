@@ -91,7 +91,8 @@ def _ranks_are_equal(dispatcher: Dispatcher) -> bool:
 
 def _equal_ranks(dispatcher: Dispatcher, edges: Edges, order: Sequence[int]) -> int:
     """The bound for equal ranks. Microbatches without a backward may fill its idle times."""
-    actions, durations = dispatcher.actions, dispatcher.tables.duration_ps.tolist()
+    actions = dispatcher.actions
+    durations = dispatcher.tables.duration_ps.tolist()
     ranks = (dispatcher.tables.queue // 2).tolist()
     last = _last_rank(dispatcher)
     busy = sum(d for d, rank in zip(durations, ranks, strict=True) if rank == last)

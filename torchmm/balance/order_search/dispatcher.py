@@ -82,7 +82,8 @@ def segment_indices(layout: StageLayout) -> list[int]:
 
 def segments_of(graph: StageGraph) -> tuple[list[Segment], dict[Task, int]]:
     """All segments in natural order (by microbatch, then as the data goes), and each task's."""
-    indices, stages = segment_indices(graph.layout), graph.layout.stages
+    indices = segment_indices(graph.layout)
+    stages = graph.layout.stages
     of_task = {
         task: Segment(stages[task.stage].module, *task[1:], indices[task.stage])
         for task in graph.tasks()
@@ -156,7 +157,8 @@ def _edge_arrays(
     ]
     ends = sorted({(t.destination, t.source) for t in travels if t.destination != t.source})
     channels = {pair: index for index, pair in enumerate(ends if any(wires) else [])}
-    rows, waits = [], set()
+    rows = []
+    waits = set()
     for transfer, wire in zip(travels, wires, strict=True):
         kind = ActionType.B if transfer.backward else ActionType.F
         target = number[Action(kind, *transfer.consumer)]
@@ -317,7 +319,8 @@ class Dispatcher:
         makespan_ms = makespan_ps / PICOSECONDS_PER_MS
         blocked: tuple[str, ...] = ()
         if done < len(self.actions):
-            makespan_ms, blocked = inf, self._blocked(started, checked)
+            makespan_ms = inf
+            blocked = self._blocked(started, checked)
         static = self.costs.static_bytes or (0,) * len(self._peak_bytes)
         return Dispatched(
             makespan_ms,
@@ -343,7 +346,8 @@ class Dispatcher:
 
     def _blocked(self, started: Uint32s, order: Uint32s) -> tuple[str, ...]:
         """What each rank would do next if it had the memory; nothing runs any more."""
-        missing, tables = self.tables.missing.copy(), self.tables
+        missing = self.tables.missing.copy()
+        tables = self.tables
         for action in started.tolist():
             for edge in range(tables.pointers[action], tables.pointers[action + 1]):
                 missing[tables.target[edge]] -= 1

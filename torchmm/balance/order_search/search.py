@@ -149,7 +149,8 @@ def search(
     ]
     with ThreadPoolExecutor(count) as pool:
         while run.goes_on(evaluators):
-            share, each = run.share(evaluators), run.next_round(evaluators)
+            share = run.share(evaluators)
+            each = run.next_round(evaluators)
             if count == 1:
                 made[0].advance(each[0], share)
             else:

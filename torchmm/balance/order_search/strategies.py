@@ -114,7 +114,8 @@ class Evaluator:
             PICOSECONDS_PER_MS
         )
         """No order takes longer that fits into memory."""
-        self.best, self.best_score = dispatcher.natural_order, inf
+        self.best = dispatcher.natural_order
+        self.best_score = inf
         self.score(self.best)
 
     @property
@@ -132,7 +133,8 @@ class Evaluator:
         if done < len(self._sequence):
             score = self._horizon_ms * (2.0 - done / len(self._sequence)) + 1.0
         if score < self.best_score:
-            self.best, self.best_score = order.copy(), score
+            self.best = order.copy()
+            self.best_score = score
         return score
 
 
@@ -228,7 +230,8 @@ class TreeSearch(Strategy):
 
     def _select(self) -> tuple[list[int], list[_Node]]:
         """Goes down to a node with a child that is still missing, and adds that."""
-        node, path = self.root, [self.root]
+        node = self.root
+        path = [self.root]
         prefix: list[int] = []
         count = len(self.dispatcher.groups)
         while len(prefix) < count:
@@ -280,7 +283,8 @@ class Annealing(Strategy):
             self._keep(self._changed(), temperature)
 
     def _begin_with(self, order: np.ndarray, score: float) -> None:
-        self.current, self.score = order.copy(), score
+        self.current = order.copy()
+        self.score = score
 
     def _keep(self, candidate: np.ndarray, temperature: float) -> None:
         """Goes on with a candidate if it is better, or by chance.

@@ -177,7 +177,8 @@ class _Numbering:
         """The next action; what it waits for has been added."""
         result = _result(action)
         rank = self._rank[result]
-        stages, slots = len(self._graph.layout.stages), self._graph.microbatches
+        stages = len(self._graph.layout.stages)
+        slots = self._graph.microbatches
         own = (result.backward * stages + action.stage) * slots + action.microbatch
         needs = list(_needs(action, self._graph))
         for index in range(max(1, len(needs))):
@@ -230,7 +231,8 @@ def _lag(rows: Sequence[Sequence[Action]], graph: StageGraph) -> int:
     """Ranks, if the first one alternates between forwards and backwards as in 1F1B; else 0."""
     if any(len(stage.ranks) != 1 for stage in graph.layout.stages):
         return 0
-    ahead, slots = len(rows), graph.microbatches
+    ahead = len(rows)
+    slots = graph.microbatches
     expected = [(ActionType.F, slot) for slot in range(min(ahead, slots))]
     for slot in range(slots):
         expected.append((ActionType.B, slot))
