@@ -218,7 +218,7 @@ def _colocated(name: str, options: argparse.Namespace) -> ParallelConfig | None:
     if schedule not in COLOCATED_SCHEDULES:
         return None
     if bubbles not in ("", "fine", "coarse"):
-        raise ValueError(f'--schedule {name}: write "{schedule}", or with ":coarse" behind it')
+        raise ValueError(f'--schedule {name}: write "{schedule}", or with ":coarse" after it')
     encoders = (options.layers or {"vision": 8, "llm": 16}).keys()
     own = {encoder: {"pipeline": options.encoder_stages} for encoder in list(encoders)[:-1]}
     return ParallelConfig(

@@ -2,8 +2,8 @@
 
 Planners weigh actions by FLOPs; how fast a device does those of each module and kind of action
 follows from measured steps, as one rate each (Optimus §6, "online scheduling"). Rates are smoothed
-over steps, so that one interrupted step changes little. Only rates beside each other count: a
-device that does everything slower needs no other plan.
+over steps, so that one interrupted step changes little. Only rates compared with each other count:
+a device that does everything slower needs no other plan.
 
 Rejected: new plans after every step, which would differ by noise and hide what changed; rates by
 rank, as a rank that is slow for good is to be replaced, not planned around.
@@ -48,7 +48,8 @@ class DriftMonitor:
     """Factors on FLOPs with which to plan, kept up to date.
 
     Args:
-        threshold: relative change of a kind's time, beside the others', that asks for new plans.
+        threshold: relative change of a kind's time, compared with the others', from which on new
+            plans are made.
 
     Attributes:
         factors: by kind; of 1 where none is given.

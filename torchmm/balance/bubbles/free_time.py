@@ -22,7 +22,7 @@ ALWAYS_PS = 1 << 60
 """Farther from the step than anything in it."""
 
 Pieces = Callable[[Action], Sequence[float]]
-"""Of an action: times in ms of communication, computation, communication, ... in turn."""
+"""Action -> times in ms of communication, computation, communication, ... in turn."""
 
 
 class FreeTime(NamedTuple):

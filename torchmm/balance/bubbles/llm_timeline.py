@@ -134,7 +134,7 @@ class LlmTimeline:
         return complement([own.communication_ps for own in self.spans])
 
     def free_outside(self) -> FreeTime:
-        """By rank: the time before all its computation, and that behind it."""
+        """By rank: the time before all its computation, and that after it."""
         first = [[int(own.start_ps[0]), int(own.end_ps[-1])] for own in self.ranks]
         return complement([np.array(both, np.int64).reshape(2, 1) for both in first])
 
@@ -202,8 +202,8 @@ def llm_timeline(
         costs: of the graph. Transfers take their time, and never wait for each other.
         sharding: "step" if parameters are gathered before and gradients reduced after all
             computation; encoders' parameters come first, as their stages do.
-        reduction_hides: whether reductions of the LLM run beside encoder computation (Optimus); if
-            not, as in `lower_plan`, they stand behind all computation, those of encoders too.
+        reduction_hides: whether reductions of the LLM overlap encoder computation (Optimus); if
+            not, as in `lower_plan`, they come after all computation, encoders' included.
         defer: whether forwards run as late as no backward moves, or as early as possible.
         pieces: what actions consist of; None: `layer_pieces` of the costs.
 
@@ -260,7 +260,7 @@ class _Builder:
         self._problems: list[str] = []
 
     def _stages_of(self, rank: int) -> tuple[int, ...]:
-        """Of a pipeline rank, or of the first of its mirrors."""
+        """Stages of a pipeline rank, or of the first of its mirrors."""
         return self.graph.layout.stages_of(rank * self.graph.layout.mirrors)
 
     def _add(

@@ -81,7 +81,7 @@ def search_assignment(
         starts: assignments to begin from; at least one. Never worse than the best of them.
         choices: by task: its possible places.
         cost: of an assignment; positive.
-        evaluations: how many assignments beside the first ones may be evaluated.
+        evaluations: how many assignments, in addition to the first ones, may be evaluated.
         enough: a cost at which to stop.
     """
     best = min(starts, key=cost)
@@ -143,7 +143,7 @@ class BubbleSchedule:
         pipeline_N: by encoder: the pipeline of each task.
         forward_start_ps, backward_start_ps: by encoder: (N, S, K), of its kernels.
         llm_ms: the step without encoders.
-        before_ms, after_ms: by how much encoders lengthen it, before and behind the LLM.
+        before_ms, after_ms: by how much encoders lengthen it, before and after the LLM.
     """
 
     timeline: LlmTimeline

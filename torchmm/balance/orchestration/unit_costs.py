@@ -47,7 +47,7 @@ class Trial(NamedTuple):
     seconds_N: Float64s
     """Forward, and the backward that is needed."""
     backward_N: Float64s
-    """Of these, the backward."""
+    """The backward's share of these seconds."""
     kept_bytes_N: Float64s
     workspace_bytes_N: Float64s
 
@@ -76,7 +76,7 @@ class ModuleProfile:
     has_backward: bool
 
     def seconds(self, tensor: int, units_N: Float64s) -> Float64s:
-        """Of packs with so many units; nothing for those without any.
+        """Seconds of packs with these numbers of units; 0 for those without any.
 
         Raises:
             ValueError: the tensor-parallel size is outside of those with trials.

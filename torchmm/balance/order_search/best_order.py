@@ -66,7 +66,7 @@ class SearchedOrder:
 
 
 class StepSearch:
-    """One step's static orders, and what a search finds beside them.
+    """One step's static orders, and what a search finds in addition.
 
     Args:
         graph: of a training step.

@@ -1,4 +1,4 @@
-"""What no order of a step can be faster than: tells a schedule search how much is left to gain.
+"""What no order of a step can be faster than: it shows a schedule search how much is left to gain.
 
 For any step: every rank waits for the shortest way to its first action, does all of its work, and
 what it did last still has to come to the end. Where all ranks take equally long in every segment,

@@ -20,9 +20,9 @@ lowered from the order of `dispatch` takes the same time to the picosecond in `s
 as receives are posted in time.
 
 Rejected: going from start to start, as the paper has it: a rank whose next start is known must be
-told when something arrives earlier, and a lost wake-up shows in no check of dependencies, only in
-idle ranks. Rejected: forwards further down the queue that would fit where the first one does not:
-the first would wait for ever longer.
+notified when something arrives earlier, and a lost wake-up shows in no check of dependencies, only
+in idle ranks. Rejected: forwards further down the queue that would fit where the first one does
+not: the first would wait for ever longer.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _edge_arrays(
         rows.append((number[Action(kind, *transfer.producer)], target, channel, wire))
         waits.add(target)
     for action, target in number.items():
-        # Other backwards wait for gradients, which come from forwards behind their own.
+        # Other backwards wait for gradients, which come from forwards after their own.
         if action.type is ActionType.B and target not in waits:
             rows.append((number[action._replace(type=ActionType.F)], target, -1, 0))
     table = np.array(rows, np.int64).reshape(-1, 4)
@@ -248,8 +248,8 @@ class Dispatched:
 class Dispatcher:
     """Times a step under any priorities of its segments.
 
-    Left out are gathers and reductions of parameters, which come before and behind all of it, and
-    the memory of messages: leave room for it in the costs' limit.
+    Not included are gathers and reductions of parameters, which come before and after all of it,
+    and the memory of messages: leave room for it in the costs' limit.
 
     Args:
         graph: of the step, on any layout.

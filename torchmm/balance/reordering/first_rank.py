@@ -61,7 +61,7 @@ def first_rank_makespans(
 class _Pairs(NamedTuple):
     """Forwards and the backwards before them on the first rank: Q = M + P pairs.
 
-    The first P forwards have no backward before them, the last P backwards no forward behind.
+    The first P forwards have no backward before them, the last P backwards no forward after them.
     """
 
     forward_Q: Float64s
