@@ -56,7 +56,7 @@ SEED = 0
 QUIET = 0.05
 """Share of the CPU that other programs may take."""
 NEAR_BOUND = 1.1
-"""Goal: so many times the shortest possible step."""
+"""Goal, as a multiple of the shortest possible step."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Recorded(NamedTuple):
 
 
 class OverlapTimes(NamedTuple):
-    """Of one program pair and one speed of the link."""
+    """Times of one program pair at one speed of the link."""
 
     case: str
     ratio: float
@@ -150,7 +150,7 @@ class SplitProgram(ABC):
 
 
 class Mlps(SplitProgram):
-    """Gated MLPs behind each other, whose input and output are slices of the sequence."""
+    """Gated MLPs one after the other, whose input and output are slices of the sequence."""
 
     case = "MLPs"
 

@@ -8,7 +8,7 @@
 Compared are plans of the same work:
 
     filled             Optimus: encoder work wherever the LLM leaves a rank idle
-    not filled         the same plan, but every rank's encoder work before and behind its LLM work
+    not filled         the same plan, but every rank's encoder work before and after its LLM work
     tower in stage 0   Megatron-LM's placement
     coarse             Optimus' best plan that fills no bubble between LLM actions (sleep)
     balanced chain     all layers in one chain of equally costly stages (sleep)
@@ -23,7 +23,7 @@ between LLM actions are short, and the tower's work is many times as long as the
 nothing to be won over coarse placement. In the others the LLM runs under 1F1B, with bubbles of
 half its own time, and the tower's work is about as long as they are: trained, or frozen, as while a
 connector is trained. Forwards then go into bubbles in the LLM's warm-up, which coarse placement has
-in front of the step. What each ratio is when played through stands beside what was measured.
+in front of the step. What each ratio is when played through stands next to what was measured.
 """
 
 from __future__ import annotations

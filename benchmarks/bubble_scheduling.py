@@ -10,9 +10,9 @@ the paper does not say; results are given for several, the first of them fitted 
 coarse efficiency on 1536 GPUs.
 
 The encoder plan is the fastest of those that take at most 12 % more memory than the leanest
-baseline, as the paper's do (figure 17); what the others would give stands beside it. Memory is that
-of the fullest device: states and the LLM's activations, as the paper's planner counts it; what
-encoders keep is told apart, as the paper tells neither patches nor recomputation.
+baseline, as the paper's do (figure 17); what the others would give stands next to it. Memory is
+that of the fullest device: states and the LLM's activations, as the paper's planner counts it; what
+encoders keep is reported separately, as the paper gives neither patches nor recomputation.
 
 Small cases are compared with the best of all assignments of microbatches to pipelines.
 """

@@ -3,7 +3,7 @@
     python benchmarks/cost_accuracy.py [--quick] [--json FILE]
 
 Operators are measured for each number of ranks (`torchmm.measure.operators`, as
-`scripts/calibrate.py` does), before, between and behind the steps, because the machine's own speed
+`scripts/calibrate.py` does), before, between and after the steps, because the machine's own speed
 changes within minutes. Models that calibration has never seen (`cost_cases`) are trained as the
 trainer does it, each in processes of its own (`cost_program`), twice, in both orders. A step's
 prediction is `simulate` of the very plan that the runtime executes, with `plan_costs` of that

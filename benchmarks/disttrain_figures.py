@@ -1,15 +1,15 @@
 """DistTrain's figures 15 to 20, simulated: overall, orchestration, reordering, frozen modules.
 
 Models are the recipes of MLLM-9B, -15B and -72B on A800 devices, which nobody has measured here: no
-number is fitted. A plan's step is simulated action by action on a global batch of drawn sequences,
-in the replica groups with most to do. Megatron-LM is as in §8: tensor 8; LLM pipelines of 1, 2 and
-10; one stage each for encoder and generator, which are copied to the eight devices of a stage and
-share out a microbatch's images; batches as drawn. "FLOP ratio" gets nodes in proportion to FLOPs
-and the best sizes within. Ours: of the three best plans the one whose simulated step is fastest,
-with samples reordered, and interleaved 1F1B in the LLM where that is faster.
+number is fitted. A plan's step is simulated action by action on a global batch of sampled
+sequences, in the replica groups with most to do. Megatron-LM is as in §8: tensor 8; LLM pipelines
+of 1, 2 and 10; one stage each for encoder and generator, which are copied to the eight devices of a
+stage and divide a microbatch's images among them; batches as sampled. "FLOP ratio" gets nodes in
+proportion to FLOPs and the best sizes within. Ours: of the three best plans the one whose simulated
+step is fastest, with samples reordered, and interleaved 1F1B in the LLM where that is faster.
 
 The paper prints most bars only as pictures and gives ranges over models in the text: where a value
-is a range, its ends stand beside the least and the most of ours. Throughput is of the whole job,
+is a range, its ends stand next to the least and the most of ours. Throughput is of the whole job,
 whose number of devices differs a little; MFU is of the devices in use. U-Net and LAION-400M have
 stand-ins, see recipes/papers/bases/disttrain.toml.
 """
@@ -61,7 +61,7 @@ FROZEN = {
     "LLM": ("vision", "generator"),
     "generator": ("vision", "llm"),
 }
-"""By what is trained beside the projectors: what is not (§8.3.1)."""
+"""By what is trained in addition to the projectors: what is not (§8.3.1)."""
 VIRTUAL_STAGES = (1, 2, 4)
 SIMULATED = 3
 """Best plans of which the fastest is chosen by simulation."""
@@ -161,7 +161,7 @@ def run_plan(
 
 @cache
 def megatron(case: Case) -> Step:
-    """Rigid sizes; images of a microbatch are shared out to the devices of a stage."""
+    """Rigid sizes; images of a microbatch are divided among the devices of a stage."""
     plan = rigid_plan(problem_of(case), TENSOR, MODELS[case.name])
     return run(case, *copied_in_stages(planned_recipe(case.recipe, plan), plan), "none")
 

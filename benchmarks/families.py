@@ -51,7 +51,7 @@ TOLERANCE = 1e-4
 """Relative difference of the two losses."""
 CPU = torch.device("cpu")
 PAD, BEGIN, END, IMAGE, FIRST_TEXT = 0, 1, 2, 6, 7
-"""Token ids; below IMAGE are those of marks beside images, which no sample has."""
+"""Token ids; below IMAGE are those of marks around images, which no sample has."""
 
 
 class LossMismatchError(Exception):
@@ -249,7 +249,7 @@ def _pad(ids: list[Tensor], tokens: list[int]) -> dict[str, Any]:
 
 
 def _arguments(family: Family, padded: dict[str, Any], image: EncoderInputs) -> dict[str, Any]:
-    """What a composite takes beside ids."""
+    """What a composite takes in addition to ids."""
     kind = family.config["model_type"]
     shown = (padded["input_ids"] == IMAGE).long()
     arguments: dict[str, Any] = {"pixel_values": image.pixels}

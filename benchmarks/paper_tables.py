@@ -42,7 +42,7 @@ def built(name: str) -> tuple[dict[str, int], list[ModuleDescription]]:
 
 
 def step_flops(name: str, sequences: int) -> float:
-    """Forward and backward FLOPs of a step of so many sequences, without recomputation."""
+    """Forward and backward FLOPs of a step of that many sequences, without recomputation."""
     recipe = recipe_named(name)
     size = recipe.training.microbatch_size
     metas = draw_microbatches(

@@ -3,12 +3,12 @@
     python benchmarks/pipeweaver_figures.py [--quick] [--json FILE]
 
 VLM-S (ViT 5B + Llama3 8B, TP 4, PP 4, 16 H800) on 32 microbatches of 8192 tokens; image counts are
-ours, drawn with the printed seed. Technique after technique, as in the paper:
+ours, sampled with the printed seed. Technique after technique, as in the paper:
 
 1. Vanilla Megatron-LM: all layers in one chain of virtual stages with equal numbers of parameters,
    interleaved 1F1B; a microbatch's images together.
 2. Modality-aware partitioner: every module in segments of its own on all ranks, a stage takes a
-   microbatch's groups of images one behind the other, still interleaved 1F1B.
+   microbatch's groups of images one after the other, still interleaved 1F1B.
 3. Stage interleaving: the dispatcher, segments in natural order.
 4. Ranking: the order of segments is searched.
 5. Layer tuning: recomputation chosen per layer and microbatch up to the memory limit.

@@ -81,7 +81,7 @@ def forecast(path: Path) -> list[Row]:
 
 def dry_run(command: list[str]) -> int:
     """The exit code of `train.py`, in this process: importing takes seconds."""
-    import train  # noqa: PLC0415 - beside this directory
+    import train  # noqa: PLC0415 - next to this directory
 
     with mock.patch.object(sys, "argv", command):
         return train.main()

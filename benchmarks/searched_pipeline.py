@@ -17,7 +17,7 @@ weights on the same microbatches in the same processes, and the same step in eac
 Segments, sub-microbatches and torch's cuts are chosen likewise for all: candidates are played
 through with measured (or known) times, the best few run for real, the fastest stays. What is
 searched may also have the stages of 1F1B or of one balanced chain, and their orders are among those
-that it compares. Our plans are made before, as they are beside training. Searches get as many
+that it compares. Our plans are made before, as they are during training. Searches get as many
 evaluations as a recipe's default.
 """
 
@@ -298,7 +298,7 @@ def run_sleep(size: str) -> Iterator[list[Row]]:
 
 
 def run_planning(size: str) -> Iterator[list[Row]]:
-    """Two ranks beside a planning process."""
+    """Two ranks alongside a planning process."""
     yield from planning_beside.measure(planning_beside.SETTINGS[size])
 
 

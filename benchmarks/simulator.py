@@ -10,7 +10,7 @@ layer of ViT-5B and 8 images, 10.5 ms for a layer of a 32B LLM), lengths that va
 - Plan: an evaluation gives the time of a lowered plan for durations that were not seen before.
 - Reuse: the costs of one microbatch change. "From nothing" builds and times the plan's graph,
   "all costs" gives a kept graph all of its costs again, "timing alone" leaves out reading costs: a
-  microbatch in the middle moves all that comes behind it, so the least is gained there.
+  microbatch in the middle moves all that comes after it, so the least is gained there.
 
 - Command: all of `scripts/simulate.py`, which builds the recipe's model, plans and simulates.
 

@@ -3,7 +3,7 @@
 Each is trained as its first lines say, and once for a single step with learning rates of zero: the
 figures of that run are those of the untrained model, on the same held-out samples. The time is that
 of the whole command, from its start to the exported model. Recipes that start from another's export
-come behind it. Rows of recipes that were not run stay in the file.
+come after it. Rows of recipes that were not run stay in the file.
 
     python benchmarks/small_recipes.py [--quick] [--json FILE] [--recipes NAME ...]
 """
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def run(name: str, case: Case, quick: bool = False) -> list[Row]:
-    """Rows of one recipe: its figures beside the untrained model's, and the time.
+    """Rows of one recipe: its figures next to the untrained model's, and the time.
 
     Raises:
         RunError: a command failed.

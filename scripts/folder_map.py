@@ -31,7 +31,7 @@ def with_map(page: str) -> str:
 
 
 def lines() -> Iterator[str]:
-    """Of the map: a folder each, those inside of others indented."""
+    """Lines of the map: a folder each, those inside others indented."""
     yield "torchmm/"
     for name in FOLDERS:
         folder = ROOT / "torchmm" / name

@@ -37,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="export directory (hf/ of a run)")
     parser.add_argument("images", type=Path, nargs="+")
-    parser.add_argument("--prompt", default="", help="text behind the image")
+    parser.add_argument("--prompt", default="", help="text after the image")
     parser.add_argument("--max-new-tokens", type=int, default=40)
     arguments = parser.parse_args()
     missing = [str(i) for i in arguments.images if not i.is_file()]

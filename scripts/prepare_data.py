@@ -109,7 +109,7 @@ def ensure(
 
 
 def video_options() -> dict[str, Any]:
-    """Of the clips of video_captions."""
+    """Size of the clips of video_captions."""
     return {
         "fps": video_captions.FPS,
         "frames": video_captions.FRAMES,

@@ -36,7 +36,7 @@ TOWER_LAYERS, LLM_LAYERS = 24, 32
 ROWS_PER_IMAGE, ROWS, WIDTH = 4, 64, 256
 """Messages are float32 (rows, width): 4 KB per image in the tower, 64 KB in the LLM."""
 ACTION_S = 1e-3
-"""Assumed in orders: what an action takes beside its layers, for posting, waiting, switching."""
+"""Assumed in orders: what an action takes besides its layers, for posting, waiting, switching."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def message_rows(task: Task, graph: StageGraph, images: int) -> int:
 
 
 class OurSleep:
-    """Steps through our runtime. Plans are made before: in training, beside the step before."""
+    """Steps through our runtime. Plans are made before: in training, during the step before."""
 
     def __init__(self, name: str, work: Work, choice: Choice) -> None:
         self.name, self.work, self.choice = name, work, choice

@@ -5,6 +5,9 @@ cached kernel calls, so none calls functions of another file, except for those a
 one. These never change: a function that is to do something else gets another name, and with it
 its callers' files change.
 
+Types of arguments are cached by name, and found again by a function's name and line: where a tuple
+that kernels take gets another name, move the functions that take it by a line.
+
 `loop` is for functions that take tuples of arrays and allocate nothing. Numba counts references to
 all arrays of a tuple wherever it is used, atomically; in loops of a few nanoseconds that takes
 more time than all else. `_nrt` turns it off. Rejected: passing the arrays one by one, which is

@@ -2,8 +2,8 @@
 
 Planners weigh actions by FLOPs; how fast a device does those of each module and kind of action
 follows from measured steps, as one rate each (Optimus §6, "online scheduling"). Rates are smoothed
-over steps, so that one interrupted step changes little. Only rates beside each other count: a
-device that does everything slower needs no other plan.
+over steps, so that one interrupted step changes little. Only rates compared with each other count:
+a device that does everything slower needs no other plan.
 
 Rejected: new plans after every step, which would differ by noise and hide what changed; rates by
 rank, as a rank that is slow for good is to be replaced, not planned around.

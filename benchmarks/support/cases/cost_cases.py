@@ -172,7 +172,7 @@ class CostCase:
 def make_microbatch(
     samples: Sequence[Sample], tokens: int, images: Images | None, seed: int
 ) -> Microbatch:
-    """Random ids and pixels in the places of the samples' text and images; padding behind.
+    """Random ids and pixels in the places of the samples' text and images; padding after them.
 
     Args:
         images: without, places of images are text.

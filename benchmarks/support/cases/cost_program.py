@@ -87,7 +87,7 @@ class CaseProgram:
         """Of every step: this rank's milliseconds by class of action."""
 
     def step(self, index: int) -> float:
-        """All that a step does behind its data; the seconds of computing."""
+        """All that a step does after its data; the seconds of computing."""
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         plan = self.pipeline.plan_training(self.microbatches)
         outcome = self._train_step.run(plan, self.microbatches, self.targets)

@@ -39,7 +39,7 @@ ROUNDS = 2
 IMAGES = (None, 2)
 """Of an encoder at once; None: as the recipe says."""
 SCHEDULES_APART = (("interleaved_1f1b", 2), ("zero_bubble", 1), ("separated", 1))
-"""Of modules on devices of their own, beside 1F1B, and LLM stages per rank."""
+"""Of modules on devices of their own, other than 1F1B, and LLM stages per rank."""
 TRIED = 2
 """Plans that are tuned, and tried under other schedules: the fastest ones."""
 

@@ -42,7 +42,7 @@ GOAL, TOLERANCE = 1.15, 1e-5
 QUIET = 0.05
 """Share of the CPU that other programs may take: ranks need all of it."""
 ACTION_S = 2e-3
-"""Assumed when playing through: what an action takes beside its layers, mostly for messages."""
+"""Assumed when playing through: an action's time in addition to its layers, mostly for messages."""
 FRONT, SPREAD, OURS = "tower in stage 0", "tower cut too", "ours"
 
 

@@ -165,7 +165,7 @@ class Replayed(OurProgram):
 
 
 class Planned(Replayed):
-    """The same beside planning. The first plan that the process has is what all programs run.
+    """The same during planning. The first plan that the process has is what all programs run.
 
     Args:
         cores: for the planning process.

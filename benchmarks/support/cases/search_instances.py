@@ -3,7 +3,7 @@
 8 pipeline ranks, 64 microbatches of one packed sequence each; sequences have no, few (1 to 12) or
 many (8 to 48) images, each kind as often. Sub-microbatches have at most 12 images, so 1 to 4 per
 microbatch with images. The LLM has 4 to 6 segments, the encoder 1 or 2; a full sub-microbatch takes
-60 to 100 % of an LLM stage's time, drawn by seed, as the partitioner makes stages of about equal
+60 to 100 % of an LLM stage's time, sampled by seed, as the partitioner makes stages of about equal
 length. The LLM's stages take those of 80 layers of 10.5 ms together; backwards take two forwards.
 A task keeps memory in proportion to its forward's time.
 

@@ -1,14 +1,14 @@
 """A model of the clusters in Optimus' evaluation, kernel by kernel: what `bubble_scheduling` times.
 
-Every layer is four products on each of 8 tensor-parallel ranks with a collective before and behind
+Every layer is four products on each of 8 tensor-parallel ranks with a collective before and after
 each pair of them (Megatron-LM with sequence parallelism). One number is fitted, the efficiency of
 computation: the baseline with layers in one chain (appendix B) takes the paper's 10.43 s on 1536
 GPUs. Taken from the paper are the gather and reduction of table 1 (0.167 and 0.458 s, for other
 models in proportion to the LLM's parameters on a device) and the length of a collective of the
 largest LLM (0.3 ms). How many patches an encoder has for each token of the LLM the paper does not
-say. Encoders take a microbatch's images in parts of at most a sequence's tokens' patches, as plans
-with `sub_microbatch_images` do: a pipeline of whole microbatches is too slow to begin. Nothing is
-recomputed: the paper's layers take twice as long backward.
+say. Encoders take a microbatch's images in sub-microbatches of at most a sequence's tokens'
+patches, as plans with `sub_microbatch_images` do: a pipeline of whole microbatches is too slow to
+begin. Nothing is recomputed: the paper's layers take twice as long backward.
 
 `torchmm.balance.costs.model` knows operators, links and memory better, but plans made with it place
 whole actions; this is the model in which kernels go into bubbles inside of layers, as in the paper.
@@ -207,7 +207,7 @@ class Llm:
 
 
 def _merged(pieces: Sequence[float]) -> tuple[float, ...]:
-    """Pieces of layers behind each other: communication, computation, ..., communication."""
+    """Pieces of layers one after the other: communication, computation, ..., communication."""
     found = list(pieces[:5])
     for begin in range(5, len(pieces), 5):
         found[-1] += pieces[begin]

@@ -1,4 +1,4 @@
-"""What a pipeline's runtime costs beside the layers: ours against torch's on the same order.
+"""What a pipeline's runtime adds to the time of its layers: ours against torch's, same order.
 
 Stages are linear layers so small that they take almost no time. On one rank nothing is sent, and a
 plain loop of the same forwards and backwards is subtracted from both. On two ranks a step's time

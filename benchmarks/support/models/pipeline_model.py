@@ -95,7 +95,7 @@ def load_steps(steps: int, microbatches: int) -> tuple[str, list[list[Microbatch
 
 
 def make_microbatch(samples: Sequence[Sample], seed: int) -> Microbatch:
-    """Random ids and pixels in the places of the samples' text and images; padding behind."""
+    """Random ids and pixels in the places of the samples' text and images; padding after them."""
     generator = torch.Generator().manual_seed(seed)
     ids_T = torch.randint(VOCAB - 1, (TOKENS,), generator=generator)
     targets_T = torch.full((TOKENS,), IGNORE_TARGET)
@@ -138,9 +138,9 @@ def stages_of_rank(
 def views_of_chain(
     model: MultimodalModel, start: int, stop: int
 ) -> tuple[LayeredModule | None, LayeredModule | None]:
-    """(tower's part, LLM's part) of layers [start, stop) of both behind each other.
+    """(tower's share, LLM's share) of layers [start, stop) of both, one after the other.
 
-    Whoever has the tower's last layer also has the LLM's embedding.
+    The stage with the tower's last layer also has the LLM's embedding.
     """
     vision, llm = model.modality_modules()
     depth, last = len(vision.layers), len(vision.layers) + len(llm.layers)

@@ -103,7 +103,7 @@ class StockSchedule:
         build: the module with layers [start, stop) of the chain; it is called with what the stage
             before gave (the first: with the microbatch's number) and `index`, that number.
         split: layers of each stage; stage i is on rank i modulo the number of ranks.
-        shape: of what goes into the stage that starts at a layer; behind the last: of the loss.
+        shape: of what goes into the stage that starts at a layer; after the last: of the loss.
         loss_scale: factor of the last stage's output in backward.
     """
 
@@ -189,7 +189,7 @@ class StockProgram:
 
 
 def message_shape(model: MultimodalModel, start: int, most_images: int) -> tuple[int, ...]:
-    """What the stage with layers from `start` on receives; behind the last layer: the loss."""
+    """What the stage with layers from `start` on receives; after the last layer: the loss."""
     vision, llm = model.modality_modules()
     depth = len(vision.layers)
     if start < depth:

@@ -1,4 +1,4 @@
-"""A cell of a published table beside ours: what it is, how far off, how it is shown.
+"""A cell of a published table next to ours: what it is, how far off, how it is shown.
 
 Shared by `paper_tables.py`, which runs everything, and `paper_steps.py`, which simulates.
 """

@@ -80,7 +80,7 @@ def simulated(
     parallel: Mapping[str, Any] | None = None,
     modes: Sequence[str] = ("none",),
 ) -> Simulated:
-    """A step of a recipe on so many GPUs, with some of [parallel] changed.
+    """A step of a recipe on that many GPUs, with some of [parallel] changed.
 
     Args:
         modes: of recomputation; the first with which it fits, or the last.

@@ -55,7 +55,7 @@ def test_random_numbers_are_the_same_on_every_machine():
     """Cached kernels do not notice changes to them: a new behaviour needs a new name."""
     state, seen = np.uint64(1), []
     for _ in range(3):
-        state = next_random(state)
+        state = np.uint64(next_random(state))
         seen.append(int(state))
     assert seen == [1082269761, 1152992998833853505, 11177516664432764457]
     assert [random_index(np.uint64(bits), 10) for bits in (0, 0x7FFF, 0xFFFF)] == [0, 4, 9]

@@ -33,6 +33,63 @@ NEVER_TOGETHER = {  # exceptions to that: these also know nothing of some folder
 NO_DISTRIBUTED = {"common", "recipe", "data", "models", "balance"}
 MEETS_SHARDS = {"torchmm/models/hf/export.py"}  # gathers sharded parameters into files
 PROGRAMS = {"torchmm/data/serve.py"}  # like train.py: they see everything, and nobody imports them
+SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only ever lower these
+    "torchmm/balance": 2,
+    "torchmm/balance/bubbles": 11,
+    "torchmm/balance/costs": 37,
+    "torchmm/balance/orchestration": 7,
+    "torchmm/balance/order_search": 5,
+    "torchmm/balance/recomputation": 27,
+    "torchmm/balance/reordering": 17,
+    "torchmm/balance/simulation": 15,
+    "torchmm/common": 5,
+    "torchmm/data": 7,
+    "torchmm/data/media": 8,
+    "torchmm/data/prepare": 4,
+    "torchmm/data/sources": 7,
+    "torchmm/measure": 11,
+    "torchmm/models": 5,
+    "torchmm/models/families": 13,
+    "torchmm/models/hf": 4,
+    "torchmm/models/layers": 3,
+    "torchmm/parallel": 5,
+    "torchmm/parallel/tensor": 7,
+    "torchmm/pipelining/checks": 21,
+    "torchmm/pipelining/plan": 10,
+    "torchmm/pipelining/run": 5,
+    "torchmm/pipelining/schedules": 14,
+    "torchmm/pipelining/view": 2,
+    "torchmm/planning": 15,
+    "torchmm/recipe": 21,
+    "torchmm/training": 17,
+    "torchmm/training/checkpoint": 2,
+}
+ONE_IMPORTER = {  # short modules that one other uses: why they are not a part of it
+    "torchmm/balance/orchestration/baselines.py": "what the optimum is compared with",
+    "torchmm/balance/orchestration/relaxed.py": "a closed form with its derivation",
+    "torchmm/balance/order_search/order_times.py": "times orders that no dispatcher made",
+    "torchmm/balance/recomputation/integer_program.py": "what tuning is compared with",
+    "torchmm/data/fork_server.py": "imported by its name, in another process",
+    "torchmm/data/media/medium.py": "the interface that images and sounds share",
+    "torchmm/data/prepare/clip_files.py": "tests write clips with it, too",
+    "torchmm/data/prepare/smollm2.py": "one data set or model, one file",
+    "torchmm/data/prepare/spoken_stamps.py": "one data set or model, one file",
+    "torchmm/data/prepare/tiny_qwen.py": "one data set or model, one file",
+    "torchmm/data/prepare/tokenizer.py": "one data set or model, one file",
+    "torchmm/data/sources/archives.py": "about the bytes of tar files alone",
+    "torchmm/data/waiting.py": "threads and pipes, without anything of loading",
+    "torchmm/measure/trial_inputs.py": "makes inputs from sizes; its importer takes times",
+    "torchmm/models/families/build_generator.py": "needs diffusers, which not every run has",
+    "torchmm/models/layers/loss.py": "a function with its own backward and numerical argument",
+    "torchmm/planning/dry_run.py": "train.py imports it only for a dry run",
+    "torchmm/planning/forecast_command.py": "its script answers before torch is loaded",
+    "torchmm/planning/open_sizes.py": "the trainer fills in what is open before all else",
+    "torchmm/recipe/check_model.py": "checks of one section",
+    "torchmm/training/ablation.py": "what a script does with a trained model, without training",
+    "torchmm/training/layout_checks.py": "needs a model but no process group, unlike its importer",
+    "torchmm/training/profiling.py": "about the profiler alone",
+}
+MIN_SHARED_LINES = 120
 LAZY_IMPORTS = {
     "torchmm/data/loader.py": "grpc is installed only where producers are used",
     "torchmm/data/serve.py": "a bad address or certificate is reported before torch is loaded",
@@ -232,6 +289,98 @@ def test_nothing_banned_is_used(file):
 def test_the_ban_finds(tmp_path, code):
     (tmp_path / "code.py").write_text(code)
     assert list(banned(tmp_path / "code.py"))
+
+
+def literal(node: ast.expr) -> bool:
+    """Names, constants, and displays of those."""
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return all(literal(element) for element in node.elts)
+    if isinstance(node, ast.Dict):
+        return all(key is not None and literal(key) for key in node.keys) and all(
+            literal(value) for value in node.values
+        )
+    if isinstance(node, ast.UnaryOp):
+        return literal(node.operand)
+    return isinstance(node, ast.Name | ast.Constant)
+
+
+def squeezed(tree: ast.AST) -> Iterator[int]:
+    """Lines of tuples that only save lines: `a, b = x.c, y.d` and `f(*local_tuple)`.
+
+    Swaps and other updates at the same time, in which a value reads a target, need the tuple.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            target = node.targets[0]
+            if isinstance(target, ast.Tuple) and not literal(node.value):
+                written = {ast.unparse(element) for element in target.elts}
+                read = {ast.unparse(n) for n in ast.walk(node.value) if isinstance(n, ast.expr)}
+                if not written & read:
+                    yield node.lineno
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assigned = [n for n in ast.walk(node) if isinstance(n, ast.Assign)]
+            tuples = {ast.unparse(n.targets[0]) for n in assigned if isinstance(n.value, ast.Tuple)}
+            for call in ast.walk(node):
+                for argument in call.args if isinstance(call, ast.Call) else ():
+                    if isinstance(argument, ast.Starred) and ast.unparse(argument.value) in tuples:
+                        yield call.lineno
+
+
+@pytest.mark.parametrize("folder", sorted({f.parent for f in MODULES}), ids=short)
+def test_lines_hold_one_idea(folder):
+    found = [f"{short(f)}:{n}" for f in sorted(folder.glob("*.py")) for n in squeezed(parse(f))]
+    budget = SQUEEZED.get(short(folder), 0)
+    assert len(found) <= budget, (
+        f"{len(found)} squeezed lines, at most {budget}; give each value a line, or a name: {found}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("a, b = x.c, y.d", 1),
+        ("a, b = f(x), []", 1),
+        ("def f(x):\n    how = x.a, x.b\n    g(*how)", 1),
+        ("i, j = 0, -1", 0),
+        ("found, seen = [], {}", 0),
+        ("a, b = b, a", 0),
+        ("v[i], v[j] = v[j], v[i]", 0),
+        ("low, high = high, low + x.step", 0),
+        ("a, b = pair(x.c)", 0),
+        ("def f(*how):\n    g(*how)", 0),
+    ],
+)
+def test_squeezed_lines_are_found(code, count):
+    assert len(list(squeezed(ast.parse(code)))) == count
+
+
+def test_short_modules_with_one_importer_have_a_reason():
+    programs = [ROOT / "train.py", *(ROOT / "scripts").glob("*.py")]
+    importers: dict[str, set[Path]] = {}
+    for file in [*MODULES, *programs]:
+        for name in imports_of(file):
+            importers.setdefault(name.replace(".", "/") + ".py", set()).add(file)
+    lonely = {
+        short(f)
+        for f in MODULES
+        if f.name != "__init__.py"
+        and len(importers.get(short(f), ())) < 2
+        and len(f.read_text().splitlines()) < MIN_SHARED_LINES
+    }
+    assert lonely - ONE_IMPORTER.keys() == set(), (
+        "merge them with what imports them, or say why not"
+    )
+    assert {name for name in ONE_IMPORTER if not (ROOT / name).exists()} == set()
+
+
+def test_products_do_not_import_benchmarks_or_tests():
+    outside = {"benchmarks", "support", "tests", "scripts"}
+    outside |= {f.stem for d in ("tests", "benchmarks") for f in (ROOT / d).rglob("*.py")}
+    outside -= {"__init__", "types"} | set(sys.stdlib_module_names)
+    libraries = {"torchmm"}
+    for file in [*MODULES, ROOT / "train.py"]:
+        used = {name.split(".")[0] for name in imports_of(file)} - libraries
+        assert not used & outside, f"{short(file)} imports {sorted(used & outside)}"
 
 
 def test_recipe_reference_is_up_to_date():

@@ -1,4 +1,4 @@
-"""Which parallel plans encoders may have beside an LLM's: Optimus' model planner (§4.1, §4.5).
+"""Which parallel plans encoders may have alongside an LLM's: Optimus' model planner (§4.1, §4.5).
 
 Given the LLM's sizes (data, pipeline, tensor), an encoder may have any pipeline size that divides
 the LLM's and any tensor size that does; the rest of the ranks is data parallelism. So the devices
@@ -99,7 +99,7 @@ class ColocatedPlan:
 
     @property
     def worst_bytes(self) -> int:
-        """Of the device that needs most."""
+        """On the device that needs most."""
         return max(self.rank_bytes)
 
 

@@ -32,13 +32,13 @@ class EncoderWork:
     Attributes:
         name: of the module.
         tasks: (microbatch, sub-microbatch) of each, by microbatch.
-        devices_MS: who runs each stage of each pipeline. An LLM rank's `tensor_groups` devices are
-            numbered rank * tensor_groups + group.
-        tensor_groups: how many tensor-parallel groups of the encoder fit into one of the LLM; each
-            has a device of its own here, with its share of the rank's layers' work.
+        devices_MS: who runs each stage of each pipeline. An LLM rank is `tensor_groups` devices,
+            numbered rank * tensor_groups + group, each with that share of what tensor parallelism
+            splits.
+        tensor_groups: how many tensor-parallel groups of the encoder fit into one of the LLM.
         forward_ms_NSK, backward_ms_NSK: durations of kernels; numbers of kernels may differ.
         forward_links_K, backward_links_K: which of them communicate; None: none does.
-        hop_ms_NS: from a stage's rank to that of the next, the LLM's first behind the last; nothing
+        hop_ms_NS: from a stage's rank to that of the next, from the last to the LLM's first; 0
             where that is the same rank. Gradients take as long. None: no time.
 
     Raises:
@@ -104,7 +104,7 @@ def pipeline_stages(graph: StageGraph, module: str) -> list[list[StageSpec]]:
     ranks = [rank for slices in groups for rank in slices[0].ranks]
     if len(set(ranks)) < len(ranks):
         raise ValueError(
-            f"{module}: its stages lie on ranks {[list(s.ranks) for s in own]}; give every rank "
+            f"{module}: its stages are on ranks {[list(s.ranks) for s in own]}; give every rank "
             "consecutive layers"
         )
     return groups

@@ -22,7 +22,7 @@ ALWAYS_PS = 1 << 60
 """Farther from the step than anything in it."""
 
 Pieces = Callable[[Action], Sequence[float]]
-"""Of an action: times in ms of communication, computation, communication, ... in turn."""
+"""Action -> times in ms of communication, computation, communication, ... in turn."""
 
 
 class FreeTime(NamedTuple):
@@ -60,7 +60,8 @@ def layer_pieces(graph: StageGraph, costs: PlanCosts) -> Pieces:
     """Actions as equal layers; each gathers, computes, scatters, gathers, computes and scatters."""
 
     def pieces(action: Action) -> Sequence[float]:
-        whole_ms, tensor_ms = costs.compute_ms[action], costs.tensor_ms.get(action, 0.0)
+        whole_ms = costs.compute_ms[action]
+        tensor_ms = costs.tensor_ms.get(action, 0.0)
         if tensor_ms == 0:
             return 0.0, whole_ms
         stage = graph.layout.stages[action.stage]
@@ -99,7 +100,8 @@ def _cut(pieces_ms: Sequence[float], duration_ps: int) -> tuple[Int64s, ...]:
     sums = np.cumsum(np.array([0.0, *pieces_ms])) * PICOSECONDS_PER_MS
     edges = np.minimum(np.rint(sums).astype(np.int64), duration_ps)
     edges[-1] = duration_ps
-    start, end = edges[:-1], edges[1:]
+    start = edges[:-1]
+    end = edges[1:]
     some = end > start
     kinds = [some & (np.arange(len(start)) % 2 == kind) for kind in (0, 1)]
     return start[kinds[0]], end[kinds[0]], start[kinds[1]], end[kinds[1]]

@@ -133,7 +133,7 @@ class LlmTimeline:
         return complement([own.communication_ps for own in self.spans])
 
     def free_outside(self) -> FreeTime:
-        """By rank: the time before all its computation, and that behind it."""
+        """By rank: the time before all its computation, and that after it."""
         first = [[int(own.start_ps[0]), int(own.end_ps[-1])] for own in self.ranks]
         return complement([np.array(both, np.int64).reshape(2, 1) for both in first])
 
@@ -142,9 +142,11 @@ class LlmTimeline:
         return [b for rank in range(len(self.ranks)) for b in self._bubbles(rank)]
 
     def _bubbles(self, rank: int) -> Iterator[Bubble]:
-        own, end_ps = self.ranks[rank], self.llm_ps
+        own = self.ranks[rank]
+        end_ps = self.llm_ps
         first, last = int(own.start_ps[0]), int(own.end_ps[-1])
-        gathered, reduced = int(self.llm_gathered_ps[rank]), last + int(self.reduce_ps[rank])
+        gathered = int(self.llm_gathered_ps[rank])
+        reduced = last + int(self.reduce_ps[rank])
         spans: list[tuple[BubbleClass, int, int]] = [
             ("dp_all_gather", 0, min(gathered, first)),
             ("warmup", min(gathered, first), first),
@@ -199,8 +201,8 @@ def llm_timeline(
         costs: of the graph. Transfers take their time, and never wait for each other.
         sharding: "step" if parameters are gathered before and gradients reduced after all
             computation; encoders' parameters come first, as their stages do.
-        reduction_hides: whether reductions of the LLM run beside encoder computation (Optimus); if
-            not, as in `lower_plan`, they stand behind all computation, those of encoders too.
+        reduction_hides: whether reductions of the LLM overlap encoder computation (Optimus); if
+            not, as in `lower_plan`, they come after all computation, encoders' included.
         defer: whether forwards run as late as no backward moves, or as early as possible.
         pieces: what actions consist of; None: `layer_pieces` of the costs.
 
@@ -257,7 +259,7 @@ class _Builder:
         self._problems: list[str] = []
 
     def _stages_of(self, rank: int) -> tuple[int, ...]:
-        """Of a pipeline rank, or of the first of its mirrors."""
+        """Stages of a pipeline rank, or of the first of its mirrors."""
         return self.graph.layout.stages_of(rank * self.graph.layout.mirrors)
 
     def _add(
@@ -296,7 +298,8 @@ class _Builder:
             self._add_needs(action)
 
     def _add_needs(self, action: Action) -> None:
-        task, node = Task(*action[1:4]), self.nodes[action]
+        task = Task(*action[1:4])
+        node = self.nodes[action]
         if action.type is ActionType.F:
             for message in self.graph.incoming(task):
                 producer = self.graph.producer(message)

@@ -10,9 +10,8 @@ A plan places whole actions: slicing encoder stages makes them small enough for 
 actions. Those inside an LLM action (tensor parallelism) count as one, at its begin. Encoder actions
 are placed in pieces, as groups of their kernels, so that they go through several of them; in the
 order they stand directly in front of the LLM action in which their first piece is, for it and those
-behind it to be filled (`torchmm.pipelining.schedules.fillers`). There a step may take longer than
-the
-promise: what does not fit beside LLM actions runs in front of them.
+after it to be filled (`torchmm.pipelining.schedules.fillers`). There a step may take longer than
+promised: what does not fit alongside LLM actions runs in front of them.
 
 Which microbatch the LLM takes when is free: a step's loss is the sum over all. Where microbatches
 have different numbers of images, small encoder tasks are wanted first, before a wide lead of the
@@ -47,7 +46,7 @@ from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
 from torchmm.pipelining.schedules.names import order_named
 
 PIECES = 8
-"""Of an encoder action where bubbles inside of the LLM's actions count: a layer has four products
+"""Per encoder action where bubbles inside the LLM's actions count: a layer has four products
 forward, twice as many backward."""
 
 
@@ -77,7 +76,7 @@ def optimus(
         graph: of a colocated layout (`torchmm.pipelining.schedules.colocated`).
         costs: of the graph.
         llm_schedule: name of a classic schedule for the LLM alone.
-        granularity: coarse: encoders before and behind the LLM only.
+        granularity: coarse: encoders before and after the LLM only.
         sharding: as the plan will be lowered.
         evaluations: as for `fill_bubbles`.
         reorder: whether the LLM may take microbatches in another order.

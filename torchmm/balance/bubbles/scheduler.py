@@ -81,7 +81,7 @@ def search_assignment(
         starts: assignments to begin from; at least one. Never worse than the best of them.
         choices: by task: its possible places.
         cost: of an assignment; positive.
-        evaluations: how many assignments beside the first ones may be evaluated.
+        evaluations: how many assignments, in addition to the first ones, may be evaluated.
         enough: a cost at which to stop.
     """
     best = min(starts, key=cost)
@@ -94,7 +94,8 @@ def search_assignment(
     free = [task for task, places in enumerate(choices) if len(places) > 1]
     if not free:
         return best
-    rng, costs = random.Random(seed), {best.tobytes(): least}
+    rng = random.Random(seed)
+    costs = {best.tobytes(): least}
     current, height = best, least
     steps = evaluations * REPEATS
     for step in range(steps):
@@ -107,7 +108,8 @@ def search_assignment(
         rise = costs[key] - height
         temperature = TEMPERATURE * least * (1 - step / steps)
         if rise <= 0 or rng.random() < exp(-rise / temperature):
-            current, height = tried, costs[key]
+            current = tried
+            height = costs[key]
             if height < least:
                 best, least = current, height
     return best
@@ -117,7 +119,9 @@ def _moved(
     current: Int32s, free: Sequence[int], choices: Sequence[range], rng: random.Random
 ) -> Int32s:
     """One task elsewhere, or two of the same choices exchanged."""
-    tried, one, other = current.copy(), rng.choice(free), rng.choice(free)
+    tried = current.copy()
+    one = rng.choice(free)
+    other = rng.choice(free)
     if rng.random() < 0.5 or choices[one] != choices[other]:
         tried[one] = rng.choice(choices[one])
     else:
@@ -139,7 +143,7 @@ class BubbleSchedule:
         pipeline_N: by encoder: the pipeline of each task.
         forward_start_ps, backward_start_ps: by encoder: (N, S, K), of its kernels.
         llm_ms: the step without encoders.
-        before_ms, after_ms: by how much encoders lengthen it, before and behind the LLM.
+        before_ms, after_ms: by how much encoders lengthen it, before and after the LLM.
     """
 
     timeline: LlmTimeline
@@ -220,14 +224,16 @@ class BubbleFiller:
 
     def __init__(self, timeline: LlmTimeline, works: Sequence[EncoderWork]) -> None:
         _check(timeline, works)
-        self.timeline, self.works = timeline, tuple(works)
+        self.timeline = timeline
+        self.works = tuple(works)
         self.keys = [(i, *task) for i, work in enumerate(works) for task in work.tasks]
         encoder = np.array([key[0] for key in self.keys], np.int32)
         microbatch = np.array([key[1] for key in self.keys], np.int64)
         self._needed = timeline.needed_ps[microbatch]
         self._returned = timeline.returned_ps[microbatch]
         self._pipelines = _pipelines(timeline, works)
-        first, last = self._pipelines.first[encoder], self._pipelines.first[encoder + 1]
+        first = self._pipelines.first[encoder]
+        last = self._pipelines.first[encoder + 1]
         self.choices = [range(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
         order = np.lexsort((microbatch, self._needed))
         self._forward = _tasks(
@@ -242,14 +248,17 @@ class BubbleFiller:
 
     def forward_first(self, granularity: Granularity) -> Int32s:
         """Each next forward to the pipeline that finishes it first, with the least delay."""
-        way, free = self._forward_way(granularity), np.full(len(self.keys), -ALWAYS_PS)
+        way = self._forward_way(granularity)
+        free = np.full(len(self.keys), -ALWAYS_PS)
         # All kernels one after the other before the LLM begins: certainly enough.
-        low, high = -1, int(self._forward.duration_ps.sum() + self._forward.hop_ps.sum())
+        low = -1
+        high = int(self._forward.duration_ps.sum() + self._forward.hop_ps.sum())
         best = np.zeros(len(self.keys), np.int32)
         self._assign(way, free, self._needed, self._gathered - high, best)
         tolerance = int(BISECTION * high) + 1
         while high - low > tolerance:
-            delay, tried = (low + high) // 2, best.copy()
+            delay = (low + high) // 2
+            tried = best.copy()
             if self._assign(way, free, self._needed, self._gathered - delay, tried):
                 best, high = tried, delay
             else:
@@ -259,9 +268,11 @@ class BubbleFiller:
     def backward_first(self, granularity: Granularity) -> Int32s:
         """Each next backward to the pipeline that finishes it first, as if forwards took none of
         the bubbles."""
-        count, room = len(self.keys), self._room(granularity)
+        count = len(self.keys)
+        room = self._room(granularity)
         way = Pass(self._backward, self._pipelines, room, True, False)
-        never, found = np.full(count, ALWAYS_PS), np.zeros(count, np.int32)
+        never = np.full(count, ALWAYS_PS)
+        found = np.zeros(count, np.int32)
         self._assign(way, self._returned, never, np.full(len(self._gathered), -ALWAYS_PS), found)
         return found
 
@@ -269,9 +280,10 @@ class BubbleFiller:
     def _assign(
         way: Pass, release_ps: Int64s, deadline_ps: Int64s, begin_ps: Int64s, found: Int32s
     ) -> bool:
-        cursors = start_cursor(way.room, begin_ps), start_cursor(way.room, begin_ps)
+        cursor = start_cursor(way.room, begin_ps)
+        saved = start_cursor(way.room, begin_ps)
         scratch = np.empty(len(way.tasks.duration_ps), np.int64)
-        return bool(assign_tasks(way, release_ps, deadline_ps, *cursors, scratch, found))
+        return bool(assign_tasks(way, release_ps, deadline_ps, cursor, saved, scratch, found))
 
     def search(
         self, granularity: Granularity, starts: Sequence[Int32s], evaluations: int
@@ -287,7 +299,9 @@ class BubbleFiller:
 
     def evaluate(self, granularity: Granularity, pipeline_of: Int32s) -> Placed:
         """The placement of an assignment (steps 2 and 3)."""
-        count, ranks, room = len(self.keys), self._pipelines.rank, self._room(granularity)
+        count = len(self.keys)
+        ranks = self._pipelines.rank
+        room = self._room(granularity)
         start, end = np.zeros(len(self._forward.duration_ps), np.int64), np.zeros(count, np.int64)
         unbound = np.full(len(ranks), -ALWAYS_PS)
         mirrored = Pass(self._forward, self._pipelines, self._room(granularity, True), True, True)
@@ -309,7 +323,8 @@ class BubbleFiller:
 
     def schedule(self, granularity: Granularity, pipeline_of: Int32s) -> BubbleSchedule:
         """The schedule of an assignment; the LLM starts later as a whole."""
-        placed, timeline = self.evaluate(granularity, pipeline_of), self.timeline
+        placed = self.evaluate(granularity, pipeline_of)
+        timeline = self.timeline
         before = placed.before_ps
         llm = [
             RankActions(own.actions, own.start_ps + before, own.end_ps + before)
@@ -331,7 +346,8 @@ class BubbleFiller:
 
         That is what a plan does; where the LLM's stages differ it may be less than moving it whole.
         """
-        placed, timeline = self.evaluate("coarse", pipeline_of), self.timeline
+        placed = self.evaluate("coarse", pipeline_of)
+        timeline = self.timeline
         ends = self._device_ends(placed.forward_ps, pipeline_of)
         released: dict[Action, int] = {}
         for rank, own in enumerate(timeline.ranks):

@@ -124,7 +124,8 @@ def _place_row(
     """Places a row's kernels; its end, or NEVER_PS if there is no room."""
     tasks, room = way.tasks, way.room
     now = max(ready_ps, cursor.time_ps[device])
-    first, last = tasks.pointers[row], tasks.pointers[row + 1]
+    first = tasks.pointers[row]
+    last = tasks.pointers[row + 1]
     compute, link = cursor.compute[device], cursor.link[device]
     last_compute, last_link = room.compute_pointers[device + 1], room.link_pointers[device + 1]
     empty = True
@@ -165,8 +166,10 @@ def _place_task(
 ) -> int:
     """Places a task's rows in the order of stages, or against it; when its result is there."""
     tasks, pipelines, upstream = way.tasks, way.pipelines, way.upstream
-    first, last = tasks.first[task], tasks.first[task + 1]
-    now, before = release_ps, pipelines.entry_rank
+    first = tasks.first[task]
+    last = tasks.first[task + 1]
+    now = release_ps
+    before = pipelines.entry_rank
     for index in range(last - first):
         stage = last - first - 1 - index if upstream else index
         device = pipelines.device[pipeline, stage]
@@ -305,21 +308,24 @@ def _subtract(
     new_start, new_end = np.empty(most, np.int64), np.empty(most, np.int64)
     count = 0
     for device in range(devices):
-        busy, last = busy_pointers[device], busy_pointers[device + 1]
+        busy = busy_pointers[device]
+        last = busy_pointers[device + 1]
         for index in range(pointers[device], pointers[device + 1]):
             now = start[index]
             while busy < last and busy_end[busy] <= now:
                 busy += 1
             while busy < last and busy_start[busy] < end[index]:
                 if busy_start[busy] > now:
-                    new_start[count], new_end[count] = now, busy_start[busy]
+                    new_start[count] = now
+                    new_end[count] = busy_start[busy]
                     count += 1
                 now = max(now, busy_end[busy])
                 if busy_end[busy] > end[index]:
                     break
                 busy += 1
             if now < end[index]:
-                new_start[count], new_end[count] = now, end[index]
+                new_start[count] = now
+                new_end[count] = end[index]
                 count += 1
         new_pointers[device + 1] = count
     return new_pointers, new_start[:count], new_end[:count]

@@ -30,7 +30,8 @@ def rigid_plan(
         ValueError: none fits.
     """
     batch = problem.global_batch_size // problem.microbatch_size
-    llm, count = problem.llm, len(problem.units)
+    llm = problem.llm
+    count = len(problem.units)
     most = problem.units[llm].layers // problem.units[llm].virtual_stages
     best: OrchestrationPlan | None = None
     for stages in range(1, most + 1) if pipeline is None else [pipeline]:

@@ -114,7 +114,8 @@ def greatest_depth(
     """How many ranks there may be from the unit's first to the last of all; 0: does not fit."""
     tensor, data, pipeline = sizes
     # Memory rises with the depth up to as many ranks as there are microbatches.
-    fits, too_deep = pipeline - 1, max(pipeline, microbatches) + 1
+    fits = pipeline - 1
+    too_deep = max(pipeline, microbatches) + 1
     depth = pipeline
     while fits + 1 < too_deep:
         in_flight = microbatches_in_flight(tables, unit, pipeline, depth, microbatches)
@@ -167,7 +168,8 @@ def list_options(
         (O, 8), by number of devices.
     """
     warmup_U, work_U, layer_s = least_times(tables, setting, data)
-    microbatches, virtual = setting.batch // data, tables.virtual_U[unit]
+    microbatches = setting.batch // data
+    virtual = tables.virtual_U[unit]
     most = setting.devices - len(warmup_U) + 1
     if len(llm) > 0:
         most -= int(llm[:, DEVICES].min()) - 1
@@ -175,7 +177,8 @@ def list_options(
         layer_s = max(layer_s, llm[:, STAGE_S].min())
     warmup_s, work = warmup_U.sum() - warmup_U[unit], work_U.sum() - work_U[unit]
     most = min(tables.limit_U[unit], most)
-    found, count = np.empty((64, 8)), 0
+    found = np.empty((64, 8))
+    count = 0
     for tensor in range(len(tables.tensor_T)):
         offered = tables.seconds_UT[unit, tensor] < np.inf
         for own in range(data if unit == setting.llm else 1, data + 1 if offered else 0):
@@ -315,10 +318,12 @@ def complete(
         the time, or the limit if it cannot be less; options by place.
     """
     places = len(others.behind_W)
-    best, best_rows = limit_s, np.zeros(places, np.int64)
+    best = limit_s
+    best_rows = np.zeros(places, np.int64)
     if places == 0:
         return min(best, llm[WARMUP_S] + steady * llm[STAGE_S] + llm[SYNC_S]), best_rows
-    rows, row = np.zeros(places, np.int64), others.begin_W[:-1].copy()
+    rows = np.zeros(places, np.int64)
+    row = others.begin_W[:-1].copy()
     # By place: sums and maxima of what has been chosen before. The LLM's pipeline ranks count only
     # for units before it, and are added there.
     so_far = np.zeros((places + 1, 8))
@@ -328,7 +333,9 @@ def complete(
         if row[place] == others.begin_W[place + 1]:
             place -= 1
             continue
-        own, chosen, after = others.options[row[place]], so_far[place], so_far[place + 1]
+        own = others.options[row[place]]
+        chosen = so_far[place]
+        after = so_far[place + 1]
         rows[place] = row[place]
         row[place] += 1
         after[DEVICES] = chosen[DEVICES] + own[DEVICES]
@@ -367,7 +374,8 @@ def fastest_plans(tables: UnitTables, setting: PlanSetting, keep: int) -> tuple[
         and pipeline of each unit.
     """
     units = len(tables.layers_U)
-    best, plans = np.full(keep, np.inf), np.zeros((keep, units, 3), np.int64)
+    best = np.full(keep, np.inf)
+    plans = np.zeros((keep, units, 3), np.int64)
     sizes, bounds = data_sizes(tables, setting)
     for index in range(len(sizes)):
         data = sizes[index]

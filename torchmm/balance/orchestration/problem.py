@@ -21,7 +21,7 @@ from torchmm.balance.orchestration.tables import PlanSetting, UnitTables
 class UnitCosts:
     """One unit.
 
-    Mappings are by tensor-parallel size, for one rank of so many; numbers are of the whole module.
+    Mappings are by tensor-parallel size, for one of its ranks; numbers are of the whole module.
 
     Attributes:
         name: as in the recipe.

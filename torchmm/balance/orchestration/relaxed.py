@@ -5,9 +5,10 @@ a solver. It has a closed form: with times and sizes given, the warm-up is const
 stage is as fast as possible when each unit has devices in proportion to its work, except for units
 that need more for their memory.
 
-The bound leaves out what only makes plans slower: stages of whole layers (but no stage has less
-than one), activations kept for ranks of later units and beyond the average, the gradients'
-reduction.
+The bound leaves out what only makes plans slower:
+- stages of whole layers (but no stage has less than one),
+- activations kept for ranks of later units and beyond the average,
+- the reduction of gradients.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def _slowest_stage(work_U: Float64s, floors_U: Float64s, devices: int) -> float:
     """Least t with sum(max(work / t, floor)) <= devices, the floors' sum being below that."""
     at_floor = np.zeros(len(work_U), np.bool_)
     while True:
-        left, work = float(devices), 0.0
+        left = float(devices)
+        work = 0.0
         for unit in range(len(work_U)):
             if at_floor[unit]:
                 left -= floors_U[unit]

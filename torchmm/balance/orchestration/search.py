@@ -165,7 +165,8 @@ def orchestrate(
     Raises:
         ValueError: no plan fits; the message has what each unit needs at least.
     """
-    tables, setting = problem.tables(limits or {}), problem.setting()
+    tables = problem.tables(limits or {})
+    setting = problem.setting()
     seconds, sizes = fastest_plans(tables, setting, 1 + alternatives)
     plans = [
         plan_with(problem, [UnitSizes(int(tables.tensor_T[t]), int(d), int(p)) for t, d, p in plan])
@@ -192,7 +193,8 @@ def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> Orch
         ValueError: sizes that a unit does not offer, that do not divide the batch or each other,
             or that take more devices than there are.
     """
-    tables, setting = problem.tables({}), problem.setting()
+    tables = problem.tables({})
+    setting = problem.setting()
     _check_sizes(problem, sizes)
     data = sizes[problem.llm].data
     microbatches = setting.batch // data
@@ -270,9 +272,9 @@ def _why_nothing_fits(problem: OrchestrationProblem, tables: UnitTables) -> str:
         for column in np.flatnonzero(np.isfinite(tables.seconds_UT[index])).tolist():
             ranks = problem.devices // int(tables.tensor_T[column])
             for pipeline in range(1, min(unit.layers // unit.virtual_stages, ranks) + 1):
-                sizes = column, ranks // pipeline, pipeline
+                data = ranks // pipeline
                 samples = float(problem.microbatch_size)
-                own = unit_bytes(tables, index, *sizes, samples, 1.0)
+                own = unit_bytes(tables, index, column, data, pipeline, samples, 1.0)
                 least = min(least, own)
         texts.append(f"{unit.name} {least / 2**30:.1f} GiB")
     return (

@@ -19,13 +19,13 @@ class UnitTables(NamedTuple):
     unevenness_U: Float64s
     """Standard deviation of samples' seconds, as a share of the mean."""
     activation_bytes_UT: Float64s
-    """Kept of one sample, on one of so many ranks."""
+    """Kept of one sample, on one rank of that size."""
     surge_bytes_UT: Float64s
     """What n samples may keep beyond n times that, divided by the square root of n."""
     peak_bytes_UT: Float64s
     """Kept of the largest sample."""
     workspace_bytes_UT: Float64s
-    """Largest temporary of one sample, on one of so many ranks."""
+    """Largest temporary of one sample, on one rank of that size."""
     layers_U: Int64s
     virtual_U: Int64s
     """Virtual stages per rank."""

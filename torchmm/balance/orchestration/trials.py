@@ -7,7 +7,8 @@ grow with it. Tensor-parallel sizes that were not measured because there were to
 what the cost model says, times what the nearest measured one took as a share of the model's: on one
 device even the largest cluster can be planned with this device's own times.
 
-Memory is the cost model's: a CPU does not tell it, and devices of the cluster may have another.
+Memory is the cost model's: a CPU does not show it, and devices of the cluster may have a different
+amount.
 """
 
 from __future__ import annotations

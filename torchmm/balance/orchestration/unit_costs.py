@@ -48,7 +48,7 @@ class Trial(NamedTuple):
     seconds_N: Float64s
     """Forward, and the backward that is needed."""
     backward_N: Float64s
-    """Of these, the backward."""
+    """The backward's share of these seconds."""
     kept_bytes_N: Float64s
     workspace_bytes_N: Float64s
 
@@ -77,7 +77,7 @@ class ModuleProfile:
     has_backward: bool
 
     def seconds(self, tensor: int, units_N: Float64s) -> Float64s:
-        """Of packs with so many units; nothing for those without any.
+        """Seconds of packs with these numbers of units; 0 for those without any.
 
         Raises:
             ValueError: the tensor-parallel size is outside of those with trials.
@@ -263,6 +263,6 @@ class Profiler:
         """Sending that much; gathering all weights and reducing all gradients, of many shards."""
         shards = MANY_NODES * self.profile.device.devices_per_node
         model = CostModel(self.profile, self.dtype, {module.name: Execution(shard=shards)})
-        whole = module, 0, len(module.layers)
-        sync_ms = model.gather_ms(*whole) + model.reduce_ms(*whole)
+        layers = len(module.layers)
+        sync_ms = model.gather_ms(module, 0, layers) + model.reduce_ms(module, 0, layers)
         return model.transfers_ms([sent_bytes], ["network"])[0] / 1e3, sync_ms / 1e3

@@ -66,7 +66,7 @@ class SearchedOrder:
 
 
 class StepSearch:
-    """One step's static orders, and what a search finds beside them.
+    """One step's static orders, and what a search finds in addition.
 
     Args:
         graph: of a training step.
@@ -79,7 +79,8 @@ class StepSearch:
     """
 
     def __init__(self, graph: StageGraph, costs: PlanCosts, least_gain: float = 0.0) -> None:
-        self.dispatcher, self.least_gain = Dispatcher(graph, costs), least_gain
+        self.dispatcher = Dispatcher(graph, costs)
+        self.least_gain = least_gain
         fitting = _fitting_static(self.dispatcher)
         self._static = min(fitting, key=lambda each: each[2].makespan_ms, default=None)
         bounded = (each[2].makespan_ms for each in fitting if each[0].startswith(SEPARATED))

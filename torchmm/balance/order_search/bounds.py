@@ -1,4 +1,4 @@
-"""What no order of a step can be faster than: tells a schedule search how much is left to gain.
+"""What no order of a step can be faster than: it shows a schedule search how much is left to gain.
 
 For any step: every rank waits for the shortest way to its first action, does all of its work, and
 what it did last still has to come to the end. Where all ranks take equally long in every segment,
@@ -91,7 +91,8 @@ def _ranks_are_equal(dispatcher: Dispatcher) -> bool:
 
 def _equal_ranks(dispatcher: Dispatcher, edges: Edges, order: Sequence[int]) -> int:
     """The bound for equal ranks. Microbatches without a backward may fill its idle times."""
-    actions, durations = dispatcher.actions, dispatcher.tables.duration_ps.tolist()
+    actions = dispatcher.actions
+    durations = dispatcher.tables.duration_ps.tolist()
     ranks = (dispatcher.tables.queue // 2).tolist()
     last = _last_rank(dispatcher)
     busy = sum(d for d, rank in zip(durations, ranks, strict=True) if rank == last)

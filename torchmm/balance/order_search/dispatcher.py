@@ -20,9 +20,9 @@ lowered from the order of `dispatch` takes the same time to the picosecond in `s
 as receives are posted in time.
 
 Rejected: going from start to start, as the paper has it: a rank whose next start is known must be
-told when something arrives earlier, and a lost wake-up shows in no check of dependencies, only in
-idle ranks. Rejected: forwards further down the queue that would fit where the first one does not:
-the first would wait for ever longer.
+notified when something arrives earlier, and a lost wake-up shows in no check of dependencies, only
+in idle ranks. Rejected: forwards further down the queue that would fit where the first one does
+not: the first would wait for ever longer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def segment_indices(layout: StageLayout) -> list[int]:
 
 def segments_of(graph: StageGraph) -> tuple[list[Segment], dict[Task, int]]:
     """All segments in natural order (by microbatch, then as the data goes), and each task's."""
-    indices, stages = segment_indices(graph.layout), graph.layout.stages
+    indices = segment_indices(graph.layout)
+    stages = graph.layout.stages
     of_task = {
         task: Segment(stages[task.stage].module, *task[1:], indices[task.stage])
         for task in graph.tasks()
@@ -156,7 +157,8 @@ def _edge_arrays(
     ]
     ends = sorted({(t.destination, t.source) for t in travels if t.destination != t.source})
     channels = {pair: index for index, pair in enumerate(ends if any(wires) else [])}
-    rows, waits = [], set()
+    rows = []
+    waits = set()
     for transfer, wire in zip(travels, wires, strict=True):
         kind = ActionType.B if transfer.backward else ActionType.F
         target = number[Action(kind, *transfer.consumer)]
@@ -164,7 +166,7 @@ def _edge_arrays(
         rows.append((number[Action(kind, *transfer.producer)], target, channel, wire))
         waits.add(target)
     for action, target in number.items():
-        # Other backwards wait for gradients, which come from forwards behind their own.
+        # Other backwards wait for gradients, which come from forwards after their own.
         if action.type is ActionType.B and target not in waits:
             rows.append((number[action._replace(type=ActionType.F)], target, -1, 0))
     table = np.array(rows, np.int64).reshape(-1, 4)
@@ -246,8 +248,8 @@ class Dispatched:
 class Dispatcher:
     """Times a step under any priorities of its segments.
 
-    Left out are gathers and reductions of parameters, which come before and behind all of it, and
-    the memory of messages: leave room for it in the costs' limit.
+    Not included are gathers and reductions of parameters, which come before and after all of it,
+    and the memory of messages: leave room for it in the costs' limit.
 
     Args:
         graph: of the step, on any layout.
@@ -317,7 +319,8 @@ class Dispatcher:
         makespan_ms = makespan_ps / PICOSECONDS_PER_MS
         blocked: tuple[str, ...] = ()
         if done < len(self.actions):
-            makespan_ms, blocked = inf, self._blocked(started, checked)
+            makespan_ms = inf
+            blocked = self._blocked(started, checked)
         static = self.costs.static_bytes or (0,) * len(self._peak_bytes)
         return Dispatched(
             makespan_ms,
@@ -343,7 +346,8 @@ class Dispatcher:
 
     def _blocked(self, started: Uint32s, order: Uint32s) -> tuple[str, ...]:
         """What each rank would do next if it had the memory; nothing runs any more."""
-        missing, tables = self.tables.missing.copy(), self.tables
+        missing = self.tables.missing.copy()
+        tables = self.tables
         for action in started.tolist():
             for edge in range(tables.pointers[action], tables.pointers[action + 1]):
                 missing[tables.target[edge]] -= 1

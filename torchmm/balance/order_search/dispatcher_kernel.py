@@ -143,7 +143,8 @@ class _State(NamedTuple):
 @inner
 def _insert(queue: int, place: int, state: _State) -> None:
     """Adds a priority to a queue."""
-    word, begin = place >> 6, 1 + (len(state.place) >> 12)
+    word = place >> 6
+    begin = 1 + (len(state.place) >> 12)
     state.ready[queue, word >> 6] |= np.uint64(1) << np.uint64(word & 63)
     state.ready[queue, begin + word] |= np.uint64(1) << np.uint64(place & 63)
     state.head[queue] = min(state.head[queue], place)
@@ -152,7 +153,8 @@ def _insert(queue: int, place: int, state: _State) -> None:
 @inner
 def _remove_head(queue: int, state: _State) -> None:
     """Takes the first priority out of a queue and finds the next."""
-    word, begin = state.head[queue] >> 6, 1 + (len(state.place) >> 12)
+    word = state.head[queue] >> 6
+    begin = 1 + (len(state.place) >> 12)
     # Subtracting 1 clears the lowest bit, and sets those below it, which the `and` clears again.
     rest = state.ready[queue, begin + word] & (state.ready[queue, begin + word] - np.uint64(1))
     state.ready[queue, begin + word] = rest
@@ -246,9 +248,11 @@ def _end(rank: int, now_ps: int, count: int, tables: DispatchTables, state: _Sta
     for edge in range(tables.pointers[action], tables.pointers[action + 1]):
         user = tables.queue[tables.target[edge]] >> 1  # the rank
         if tables.channel[edge] < 0:
-            arrives_ps, wakes = now_ps, _arrive(tables.target[edge], tables, state)
+            arrives_ps = now_ps
+            wakes = _arrive(tables.target[edge], tables, state)
         else:
-            arrives_ps, wakes = _send(edge, now_ps, tables, state), True
+            arrives_ps = _send(edge, now_ps, tables, state)
+            wakes = True
         if wakes and state.running[user] < 0 and state.ends_ps[user] != LISTED:
             if arrives_ps > now_ps:
                 state.ends_ps[user] = min(state.ends_ps[user], arrives_ps)
@@ -264,7 +268,9 @@ def _run(
     order: Uint32s, tables: DispatchTables, state: _State, sequence: Uint32s
 ) -> tuple[int, int]:
     """The loop of `play`."""
-    now_ps, done, count = 0, 0, len(state.running)
+    now_ps = 0
+    done = 0
+    count = len(state.running)
     while True:
         for index in range(count):
             action = _pick(state.picking[index], now_ps, order, tables, state)
@@ -285,7 +291,9 @@ def _run(
 @compiled
 def _begin(order: Uint32s, tables: DispatchTables, used: Int64s, peak: Int64s) -> _State:
     """The state before the step; all ranks are to pick."""
-    ranks, channels, units = len(tables.limit_bytes), len(tables.room) - 1, len(tables.action_at)
+    ranks = len(tables.limit_bytes)
+    channels = len(tables.room) - 1
+    units = len(tables.action_at)
     place = np.empty(units, np.int32)
     for index in range(units):
         place[order[index]] = index

@@ -59,10 +59,13 @@ def _play_rows(
     rows: Int64s, begins: Int64s, tables: DispatchTables, peak: Int64s
 ) -> tuple[int, int]:
     """End in picoseconds, and how many actions ran; writes the peak of every rank."""
-    missing, ready_ps = tables.missing.copy(), np.zeros(len(rows), np.int64)
+    missing = tables.missing.copy()
+    ready_ps = np.zeros(len(rows), np.int64)
     channel_ps = np.zeros(len(tables.room) - 1, np.int64)
     ranks = len(begins) - 1
-    place, free_ps, used = begins[:-1].copy(), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    place = begins[:-1].copy()
+    free_ps = np.zeros(ranks, np.int64)
+    used = np.zeros(ranks, np.int64)
     done, before = 0, -1
     while done > before:
         before = done
@@ -76,7 +79,8 @@ def _play_rows(
                 end_ps = start_ps + tables.duration_ps[action]
                 free_ps[rank] = end_ps
                 for edge in range(tables.pointers[action], tables.pointers[action + 1]):
-                    arrives_ps, channel = end_ps, tables.channel[edge]
+                    arrives_ps = end_ps
+                    channel = tables.channel[edge]
                     if channel >= 0:
                         arrives_ps = max(end_ps, channel_ps[channel]) + tables.wire_ps[edge]
                         channel_ps[channel] = arrives_ps

@@ -9,7 +9,7 @@ with the natural order, keep the best they have seen, and may be stopped at any 
 `search` returns is worse than the natural order. With a budget of evaluations the result depends on
 the seed and the number of workers alone; with one of seconds, on the machine too.
 
-Workers are threads: an evaluation runs without Python's lock. They go on in rounds, behind each of
+Workers are threads: an evaluation runs without Python's lock. They work in rounds, after each of
 which all know the best order so far. Rejected: worker processes, which have to be started, fed and
 ended for searches of a second.
 
@@ -76,7 +76,7 @@ class Improvement(NamedTuple):
     """A new best order."""
 
     evaluations: int
-    """Of all workers, up to the exchange in which it came up."""
+    """By all workers, up to the exchange in which it came up."""
     seconds: float
     makespan_ms: float
     """Infinite while nothing fits into memory."""
@@ -149,7 +149,8 @@ def search(
     ]
     with ThreadPoolExecutor(count) as pool:
         while run.goes_on(evaluators):
-            share, each = run.share(evaluators), run.next_round(evaluators)
+            share = run.share(evaluators)
+            each = run.next_round(evaluators)
             if count == 1:
                 made[0].advance(each[0], share)
             else:

@@ -15,9 +15,9 @@ rollout below it; visits are counted on the way back.
 
 Some orders of groups are worth trying first. Where encoders run in front of the LLM, three things
 decide most of a step's time: which microbatches come first and last (few images there shorten
-warm-up and cool-down), how far encoders run ahead, and whether the LLM or the encoders have the
-say. A few dozen combinations cost milliseconds, and the best of them often is within a few tenths
-of a percent of the lower bound, where the natural order misses it by several percent.
+warm-up and cool-down), how far encoders run ahead, and whether the LLM or the encoders have
+priority. A few dozen combinations cost milliseconds, and the best of them often is within a few
+tenths of a percent of the lower bound, where the natural order misses it by several percent.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def constructed_orders(dispatcher: Dispatcher) -> list[np.ndarray]:
 
 
 _Members = tuple[list[int], list[tuple[int, int]]]
-"""Of a microbatch: groups of the trunk, and (group, cost) of other modules."""
+"""A microbatch's groups of the trunk, and (group, cost) of other modules."""
 
 
 def _groups_by_microbatch(dispatcher: Dispatcher) -> list[_Members]:
@@ -90,11 +90,11 @@ def _leading(chosen: Sequence[_Members], lead: int) -> list[int]:
 ROLLOUTS = 10
 """By expansion of the tree, as in the paper."""
 ALPHA, BETA = 1.0, 0.05
-"""Of the paper's UCB; it does not say which. Scores of good orders differ by hundredths."""
+"""Constants of UCB, which the paper does not give. Scores of good orders differ by hundredths."""
 HOT, COLD = 1e-4, 1e-5
 """Temperatures at begin and end, as shares of the step's time."""
 GROUPS_SHARE = 0.6
-"""Of the budget; the rest is for single segments."""
+"""Share of the budget; the rest is for single segments."""
 REACH = 24
 """Places that a change moves something by, on average."""
 
@@ -114,7 +114,8 @@ class Evaluator:
             PICOSECONDS_PER_MS
         )
         """No order takes longer that fits into memory."""
-        self.best, self.best_score = dispatcher.natural_order, inf
+        self.best = dispatcher.natural_order
+        self.best_score = inf
         self.score(self.best)
 
     @property
@@ -132,7 +133,8 @@ class Evaluator:
         if done < len(self._sequence):
             score = self._horizon_ms * (2.0 - done / len(self._sequence)) + 1.0
         if score < self.best_score:
-            self.best, self.best_score = order.copy(), score
+            self.best = order.copy()
+            self.best_score = score
         return score
 
 
@@ -144,7 +146,7 @@ class Strategy:
         self.dispatcher = evaluator.dispatcher
 
     def advance(self, evaluations: int, share: float) -> None:
-        """Makes so many evaluations.
+        """Makes a number of evaluations.
 
         Args:
             share: of the budget that was spent before.
@@ -182,7 +184,7 @@ class DepthFirst(Strategy):
 
 
 def _next_permutation(values: list[int]) -> bool:
-    """The lexicographically next one, in place; False behind the last."""
+    """The lexicographically next one, in place; False after the last."""
     pivot = len(values) - 2
     while pivot >= 0 and values[pivot] > values[pivot + 1]:
         pivot -= 1
@@ -228,7 +230,8 @@ class TreeSearch(Strategy):
 
     def _select(self) -> tuple[list[int], list[_Node]]:
         """Goes down to a node with a child that is still missing, and adds that."""
-        node, path = self.root, [self.root]
+        node = self.root
+        path = [self.root]
         prefix: list[int] = []
         count = len(self.dispatcher.groups)
         while len(prefix) < count:
@@ -280,7 +283,8 @@ class Annealing(Strategy):
             self._keep(self._changed(), temperature)
 
     def _begin_with(self, order: np.ndarray, score: float) -> None:
-        self.current, self.score = order.copy(), score
+        self.current = order.copy()
+        self.score = score
 
     def _keep(self, candidate: np.ndarray, temperature: float) -> None:
         """Goes on with a candidate if it is better, or by chance.

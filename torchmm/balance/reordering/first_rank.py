@@ -61,7 +61,7 @@ def first_rank_makespans(
 class _Pairs(NamedTuple):
     """Forwards and the backwards before them on the first rank: Q = M + P pairs.
 
-    The first P forwards have no backward before them, the last P backwards no forward behind.
+    The first P forwards have no backward before them, the last P backwards no forward after them.
     """
 
     forward_Q: Float64s
@@ -85,7 +85,8 @@ def _pair_up(forward_M: Float64s, backward_M: Float64s, others: float, ranks: in
 @without_nans
 def _longer(pairs: _Pairs, pair: Index) -> float:
     """A forward and the backward before it, or what the others do meanwhile."""
-    own, least = pairs.forward_Q[pair] + pairs.backward_Q[pair], pairs.least_Q[pair]
+    own = pairs.forward_Q[pair] + pairs.backward_Q[pair]
+    least = pairs.least_Q[pair]
     return own if own > least else least
 
 
@@ -177,7 +178,8 @@ def _anneal_order(
     """Improve one group's order, in place; the pairs are swapped along."""
     slots = len(order_M)
     current_M = order_M.copy()
-    start, end = _start(pairs, others, ranks), _end(pairs, others, ranks)
+    start = _start(pairs, others, ranks)
+    end = _end(pairs, others, ranks)
     change = best = 0.0  # of the makespan, since the beginning
     cooling = cooling_factor(steps)
     least = 1e-9 * heat  # below it, a gain is a rounding error and not worth a copy

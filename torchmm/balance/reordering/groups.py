@@ -91,7 +91,8 @@ def _deal(sizes_N: Float64s, groups: int) -> tuple[Int64s, Float64s]:
     room = sizes_N.shape[0] // groups
     members = np.empty((groups, room), np.int64)
     loads, counts = np.zeros(groups), np.zeros(groups, np.int64)
-    heap, open_groups = np.arange(groups), groups
+    heap = np.arange(groups)
+    open_groups = groups
     for item in range(sizes_N.shape[0]):
         group = heap[0]
         members[group, counts[group]] = item
@@ -154,7 +155,9 @@ def _best_swap(
     """
     room = members.shape[1]
     # What is left of the gap must be clearly less: rounding errors would let swaps go in circles.
-    least, found_mine, found_other = 0.999 * gap, -1, -1
+    least = 0.999 * gap
+    found_mine = -1
+    found_other = -1
     below = 0
     for mine in range(room):
         size = sizes_N[members[heavy, mine]]

@@ -118,10 +118,13 @@ def reorder_microbatches(
     if program.lag:
         others = np.delete(rank_ms_GRM, program.rank_S[0], axis=1).mean(axis=2)
         others_G = others.max(axis=1, initial=0.0)
-        of_formula = (*_first_rank(program, costs_GKM), others_G, program.lag)
-        exact = np.allclose(first_rank_makespans(*of_formula, natural), times_ms[0], rtol=1e-9)
+        forward_GM, backward_GM = _first_rank(program, costs_GKM)
+        of_formula = first_rank_makespans(forward_GM, backward_GM, others_G, program.lag, natural)
+        exact = np.allclose(of_formula, times_ms[0], rtol=1e-9)
         steps = effort.formula if exact else effort.formula // 8
-        tried.append(anneal_first_rank(*of_formula, natural, steps, seed))
+        tried.append(
+            anneal_first_rank(forward_GM, backward_GM, others_G, program.lag, natural, steps, seed)
+        )
         times_ms.append(_makespans_ms(program, lanes, costs_GKM, tried[-1]))
     best_G = np.argmin(times_ms, axis=0)
     orders_GM = np.stack(tried)[best_G, np.arange(groups)]

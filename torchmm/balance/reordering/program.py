@@ -40,7 +40,7 @@ class _Result(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """The actions of a step in an order in which each comes behind all it waits for.
+    """The actions of a step in an order in which each comes after all it waits for.
 
     Durations are given as K = 2 * S rows of M slots: forwards of all stages, then backwards.
 
@@ -111,7 +111,7 @@ def compile_order(order: ComputeOrder, graph: StageGraph, transfer_ms: float = 0
         order: by rank, of forwards and whole backwards, such as of `one_f_one_b(graph)`.
         graph: all stages trained, or frozen ones, but without sub-microbatches: their number
             differs between microbatches, and a slot's actions would depend on what is in it.
-            An encoder's parts are one task here, as long as all of them.
+            An encoder's sub-microbatches are one task here, as long as all of them.
         transfer_ms: from the end of an action to the start of one on another rank.
 
     Raises:
@@ -177,7 +177,8 @@ class _Numbering:
         """The next action; what it waits for has been added."""
         result = _result(action)
         rank = self._rank[result]
-        stages, slots = len(self._graph.layout.stages), self._graph.microbatches
+        stages = len(self._graph.layout.stages)
+        slots = self._graph.microbatches
         own = (result.backward * stages + action.stage) * slots + action.microbatch
         needs = list(_needs(action, self._graph))
         for index in range(max(1, len(needs))):
@@ -213,7 +214,7 @@ class _Numbering:
     def _intervals(self) -> tuple[list[int], list[int]]:
         """By slot: what is around the first rank's interval that its first forward fills.
 
-        The steps that end before it and before the backward behind it may start; 0 and 0 where
+        The steps that end before it and before the backward after it may start; 0 and 0 where
         the next action is another forward.
         """
         slots = self._graph.microbatches
@@ -230,7 +231,8 @@ def _lag(rows: Sequence[Sequence[Action]], graph: StageGraph) -> int:
     """Ranks, if the first one alternates between forwards and backwards as in 1F1B; else 0."""
     if any(len(stage.ranks) != 1 for stage in graph.layout.stages):
         return 0
-    ahead, slots = len(rows), graph.microbatches
+    ahead = len(rows)
+    slots = graph.microbatches
     expected = [(ActionType.F, slot) for slot in range(min(ahead, slots))]
     for slot in range(slots):
         expected.append((ActionType.B, slot))

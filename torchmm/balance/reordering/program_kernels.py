@@ -199,7 +199,8 @@ def advance_lanes(
     groups = ends_NG.shape[1]
     for step in range(start, len(tables.before_N)):
         free, ready = ends_NG[tables.before_N[step]], ends_NG[tables.need_N[step]]
-        cost, end = lanes.costs_RG[lanes.place_N[step]], ends_NG[step]
+        cost = lanes.costs_RG[lanes.place_N[step]]
+        end = ends_NG[step]
         delay_ms = tables.delay_ms_N[step]
         for g in range(groups):
             arrives = ready[g] + delay_ms
@@ -253,7 +254,8 @@ def anneal(
     now, new = np.empty(groups), np.empty(groups)
     advance_lanes(tables, lanes, ends, 1, now)
     best, best_orders = now.copy(), orders_MG.copy()
-    everyone, back = np.ones(groups, np.bool_), np.zeros(groups, np.bool_)
+    everyone = np.ones(groups, np.bool_)
+    back = np.zeros(groups, np.bool_)
     state = np.uint64(seed * 2 + 1)
     heat = 1.0
     cooling = cooling_factor(steps)
