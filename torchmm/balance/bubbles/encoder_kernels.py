@@ -23,7 +23,7 @@ from torchmm.balance.bubbles.encoder_work import EncoderWork, encoder_work, pipe
 from torchmm.balance.bubbles.llm_timeline import RankActions
 from torchmm.balance.bubbles.scheduler import BubbleSchedule
 from torchmm.balance.compiled import Int64s
-from torchmm.balance.costs.blocks import layer_linears
+from torchmm.balance.costs.layers import layer_linears
 from torchmm.balance.costs.sizes import Array
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.step_costs import PlanCosts

@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state are exact under FSDP2 (float32 master weights, AdamW with
 two moments, gradients not sharded between the microbatches of a step). Activations are those of
-`torchmm.balance.costs.activation_bytes`: with flash-style attention no (tokens x tokens) matrix is
+`torchmm.balance.costs.layers`: with flash-style attention no (tokens x tokens) matrix is
 kept. What is left
 out: temporary buffers, fragmentation and the framework itself.
 
@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torchmm.balance.costs.activation_bytes import layer_kept_bytes
-from torchmm.balance.costs.execution import Execution, Recompute
+from torchmm.balance.costs.execution import Execution, Recompute, Setting
+from torchmm.balance.costs.layers import layer_kept_bytes
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
 
@@ -119,10 +119,8 @@ def _activation_bytes(
     sizes = llm_sizes([row], [tokens], padding=False)
 
     def kept(layer: LayerDescription, recompute: Recompute) -> float:
-        execution_ = replace(execution, recompute=recompute)
-        found_N = layer_kept_bytes(
-            layer, sizes, execution_, compute_bytes, weights=module.trainable
-        )
+        setting = Setting(replace(execution, recompute=recompute), compute_bytes)
+        found_N = layer_kept_bytes(layer, sizes, setting, weights=module.trainable)
         return float(found_N[0])
 
     mode = execution.recompute
