@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.order_search.best_order import (
     LEAST_GAIN,
     SearchedOrder,
@@ -32,9 +33,6 @@ from torchmm.pipelining.schedules.layouts import (
     separated_layout,
 )
 from torchmm.recipe.parallel_section import ParallelConfig
-
-MEMORY_SHARE = 0.9
-"""Of a device, for states and activations; the rest is for messages and gaps of the allocator."""
 
 
 class Planner(NamedTuple):

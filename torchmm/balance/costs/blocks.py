@@ -430,10 +430,26 @@ def _square(flops: float) -> Linear:
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters."""
+    """Numbers of parameters, and the bytes of what training holds of them: float32 master weights,
+    float32 gradients, AdamW with two float32 moments."""
 
     all: float
     trained: float
+
+    @property
+    def weight_bytes(self) -> float:
+        """Master weights, of all parameters."""
+        return 4 * self.all
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Gradients, of trained ones."""
+        return 4 * self.trained
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Moments, of trained ones."""
+        return 8 * self.trained
 
 
 def stage_parameters(

@@ -284,7 +284,7 @@ class CostModel:
     def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
         """Averaging a stage's float32 gradients over data-parallel ranks (REDUCE_GRAD)."""
         execution = self.execution_of(module)
-        whole = 4 * stage_parameters(module, start, stop, execution.tensor).trained
+        whole = stage_parameters(module, start, stop, execution.tensor).gradient_bytes
         calls = stop - start + 1
         shards, copies = execution.shard, execution.replicate
         inner = self._link(execution.tensor * shards)
@@ -367,5 +367,5 @@ class CostModel:
         if shards > 1 or self.element_bytes < 4:
             share = min(1.0, 2 / max(1, stop - start)) if layerwise else 1.0
             gathered = count.all * self.element_bytes * share
-        state = 4 * count.all / shards + 8 * count.trained / shards
-        return round(state + 4 * count.trained + gathered)
+        state = count.weight_bytes / shards + count.optimizer_bytes / shards
+        return round(state + count.gradient_bytes + gathered)
