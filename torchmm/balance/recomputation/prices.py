@@ -9,7 +9,7 @@ bytes that are still needed; then pairs take faster candidates where there is ro
 
 Pairs are intervals, so the relaxed problem is one of covering points by intervals; its prices are
 good after a few rounds, and what is left between bound and choice is mostly that layers are whole.
-Rejected: HiGHS alone (`integer_program`): 6 to 30 s for each rank of a step with 64 microbatches.
+Rejected: HiGHS alone (`benchmarks/support/integer_program.py`): 6 to 30 s for each rank of a step with 64 microbatches.
 """
 
 from __future__ import annotations
