@@ -192,7 +192,6 @@ def test_module_times_on_the_critical_rank_and_on_average():
     ]
     timeline = analyze_timeline(records, encoder_and_llm())
     assert timeline.critical_rank == 0
-    assert timeline.critical_module_ms() == {"vision": 5, "llm": 1}
     assert timeline.mean_module_ms() == {"vision": 2.5, "llm": 2.5}
 
 

@@ -90,10 +90,6 @@ class Timeline:
         """Compute time by module, mean over ranks."""
         return {module: sum(ms) / len(ms) for module, ms in self.module_ms.items()}
 
-    def critical_module_ms(self) -> dict[str, float]:
-        """Compute time by module on the critical rank."""
-        return {module: ms[self.critical_rank] for module, ms in self.module_ms.items()}
-
 
 def analyze_timeline(records: Sequence[ActionRecord], layout: StageLayout) -> Timeline:
     """Classify the idle time of a step and sum up compute time.
