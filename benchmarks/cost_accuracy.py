@@ -31,9 +31,10 @@ from documents import load_documents
 from support.cases.cost_cases import ONE_RANK, TINY, TWO_RANKS, CostCase
 from support.cases.cost_program import CPU, CaseRuns, Prediction, predict, run_case
 from support.harness import Row, describe_machine, make_parser, report
+from support.measurements import mean_measurements
 from support.ranks import run_ranks
 
-from torchmm.balance.costs.calibration import Measurements, fit_profile, mean_measurements
+from torchmm.balance.costs.calibration import Measurements, fit_profile
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.measure.operators import machine, measure

@@ -28,13 +28,13 @@ from pathlib import Path
 
 import torch
 from support.harness import Row, describe_machine, make_parser, report
+from support.integer_program import solve_exactly
 
 from torchmm.balance.costs.execution import Recompute
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.recomputation.costs import LAYER_MODES, PINNED_SHARE
-from torchmm.balance.recomputation.integer_program import solve_exactly
 from torchmm.balance.recomputation.prices import solve_quickly
 from torchmm.balance.recomputation.tuning import (
     LayerTuning,

@@ -33,10 +33,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from support.harness import Row, describe_machine, make_parser, report
+from support.subgraphs import Part, Subgraph, SubgraphCache
 
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.simulation.operator_graph import OperatorGraph
-from torchmm.balance.simulation.reuse import Part, Subgraph, SubgraphCache
 from torchmm.balance.simulation.simulator import PlanSimulation
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType

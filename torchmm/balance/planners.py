@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.order_search.best_order import (
     LEAST_GAIN,
     SearchedOrder,
@@ -33,9 +34,6 @@ from torchmm.pipelining.schedules.layouts import (
 )
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import registered
-
-MEMORY_SHARE = 0.9
-"""Share of a device for states and activations; the rest is for messages and allocator gaps."""
 
 
 class Planner(NamedTuple):

@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchmm.balance.costs.blocks import stage_blocks
 from torchmm.balance.costs.calibration import SplitLayers, WorkingLayers
 from torchmm.balance.costs.devices import Link
-from torchmm.balance.costs.execution import Execution
-from torchmm.balance.costs.layer_operators import Setting, block_operators
+from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.model import gather_operators
 from torchmm.balance.costs.operators import HOST_KINDS, Operator
 from torchmm.balance.costs.sizes import llm_sizes
@@ -227,7 +226,7 @@ def _operators(
     forward: list[Operator] = []
     backward: list[Operator] = []
     for block in stage_blocks(module, 0, len(module.layers)):
-        passes = block_operators(module, block, sizes, setting)
+        passes = block.operators(sizes, setting)
         forward += passes.forward * block.count
         backward += [*passes.inputs, *passes.weights] * block.count
     return forward, backward

@@ -22,8 +22,7 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor
 
 from torchmm.balance.costs.devices import Link
-from torchmm.balance.costs.layer_operators import all_reduce_bytes
-from torchmm.balance.costs.operators import Kind, Operator
+from torchmm.balance.costs.operators import Kind, Operator, all_reduce_bytes
 
 RUNS = 7
 """Of each collective, in each round."""

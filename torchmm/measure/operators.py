@@ -25,9 +25,8 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from torchmm.balance.costs.calibration import Measured, Measurements
-from torchmm.balance.costs.execution import Execution
-from torchmm.balance.costs.layer_operators import Setting, norm_operators
-from torchmm.balance.costs.operators import Kind, Operator
+from torchmm.balance.costs.execution import Execution, Setting
+from torchmm.balance.costs.operators import Kind, Operator, norm_operators
 from torchmm.common.processes import keep_freed_memory
 from torchmm.measure.layers import (
     LayerCase,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.orchestration.baselines import ratio_plan, rigid_plan
@@ -37,8 +38,6 @@ from torchmm.recipe.sizes import AXES
 
 SAMPLED = 512
 """Sequences of which the data's statistics are taken, at most."""
-MEMORY_SHARE = 0.92
-"""Of a device's memory that a plan may fill: the rest is the allocator's and the collectives'."""
 RIGID_TENSOR = 8
 VIRTUAL_STAGES = (1, 2, 4)
 """Stages of the LLM on each of its ranks that are tried."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.orchestration.search import OrchestrationPlan, compare_plans
 from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
-from torchmm.planning.placement import MEMORY_SHARE, Candidate, PlannedRun, fits
+from torchmm.planning.placement import Candidate, PlannedRun, fits
 from torchmm.recipe.read import dump_recipe
 
 GIB = 2**30

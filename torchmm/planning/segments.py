@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
+from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.best_order import plan_searched
 from torchmm.balance.order_search.search import Budget
-from torchmm.balance.planners import MEMORY_SHARE
 from torchmm.balance.segments import Partition, partition
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError

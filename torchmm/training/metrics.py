@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from torchmm.balance.costs.devices import BF16_TFLOPS
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import ModuleDescription, StepBatch
 from torchmm.common.log import JsonlWriter
@@ -33,25 +34,6 @@ from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.report import ProgressLine, draw_loss
 from torchmm.training.step import StepOutcome
 from torchmm.training.trackers import Sink, make_trackers
-
-PEAK_TFLOPS = {
-    # Dense bfloat16 (no sparsity) by a part of the device name, first match wins. Source: the
-    # vendors' data sheets; where one prints the sparse figure only, half of it.
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200 NVL": 835.5,
-    "H200": 989.5,
-    "H100 NVL": 835.5,
-    "H100 PCIe": 756.5,
-    "H100": 989.5,
-    "H800 PCIe": 756.5,
-    "H800": 989.5,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "MI300X": 1307.4,
-}
 
 
 @dataclass(frozen=True)
@@ -317,7 +299,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return next((t * 1e12 for part, t in PEAK_TFLOPS.items() if part in name), None)
+        return next((t * 1e12 for key, t in BF16_TFLOPS.items() if key in name), None)
     return _measure_matmul_flops(dtype)
 
 

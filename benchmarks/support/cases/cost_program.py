@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ from support.ranks import StepTime, Stopwatch
 from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
-from torchmm.balance.costs.step_costs import of_meeting_replicas, plan_costs, slowest_update_ms
+from torchmm.balance.costs.step_costs import plan_costs, slowest_update_ms
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.processes import keep_freed_memory
 from torchmm.models.initialize import init_weights
@@ -168,7 +169,7 @@ def predict(replicas: list[Replica], profile: Profile) -> Prediction:
         )  # fmt: skip
     first = replicas[0]
     if first.layerwise:
-        costs = [of_meeting_replicas(costs)] * len(costs)
+        costs = [slowest_of_replicas(costs)] * len(costs)
     update_ms = slowest_update_ms(first.plan.graph.layout, first.modules, model)
     piped = len(first.plan.actions) > 1
     steps = [simulate(r.plan, c) for r, c in zip(replicas, costs, strict=True)]
@@ -227,3 +228,16 @@ def run_case(case: CostCase, runs: int, patience_s: float, quiet: float) -> Case
     times = compared.times[program.name]
     replicas = [replica for _, replica in every]
     return CaseRuns(times, compared.disturbed, program.cpu_ms[1:], sums, replicas)
+
+
+def slowest_of_replicas(costs: Sequence[PlanCosts]) -> PlanCosts:
+    """Costs of data-parallel replicas that FSDP2 gathers layer by layer: they meet in every layer,
+    so in each action all take as long as the slowest.
+
+    Args:
+        costs: one for each replica, of the same actions.
+    """
+    slowest = {
+        action: max(own.compute_ms[action] for own in costs) for action in costs[0].compute_ms
+    }
+    return replace(costs[0], compute_ms=slowest)

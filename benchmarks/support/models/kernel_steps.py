@@ -30,7 +30,7 @@ from torchmm.balance.bubbles.llm_timeline import RankActions, llm_timeline
 from torchmm.balance.bubbles.optimus import order_of, place_encoders, sequences, whole_actions
 from torchmm.balance.bubbles.scheduler import BubbleSchedule, fill_bubbles
 from torchmm.balance.compiled import Int64s
-from torchmm.balance.costs.blocks import layer_linears
+from torchmm.balance.costs.layers import layer_linears
 from torchmm.balance.costs.sizes import Array
 from torchmm.balance.order_search.best_order import plan_searched
 from torchmm.balance.order_search.search import Budget

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from pipeline_cases import Case
+from support.measurements import mean_measurements
 from test_plan_costs import Step
 
 from torchmm.balance.costs.calibration import (
@@ -17,7 +18,6 @@ from torchmm.balance.costs.calibration import (
     WorkingLayers,
     fit_profile,
     learn,
-    mean_measurements,
     observe,
 )
 from torchmm.balance.costs.model import CostModel

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from torchmm.balance.costs.activation_bytes import kept_bytes, shared_bytes
-from torchmm.balance.costs.blocks import layer_parameters, stage_blocks, stage_parameters
+from torchmm.balance.costs.blocks import stage_blocks, stage_parameters
 from torchmm.balance.costs.devices import Device
-from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.execution import Execution, Setting
+from torchmm.balance.costs.layers import layer_parameters, shared_bytes
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.costs.operators import KINDS, Curve, Kind, Profile
 from torchmm.balance.costs.sizes import llm_sizes
@@ -232,8 +231,6 @@ def test_links_between_pipeline_ranks() -> None:
 def test_kept_bytes_of_the_ends_by_hand() -> None:
     sizes = llm_sizes(METAS[1:], [99], padding=True)
     head = stage_blocks(LLM, 4, 4)[-1]
-    found = kept_bytes(LLM, head, sizes, Execution(), 4, True, True)
+    found = head.kept_bytes(sizes, Setting(Execution(), 4), True)
     # Norm's input and result before the weight, the picked rows, float32 log-probabilities.
     assert found == pytest.approx([4 * (2 * 100 * 64 + 99 * 64 + 99 * 500)])
-    none = kept_bytes(LLM, head, sizes, Execution(), 4, np.array([False]), False)
-    assert none == pytest.approx([0])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pipeline_cases import Case
 from random_orders import random_order
+from support.integer_program import solve_exactly
 from test_plan_costs import Step
 
 from torchmm.balance.costs.execution import Execution
@@ -27,7 +28,6 @@ from torchmm.balance.recomputation.costs import (
     stage_candidates,
     stage_choices,
 )
-from torchmm.balance.recomputation.integer_program import solve_exactly
 from torchmm.balance.recomputation.tuning import (
     LayerTuning,
     TunedPlan,

@@ -5,8 +5,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from support.integer_program import solve_exactly
 
-from torchmm.balance.recomputation.integer_program import solve_exactly
 from torchmm.balance.recomputation.prices import solve_quickly
 from torchmm.balance.recomputation.problem import TuningProblem
 

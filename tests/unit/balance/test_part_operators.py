@@ -15,10 +15,8 @@ import torch
 from counting import CountLive, CountTraffic, count_flops
 from torch import Tensor, nn
 
-from torchmm.balance.costs.activation_bytes import layer_kept_bytes
-from torchmm.balance.costs.blocks import Block
-from torchmm.balance.costs.execution import Execution
-from torchmm.balance.costs.layer_operators import Setting, block_operators
+from torchmm.balance.costs.execution import Execution, Setting
+from torchmm.balance.costs.layers import layer_kept_bytes, layer_operators
 from torchmm.balance.costs.operators import Operator
 from torchmm.balance.costs.sizes import TaskSizes, encoder_sizes, llm_sizes
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, ModuleDescription, SampleMeta
@@ -139,9 +137,9 @@ def counted(traffic: CountTraffic, matmul: bool) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dtype) -> None:
     real = real_layer(family, dtype)
-    block = Block("layer", True, layer=real.description.layers[0])
+    layer = real.description.layers[0]
     setting = Setting(Execution(), dtype.itemsize)
-    found = block_operators(real.description, block, real.sizes, setting)
+    found = layer_operators(layer, real.sizes, setting)
     with CountTraffic() as forward:
         out = real.run()
     with CountTraffic() as backward:
@@ -170,7 +168,7 @@ def test_kept_bytes_are_what_stays_alive(family: str, dtype: torch.dtype) -> Non
     layer, size = real.description.layers[0], dtype.itemsize
     for mode, trained in product(("none", "selective", "full"), (True, False)):
         execution = Execution(recompute=mode)  # type: ignore[arg-type]
-        found = layer_kept_bytes(layer, real.sizes, execution, size, weights=trained)
+        found = layer_kept_bytes(layer, real.sizes, Setting(execution, size), weights=trained)
         alive = real.live_bytes(mode, trained)
         # The layer's input was there before: kept by all but norms that copy it to float32.
         if mode != "none" or layer.norm == "layer" or size == 4:
@@ -187,8 +185,7 @@ def test_backward_runs_again_all_but_the_last_product(family: str) -> None:
     real = real_layer(family, torch.float32)
     layer = real.description.layers[0]
     setting = Setting(Execution(recompute="full"), 4)
-    block = Block("layer", True, layer=layer)
-    again = block_operators(real.description, block, real.sizes, setting).again
+    again = layer_operators(layer, real.sizes, setting).again
     products = sum(np.sum(o.flops) for o in again if o.kind == "matmul")
     scores = 4 * layer.heads * layer.head_dim * np.sum(real.sizes.pairs_N(layer.window))
     found = real.backward_flops("full") - real.backward_flops("none")
@@ -197,11 +194,11 @@ def test_backward_runs_again_all_but_the_last_product(family: str) -> None:
 
 def test_selective_recomputation_keeps_products_and_attention() -> None:
     real = real_layer("llama", torch.float32)
-    block = Block("layer", True, layer=real.description.layers[0])
+    layer = real.description.layers[0]
 
     def again(mode: str) -> list[str]:
         setting = Setting(Execution(recompute=mode), 4)  # type: ignore[arg-type]
-        return [o.kind for o in block_operators(real.description, block, real.sizes, setting).again]
+        return [o.kind for o in layer_operators(layer, real.sizes, setting).again]
 
     assert not again("none")
     full, selective = again("full"), again("selective")
@@ -213,11 +210,11 @@ def test_selective_recomputation_keeps_products_and_attention() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_ranks_share_products_and_talk(sequence_parallel: bool) -> None:
     real = real_layer("qwen3", torch.float32)
-    block = Block("layer", True, layer=real.description.layers[0])
+    layer = real.description.layers[0]
 
     def of(tensor: int) -> list[Operator]:
         execution = Execution(tensor=tensor, sequence_parallel=sequence_parallel)
-        found = block_operators(real.description, block, real.sizes, Setting(execution, 4))
+        found = layer_operators(layer, real.sizes, Setting(execution, 4))
         return [*found.forward, *found.inputs, *found.weights]
 
     def total(operators: list[Operator], field: str, *kinds: str) -> float:
@@ -239,8 +236,7 @@ def test_tensor_parallel_ranks_share_products_and_talk(sequence_parallel: bool) 
 def test_few_key_heads_are_computed_on_all_ranks() -> None:
     real = real_layer("llama", torch.float32)
     layer = replace(real.description.layers[0], kv_heads=1)
-    block = Block("layer", True, layer=layer)
-    found = block_operators(real.description, block, real.sizes, Setting(Execution(tensor=4), 4))
+    found = layer_operators(layer, real.sizes, Setting(Execution(tensor=4), 4))
     flops = sum(np.sum(o.flops) for o in found.forward if o.kind == "matmul")
     head = layer.head_dim
     weights = 128 * (2 * 128 // 4 + 2 * head + 3 * 320 // 4)

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from dispatch_cases import even_costs, pipeline
 
+from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.order_search.best_order import limited_like_separated
-from torchmm.balance.planners import MEMORY_SHARE, search_by_costs
+from torchmm.balance.planners import search_by_costs
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.schedules.separated import separated

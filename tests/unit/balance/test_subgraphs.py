@@ -3,10 +3,10 @@
 import random
 
 import pytest
+from support.subgraphs import Buffer, Part, Subgraph, SubgraphCache
 
 from torchmm.balance.picoseconds import SimulationError
 from torchmm.balance.simulation.operator_graph import OperatorGraph
-from torchmm.balance.simulation.reuse import Buffer, Part, Subgraph, SubgraphCache
 
 
 def random_subgraph(rng: random.Random, depth: int) -> Subgraph:

@@ -27,10 +27,6 @@ from torchmm.common.batch import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.schedules.layouts import balanced_cuts
 
-GRADIENT_BYTES = 4
-WEIGHT_STATE_BYTES = 4
-MOMENT_BYTES = 8
-
 
 class ParallelSizes(NamedTuple):
     """How many ranks a module is spread over, in each way."""
@@ -217,9 +213,8 @@ def state_bytes(count: Parameters, data: int, compute_bytes: int = 2) -> int:
     Args:
         data: data-parallel ranks, among which optimizer state is sharded.
     """
-    every = compute_bytes + WEIGHT_STATE_BYTES / data
-    trained = GRADIENT_BYTES + MOMENT_BYTES / data
-    return round(count.all * every + count.trained * trained)
+    sharded = (count.weight_bytes + count.optimizer_bytes) / data
+    return round(compute_bytes * count.all + count.gradient_bytes + sharded)
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,15 +1,16 @@
-"""A module as a chain of blocks, and which gradients each of them needs.
+"""A module as a chain of blocks: what stands before its layers, the layers, what stands after them.
 
-Costs, FLOPs and memory all walk the same chain: what stands before the layers, the layers, what
-stands behind them. A block needs weight gradients if it is trained, and input gradients if anything
-before it in the chain is trained or a gradient is to go back to the stage before.
+FLOPs, times and memory all walk the same chain. A block says what it costs; a layer's costs are
+sums over its components (`components.py`). A block needs weight gradients if it is trained, and
+input gradients if anything before it in the chain is trained or a gradient is to go back to the
+stage before.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import sqrt
 from typing import Literal, NamedTuple
@@ -17,37 +18,313 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchmm.balance.costs.components import Linear, norm_kept_bytes
+from torchmm.balance.costs.execution import Setting
+from torchmm.balance.costs.layers import (
+    layer_flops,
+    layer_gradients_bytes,
+    layer_kept_bytes,
+    layer_operators,
+    layer_parameters,
+    layer_temporary_bytes,
+)
+from torchmm.balance.costs.operators import (
+    Operator,
+    Operators,
+    accumulate,
+    activation_operators,
+    all_reduce_bytes,
+    matmul,
+    norm_operators,
+)
+from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import LayerDescription, ModuleDescription
 
-Role = Literal["embedding", "context", "layer", "output"]
 Flag = bool | NDArray[np.bool_]
-Linear = tuple[float, float]
-"""(inputs, outputs) of a matrix product with weights."""
+LOSS_CHUNK = 1024
+"""Targets whose logits are float32 at a time, see `torchmm.models.layers.loss`."""
 
 
 @dataclass(frozen=True)
-class Block:
-    """Consecutive equal blocks of a module: layers, or a linear around them.
+class Block(ABC):
+    """Consecutive equal blocks of a module; costs are those of one of them, on one rank.
 
     Attributes:
-        role: embedding: patches to features, or the LLM's table. context: a linear of a generator's
-            connector. layer. output: a linear behind the layers.
         trained: whether its weights are.
-        count: how many equal ones stand behind each other.
-        layer: sizes, of layers.
-        linear: sizes, of the other blocks; None where they have no matrix product.
+        count: how many equal ones follow each other.
         leaf: its input never needs a gradient: pixels.
-        first, last: whether it is the first or last block of its role in the module.
     """
 
-    role: Role
     trained: bool
     count: int = 1
-    layer: LayerDescription | None = None
-    linear: Linear | None = None
     leaf: bool = False
+
+    @abstractmethod
+    def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
+        """Forward FLOPs: (products with weights, products between activations)."""
+
+    @abstractmethod
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """What is run."""
+
+    @abstractmethod
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+        """What is kept from forward to backward, by task, if there is one.
+
+        Args:
+            weights: whether weight gradients are needed.
+        """
+
+    @abstractmethod
+    def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
+        """Gradients of results that wait for W after I, besides what was kept, by task."""
+
+    @abstractmethod
+    def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
+        """The most that is needed at one time beyond what is kept, by task."""
+
+
+@dataclass(frozen=True)
+class Layers(Block):
+    """Equal transformer layers.
+
+    Attributes:
+        layer: sizes.
+    """
+
+    layer: LayerDescription = field(kw_only=True)
+
+    def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
+        """See `torchmm.balance.costs.layers`."""
+        return layer_flops(self.layer, sizes)
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """See `torchmm.balance.costs.layers`."""
+        return layer_operators(self.layer, sizes, setting)
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+        """See `torchmm.balance.costs.layers`."""
+        return layer_kept_bytes(self.layer, sizes, setting, weights=weights)
+
+    def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
+        """See `torchmm.balance.costs.layers`."""
+        return layer_gradients_bytes(self.layer, sizes, setting)
+
+    def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
+        """With the activations of a layer that runs again in backward."""
+        whole = setting._replace(execution=replace(setting.execution, recompute="none"))
+        whole_N, kept_N = (self.kept_bytes(sizes, s, self.trained) for s in (whole, setting))
+        own_N = layer_temporary_bytes(self.layer, sizes, setting, weights=self.trained)
+        return (whole_N - kept_N) * has_backward + own_N
+
+
+@dataclass(frozen=True)
+class Inputs(Block):
+    """What stands before the layers and has no matrix product.
+
+    Attributes:
+        parameters: of it.
+        flops_per_image: whatever the image's size.
+    """
+
+    parameters: int = 0
+    flops_per_image: int = 0
+
+    def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
+        """None but those of images."""
+        nothing_N = sizes.inputs_N * 0.0
+        return nothing_N + self.flops_per_image * sizes.images_N, nothing_N
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """None known."""
+        return Operators.none()
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+        """Token ids."""
+        return 8 * sizes.inputs_N
+
+    def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
+        """None."""
+        return 0.0 * sizes.inputs_N
+
+    def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
+        """The gradient of a table is as large as the table."""
+        return sizes.units_N * 0.0 + self.trained * setting.element_bytes * self.parameters
+
+
+@dataclass(frozen=True)
+class Table(Inputs):
+    """The LLM's embedding, in which encoder outputs replace placeholders.
+
+    Attributes:
+        hidden: features.
+    """
+
+    hidden: int = 0
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Look up and place; in backward, zeros, sums into rows, accumulation."""
+        size, tensor = setting.element_bytes, setting.execution.tensor
+        row_bytes = size * sizes.inputs_N * self.hidden
+        placed = Operator("copy", memory_bytes=2 * row_bytes, calls=1)
+        forward = [placed, placed]
+        if tensor > 1:
+            sent = all_reduce_bytes(row_bytes, tensor)
+            forward.append(Operator("all_reduce", network_bytes=sent, link=setting.tensor_link))
+        table = self.parameters / tensor
+        weights = [
+            Operator("copy", memory_bytes=size * table + 2 * row_bytes, calls=2),
+            accumulate(table, setting, 1),
+        ]
+        return Operators(forward, [placed], weights, [])
+
+
+@dataclass(frozen=True)
+class Projection(Block):
+    """A patch embedding, or a linear of a connector with what follows it.
+
+    Attributes:
+        role: embedding: patches to features. context: a linear of a generator's connector. output:
+            a linear after the layers.
+        linear: (inputs, outputs).
+        first, last: whether it is the first or last linear of its role in the module.
+        flops_per_image: besides the linear, whatever the image's size.
+        normed: kind and width of a norm that the module has next to it, if any.
+    """
+
+    role: Literal["embedding", "context", "output"] = field(kw_only=True)
+    linear: Linear = field(kw_only=True)
     first: bool = False
     last: bool = False
+    flops_per_image: int = 0
+    normed: tuple[str, int] | None = None
+
+    def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
+        """Of the matrix product, and of images."""
+        inputs, outputs = self.linear
+        dense_N = 2 * inputs * outputs * self._rows_N(sizes)
+        return dense_N + self.flops_per_image * sizes.images_N, sizes.inputs_N * 0.0
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """The product, the function before it, positions that are added, sums over ranks."""
+        size, tensor = setting.element_bytes, setting.execution.tensor
+        rows_N, (inputs, outputs) = self._rows_N(sizes), self.linear
+        split = tensor if self.role == "output" else 1
+        product = matmul(rows_N, inputs, outputs / split, setting)
+        accumulation = accumulate(inputs * outputs / split, setting, 1)
+        passes = Operators([product], [product], [product, accumulation], [])
+        if self.role == "embedding":  # positions are added
+            added_bytes = 3 * size * rows_N * outputs
+            passes.forward.append(Operator("elementwise", memory_bytes=added_bytes))
+        elif not self.first:
+            passes.add(activation_operators("gelu", False, rows_N * inputs / split, setting))
+        if split > 1:
+            width = outputs if self.last else inputs
+            sent = all_reduce_bytes(size * rows_N * width, tensor)
+            operator = Operator("all_reduce", network_bytes=sent, link=setting.tensor_link)
+            (passes.forward if self.last else passes.inputs).append(operator)
+        return passes
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+        """Input of the linear, and of the activation function before it; inputs of the norm."""
+        size, normed_N = setting.element_bytes, sizes.units_N * 0.0
+        if self.normed:
+            kind, width = self.normed
+            normed_N = norm_kept_bytes(kind, sizes.units_N * width, size, weights)
+            normed_N = normed_N + 8 * sizes.units_N
+        split = setting.execution.tensor if self.role == "output" and self.last else 1
+        tensors = weights + (self.role != "embedding" and not self.first)
+        return normed_N + size * tensors * self._rows_N(sizes) * self.linear[0] / split
+
+    def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
+        """Of the result."""
+        rows_N = sizes.outputs_N if self.role == "output" else sizes.inputs_N
+        return setting.element_bytes * rows_N * self.linear[1]
+
+    def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
+        """A result and its gradient, and the gradient of the weight."""
+        inputs, outputs = self.linear
+        gradient = self.trained * setting.element_bytes * inputs * outputs
+        return 2 * setting.element_bytes * self._rows_N(sizes) * max(inputs, outputs) + gradient
+
+    def _rows_N(self, sizes: TaskSizes) -> Array:
+        """Rows that it is computed for."""
+        return {
+            "embedding": sizes.inputs_N,
+            "context": sizes.contexts_N,
+            "output": sizes.outputs_N,
+        }[self.role]
+
+
+@dataclass(frozen=True)
+class Head(Block):
+    """Final norm of all positions, logits of those with a target, cross entropy.
+
+    Attributes:
+        linear: (features, vocabulary).
+        norm: kind of the norm.
+    """
+
+    linear: Linear = field(kw_only=True)
+    norm: str = field(kw_only=True)
+
+    def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
+        """Of the logits."""
+        hidden, vocabulary = self.linear
+        return 2 * hidden * vocabulary * sizes.outputs_N, sizes.inputs_N * 0.0
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Of long rows in half precision, the loss is computed chunk by chunk, and again."""
+        size, tensor = setting.element_bytes, setting.execution.tensor
+        hidden, vocabulary = self.linear
+        norm = norm_operators(self.norm, sizes.units_N * hidden, 1, setting)
+        product = matmul(sizes.outputs_N, hidden, vocabulary / tensor, setting)
+        logits_N, picked_N = sizes.outputs_N * vocabulary, sizes.outputs_N * hidden
+        casts = 4 + size if size < 4 else 0
+        loss = Operator("activation", memory_bytes=(8 + casts) * logits_N, calls=2 + (casts > 0))
+        pick = Operator("copy", memory_bytes=2 * size * picked_N)
+        unpicked_bytes = size * (2 * sizes.units_N * hidden + picked_N)
+        unpick = Operator("copy", memory_bytes=unpicked_bytes, calls=2)
+        # Gradient of the picked log-probabilities: zeros, then softmax times their sum.
+        back = Operator("activation", memory_bytes=(16 + casts) * logits_N, calls=3 + (casts > 0))
+        forward = [*norm.forward, pick, product, loss]
+        inputs = [*norm.inputs, unpick, product, back]
+        weights = [*norm.weights, product, accumulate(hidden * vocabulary / tensor, setting, 1)]
+        if tensor > 1:
+            gathered = size * logits_N * (tensor - 1) / tensor
+            link = setting.tensor_link
+            forward.append(Operator("all_gather", network_bytes=gathered, link=link))
+            sent = all_reduce_bytes(size * picked_N, tensor)
+            inputs.append(Operator("all_reduce", network_bytes=sent, link=link))
+        again = []
+        if size < 4:  # chunks of logits are cast again
+            many_N = (sizes.outputs_N > LOSS_CHUNK).astype(float)
+            again.append(
+                loss._replace(memory_bytes=loss.memory_bytes * many_N, calls=loss.calls * many_N)
+            )
+        return Operators(forward, inputs, weights, again)
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+        """Final norm, picked positions, float32 log-probabilities or long rows' logits."""
+        size = setting.element_bytes
+        hidden, vocabulary = self.linear
+        kept_N = norm_kept_bytes(self.norm, sizes.units_N * hidden, size, weights)
+        kept_N = kept_N + weights * size * sizes.outputs_N * hidden
+        chunked_N = (sizes.outputs_N > LOSS_CHUNK) & (size < 4)
+        return kept_N + np.where(chunked_N, size, 4) * sizes.outputs_N * vocabulary
+
+    def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
+        """Of the logits."""
+        return setting.element_bytes * sizes.outputs_N * self.linear[1]
+
+    def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
+        """Logits and their gradients; of long rows in half precision chunk by chunk."""
+        size, rows_N = setting.element_bytes, sizes.outputs_N
+        hidden, vocabulary = self.linear
+        found_N = 2 * size * rows_N * vocabulary
+        if size < 4:
+            found_N = found_N + 8 * np.minimum(rows_N, LOSS_CHUNK) * vocabulary
+        return found_N + self.trained * size * hidden * vocabulary
 
 
 def stage_blocks(module: ModuleDescription, start: int, stop: int) -> list[Block]:
@@ -56,11 +333,11 @@ def stage_blocks(module: ModuleDescription, start: int, stop: int) -> list[Block
     if start == 0:
         blocks += _before(module)
     blocks += (
-        Block("layer", module.trainable, len(list(equal)), layer)
+        Layers(module.trainable, len(list(equal)), layer=layer)
         for layer, equal in groupby(module.layers[start:stop])
     )
     if stop == len(module.layers):
-        blocks += _behind(module)
+        blocks += _after(module)
     return blocks
 
 
@@ -73,54 +350,78 @@ def gradients(blocks: Sequence[Block], arrives: Flag) -> Iterator[tuple[Block, F
     needed = arrives
     for block in blocks:
         # Inside a trained layer gradients pass from product to product, whatever is before it.
-        inputs = needed | (block.role == "layer" and block.trained)
+        inputs = needed | (isinstance(block, Layers) and block.trained)
         yield block, inputs & (not block.leaf), block.trained
         needed = needed | block.trained
 
 
-def layer_linears(layer: LayerDescription) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of a layer's matrix products with weights, by what they are."""
-    hidden, ffn = layer.hidden_size, layer.ffn_size
-    query, key_value = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-    found = {"query": (hidden, query), "key": (hidden, key_value), "value": (hidden, key_value)}
-    found |= {"attention_output": (query, hidden)}
-    if layer.experts:
-        found["router"] = (hidden, layer.experts)
-    if layer.gated_ffn:
-        found["gate"] = (hidden, ffn)
-    return found | {"up": (hidden, ffn), "down": (ffn, hidden)}
-
-
 def _before(module: ModuleDescription) -> list[Block]:
-    blocks = []
+    blocks: list[Block] = []
     if module.kind == "generator" and module.context_flops_per_unit:
         size = sqrt(module.context_flops_per_unit / 4)  # two linears, taken as equally large
         blocks += [
-            Block("context", module.connector_trainable, linear=(size, size), first=i == 0)
+            Projection(
+                module.connector_trainable, role="context", linear=(size, size), first=i == 0
+            )
             for i in range(2)
         ]
-    linears: Sequence[Linear | None] = module.pre_linears or [None]
-    if module.pre_flops_per_unit and not module.pre_linears:
+    linears: Sequence[Linear] = module.pre_linears
+    if module.pre_flops_per_unit and not linears:
         linears = [_square(module.pre_flops_per_unit)]
+    if module.kind == "llm":
+        hidden = module.layers[0].hidden_size
+        return [Table(module.trainable, parameters=module.pre_parameters, hidden=hidden)]
+    per_image = module.flops_per_image
+    if not linears:
+        parameters = module.pre_parameters
+        return [*blocks, Inputs(module.trainable, 1, True, parameters, per_image)]
     for index, linear in enumerate(linears):
-        leaf = module.kind != "llm" and index == 0
-        blocks.append(Block("embedding", module.trainable, linear=linear, leaf=leaf))
+        leaf = index == 0
+        blocks.append(
+            Projection(
+                module.trainable,
+                leaf=leaf,
+                role="embedding",
+                linear=linear,
+                flops_per_image=per_image if leaf else 0,
+                normed=_norm(module, "layer") if leaf else None,
+            )
+        )
     return blocks
 
 
-def _behind(module: ModuleDescription) -> list[Block]:
+def _after(module: ModuleDescription) -> list[Block]:
     linears: Sequence[Linear] = module.post_linears
     if not linears and module.post_flops_per_unit:
         # A connector has two linears, taken as equally large.
         halves = 2 if module.kind == "encoder" else 1
         linears = [_square(module.post_flops_per_unit / halves)] * halves
-    found = []
+    if module.kind == "llm":
+        norm = module.layers[-1].norm
+        return [Head(module.trainable, linear=linear, norm=norm) for linear in linears]
+    found: list[Block] = []
     for index, linear in enumerate(linears):
         of_connector = module.kind == "encoder" and index >= len(linears) - 2
-        trained = module.connector_trainable if of_connector else module.trainable
-        first, last = index == 0, index == len(linears) - 1
-        found.append(Block("output", trained, linear=linear, first=first, last=last))
+        first = index == 0
+        found.append(
+            Projection(
+                module.connector_trainable if of_connector else module.trainable,
+                role="output",
+                linear=linear,
+                first=first,
+                last=index == len(linears) - 1,
+                normed=_norm(module, "layer", "rms") if first else None,
+            )
+        )
     return found
+
+
+def _norm(module: ModuleDescription, *kinds: str) -> tuple[str, int] | None:
+    """Kind and width of the norm that encoders of these kinds may have around their layers."""
+    layer = module.layers[0]
+    if module.kind != "encoder" or layer.norm not in kinds:
+        return None
+    return layer.norm, layer.hidden_size
 
 
 def _square(flops: float) -> Linear:
@@ -128,27 +429,27 @@ def _square(flops: float) -> Linear:
     return size, size
 
 
-def local_linears(layer: LayerDescription, tensor: int) -> dict[str, tuple[float, float]]:
-    """(inputs, outputs) of the matrix products a rank does for a layer's own positions."""
-    found = {}
-    for name, (inputs, outputs) in layer_linears(layer).items():
-        if name in ("attention_output", "down"):
-            found[name] = (inputs / tensor, float(outputs))
-        elif name == "router" or (name in ("key", "value") and layer.kv_heads < tensor):
-            found[name] = (float(inputs), float(outputs))  # computed whole; of heads one is kept
-        else:
-            found[name] = (float(inputs), outputs / tensor)
-    if layer.packed_qkv:
-        query, key, value = (found.pop(name) for name in ("query", "key", "value"))
-        found = {"qkv": (query[0], query[1] + key[1] + value[1])} | found
-    return found
-
-
 class Parameters(NamedTuple):
-    """Numbers of parameters."""
+    """Numbers of parameters, and the bytes of what training holds of them: float32 master weights,
+    float32 gradients, AdamW with two float32 moments."""
 
     all: float
     trained: float
+
+    @property
+    def weight_bytes(self) -> float:
+        """Master weights, of all parameters."""
+        return 4 * self.all
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Gradients, of trained ones."""
+        return 4 * self.trained
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Moments, of trained ones."""
+        return 8 * self.trained
 
 
 def stage_parameters(
@@ -156,7 +457,7 @@ def stage_parameters(
 ) -> Parameters:
     """Parameters of the stage with layers [start, stop) of a whole module, on one rank.
 
-    Where a description does not say how many stand before and behind the layers, the rest of the
+    Where a description does not say how many stand before and after the layers, the rest of the
     module's is taken to stand before them.
 
     Args:
@@ -176,21 +477,3 @@ def stage_parameters(
         *((layer_parameters(n, tensor), module.trainable) for n in module.layers[start:stop]),
     ]
     return Parameters(sum(n for n, _ in counts), sum(n for n, trained in counts if trained))
-
-
-@cache
-def layer_parameters(layer: LayerDescription, tensor: int = 1) -> float:
-    """Parameters of a layer on one rank; no biases and norms where the description has none."""
-    linears = layer_linears(layer)
-    own = local_linears(replace(layer, packed_qkv=False), tensor)
-    if layer.packed_qkv:  # replicated
-        own |= {name: linears[name] for name in ("query", "key", "value")}
-    if layer.packed_gate_up:
-        own |= {name: linears[name] for name in ("gate", "up")}
-    cross = ("query", "key", "value", "attention_output") if layer.cross_attention else ()
-    names = (*linears, *cross)
-    products = sum(linears[name][0] * linears[name][1] for name in names)
-    rest: float = max(0, layer.parameters - products)
-    if layer.experts:  # those that a token does not go through; ranks share them
-        rest /= tensor
-    return sum(own[name][0] * own[name][1] for name in names) + rest

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, floor, log, log10
-from statistics import mean, median
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -174,30 +174,6 @@ def _rest_us(operators: Sequence[Operator], seconds: float, profile: Profile, dt
     """Per call: what operators took beyond their work."""
     work_s = sum(float(np.sum(operator_ms(o, profile, dtype))) for o in operators) / 1e3
     return (seconds - work_s) / sum(float(np.sum(o.calls)) for o in operators) * 1e6
-
-
-def mean_measurements(*found: Measurements) -> Measurements:
-    """Of the same things, measured at several times: for devices whose speed changes."""
-    first = found[0]
-    operators = zip(*(own.operators for own in found), strict=True)
-    layers = zip(*(own.layers for own in found), strict=True)
-    working = zip(*(own.working for own in found), strict=True)
-    return Measurements(
-        [Measured(same[0].operator, mean(m.seconds for m in same)) for same in operators],
-        {kind: mean(own.tiny[kind] for own in found) for kind in first.tiny},
-        [(same[0][0], mean(seconds for _, seconds in same)) for same in layers],
-        [
-            same[0]._replace(
-                forward_s=mean(w.forward_s for w in same),
-                backward_s=mean(w.backward_s for w in same),
-            )
-            for same in working
-        ],
-        {
-            name: own._replace(seconds=mean(other.split[name].seconds for other in found))
-            for name, own in first.split.items()
-        },
-    )
 
 
 class _Rate(NamedTuple):

@@ -17,6 +17,32 @@ Link = Literal["node", "network"]
 """Between devices of one node, or of several."""
 
 
+MEMORY_SHARE = 0.9
+"""Of a device's memory that plans may fill with states and activations; the rest is for messages,
+collectives and gaps of the allocator."""
+
+BF16_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200 NVL": 835.5,
+    "H200": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.5,
+    "H100": 989.4,
+    "H800 PCIe": 756.5,
+    "H800": 989.4,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "MI300X": 1307.4,
+}
+"""Peaks of dense bfloat16 matrix products (no sparsity) by what a device's name contains, first
+match wins. Source: the makers' data sheets; where one prints the sparse figure only, half of it.
+For SXM versions of Hopper the white paper prints the dense figure, 989.4; the data sheet's 1,979
+with sparsity is that figure doubled and rounded."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One device and its links to others.
@@ -95,7 +121,7 @@ DEVICES: dict[str, Device] = {
     for device in (
         _gpu(
             "h100",
-            bf16_tflops=989.4,
+            bf16_tflops=BF16_TFLOPS["H100"],
             fp32_tflops=66.9,
             memory_gb=80,
             memory_gb_per_s=3350,
@@ -106,7 +132,7 @@ DEVICES: dict[str, Device] = {
         ),
         _gpu(
             "h200",
-            bf16_tflops=989.4,
+            bf16_tflops=BF16_TFLOPS["H200"],
             fp32_tflops=66.9,
             memory_gb=141,
             memory_gb_per_s=4800,
@@ -117,7 +143,7 @@ DEVICES: dict[str, Device] = {
         ),
         _gpu(
             "h800",
-            bf16_tflops=989.4,
+            bf16_tflops=BF16_TFLOPS["H800"],
             fp32_tflops=66.9,
             memory_gb=80,
             memory_gb_per_s=3350,
@@ -129,7 +155,7 @@ DEVICES: dict[str, Device] = {
         ),
         _gpu(
             "a100",
-            bf16_tflops=312,
+            bf16_tflops=BF16_TFLOPS["A100"],
             fp32_tflops=19.5,
             memory_gb=80,
             memory_gb_per_s=2039,
@@ -140,7 +166,7 @@ DEVICES: dict[str, Device] = {
         ),
         _gpu(
             "a800",
-            bf16_tflops=312,
+            bf16_tflops=BF16_TFLOPS["A800"],
             fp32_tflops=19.5,
             memory_gb=80,
             memory_gb_per_s=2039,

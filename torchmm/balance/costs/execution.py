@@ -1,9 +1,11 @@
-"""How a module is run: over how many ranks it is split, and what it recomputes."""
+"""How a module is run: over how many ranks it is split, what it recomputes, on which device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from torchmm.balance.costs.devices import Link
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -31,3 +33,22 @@ class Execution:
     def residual_share(self) -> float:
         """What share of the positions a rank has between tensor-parallel regions."""
         return 1 / self.tensor if self.sequence_parallel else 1.0
+
+
+class Setting(NamedTuple):
+    """What operators and bytes depend on besides sizes."""
+
+    execution: Execution
+    element_bytes: int
+    """Of the compute dtype."""
+    tensor_link: Link = "node"
+    segment_calls: bool = True
+    """Whether attention makes a call per run of equally long segments (CPU), or one for all."""
+    accumulated: float = 1.0
+    """Share of the backwards that add to gradients of others; a step's first one has none."""
+
+    @property
+    def causal_block(self) -> int:
+        """Keys that fused attention computes together, masked or not: of torch's kernel for CPUs,
+        of FlashAttention."""
+        return 512 if self.segment_calls else 128

@@ -23,13 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from torchmm.balance.costs.blocks import (
-    Block,
-    Flag,
-    gradients,
-    layer_linears,
-    stage_blocks,
-)
+from torchmm.balance.costs.blocks import Block, Flag, Layers, gradients, stage_blocks
 from torchmm.balance.costs.sizes import (
     Array,
     TaskSizes,
@@ -39,7 +33,7 @@ from torchmm.balance.costs.sizes import (
     module_tasks,
     text_tokens,
 )
-from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.layouts import ModuleLayers
@@ -81,7 +75,7 @@ def microbatch_flops(
             result[module.name] = ModuleFlops(0, 0)
             continue
         blocks = stage_blocks(module, 0, len(module.layers))
-        flops = pass_flops(module, blocks, sizes, reached[module.name])
+        flops = pass_flops(blocks, sizes, reached[module.name])
         backward = flops.inputs_N + flops.weights_N
         result[module.name] = ModuleFlops(round(flops.forward_N.sum()), round(backward.sum()))
     return result
@@ -108,9 +102,7 @@ def module_sizes(module: ModuleDescription, meta: MicrobatchMeta, targets: int) 
     return encoder_sizes(module, [images]) if images else None
 
 
-def pass_flops(
-    module: ModuleDescription, blocks: Sequence[Block], sizes: TaskSizes, arrives: Flag
-) -> PassFlops:
+def pass_flops(blocks: Sequence[Block], sizes: TaskSizes, arrives: Flag) -> PassFlops:
     """FLOPs of a chain of blocks.
 
     Args:
@@ -118,44 +110,11 @@ def pass_flops(
     """
     forward_N, inputs_N, weights_N = (sizes.inputs_N * 0.0 for _ in range(3))
     for block, inputs, weights in gradients(blocks, arrives):
-        dense_N, attention_N = block_flops(module, block, sizes)
+        dense_N, attention_N = (block.count * flops_N for flops_N in block.flops(sizes))
         forward_N += dense_N + attention_N
         inputs_N += inputs * (dense_N + 2 * attention_N)
         weights_N += weights * dense_N
     return PassFlops(forward_N, inputs_N, weights_N)
-
-
-def block_flops(module: ModuleDescription, block: Block, sizes: TaskSizes) -> tuple[Array, Array]:
-    """Forward FLOPs: (products with weights, products between activations)."""
-    nothing_N = sizes.inputs_N * 0.0
-    if block.layer is not None:
-        return _layer_flops(block.layer, block.count, sizes)
-    rows_N = {"embedding": sizes.inputs_N, "context": sizes.contexts_N, "output": sizes.outputs_N}
-    dense_N = nothing_N.copy()
-    if block.linear is not None:
-        dense_N += 2 * block.linear[0] * block.linear[1] * rows_N[block.role]
-    if block.role == "embedding" and block.leaf:
-        dense_N += module.flops_per_image * sizes.images_N
-    return dense_N, nothing_N
-
-
-def _layer_flops(layer: LayerDescription, count: int, sizes: TaskSizes) -> tuple[Array, Array]:
-    linears = layer_linears(layer)
-    weights = sum(inputs * outputs for inputs, outputs in linears.values())
-    dense_N = 2 * weights * sizes.units_N
-    pairs_N = sizes.pairs_N(layer.window)
-    if layer.cross_attention:
-        for name, rows_N in cross_rows(sizes).items():
-            dense_N = dense_N + 2 * linears[name][0] * linears[name][1] * rows_N
-        pairs_N = pairs_N + sizes.cross_pairs_N
-    attention_N = 4 * layer.heads * layer.head_dim * pairs_N
-    return count * dense_N, count * attention_N
-
-
-def cross_rows(sizes: TaskSizes) -> dict[str, Array]:
-    """Rows of each linear of a layer's attention to the context, which has the sizes of its own."""
-    own_N, context_N = sizes.units_N, sizes.contexts_N
-    return {"query": own_N, "key": context_N, "value": context_N, "attention_output": own_N}
 
 
 def module_layers(
@@ -177,7 +136,7 @@ def module_layers(
     for module in modules:
         blocks = stage_blocks(module, 0, len(module.layers))
         costs = _mean_costs(modules, module, blocks, microbatches)
-        of_layers = [i for i, block in enumerate(blocks) if block.role == "layer"]
+        of_layers = [i for i, block in enumerate(blocks) if isinstance(block, Layers)]
         layers = [costs[i] / blocks[i].count for i in of_layers for _ in range(blocks[i].count)]
         first = of_layers[0] if of_layers else len(blocks)
         draws = module.kind == "generator"  # and has its connector before its layers
@@ -212,7 +171,7 @@ def _mean_costs(
             continue
         arrives = gradients_arrive(modules, meta)[module.name]
         for index, (block, inputs, weights) in enumerate(gradients(blocks, arrives)):
-            dense, attention = (float(flops_N[0]) for flops_N in block_flops(module, block, sizes))
+            dense, attention = (block.count * float(flops_N[0]) for flops_N in block.flops(sizes))
             backward = bool(inputs) * (dense + 2 * attention) + weights * dense
             costs[index] += (dense + attention + backward) / len(microbatches)
     return costs
@@ -242,7 +201,7 @@ def task_durations(
         tasks = by_name[stage.module]
         blocks = stage_blocks(tasks.module, stage.start, stage.stop)
         arrives_N = tasks.gradient_arrives_N(graph, stage.index)
-        found = pass_flops(tasks.module, blocks, tasks.useful, arrives_N)
+        found = pass_flops(blocks, tasks.useful, arrives_N)
         backward_N = found.inputs_N + found.weights_N
         values = (found.forward_N, backward_N, found.inputs_N, found.weights_N)
         for kind, values_N in zip(_KINDS, values, strict=True):

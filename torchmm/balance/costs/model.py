@@ -18,26 +18,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.costs.activation_bytes import (
-    block_temporary_bytes,
-    gradients_kept_bytes,
-    kept_bytes,
-    layer_kept_bytes,
-    layer_temporary_bytes,
-    shared_bytes,
-)
 from torchmm.balance.costs.blocks import (
     Block,
     Flag,
+    Layers,
     gradients,
     stage_blocks,
     stage_parameters,
 )
 from torchmm.balance.costs.devices import Link
-from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.flops import PassFlops, pass_flops
-from torchmm.balance.costs.layer_operators import Setting, all_reduce_bytes, block_operators
-from torchmm.balance.costs.operators import HOST_KINDS, Operator, Profile, Times, Work, operator_ms
+from torchmm.balance.costs.layers import shared_bytes
+from torchmm.balance.costs.operators import (
+    HOST_KINDS,
+    Operator,
+    Profile,
+    Times,
+    Work,
+    all_reduce_bytes,
+    operator_ms,
+)
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import ModuleDescription
 from torchmm.common.dtypes import DTYPES
@@ -79,7 +80,7 @@ class StageCosts(NamedTuple):
     kept_bytes: Array
     kept_for_weights_bytes: Array
     workspace_bytes: Array
-    """Largest temporary, see `torchmm.balance.costs.activation_bytes`; with it, activations of a
+    """Largest temporary, see `torchmm.balance.costs.layers`; with it, activations of a
     layer that is recomputed or has no backward."""
     flops: PassFlops
 
@@ -190,33 +191,30 @@ class CostModel:
             cache: for other stages of the module with the same sizes.
         """
         blocks = stage_blocks(module, start, stop)
-        execution = self.execution_of(module)
+        setting = self.setting(module, sizes.tasks)
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
         kept_N, waiting_N = np.zeros(sizes.tasks), np.zeros(sizes.tasks)
         workspace_N = np.zeros(sizes.tasks)
-        first_layers = next((block for block in blocks if block.layer is not None), None)
+        first_layers = next((block for block in blocks if isinstance(block, Layers)), None)
         for block, needs_inputs, needs_weights in gradients(blocks, arrives):
-            own = self._block_work(module, block, sizes, {} if cache is None else cache)
+            own = self._block_work(block, sizes, setting, {} if cache is None else cache)
             back_N = np.asarray(needs_inputs, float)
             has_backward = np.asarray(needs_inputs | needs_weights, float)
             forward = forward.plus(own.forward, block.count)
             inputs = inputs.plus(own.inputs, block.count * back_N)
             weights = weights.plus(own.weights, float(block.count * needs_weights))
             again = again.plus(own.again, block.count * has_backward)
-            found_N = kept_bytes(
-                module, block, sizes, execution, self.element_bytes, needs_inputs, needs_weights
-            )
+            found_N = block.count * block.kept_bytes(sizes, setting, needs_weights)
+            found_N = found_N * (np.asarray(needs_inputs) | needs_weights)
             kept_N += found_N + self._received(block, sizes, has_backward, first=block is blocks[0])
             if block is first_layers:
                 kept_N += has_backward * shared_bytes(module, sizes, self.element_bytes)
             if needs_weights:
-                waiting_N += found_N + gradients_kept_bytes(
-                    block, sizes, execution, self.element_bytes
-                )
-            own_N = self._workspace(module, block, sizes, has_backward)
+                waiting_N += found_N + block.count * block.gradients_bytes(sizes, setting)
+            own_N = block.temporary_bytes(sizes, setting, has_backward)
             workspace_N = np.maximum(workspace_N, own_N)
         backward = inputs.plus(weights).plus(again)
-        split = execution.recompute == "none"
+        split = setting.execution.recompute == "none"
         none = Work.none(sizes.tasks)
         return StageCosts(
             forward=self._times(module, "F", forward),
@@ -226,24 +224,20 @@ class CostModel:
             kept_bytes=kept_N,
             kept_for_weights_bytes=waiting_N if split else np.zeros(sizes.tasks),
             workspace_bytes=workspace_N,
-            flops=pass_flops(module, blocks, useful or sizes, arrives),
+            flops=pass_flops(blocks, useful or sizes, arrives),
         )
 
     def _block_work(
-        self,
-        module: ModuleDescription,
-        block: Block,
-        sizes: TaskSizes,
-        cache: BlockCache,
+        self, block: Block, sizes: TaskSizes, setting: Setting, cache: BlockCache
     ) -> BlockWork:
         key = replace(block, count=1)
         if key not in cache:
-            found = block_operators(module, block, sizes, self.setting(module, sizes.tasks))
+            found = block.operators(sizes, setting)
             for own in (found.forward, found.again):
                 made = sum(o.calls for o in own if o.kind not in HOST_KINDS)
                 own.append(Operator("forward_call", calls=made))
-            if block.layer is not None:  # behind the above: these calls are all that they take
-                calls = CHECKPOINT_CALLS[self.execution_of(module).recompute]
+            if isinstance(block, Layers):  # after the above: these calls are all that they take
+                calls = CHECKPOINT_CALLS[setting.execution.recompute]
                 for own, count in zip((found.forward, found.again), calls, strict=True):
                     own.append(Operator("elementwise", calls=count))
             cache[key] = BlockWork(
@@ -270,27 +264,11 @@ class CostModel:
         return Times(factor * found.total_ms, factor * found.tensor_ms)
 
     def _received(self, block: Block, sizes: TaskSizes, has_backward: Array, first: bool) -> Array:
-        """A received input, which is kept beside the float32 copy that an RMSNorm makes of it."""
-        beside = first and block.layer is not None and block.layer.norm == "rms"
-        width = block.layer.hidden_size if beside and block.layer and self.element_bytes < 4 else 0
+        """A received input, which is kept next to the float32 copy that an RMSNorm makes of it."""
+        width = 0
+        if first and isinstance(block, Layers) and self.element_bytes < 4:
+            width = block.layer.hidden_size if block.layer.norm == "rms" else 0
         return self.element_bytes * sizes.units_N * width * has_backward
-
-    def _workspace(
-        self, module: ModuleDescription, block: Block, sizes: TaskSizes, has_backward: Array
-    ) -> Array:
-        """Temporaries of one of equal blocks, by task."""
-        if block.layer is None:
-            return block_temporary_bytes(module, block, sizes, self.element_bytes)
-        execution = self.execution_of(module)
-        whole = replace(execution, recompute="none")
-        layer_N, kept_N = (
-            layer_kept_bytes(block.layer, sizes, e, self.element_bytes, weights=block.trained)
-            for e in (whole, execution)
-        )
-        own_N = layer_temporary_bytes(
-            block.layer, sizes, execution, self.element_bytes, weights=block.trained
-        )
-        return (layer_N - kept_N) * has_backward + own_N
 
     def _link(self, ranks: int) -> Link:
         """What connects so many neighbouring ranks."""
@@ -307,7 +285,7 @@ class CostModel:
     def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
         """Averaging a stage's float32 gradients over data-parallel ranks (REDUCE_GRAD)."""
         execution = self.execution_of(module)
-        whole = 4 * stage_parameters(module, start, stop, execution.tensor).trained
+        whole = stage_parameters(module, start, stop, execution.tensor).gradient_bytes
         calls = stop - start + 1
         shards, copies = execution.shard, execution.replicate
         inner = self._link(execution.tensor * shards)
@@ -390,5 +368,5 @@ class CostModel:
         if shards > 1 or self.element_bytes < 4:
             share = min(1.0, 2 / max(1, stop - start)) if layerwise else 1.0
             gathered = count.all * self.element_bytes * share
-        state = 4 * count.all / shards + 8 * count.trained / shards
-        return round(state + 4 * count.trained + gathered)
+        state = count.weight_bytes / shards + count.optimizer_bytes / shards
+        return round(state + count.gradient_bytes + gathered)

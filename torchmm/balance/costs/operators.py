@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
 from torchmm.balance.costs.devices import Device, Link
+from torchmm.balance.costs.execution import Setting
 from torchmm.balance.costs.sizes import Array
 
+Amount = TypeVar("Amount", float, Array)
 Kind = Literal[
     "matmul",
     "attention",
@@ -59,6 +61,8 @@ HOST_KINDS: tuple[Kind, ...] = (
 """Python's time for calls, nothing else: no bytes, no efficiency."""
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in HOST_KINDS)
 COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "attention_backward")
+TANH_GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu-approximate")
+"""Activation functions of class gelu_tanh, by Hugging Face's names."""
 NETWORK_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "p2p")
 
 
@@ -164,6 +168,28 @@ def main_quantity(operator: Operator) -> Array:
     return np.asarray(operator.network_bytes if of_network else operator.memory_bytes, float)
 
 
+class Operators(NamedTuple):
+    """Operators of one of equal blocks, by pass."""
+
+    forward: list[Operator]
+    inputs: list[Operator]
+    """Backward for inputs."""
+    weights: list[Operator]
+    """Backward for weights."""
+    again: list[Operator]
+    """What backward runs again because it was not kept."""
+
+    @classmethod
+    def none(cls) -> Operators:
+        """No operators."""
+        return cls([], [], [], [])
+
+    def add(self, other: Operators) -> None:
+        """Appends another's operators, pass by pass."""
+        for own, more in zip(self, other, strict=True):
+            own.extend(more)
+
+
 class Quantities(NamedTuple):
     """What operators do in all, on one rank, by task."""
 
@@ -238,3 +264,60 @@ class Work(NamedTuple):
         if profile.device.asynchronous:
             total_ms = np.maximum(total_ms, self.host_ms)
         return Times(total_ms, exposed_ms)
+
+
+def matmul(rows: Array | float, inputs: float, outputs: float, setting: Setting) -> Operator:
+    """A matrix product with weights."""
+    moved = rows * (inputs + outputs) + inputs * outputs
+    flops = 2 * rows * inputs * outputs
+    return Operator("matmul", flops, memory_bytes=setting.element_bytes * moved)
+
+
+def accumulate(parameters: float, setting: Setting, tensors: int) -> Operator:
+    """Adding new gradients to the float32 sums of a step."""
+    bytes_each = setting.accumulated * (8 + setting.element_bytes)
+    return Operator("elementwise", memory_bytes=bytes_each * parameters, calls=tensors)
+
+
+def norm_operators(kind: str, elements: Array | float, calls: int, setting: Setting) -> Operators:
+    """Norms of `elements` values in all; RMSNorms compute in float32, call by call."""
+    size, casts = setting.element_bytes, setting.element_bytes < 4
+    if kind == "layer":
+        forward, inputs, weights = 2 * size, 3 * size, 2 * size
+        counts = (1, 1, 0)
+    else:
+        forward = 20 + 2 * size + (2 * (4 + size) if casts else 0)
+        weights = 4 * size
+        inputs = 92 - weights
+        counts = (8 if casts else 6, 14 if casts else 12, 2)
+    each = zip((forward, inputs, weights), counts, strict=True)
+    first, second, third = (
+        Operator("norm", memory_bytes=bytes_each * elements, calls=calls * count)
+        for bytes_each, count in each
+    )
+    return Operators([first], [second], [third], [])
+
+
+def activation_operators(name: str, gated: bool, elements: Array, setting: Setting) -> Operators:
+    """The function inside a feed-forward network, and the product with the gate."""
+    size = setting.element_bytes
+
+    def operator(kind: Kind, passes: int, calls: int) -> Operator:
+        return Operator(kind, memory_bytes=passes * size * elements, calls=calls)
+
+    kinds: tuple[Kind, Kind] = ("activation", "activation")
+    if name in TANH_GELUS:
+        kinds = ("gelu_tanh", "gelu_tanh_backward")
+    forward, inputs = [operator(kinds[0], 2, 1)], [operator(kinds[1], 3, 1)]
+    if name == "quick_gelu":  # x * sigmoid(1.702 x)
+        forward.append(operator("elementwise", 5, 2))
+        inputs.append(operator("elementwise", 11, 4))
+    if gated:
+        forward.append(operator("elementwise", 3, 1))
+        inputs.append(operator("elementwise", 6, 2))
+    return Operators(forward, inputs, [], [])
+
+
+def all_reduce_bytes(whole: Amount, ranks: int) -> Amount:
+    """What each rank sends to add up `whole` bytes in a ring."""
+    return 2 * whole * (ranks - 1) / ranks

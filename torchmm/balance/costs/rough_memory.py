@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state are exact under FSDP2 (float32 master weights, AdamW with
 two moments, gradients not sharded between the microbatches of a step). Activations are those of
-`torchmm.balance.costs.activation_bytes`: with flash-style attention no (tokens x tokens) matrix is
+`torchmm.balance.costs.layers`: with flash-style attention no (tokens x tokens) matrix is
 kept. What is left
 out: temporary buffers, fragmentation and the framework itself.
 
@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torchmm.balance.costs.activation_bytes import layer_kept_bytes
-from torchmm.balance.costs.execution import Execution, Recompute
+from torchmm.balance.costs.blocks import Parameters
+from torchmm.balance.costs.execution import Execution, Recompute, Setting
+from torchmm.balance.costs.layers import layer_kept_bytes
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
 
@@ -82,17 +83,18 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
             ranks of their own, which gather weights once per step; None: as many as pipeline ranks.
     """
     once_per_step = pipeline > 1 or in_flight is not None
-    weights = gradients = optimizer = activations = 0
+    weights = gradients = optimizer = 0.0
+    activations = 0
     for module in modules:
         ranks, shards = (own or {}).get(module.name, OwnSizes(pipeline, shard))
         split = 1 if module.kind == "generator" else tensor  # generators are whole on every rank
         parameters = module.parameters // (split * ranks)
+        state = Parameters(parameters, parameters * module.trainable)
         gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
-        weights += 4 * parameters // shards + (gathered * compute_bytes if shards > 1 else 0)
-        if module.trainable:
-            held_by = shards if microbatches == 1 and not once_per_step else 1
-            gradients += 4 * parameters // held_by
-            optimizer += 8 * parameters // shards
+        weights += state.weight_bytes // shards + (gathered * compute_bytes if shards > 1 else 0)
+        held_by = shards if microbatches == 1 and not once_per_step else 1
+        gradients += state.gradient_bytes // held_by
+        optimizer += state.optimizer_bytes // shards
         execution = Execution(
             tensor=split,
             sequence_parallel=sequence_parallel and split > 1,
@@ -101,7 +103,7 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
         found = _activation_bytes(module, tokens.get(module.name, 0), execution, compute_bytes)
         kept = min(in_flight or pipeline, microbatches)
         activations += found.every_layer * kept // pipeline + found.recomputed
-    return MemoryEstimate(weights, gradients, optimizer, activations)
+    return MemoryEstimate(round(weights), round(gradients), round(optimizer), activations)
 
 
 class _Activations(NamedTuple):
@@ -119,10 +121,8 @@ def _activation_bytes(
     sizes = llm_sizes([row], [tokens], padding=False)
 
     def kept(layer: LayerDescription, recompute: Recompute) -> float:
-        execution_ = replace(execution, recompute=recompute)
-        found_N = layer_kept_bytes(
-            layer, sizes, execution_, compute_bytes, weights=module.trainable
-        )
+        setting = Setting(replace(execution, recompute=recompute), compute_bytes)
+        found_N = layer_kept_bytes(layer, sizes, setting, weights=module.trainable)
         return float(found_N[0])
 
     mode = execution.recompute

@@ -8,7 +8,7 @@ costs by hand. PipeWeaver §4 (SEMU): operator costs first, then the simulation 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -85,19 +85,6 @@ def plan_costs(
         flops=collected.flops,
         runs_beside=model.profile.device.asynchronous,
     )
-
-
-def of_meeting_replicas(costs: Sequence[PlanCosts]) -> PlanCosts:
-    """Costs of data-parallel replicas that FSDP2 gathers layer by layer: they meet in every layer,
-    so in each action all take as long as the slowest.
-
-    Args:
-        costs: one for each replica, of the same actions.
-    """
-    slowest = {
-        action: max(own.compute_ms[action] for own in costs) for action in costs[0].compute_ms
-    }
-    return replace(costs[0], compute_ms=slowest)
 
 
 def slowest_update_ms(

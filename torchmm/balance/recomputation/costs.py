@@ -32,8 +32,8 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s
-from torchmm.balance.costs.activation_bytes import layer_kept_bytes
 from torchmm.balance.costs.execution import Recompute
+from torchmm.balance.costs.layers import layer_kept_bytes
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.costs.step_costs import plan_costs
@@ -221,16 +221,9 @@ def _layer(
         forward.append(costs.forward.total_ms)
         again.append(costs.backward.total_ms)
         tensor.append(costs.backward.tensor_ms)
-        kept.append(
-            has_backward_N
-            * layer_kept_bytes(
-                layer,
-                sizes,
-                changed.execution_of(module),
-                model.element_bytes,
-                weights=module.trainable,
-            )
-        )
+        setting = changed.setting(module, sizes.tasks)
+        kept_N = layer_kept_bytes(layer, sizes, setting, weights=module.trainable)
+        kept.append(has_backward_N * kept_N)
     if "offload" in modes:
         copy_ms_N = _copy_ms(kept[-1], model)
         for times in (forward, again):

@@ -1,15 +1,7 @@
 """Layer tuning in milliseconds: prices of memory, and choices made with them.
 
-Lagrangian relaxation. Every position has a price per byte; given prices, each pair picks its best
-candidate by itself, and what all pay, less what the free memory is worth, is a bound that no choice
-that fits can be below. Prices are improved along the violation (subgradient, Polyak's step). From
-time to time the prices' choice is made to fit: from the first position to the last, wherever memory
-is short, the pair changes its candidate that gives up the least time, at current prices, for the
-bytes that are still needed; then pairs take faster candidates where there is room left.
-
-Pairs are intervals, so the relaxed problem is one of covering points by intervals; its prices are
-good after a few rounds, and what is left between bound and choice is mostly that layers are whole.
-Rejected: HiGHS alone (`integer_program`): 6 to 30 s for each rank of a step with 64 microbatches.
+Rejected: HiGHS alone (`benchmarks/support/integer_program.py`): 6 to 30 s for each rank of a step
+with 64 microbatches.
 """
 
 from __future__ import annotations
@@ -20,6 +12,37 @@ import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s, compiled, inner
 from torchmm.balance.recomputation.problem import TuningProblem, TuningSolution
+
+# Note: Lagrangian relaxation
+#
+# To be chosen: one candidate c for every pair n, so that the sum of extra_NC[n, c] is least and at
+# every position t all pairs together keep at most free_T[t]. The limits tie the pairs to each
+# other, which makes the problem hard. Relaxed, each limit is replaced by a price per byte:
+#
+#     bytes  free_T  .............._______............        position t of the rank's order
+#     pair 0         |===== kept =====|                       start_N .. middle_N
+#     pair 1              |======== kept ======|-later-|      middle_N + 1 .. end_N: only with a
+#     pair 2                      |=== kept ==|                 backward in halves
+#     price_T        0    0    2    5    5    1    0          high where memory is short
+#
+# - Given prices, every pair picks the candidate with the least time plus price of its bytes, alone
+#   (`_answer`). What all pay, less what the free memory is worth, is a lower bound on the time that
+#   any choice that fits adds: a choice that fits pays for no more memory than there is.
+# - Prices rise where the picked candidates keep too much, and fall to at least 0 where they do not
+#   (`_change_prices`: subgradient with momentum; Polyak's step, as long as the distance between the
+#   best choice and the bound allows).
+# - From time to time the picked choice, which may not fit, is made to fit (`_repair`): from the
+#   first position to the last, wherever memory is short, the pair moves to a leaner candidate that
+#   gives up the least, at current prices, for each byte still needed. Then pairs take faster
+#   candidates where there is room left (`_relax`). The best choice so far is kept.
+#
+# Pairs are intervals, so the relaxed problem is one of covering points by intervals: its prices are
+# good after a few rounds, and what is left between bound and choice is mostly that candidates are
+# whole.
+#
+# Invariants: `best_N` always fits; `bound` never falls; used_T is what choice_N keeps where both
+# are passed; worth_T[t + 1] - worth_T[s] is the price of a byte from s to t, both included.
+# Shapes: N pairs, C candidates from the fastest to the leanest, T positions.
 
 ROUNDS = 1000
 """Most improvements of prices."""

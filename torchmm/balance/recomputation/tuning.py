@@ -1,13 +1,13 @@
 """Layer tuning: what each task's layers recompute, so that a plan fits into memory and is fast.
 
 PipeWeaver §6.3. The order of a plan is given, and with it which tasks are in memory together. Each
-pair of a forward and its backward has candidates (`costs`), each rank is a
-problem of its own (`problem`), solved by prices of memory with a bound on what is lost
-(`prices`) or by the paper's integer program (`integer_program`). Any schedule's plan
-will do; the choice is a part of the plan (`PipelinePlan.recompute`).
+pair of a forward and its backward has candidates (`costs`), and each rank is a problem of its own
+(`problem`), solved by prices of memory with a bound on what is lost (`prices`), or by another
+solver, such as the paper's integer program in `benchmarks/support/integer_program.py`. Any
+schedule's plan will do; the choice is stored in the plan (`PipelinePlan.recompute`).
 
 Counted against the limit are weights, gradients, optimizer state, messages, what tasks keep, and
-what a layer that runs again needs. Not counted: temporaries inside of layers, and what the
+what a layer that runs again needs. Not counted: temporaries inside layers, and what the
 allocator and the framework take; leave room for them in the limit.
 
 Where the device has memory of its own, inputs of recomputed layers may wait in the host's. A plan

@@ -1,0 +1,287 @@
+"""What a transformer layer costs: sums over its components.
+
+**Operators** are what really runs, call by call, in forward and backward. Numbers of calls and
+bytes are those of Hugging Face's layers in eager PyTorch on one rank of a tensor-parallel group: an
+RMSNorm is six element-wise calls that read or write its input seven times. They were counted on
+real layers (tests compare), so efficiencies measured on single operators apply. Unlike the FLOPs of
+`torchmm.balance.costs.flops`, what is not mathematics counts too: padding, and the scores that
+fused attention computes again in backward; causal attention skips the masked half. A compiled layer
+runs fewer calls; that difference is left to the factors learned from steps.
+
+**Kept bytes** are the tensors that autograd saves, each once: inputs of trained linears, both sides
+of norms, what attention and activation functions need. RMSNorms keep float32 copies of their input.
+With activation recomputation a layer keeps its input ("full"), or that and the results of matrix
+products and attention ("selective"). Between the two halves of a split backward (I and W) torch
+keeps the whole graph, and with it the gradients of all results of linears and norms: more than
+before, not less. Layers share rotary tables, which `shared_bytes` has.
+
+**Temporary bytes** are what a running task needs beyond what it keeps: gradients of a layer's
+results, of its weights before they are added to those of other microbatches, results of a layer
+that is about to run again, float32 copies in norms and rotary embeddings. They are bounds, not
+sums: the largest of what attention, feed-forward network and norms have at one time, found by
+following every allocation of real layers of each family, with weights, in each mode of
+recomputation; tests do.
+
+Left out: buffers inside one operator, such as a kernel's scratch space, and states of random
+generators (5 KB on the host for each layer that is run again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+
+from torchmm.balance.costs.components import (
+    Linear,
+    components_of,
+    norm_kept_bytes,
+    norm_scales,
+    normed_bytes,
+)
+from torchmm.balance.costs.execution import Recompute, Setting
+from torchmm.balance.costs.operators import (
+    Kind,
+    Operator,
+    Operators,
+    accumulate,
+    all_reduce_bytes,
+    matmul,
+    norm_operators,
+)
+from torchmm.balance.costs.sizes import Array, TaskSizes
+from torchmm.common.batch import LayerDescription, ModuleDescription
+
+KEPT_KINDS: tuple[Kind, ...] = ("matmul", "attention", "tensor_linear")
+"""What selective recomputation does not run again."""
+
+
+def layer_linears(layer: LayerDescription) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of matrix products with weights for a layer's own positions, by name."""
+    components = [c for c in components_of(layer) if not c.reads_context]
+    return {name: size for c in components for name, size in c.linears().items()}
+
+
+def local_linears(layer: LayerDescription, tensor: int) -> dict[str, Linear]:
+    """The same of the matrix products that a tensor-parallel rank computes."""
+    components = [c for c in components_of(layer) if not c.reads_context]
+    return {name: size for c in components for name, size in c.local_linears(tensor).items()}
+
+
+@cache
+def layer_parameters(layer: LayerDescription, tensor: int = 1) -> float:
+    """Parameters of a layer on one rank; no biases and norms where the description has none."""
+    components = components_of(layer)
+    products = sum(c.parameters(1) for c in components)
+    rest: float = max(0, layer.parameters - products)
+    if any(c.splits_rest for c in components):
+        rest /= tensor
+    return sum(c.parameters(tensor) for c in components) + rest
+
+
+def layer_flops(layer: LayerDescription, sizes: TaskSizes) -> tuple[Array, Array]:
+    """Forward FLOPs: (products with weights, products between activations)."""
+    nothing_N = sizes.units_N * 0.0
+    components = components_of(layer)
+    dense_N = nothing_N + sum(c.flops_N(sizes) for c in components)
+    return dense_N, nothing_N + sum(c.pair_flops_N(sizes) for c in components)
+
+
+def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
+    """Operators of one layer, on one rank."""
+    components = components_of(layer)
+    linears = _linears(layer, sizes, setting)
+    passes = _norms(layer, sizes, setting)
+    for component in components:
+        passes.add(component.inner_norms(sizes, setting))
+    passes.add(linears)
+    for component in components:
+        passes.add(component.operators(sizes, setting))
+    passes.add(_residuals(layer, sizes, setting))
+    passes.add(_communication(layer, sizes, setting))
+    mode = setting.execution.recompute
+    if mode != "none":
+        ends = layer.norm_place == "before"  # else a norm needs the last product
+        products = len(local_linears(layer, setting.execution.tensor))
+        last = linears.forward[products - 1] if ends else None
+        passes.again.extend(_again(passes.forward, last, mode))
+    return passes
+
+
+def _again(forward: list[Operator], last: Operator | None, mode: Recompute) -> Iterator[Operator]:
+    """What is run again. torch stops where the last tensor is there that backward needs: before the
+    layer's last product, whose result is summed over ranks after it; None: at the end."""
+    for operator in forward:
+        if operator is last or (mode == "selective" and operator.kind in KEPT_KINDS):
+            continue
+        share = 1.0
+        if last is not None and operator.kind in ("all_reduce", "reduce_scatter"):
+            share = 1 - 1 / float(operator.calls)
+        yield operator._replace(
+            network_bytes=share * operator.network_bytes, calls=share * operator.calls
+        )
+
+
+def _sublayers(layer: LayerDescription, *, context: bool = True) -> int:
+    """Branches of the residual stream; on request without those that read a context."""
+    components = components_of(layer)
+    return sum(c.sublayer and (context or not c.reads_context) for c in components)
+
+
+def _norms(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
+    rows_N = sizes.units_N * setting.execution.residual_share
+    count = _sublayers(layer) * (2 if layer.norm_place == "around" else 1)
+    return norm_operators(layer.norm, count * rows_N * layer.hidden_size, count, setting)
+
+
+def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
+    """Matrix products with weights: those for the layer's own positions, then the others."""
+    products = [
+        (component.rows_N(name, sizes), inputs, outputs)
+        for component in sorted(components_of(layer), key=lambda c: c.reads_context)
+        for name, (inputs, outputs) in component.local_linears(setting.execution.tensor).items()
+    ]
+    every = [matmul(*product, setting) for product in products]
+    weights = list(every)
+    if layer.norm == "layer" or layer.packed_qkv:  # these families have biases
+        summed = sum(rows_N * outputs for rows_N, _, outputs in products)
+        bias_bytes = setting.element_bytes * summed
+        weights.append(Operator("elementwise", memory_bytes=bias_bytes, calls=len(products)))
+    parameters = sum(inputs * outputs for _, inputs, outputs in products)
+    weights.append(accumulate(parameters, setting, len(products)))
+    return Operators(every, list(every), weights, [])
+
+
+def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
+    """Adding to the residual stream; in backward, gradients of what several products read."""
+    size, share = setting.element_bytes, setting.execution.residual_share
+    elements = sizes.units_N * layer.hidden_size
+    adds = _sublayers(layer)
+    forward = Operator("elementwise", memory_bytes=3 * adds * size * share * elements, calls=adds)
+    readers = sum(c.extra_readers() for c in components_of(layer))
+    inputs = [
+        forward,
+        Operator("elementwise", memory_bytes=3 * readers * size * elements, calls=readers),
+    ]
+    return Operators([forward], inputs if readers else inputs[:1], [], [])
+
+
+def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
+    """Tensor parallelism: a sum after each sublayer, and of gradients before it."""
+    execution, link, tensor = setting.execution, setting.tensor_link, setting.execution.tensor
+    if tensor == 1:
+        return Operators.none()
+    regions = _sublayers(layer)
+    whole = regions * setting.element_bytes * sizes.units_N * layer.hidden_size
+    forward = list(_reduction(whole, regions, setting))
+    forward.append(Operator("tensor_linear", calls=len(layer_linears(layer))))
+    weights = []
+    if execution.async_tensor:  # gathered inputs are not kept
+        again = whole * (tensor - 1) / tensor
+        weights.append(Operator("all_gather", network_bytes=again, calls=regions, link=link))
+    replicated = 0
+    for component in components_of(layer):
+        linears = component.linears()
+        for name in component.replicated(tensor):
+            replicated += linears[name][0] * linears[name][1]
+    if replicated:
+        sent = all_reduce_bytes(setting.element_bytes * replicated, tensor)
+        weights.append(Operator("all_reduce", network_bytes=sent, link=link))
+    return Operators(forward, list(forward), weights, [])
+
+
+def _reduction(whole: Array, calls: int, setting: Setting) -> Iterator[Operator]:
+    """Sums over the ranks, in one piece or as scatter and gather."""
+    execution, link = setting.execution, setting.tensor_link
+    size = execution.tensor
+    if not execution.sequence_parallel:
+        sent = all_reduce_bytes(whole, size)
+        yield Operator("all_reduce", network_bytes=sent, calls=calls, link=link)
+        return
+    sent = whole * (size - 1) / size
+    yield Operator("reduce_scatter", network_bytes=sent, calls=calls, link=link)
+    yield Operator("all_gather", network_bytes=sent, calls=calls, link=link)
+    if execution.async_tensor:
+        return
+    yield Operator("sequence_exchange", calls=2 * calls)
+    if setting.segment_calls:
+        # DTensors put the ranks' slices one after the other before they are scattered and after
+        # they were gathered. Counted on CPUs only, where it was measured.
+        yield Operator("copy", memory_bytes=4 * whole, calls=2 * calls)
+
+
+def layer_kept_bytes(
+    layer: LayerDescription, sizes: TaskSizes, setting: Setting, *, weights: bool
+) -> Array:
+    """What one layer keeps, by task.
+
+    Args:
+        weights: whether its weights are trained.
+    """
+    execution, element_bytes = setting.execution, setting.element_bytes
+    components = components_of(layer)
+    input_N = sizes.units_N * layer.hidden_size * execution.residual_share
+    if execution.recompute == "full":
+        return element_bytes * input_N
+    if execution.recompute == "selective":
+        results_N = sum(c.kept_results_bytes(sizes, setting) for c in components)
+        return element_bytes * input_N + results_N
+    sublayers = _sublayers(layer, context=False)
+    norms = sublayers * (2 if layer.norm_place == "around" else 1)
+    kept_N = norms * norm_kept_bytes(layer.norm, input_N, normed_bytes(layer, setting), weights)
+    kept_N += 4 * norms * norm_scales(layer.norm) * sizes.units_N * execution.residual_share
+    gathered = execution.residual_share if execution.async_tensor else 1.0
+    inputs_N = gathered * sizes.units_N * layer.hidden_size
+    kept_N += sublayers * weights * element_bytes * inputs_N  # of linears
+    return kept_N + sum(c.kept_bytes(sizes, setting, weights) for c in components)
+
+
+def shared_bytes(module: ModuleDescription, sizes: TaskSizes, element_bytes: int) -> Array:
+    """What the layers of a stage keep together: cosines and sines of positions."""
+    layer = module.layers[0]
+    if module.kind != "llm" and layer.norm != "rms":
+        return sizes.units_N * 0.0  # towers with layer norms add positions instead
+    size = element_bytes if module.kind == "llm" else 4
+    return 2 * size * sizes.units_N * layer.head_dim
+
+
+def layer_gradients_bytes(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Array:
+    """Gradients of results that wait for W after I, besides what was kept, by task."""
+    execution = setting.execution
+    linears = local_linears(layer, execution.tensor).values()
+    normed = _sublayers(layer, context=False) * layer.hidden_size * execution.residual_share
+    results = sum(outputs for _, outputs in linears) + normed
+    return setting.element_bytes * sizes.units_N * results
+
+
+def layer_temporary_bytes(
+    layer: LayerDescription, sizes: TaskSizes, setting: Setting, *, weights: bool
+) -> Array:
+    """The most that one layer needs beyond what is kept of it, by task, in forward or backward.
+
+    In a backward that runs the layer again, its activations come on top.
+
+    Args:
+        weights: whether they are trained.
+    """
+    units_N, hidden = sizes.units_N, layer.hidden_size
+    own = [c.temporaries(sizes, setting) for c in components_of(layer)]
+    norms_N = (16 if layer.norm == "rms" else 0) * units_N * hidden
+    backward_N = np.max([norms_N, *(t.backward_N + 0 * units_N for t in own)], axis=0)
+    if weights:
+        backward_N = backward_N + _weight_gradient_bytes(layer, setting)
+    forward_N = [t.forward_N + 0 * units_N for t in own]
+    return setting.element_bytes * units_N * hidden + np.max([backward_N, *forward_N], axis=0)
+
+
+def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
+    """Gradients of one microbatch before they are added to those of others.
+
+    FSDP adds those of a layer together, after its backward, and casts one after the other.
+    """
+    execution, element_bytes = setting.execution, setting.element_bytes
+    largest = max(a * b for a, b in local_linears(layer, execution.tensor).values())
+    if execution.shard * execution.replicate == 1 and element_bytes == 4:
+        return element_bytes * largest
+    return element_bytes * layer_parameters(layer, execution.tensor) + 4 * largest
