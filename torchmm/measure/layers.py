@@ -136,7 +136,8 @@ def split_layers(device: torch.device, rounds: int, *, quick: bool) -> dict[str,
         quick: too small to compute anything.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    link, tiny = world_link(), quick or device.type != "cpu"
+    link = world_link()
+    tiny = quick or device.type != "cpu"
     cases = {split: _split_case(device, split, mesh, link, tiny=tiny) for split in SPLITS}
     times: dict[Split, list[float]] = {split: [] for split in SPLITS}
     for _ in range(rounds):

@@ -89,7 +89,9 @@ def _seconds(case: NetworkCase, device: torch.device) -> float:
 
 def _cases(device: torch.device, quick: bool) -> Iterator[NetworkCase]:
     """Collectives over all ranks, and a message there and back between the first two."""
-    ranks, rank, world = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.group.WORLD
     assert world is not None
     link = world_link()
     for elements in ELEMENTS[: 3 if quick else None]:

@@ -178,7 +178,8 @@ def _time_all(
 
     On a machine that others use, where rounds take longer than they should, there are fewer.
     """
-    budget_s, begin_s = seconds / (len(cases) * repeats), time.perf_counter()
+    budget_s = seconds / (len(cases) * repeats)
+    begin_s = time.perf_counter()
     rounds: list[list[float]] = []
     while len(rounds) < repeats and _mean_over_ranks(
         [(time.perf_counter() - begin_s) * (len(rounds) + 1)], device
@@ -201,7 +202,8 @@ def _mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
 
 
 def _compute_cases(device: torch.device, dtype: torch.dtype, quick: bool) -> Iterator[Case]:
-    pool, sizes = _Pool(device, dtype), GPU_SIZES if device.type == "cuda" else CPU_SIZES
+    pool = _Pool(device, dtype)
+    sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     if quick:
         sizes = _Sizes(*(own[:2] for own in sizes))
     widths = [*((n, n) for n in sizes.widths), *pairwise(sizes.widths)]
@@ -297,7 +299,8 @@ def _attention(
     setting = Setting(Execution(), dtype.itemsize, segment_calls=device.type == "cpu")
     block = setting.causal_block
     pairs = sum(n * min(n, (n + block) / 2) if causal else n * n for n in lengths)
-    width, calls = HEADS * HEAD_SIZE, float(segments if setting.segment_calls else 1)
+    width = HEADS * HEAD_SIZE
+    calls = float(segments if setting.segment_calls else 1)
     moved = dtype.itemsize * starts[-1] * width
     yield Case(Operator("attention", 4 * width * pairs, 4 * moved, calls=calls), forward, tiny)
     yield Case(
@@ -307,13 +310,15 @@ def _attention(
 
 def _streams(pool: _Pool, elements: int, tiny: bool) -> Iterator[Case]:
     """Operators that read and write every element a few times."""
-    width, size = min(elements, 1024), pool.dtype.itemsize * elements
+    width = min(elements, 1024)
+    size = pool.dtype.itemsize * elements
     norm = LlamaRMSNorm(width).to(pool.device, pool.dtype)
     given = pool.turns((elements // width, width), (elements // width, width))
     (normed,) = norm_operators(
         "rms", float(elements), 1, Setting(Execution(), pool.dtype.itemsize)
     )[0]
-    gelu, gelu_backward = torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default
+    gelu = torch.ops.aten.gelu.default
+    gelu_backward = torch.ops.aten.gelu_backward.default
     runs: list[tuple[Operator, Callable[[Tensor, Tensor], object]]] = [
         (Operator("elementwise", memory_bytes=3.0 * size), lambda x, y: x + y),
         (Operator("activation", memory_bytes=2.0 * size), lambda x, y: functional.silu(x)),

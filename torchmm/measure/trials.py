@@ -152,7 +152,8 @@ def _row(case: _Case, chosen: Chosen, rounds: int, layers: int) -> MeasuredRow:
             (f + share * max(0.0, f - less_f), b + share * max(0.0, b - less_b))
             for (f, b), (less_f, less_b) in zip(found[1], found[0], strict=True)
         ]
-    at_knots, at_others = seconds[: len(chosen.knots)], seconds[len(chosen.knots) :]
+    at_knots = seconds[: len(chosen.knots)]
+    at_others = seconds[len(chosen.knots) :]
     units = sorted(set(chosen.units))
     if len(units) == 1:  # all packs are alike
         at_knots = [(median(f for f, _ in at_knots), median(b for _, b in at_knots))]
@@ -195,14 +196,17 @@ class _Case:
 
     def _build(self, depth: int) -> MultimodalModel:
         """The model without its other modules, with random weights."""
-        recipe, name, dtype = self.recipe, self.module.name, DTYPES[self.recipe.training.dtype]
+        recipe = self.recipe
+        name = self.module.name
+        dtype = DTYPES[self.recipe.training.dtype]
         model = build_model(recipe.model, recipe.freeze)
         model.cut({name: [StageRange(0, depth, has_pre=True, has_post=True)]})
         module = next(m for m in model.modality_modules() if m.name == name)
         if self.tensor > 1:
             shape = (dist.get_world_size() // self.tensor, self.tensor)
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("group", "tensor"))
-            parallel, overlap = recipe.parallel, None
+            parallel = recipe.parallel
+            overlap = None
             has_slices = "sequence" in module.tensor_parallel_plan().values()
             if parallel.async_tensor_parallel and has_slices:
                 tokens = recipe.training.sequence_length

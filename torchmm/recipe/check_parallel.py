@@ -39,7 +39,8 @@ def _check_schedule(recipe: Recipe) -> Problems:
     name, pipeline = parallel.schedule, unit_sizes(parallel, "llm")["pipeline"]
     order, order_key = name, SCHEDULE
     if parallel.placement == "colocated":
-        order, order_key = parallel.llm_schedule, "parallel.llm_schedule"
+        order = parallel.llm_schedule
+        order_key = "parallel.llm_schedule"
     if name.startswith(CSV_PREFIX):
         if not Path(name.removeprefix(CSV_PREFIX)).expanduser().is_file():
             yield Problem(SCHEDULE, name, "no such file; write csv: and the path of an order")

@@ -168,7 +168,9 @@ def _is_declared(loc: Loc) -> bool:
 
 
 def _explain_unknown(loc: Loc, value: Any) -> Problem:
-    key, parent, name = dotted(loc), dotted(loc[:-1]), str(loc[-1])
+    key = dotted(loc)
+    parent = dotted(loc[:-1])
+    name = str(loc[-1])
     siblings = list(_strip_none(type_at(loc[:-1])).model_fields)
     guess = difflib.get_close_matches(name, siblings, 1)
     elsewhere = [t for t in Recipe.model_fields if _is_declared((t, name))]

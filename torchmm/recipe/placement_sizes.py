@@ -69,7 +69,8 @@ def check_colocated(parallel: ParallelConfig, encoders: list[str], llm: Layout |
     Args:
         llm: sizes of the LLM; None: the number of ranks is not known.
     """
-    placement, schedule = parallel.placement, parallel.schedule
+    placement = parallel.placement
+    schedule = parallel.schedule
     fitting = schedules_for("colocated")
     if schedule in fitting and placement != "colocated":
         text = 'is for colocated encoders; set parallel.placement = "colocated"'

@@ -22,7 +22,8 @@ from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.lowering import Sharding, lower_plan
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster
@@ -116,7 +117,7 @@ class Colocated(NamedTuple):
     graph: StageGraph
     model: CostModel
     costs: PlanCosts
-    sharding: Sharding
+    sharding: Gathering
 
     @classmethod
     def of(cls, forecaster: Forecaster, recipe: Recipe) -> Colocated:

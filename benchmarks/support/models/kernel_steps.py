@@ -39,10 +39,9 @@ from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.lowering import Sharding
-from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
 from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
-from torchmm.pipelining.schedules.names import schedule_named
+from torchmm.pipelining.schedules.names import order_named
 
 HALVES = (("query", "key", "value"), ("attention_output",)), (("gate", "up"), ("down",))
 """Products of a layer between which nothing is sent."""
@@ -77,7 +76,7 @@ def optimus_kernels(
     modules: Sequence[ModuleDescription],
     *,
     llm_schedule: str = "interleaved_1f1b",
-    sharding: Sharding = "none",
+    sharding: Gathering = "none",
     evaluations: int = 256,
 ) -> KernelStep:
     """The shortest step found.
@@ -116,7 +115,7 @@ def _schedule(
 ) -> Callable[[StageGraph], ComputeOrder]:
     """Of a backbone that takes microbatches in some sequence."""
     if name != SEARCHED:
-        return schedule_named(name).order
+        return order_named(name)
 
     def searched(backbone: StageGraph) -> ComputeOrder:
         stages = max(action.stage for action in costs.compute_ms) + 1

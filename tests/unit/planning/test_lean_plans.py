@@ -46,7 +46,7 @@ def test_an_order_that_does_not_fit_is_replaced_by_one_that_does():
     def planned(limit: int, config: ParallelConfig = CONFIG):
         return plan_step(
             layout, config, descriptions, metas,
-            specs=specs, sharding="none", planner=lambda graph, durations: gpipe(graph),
+            specs=specs, sharding="none", search=lambda graph, durations: gpipe(graph),
             tuning=replace(tuning, memory_limit_bytes=limit),
         )  # fmt: skip
 

@@ -164,7 +164,8 @@ class Table(Inputs):
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """Look up and place; in backward, zeros, sums into rows, accumulation."""
-        size, tensor = setting.element_bytes, setting.execution.tensor
+        size = setting.element_bytes
+        tensor = setting.execution.tensor
         row_bytes = size * sizes.inputs_N * self.hidden
         placed = Operator("copy", memory_bytes=2 * row_bytes, calls=1)
         forward = [placed, placed]
@@ -207,8 +208,10 @@ class Projection(Block):
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """The product, the function before it, positions that are added, sums over ranks."""
-        size, tensor = setting.element_bytes, setting.execution.tensor
-        rows_N, (inputs, outputs) = self._rows_N(sizes), self.linear
+        size = setting.element_bytes
+        tensor = setting.execution.tensor
+        rows_N = self._rows_N(sizes)
+        (inputs, outputs) = self.linear
         split = tensor if self.role == "output" else 1
         product = matmul(rows_N, inputs, outputs / split, setting)
         accumulation = accumulate(inputs * outputs / split, setting, 1)
@@ -227,7 +230,8 @@ class Projection(Block):
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
         """Input of the linear, and of the activation function before it; inputs of the norm."""
-        size, normed_N = setting.element_bytes, sizes.units_N * 0.0
+        size = setting.element_bytes
+        normed_N = sizes.units_N * 0.0
         if self.normed:
             kind, width = self.normed
             normed_N = norm_kept_bytes(kind, sizes.units_N * width, size, weights)
@@ -275,11 +279,13 @@ class Head(Block):
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """Of long rows in half precision, the loss is computed chunk by chunk, and again."""
-        size, tensor = setting.element_bytes, setting.execution.tensor
+        size = setting.element_bytes
+        tensor = setting.execution.tensor
         hidden, vocabulary = self.linear
         norm = norm_operators(self.norm, sizes.units_N * hidden, 1, setting)
         product = matmul(sizes.outputs_N, hidden, vocabulary / tensor, setting)
-        logits_N, picked_N = sizes.outputs_N * vocabulary, sizes.outputs_N * hidden
+        logits_N = sizes.outputs_N * vocabulary
+        picked_N = sizes.outputs_N * hidden
         casts = 4 + size if size < 4 else 0
         loss = Operator("activation", memory_bytes=(8 + casts) * logits_N, calls=2 + (casts > 0))
         pick = Operator("copy", memory_bytes=2 * size * picked_N)
@@ -319,7 +325,8 @@ class Head(Block):
 
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
         """Logits and their gradients; of long rows in half precision chunk by chunk."""
-        size, rows_N = setting.element_bytes, sizes.outputs_N
+        size = setting.element_bytes
+        rows_N = sizes.outputs_N
         hidden, vocabulary = self.linear
         found_N = 2 * size * rows_N * vocabulary
         if size < 4:
@@ -463,14 +470,17 @@ def stage_parameters(
     Args:
         tensor: tensor-parallel ranks; biases, norms and packed projections are whole on each.
     """
-    first, last = start == 0, stop == len(module.layers)
+    first = start == 0
+    last = stop == len(module.layers)
     whole = sum(layer_parameters(layer) for layer in module.layers)
-    before, behind = float(module.pre_parameters), float(module.post_parameters)
+    before = float(module.pre_parameters)
+    behind = float(module.post_parameters)
     if not before and not behind:
         before = max(0.0, module.parameters - whole)
     if module.tied and first and last:
         before = max(0.0, module.parameters - whole - behind)  # the table is the head
-    draws, sees = module.kind == "generator", module.kind == "encoder"
+    draws = module.kind == "generator"
+    sees = module.kind == "encoder"
     counts = [
         (before / tensor * first, module.trainable or (draws and module.connector_trainable)),
         (behind / tensor * last, module.trainable or (sees and module.connector_trainable)),

@@ -187,7 +187,8 @@ class _Rate(NamedTuple):
     @classmethod
     def of(cls, measured: Measured, tiny: Mapping[Kind, float]) -> _Rate:
         operator, seconds = measured
-        calls, amount = float(operator.calls), float(main_quantity(operator))
+        calls = float(operator.calls)
+        amount = float(main_quantity(operator))
         overhead = tiny.get(operator.kind, 0.0) * calls
         # Never more than half: where overhead is nearly all, what is left is noise.
         own = max(seconds - overhead, seconds / 2)

@@ -185,7 +185,8 @@ class Attention(Component):
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """One fused kernel, for each pass."""
-        layer, units_N = self.layer, sizes.units_N
+        layer = self.layer
+        units_N = sizes.units_N
         pairs_N = sizes.pairs_N(layer.window)
         if layer.causal:
             pairs_N = sizes.causal_pairs_N(layer.window, setting.causal_block)
@@ -221,7 +222,8 @@ class Attention(Component):
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
         """Projections and their gradients."""
-        units_N, size = sizes.units_N, setting.element_bytes
+        units_N = sizes.units_N
+        size = setting.element_bytes
         query, key = head_widths(self.layer, setting.execution)
         # Some towers rotate queries and keys in float32: copies, products and their sums.
         projected_N = size * units_N * (query + 2 * key + self.layer.hidden_size)
@@ -254,7 +256,9 @@ class CrossAttention(Attention):
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """One fused kernel for each pass."""
-        units_N, pairs_N, size = sizes.units_N, sizes.cross_pairs_N, setting.element_bytes
+        units_N = sizes.units_N
+        pairs_N = sizes.cross_pairs_N
+        size = setting.element_bytes
         query, _ = head_widths(self.layer, setting.execution)
         moved_N = 2 * query * (units_N + sizes.contexts_N)
         calls_N = sizes.images_N if setting.segment_calls else units_N * 0.0 + 1
@@ -291,7 +295,8 @@ class Heads(Component):
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """Rotation, and copies."""
-        layer, size = self.layer, setting.element_bytes
+        layer = self.layer
+        size = setting.element_bytes
         query, key = head_widths(layer, setting.execution)
         passes = Operators.none()
         if layer.rotary:
@@ -336,7 +341,8 @@ class FeedForward(Component):
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Up and down, and the gate."""
-        hidden, ffn = self.layer.hidden_size, self.layer.ffn_size
+        hidden = self.layer.hidden_size
+        ffn = self.layer.ffn_size
         gate = {"gate": (hidden, ffn)} if self.layer.gated_ffn else {}
         return gate | {"up": (hidden, ffn), "down": (ffn, hidden)}
 

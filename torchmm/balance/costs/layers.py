@@ -155,7 +155,8 @@ def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Ope
 
 def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
     """Adding to the residual stream; in backward, gradients of what several products read."""
-    size, share = setting.element_bytes, setting.execution.residual_share
+    size = setting.element_bytes
+    share = setting.execution.residual_share
     elements = sizes.units_N * layer.hidden_size
     adds = _sublayers(layer)
     forward = Operator("elementwise", memory_bytes=3 * adds * size * share * elements, calls=adds)
@@ -169,7 +170,9 @@ def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> O
 
 def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
     """Tensor parallelism: a sum after each sublayer, and of gradients before it."""
-    execution, link, tensor = setting.execution, setting.tensor_link, setting.execution.tensor
+    execution = setting.execution
+    link = setting.tensor_link
+    tensor = setting.execution.tensor
     if tensor == 1:
         return Operators.none()
     regions = _sublayers(layer)
@@ -193,7 +196,8 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
 
 def _reduction(whole: Array, calls: int, setting: Setting) -> Iterator[Operator]:
     """Sums over the ranks, in one piece or as scatter and gather."""
-    execution, link = setting.execution, setting.tensor_link
+    execution = setting.execution
+    link = setting.tensor_link
     size = execution.tensor
     if not execution.sequence_parallel:
         sent = all_reduce_bytes(whole, size)
@@ -219,7 +223,8 @@ def layer_kept_bytes(
     Args:
         weights: whether its weights are trained.
     """
-    execution, element_bytes = setting.execution, setting.element_bytes
+    execution = setting.execution
+    element_bytes = setting.element_bytes
     components = components_of(layer)
     input_N = sizes.units_N * layer.hidden_size * execution.residual_share
     if execution.recompute == "full":
@@ -265,7 +270,8 @@ def layer_temporary_bytes(
     Args:
         weights: whether they are trained.
     """
-    units_N, hidden = sizes.units_N, layer.hidden_size
+    units_N = sizes.units_N
+    hidden = layer.hidden_size
     own = [c.temporaries(sizes, setting) for c in components_of(layer)]
     norms_N = (16 if layer.norm == "rms" else 0) * units_N * hidden
     backward_N = np.max([norms_N, *(t.backward_N + 0 * units_N for t in own)], axis=0)
@@ -280,7 +286,8 @@ def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
 
     FSDP adds those of a layer together, after its backward, and casts one after the other.
     """
-    execution, element_bytes = setting.execution, setting.element_bytes
+    execution = setting.execution
+    element_bytes = setting.element_bytes
     largest = max(a * b for a, b in local_linears(layer, execution.tensor).values())
     if execution.shard * execution.replicate == 1 and element_bytes == 4:
         return element_bytes * largest

@@ -193,7 +193,8 @@ class CostModel:
         blocks = stage_blocks(module, start, stop)
         setting = self.setting(module, sizes.tasks)
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
-        kept_N, waiting_N = np.zeros(sizes.tasks), np.zeros(sizes.tasks)
+        kept_N = np.zeros(sizes.tasks)
+        waiting_N = np.zeros(sizes.tasks)
         workspace_N = np.zeros(sizes.tasks)
         first_layers = next((block for block in blocks if isinstance(block, Layers)), None)
         for block, needs_inputs, needs_weights in gradients(blocks, arrives):
@@ -287,7 +288,8 @@ class CostModel:
         execution = self.execution_of(module)
         whole = stage_parameters(module, start, stop, execution.tensor).gradient_bytes
         calls = stop - start + 1
-        shards, copies = execution.shard, execution.replicate
+        shards = execution.shard
+        copies = execution.replicate
         inner = self._link(execution.tensor * shards)
         outer = self._link(execution.tensor * shards * copies)
         if not whole:
@@ -313,7 +315,8 @@ class CostModel:
 
     def pipeline_link(self, source: int, destination: int) -> Link:
         """What connects two ranks of a plan."""
-        stride, size = self._pipeline_stride, self.profile.device.devices_per_node
+        stride = self._pipeline_stride
+        size = self.profile.device.devices_per_node
         return "node" if source * stride // size == destination * stride // size else "network"
 
     @cached_property

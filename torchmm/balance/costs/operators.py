@@ -139,7 +139,8 @@ def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
     Args:
         dtype: in which it computes; names a peak of the device.
     """
-    device, kind = profile.device, operator.kind
+    device = profile.device
+    kind = operator.kind
     calls = np.asarray(operator.calls, float)
     if kind in HOST_KINDS:
         return calls * (0.0 if device.asynchronous else profile.call_us.get(kind, 0.0) * 1e-3)
@@ -281,9 +282,12 @@ def accumulate(parameters: float, setting: Setting, tensors: int) -> Operator:
 
 def norm_operators(kind: str, elements: Array | float, calls: int, setting: Setting) -> Operators:
     """Norms of `elements` values in all; RMSNorms compute in float32, call by call."""
-    size, casts = setting.element_bytes, setting.element_bytes < 4
+    size = setting.element_bytes
+    casts = setting.element_bytes < 4
     if kind == "layer":
-        forward, inputs, weights = 2 * size, 3 * size, 2 * size
+        forward = 2 * size
+        inputs = 3 * size
+        weights = 2 * size
         counts = (1, 1, 0)
     else:
         forward = 20 + 2 * size + (2 * (4 + size) if casts else 0)
@@ -308,7 +312,8 @@ def activation_operators(name: str, gated: bool, elements: Array, setting: Setti
     kinds: tuple[Kind, Kind] = ("activation", "activation")
     if name in TANH_GELUS:
         kinds = ("gelu_tanh", "gelu_tanh_backward")
-    forward, inputs = [operator(kinds[0], 2, 1)], [operator(kinds[1], 3, 1)]
+    forward = [operator(kinds[0], 2, 1)]
+    inputs = [operator(kinds[1], 3, 1)]
     if name == "quick_gelu":  # x * sigmoid(1.702 x)
         forward.append(operator("elementwise", 5, 2))
         inputs.append(operator("elementwise", 11, 4))

@@ -234,7 +234,8 @@ def _message_bytes(
 ) -> list[float]:
     """Bytes of the messages over an edge, by task of the module that sizes them."""
     source, destination = (layout.stages[i] for i in edge)
-    module, sizes = tasks.module, tasks.sizes
+    module = tasks.module
+    sizes = tasks.sizes
     hidden = module.layers[0].hidden_size
     if source.module == destination.module:
         values_N = (sizes.units_N + sizes.contexts_N) * hidden  # generators pass their context on

@@ -106,7 +106,8 @@ class StageRecompute:
 
     def passing_bytes_N(self, modes: Modes) -> Float64s:
         """What backward needs beyond what was kept, while it runs."""
-        most_N, behind_N = np.zeros(len(self.tasks)), np.zeros(len(self.tasks))
+        most_N = np.zeros(len(self.tasks))
+        behind_N = np.zeros(len(self.tasks))
         for index, kind in reversed(list(enumerate(self.kinds))):
             kept_N = self.kept_bytes_KMN[kind, ALL_MODES.index(modes[index])]
             if index == 0 and modes[0] == "offload":
@@ -210,7 +211,8 @@ def _layer(
 ) -> _LayerTables:
     """Time added to forward and backward, communication of the latter, and kept bytes of one layer,
     by mode and task."""
-    module, sizes = own.module, own.sizes
+    module = own.module
+    sizes = own.sizes
     index = module.layers.index(layer)
     has_backward_N = arrives_N | module.trainable
     forward, again, tensor, kept = [], [], [], []
@@ -288,8 +290,10 @@ def charged(
         recompute: by task: modes of its stage's layers.
         choices: by stage.
     """
-    compute, tensor = dict(costs.compute_ms), dict(costs.tensor_ms)
-    kept, waiting = dict(costs.kept_bytes), dict(costs.kept_for_weights_bytes)
+    compute = dict(costs.compute_ms)
+    tensor = dict(costs.tensor_ms)
+    kept = dict(costs.kept_bytes)
+    waiting = dict(costs.kept_for_weights_bytes)
     temporary = dict(costs.temporary_bytes)
     places = {index: {t: i for i, t in enumerate(own.tasks)} for index, own in choices.items()}
     for (stage, modes), tasks in _alike(recompute).items():
@@ -307,7 +311,8 @@ def charged(
             tensor[whole] = tensor.get(whole, 0.0) + exposed[place]
             temporary[whole] = round(passing[place])
             if half in compute:  # recomputed layers cannot be done in halves
-                compute[half], tensor[half] = compute[whole], tensor[whole]
+                compute[half] = compute[whole]
+                tensor[half] = tensor[whole]
                 temporary[half] = temporary[whole]
             if rest in compute:
                 compute[rest] = tensor[rest] = 0.0
@@ -365,9 +370,11 @@ def stage_candidates(choices: StageRecompute, most: int = MOST_CANDIDATES) -> li
     if most < 2:
         raise ValueError(f"{most} candidates: the fastest and the leanest are 2")
     front = [_Point(0.0, 0.0, ())]
-    kinds, extra_ms_KMN = len(choices.again_ms_KMN), choices.forward_ms_KMN + choices.again_ms_KMN
+    kinds = len(choices.again_ms_KMN)
+    extra_ms_KMN = choices.forward_ms_KMN + choices.again_ms_KMN
     for kind in range(kinds):
-        again, kept = extra_ms_KMN[kind].mean(1), choices.kept_bytes_KMN[kind].mean(1)
+        again = extra_ms_KMN[kind].mean(1)
+        kept = choices.kept_bytes_KMN[kind].mean(1)
         own = _kind_front(_counts(choices.kinds.count(kind), len(again)), again, kept)
         sums = [
             _Point(a.extra_ms + b.extra_ms, a.kept_bytes + b.kept_bytes, a.counts + b.counts)
@@ -407,7 +414,8 @@ def _counts(layers: int, modes: int) -> Int64s:
 
 def _kind_front(counts: Int64s, extra_ms_M: Float64s, kept_bytes_M: Float64s) -> list[_Point]:
     """Of all ways to run layers of one kind, those that are faster or leaner than any other."""
-    times, nbytes = counts @ extra_ms_M, counts @ kept_bytes_M
+    times = counts @ extra_ms_M
+    nbytes = counts @ kept_bytes_M
     order = np.lexsort((nbytes, times))
     least = np.minimum.accumulate(nbytes[order])
     better = np.append(True, least[1:] < least[:-1])
@@ -430,7 +438,8 @@ def _thinned(front: list[_Point], most: int) -> list[_Point]:
     """The first, the last, and the fastest of each of `most` - 2 equal ranges of bytes between."""
     if len(front) <= most:
         return front
-    first, last = front[0], front[-1]
+    first = front[0]
+    last = front[-1]
     width = (first.kept_bytes - last.kept_bytes) / max(1, most - 2)
     found: dict[int, _Point] = {}
     for point in front[1:-1]:  # the fastest of a range comes first

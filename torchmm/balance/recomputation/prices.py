@@ -132,7 +132,8 @@ def _relieves(pair, old, new, position, tables):  # type: ignore[no-untyped-def]
 @inner
 def _cost(pair, candidate, tables, prices):  # type: ignore[no-untyped-def]
     """Of a candidate, in time and memory."""
-    middle, worth_T = tables.middle_N[pair], prices.worth_T
+    middle = tables.middle_N[pair]
+    worth_T = prices.worth_T
     first = worth_T[middle + 1] - worth_T[tables.start_N[pair]]
     later = worth_T[tables.end_N[pair] + 1] - worth_T[middle + 1]
     return (
@@ -150,9 +151,12 @@ def _cheapest(position, open_pairs, tables, prices, choice_N, used_T):  # type: 
     Of equal ones, the pair that stays longest.
     """
     needed = used_T[position] - tables.free_T[position]
-    best, best_pair, best_candidate = np.inf, -1, -1
+    best = np.inf
+    best_pair = -1
+    best_candidate = -1
     for pair in open_pairs:
-        old, middle = choice_N[pair], tables.middle_N[pair]
+        old = choice_N[pair]
+        middle = tables.middle_N[pair]
         paid = _cost(pair, old, tables, prices)
         for new in range(old + 1, tables.extra_NC.shape[1]):
             less = _relieves(pair, old, new, position, tables)
@@ -201,7 +205,8 @@ def _relax(tables, order_N, choice_N, used_T):  # type: ignore[no-untyped-def]
     """Gives pairs, in the given order, faster candidates where there is room."""
     free_T = tables.free_T
     for pair in order_N:
-        old, middle = choice_N[pair], tables.middle_N[pair]
+        old = choice_N[pair]
+        middle = tables.middle_N[pair]
         if old == 0:
             continue
         room = later_room = np.int64(1) << 62
@@ -227,8 +232,10 @@ def _answer(tables, prices, choice_N, used_T):  # type: ignore[no-untyped-def]
     used_T[:] = 0
     bound = 0.0
     for pair in range(len(choice_N)):
-        middle, end = tables.middle_N[pair], tables.end_N[pair]
-        least, picked = np.inf, 0
+        middle = tables.middle_N[pair]
+        end = tables.end_N[pair]
+        least = np.inf
+        picked = 0
         for candidate in range(tables.extra_NC.shape[1]):
             cost = _cost(pair, candidate, tables, prices)
             if cost < least:
@@ -268,11 +275,17 @@ def _change_prices(tables, used_T, aim, pace, prices):  # type: ignore[no-untype
 @compiled
 def _search(tables: _Tables, gap: float, rounds: int, repair_every: int, best_N: Int64s) -> float:
     """Improves `best_N`, which fits, in place; the bound on the time that any choice adds."""
-    pairs, positions = len(tables.start_N), len(tables.free_T)
+    pairs = len(tables.start_N)
+    positions = len(tables.free_T)
     prices = _Prices(np.zeros(positions), np.zeros(positions + 1), np.zeros(positions))
-    choice_N, open_N = np.zeros(pairs, np.int64), np.zeros(pairs, np.int64)
-    used_T, gain_N = np.zeros(positions + 1, np.int64), np.zeros(pairs)
-    best, bound, pace, stalled = _extra(tables, best_N), 0.0, 1.0, 0
+    choice_N = np.zeros(pairs, np.int64)
+    open_N = np.zeros(pairs, np.int64)
+    used_T = np.zeros(positions + 1, np.int64)
+    gain_N = np.zeros(pairs)
+    best = _extra(tables, best_N)
+    bound = 0.0
+    pace = 1.0
+    stalled = 0
     for round_ in range(rounds):
         found = _answer(tables, prices, choice_N, used_T)
         stalled = 0 if found > bound else stalled + 1
@@ -280,7 +293,8 @@ def _search(tables: _Tables, gap: float, rounds: int, repair_every: int, best_N:
         if stalled >= PATIENCE:
             pace, stalled = pace / 2, 0
         if round_ % repair_every == 0:
-            trial_N, fixed_T = choice_N.copy(), used_T.copy()
+            trial_N = choice_N.copy()
+            fixed_T = used_T.copy()
             if _repair(tables, prices, trial_N, fixed_T, open_N):
                 for pair in range(pairs):
                     gain_N[pair] = -tables.extra_NC[pair, trial_N[pair]]

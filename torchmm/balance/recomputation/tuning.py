@@ -378,7 +378,8 @@ def _shortage(rank: int, each: RankProblem, limit_bytes: int) -> str:
     over_T = problem.used_bytes_T(problem.leanest_N) - problem.free_bytes_T
     position = int(over_T.argmax())
     where = str(each.actions[position]) if position < len(each.actions) else "the end of the step"
-    needed, gib = limit_bytes + int(over_T[position]), 1 / 2**30
+    needed = limit_bytes + int(over_T[position])
+    gib = 1 / 2**30
     return (
         f"rank {rank}, {where}: needs {needed * gib:.3f} GiB ({needed} bytes) even if all layers "
         f"recompute what they can; {limit_bytes * gib:.3f} GiB ({limit_bytes} bytes) are "

@@ -50,7 +50,8 @@ def first_rank_makespans(
     groups, slots = orders_GM.shape
     makespans = np.zeros(groups)
     for group in range(groups):
-        order, others = orders_GM[group], others_G[group]
+        order = orders_GM[group]
+        others = others_G[group]
         pairs = _pair_up(forward_GM[group][order], backward_GM[group][order], others, ranks)
         for pair in range(ranks, slots):
             makespans[group] += _longer(pairs, pair)
@@ -74,7 +75,8 @@ class _Pairs(NamedTuple):
 @compiled
 def _pair_up(forward_M: Float64s, backward_M: Float64s, others: float, ranks: int) -> _Pairs:
     slots = len(forward_M)
-    forward, backward = np.zeros(slots + ranks), np.zeros(slots + ranks)
+    forward = np.zeros(slots + ranks)
+    backward = np.zeros(slots + ranks)
     forward[:slots] = forward_M
     backward[ranks:] = backward_M
     least = np.full(slots + ranks, 1.0 + 2.0 * max(forward_M.max(), backward_M.max()))
@@ -123,7 +125,8 @@ def _end(pairs: _Pairs, others: float, ranks: int) -> float:
 
 @compiled
 def _swap(pairs: _Pairs, ranks: int, one: Index, other: Index) -> None:
-    forward, backward = pairs.forward_Q, pairs.backward_Q
+    forward = pairs.forward_Q
+    backward = pairs.backward_Q
     forward[one], forward[other] = forward[other], forward[one]
     one, other = one + ranks, other + ranks
     backward[one], backward[other] = backward[other], backward[one]
@@ -155,8 +158,10 @@ def anneal_first_rank(
     groups, slots = orders_GM.shape
     orders_GM = orders_GM.copy()
     for group in range(groups if slots > 1 else 0):
-        order, others = orders_GM[group], others_G[group]
-        forward, backward = forward_GM[group][order], backward_GM[group][order]
+        order = orders_GM[group]
+        others = others_G[group]
+        forward = forward_GM[group][order]
+        backward = backward_GM[group][order]
         pairs = _pair_up(forward, backward, others, ranks)
         # At first a tenth of what a microbatch takes is accepted, in the end a 500th.
         heat = 0.1 * max(others, (forward.sum() + backward.sum()) / slots)
@@ -186,7 +191,8 @@ def _anneal_order(
     for _ in range(steps):
         state = next_random(state)
         heat *= cooling
-        one, other = random_index(state, slots), random_index(state >> np.uint64(16), slots)
+        one = random_index(state, slots)
+        other = random_index(state >> np.uint64(16), slots)
         if one == other:
             continue
         one, other = min(one, other), max(one, other)

@@ -90,7 +90,8 @@ def _deal(sizes_N: Float64s, groups: int) -> tuple[Int64s, Float64s]:
     """
     room = sizes_N.shape[0] // groups
     members = np.empty((groups, room), np.int64)
-    loads, counts = np.zeros(groups), np.zeros(groups, np.int64)
+    loads = np.zeros(groups)
+    counts = np.zeros(groups, np.int64)
     heap = np.arange(groups)
     open_groups = groups
     for item in range(sizes_N.shape[0]):
@@ -124,7 +125,8 @@ def _lighter(loads: Float64s, one: int, other: int) -> bool:
 def _improve(sizes_N: Float64s, members: Int64s, loads: Float64s, limit: float, swaps: int) -> None:
     """Swap items of the heaviest group, in place, until it is within the limit or nothing helps."""
     for _ in range(swaps):
-        heavy, light = int(np.argmax(loads)), int(np.argmin(loads))
+        heavy = int(np.argmax(loads))
+        light = int(np.argmin(loads))
         if loads[heavy] <= limit:
             return
         mine, other = _best_swap(sizes_N, members, heavy, light, loads[heavy] - loads[light])
@@ -136,7 +138,8 @@ def _improve(sizes_N: Float64s, members: Int64s, loads: Float64s, limit: float, 
             group += 1
         if mine < 0:
             return
-        given, taken = members[heavy, mine], members[light, other]
+        given = members[heavy, mine]
+        taken = members[light, other]
         moved = sizes_N[given] - sizes_N[taken]
         _replace(sizes_N, members[heavy], mine, taken)
         _replace(sizes_N, members[light], other, given)

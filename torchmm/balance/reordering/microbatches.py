@@ -186,7 +186,8 @@ def _rank_ms(program: StepProgram, costs_GKM: Float64s) -> Float64s:
 def _lanes(program: StepProgram, costs_GKM: Float64s) -> LaneCosts:
     groups, rows, slots = costs_GKM.shape
     varies_K = (costs_GKM != costs_GKM[:, :, :1]).any(axis=(0, 2))
-    varying, fixed = np.flatnonzero(varies_K), np.flatnonzero(~varies_K)
+    varying = np.flatnonzero(varies_K)
+    fixed = np.flatnonzero(~varies_K)
     place = np.empty(rows * slots + 1, np.uint64)
     by_row = place[:-1].reshape(rows, slots)
     count = len(varying) * slots

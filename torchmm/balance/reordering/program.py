@@ -169,8 +169,11 @@ class _Numbering:
         self._graph = graph
         self._rank = {_result(a): rank for rank, row in enumerate(rows) for a in row}
         self.number: dict[_Result, int] = {}
-        self.before, self.need, self.slot = [0], [0], [-1]
-        self.delay_ms, self.row = [0.0], [0]
+        self.before = [0]
+        self.need = [0]
+        self.slot = [-1]
+        self.delay_ms = [0.0]
+        self.row = [0]
         self._last = [0] * len(rows)
 
     def add(self, action: Action, transfer_ms: float) -> None:
@@ -218,7 +221,8 @@ class _Numbering:
         the next action is another forward.
         """
         slots = self._graph.microbatches
-        idle_from, idle_to = [0] * slots, [0] * slots
+        idle_from = [0] * slots
+        idle_to = [0] * slots
         row = self._rows[self._graph.layout.stages[0].ranks[0]]
         for before, entry, after in zip(row, row[1:], row[2:], strict=False):
             if entry.stage == 0 and entry.type is ActionType.F and after.type is ActionType.B:

@@ -198,7 +198,8 @@ def advance_lanes(
     """Ends of the steps from `start` on, and the makespans."""
     groups = ends_NG.shape[1]
     for step in range(start, len(tables.before_N)):
-        free, ready = ends_NG[tables.before_N[step]], ends_NG[tables.need_N[step]]
+        free = ends_NG[tables.before_N[step]]
+        ready = ends_NG[tables.need_N[step]]
         cost = lanes.costs_RG[lanes.place_N[step]]
         end = ends_NG[step]
         delay_ms = tables.delay_ms_N[step]
@@ -219,13 +220,16 @@ def swap_slots(
     """Exchange two slots in the lanes marked by `which_G`."""
     slots, groups = orders_MG.shape
     for index in range(len(lanes.varying_V)):
-        here, there = lanes.costs_RG[index * slots + one], lanes.costs_RG[index * slots + other]
+        here = lanes.costs_RG[index * slots + one]
+        there = lanes.costs_RG[index * slots + other]
         for g in range(groups):
-            a, b = here[g], there[g]
+            a = here[g]
+            b = there[g]
             here[g] = b if which_G[g] else a
             there[g] = a if which_G[g] else b
     for g in range(groups):
-        a, b = orders_MG[one, g], orders_MG[other, g]
+        a = orders_MG[one, g]
+        b = orders_MG[other, g]
         orders_MG[one, g] = b if which_G[g] else a
         orders_MG[other, g] = a if which_G[g] else b
 
@@ -251,9 +255,11 @@ def anneal(
     """
     slots, groups = orders_MG.shape
     ends = np.zeros((len(tables.before_N), groups))
-    now, new = np.empty(groups), np.empty(groups)
+    now = np.empty(groups)
+    new = np.empty(groups)
     advance_lanes(tables, lanes, ends, 1, now)
-    best, best_orders = now.copy(), orders_MG.copy()
+    best = now.copy()
+    best_orders = orders_MG.copy()
     everyone = np.ones(groups, np.bool_)
     back = np.zeros(groups, np.bool_)
     state = np.uint64(seed * 2 + 1)

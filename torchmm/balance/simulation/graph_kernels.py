@@ -110,7 +110,8 @@ class Ordering(NamedTuple):
 def link_edges(edges: LinkedEdges, begin: int, stop: int) -> None:
     """Enters the edges [begin, stop) into the lists of their ends."""
     for edge in range(begin, stop):
-        source, target = edges.source[edge], edges.target[edge]
+        source = edges.source[edge]
+        target = edges.target[edge]
         edges.next_in[edge] = edges.first_in[target]
         edges.first_in[target] = edge
         edges.next_out[edge] = edges.first_out[source]
@@ -124,7 +125,8 @@ def unlink_edge(edges: LinkedEdges, source: int, target: int) -> int:
     Returns:
         Its number, or -1 if there is none.
     """
-    before, edge = -1, edges.first_out[source]
+    before = -1
+    edge = edges.first_out[source]
     while edge >= 0 and edges.target[edge] != target:
         before, edge = edge, edges.next_out[edge]
     if edge < 0:
@@ -133,7 +135,8 @@ def unlink_edge(edges: LinkedEdges, source: int, target: int) -> int:
         edges.first_out[source] = edges.next_out[edge]
     else:
         edges.next_out[before] = edges.next_out[edge]
-    before, other = -1, edges.first_in[target]
+    before = -1
+    other = edges.first_in[target]
     while other != edge:
         before, other = other, edges.next_in[other]
     if before < 0:
@@ -178,7 +181,8 @@ def settle(times: Times, order: Ordering, edges: LinkedEdges) -> int:
     Returns:
         How many nodes were timed.
     """
-    timed, limit = 0, max(64, len(order.node_at) >> 6)
+    timed = 0
+    limit = max(64, len(order.node_at) >> 6)
     for index in range(len(order.dirty)):
         while order.dirty[index]:
             if timed > limit:

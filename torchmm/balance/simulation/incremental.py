@@ -69,7 +69,8 @@ class IncrementalTimes:
         time_nodes(self._times.duration_ps, graph.pointers, graph.sources, *self._times[1:])
         places = np.arange(count, dtype=np.int32)
         self._order = Ordering(places, places.copy(), np.zeros((count >> 6) + 1, np.uint64))
-        used, capacity = len(graph.sources), len(graph.sources) + 16
+        used = len(graph.sources)
+        capacity = len(graph.sources) + 16
         self._edges = _empty_edges(count, capacity)
         self._edges.source[:used] = graph.sources
         self._edges.target[:used] = np.repeat(places, np.diff(graph.pointers))
@@ -102,7 +103,8 @@ class IncrementalTimes:
                 changed then.
         """
         self._check((before, after))
-        source, target = int(self._node_of[before]), int(self._node_of[after])
+        source = int(self._node_of[before])
+        target = int(self._node_of[after])
         if not self._make_room(source, target):
             raise SimulationError(
                 [
@@ -175,7 +177,8 @@ class IncrementalTimes:
         """Changes the order so that a new edge leads forward: only places between those of its
         ends are dealt anew. False, with nothing changed, if the edge would close a circle."""
         position, node_at, _ = self._order
-        low, high = position[target], position[source]
+        low = position[target]
+        high = position[source]
         if high < low:
             return True
         behind = reach(target, True, high, position, self._edges)

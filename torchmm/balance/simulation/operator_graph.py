@@ -201,7 +201,8 @@ class OperatorGraph:
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True)
             if missing[source] > 0 and missing[target] > 0
         }
-        node, path = next(iter(before)), []
+        node = next(iter(before))
+        path = []
         while node not in path:
             path.append(node)
             node = before[node]
@@ -241,12 +242,14 @@ class CompiledGraph:
         Args:
             duration_ps: by place.
         """
-        start_ps, end_ps = np.empty_like(duration_ps), np.empty_like(duration_ps)
+        start_ps = np.empty_like(duration_ps)
+        end_ps = np.empty_like(duration_ps)
         return time_nodes(duration_ps, self.pointers, self.sources, start_ps, end_ps)
 
     def simulate(self) -> SimulatedGraph:
         """Start and end of every operator and the memory of every device."""
-        start_ps, end_ps = np.empty_like(self.duration_ps), np.empty_like(self.duration_ps)
+        start_ps = np.empty_like(self.duration_ps)
+        end_ps = np.empty_like(self.duration_ps)
         time_nodes(self.duration_ps, self.pointers, self.sources, start_ps, end_ps)
         start_ps, end_ps = start_ps[self.place], end_ps[self.place]
         return SimulatedGraph(start_ps, end_ps, self._changes(start_ps, end_ps))

@@ -144,7 +144,8 @@ class _Builder:
         previous = NONE  # the last operator of the program
         side: list[int] = []  # the last one beside it, until the program waits for that
         for action in self.plan.actions[rank]:
-            kind, aside = action.type, self._is_aside(action)
+            kind = action.type
+            aside = self._is_aside(action)
             before = side[-1] if aside and side else previous
             if kind in _POSTS:
                 for transfer in self._transfer(rank, action) if before != NONE else ():

@@ -79,7 +79,8 @@ class SimulatedStep:
         """Busy time and bubbles by class. Exposed tensor-parallel communication is a bubble (tp),
         drawn at the end of its action, and not busy; `module_ms` has it."""
         timeline = analyze_timeline(self.records, self.plan.graph.layout)
-        busy_ms, bubbles = list(timeline.busy_ms), list(timeline.bubbles)
+        busy_ms = list(timeline.busy_ms)
+        bubbles = list(timeline.bubbles)
         covered = self._filled_share()
         for rank, action, start_ms, end_ms in self.records:
             tensor_ms = min(self.costs.tensor_ms.get(action, 0.0), end_ms - start_ms)
@@ -267,7 +268,8 @@ def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
         if not 0 <= nbytes < inf:
             problems.append(f"rank {rank} has {nbytes} static bytes; give 0 or more")
     for task in plan.graph.tasks():
-        kept, later = costs.kept_bytes.get(task, 0), costs.kept_for_weights_bytes.get(task, 0)
+        kept = costs.kept_bytes.get(task, 0)
+        later = costs.kept_for_weights_bytes.get(task, 0)
         if not (0 <= kept < inf and 0 <= later < inf):
             problems.append(
                 f"{task} keeps {kept} bytes, {later} between its I and W; give 0 or more"
@@ -283,7 +285,8 @@ def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
 
 
 def _tensor_problems(costs: PlanCosts, action: Action) -> list[str]:
-    tensor_ms, whole_ms = costs.tensor_ms[action], costs.compute_ms.get(action, inf)
+    tensor_ms = costs.tensor_ms[action]
+    whole_ms = costs.compute_ms.get(action, inf)
     if text := duration_problem(tensor_ms):
         return [f"{action}: its exposed communication has {text}"]
     if tensor_ms > whole_ms:

@@ -45,7 +45,8 @@ def find_stuck(events: Sequence[Sequence[Event]], counters: int) -> dict[int, Ev
     ready = list(range(len(events)))
     while ready:
         rank = ready.pop()
-        program, index = events[rank], following[rank]
+        program = events[rank]
+        index = following[rank]
         while index < len(program):
             counter, needed, _ = program[index]
             if not needed:
@@ -143,7 +144,8 @@ class Scan:
 
     def _meetings(self, rank: int) -> list[Event]:
         """Mirrors compute together: each action waits until all of them have come to it."""
-        mirrored, stages = self.book.graph.layout.mirrored, self.book.graph.layout.stages
+        mirrored = self.book.graph.layout.mirrored
+        stages = self.book.graph.layout.stages
         events: list[Event] = []
         own = self.book.together[rank]
         for position, action in enumerate(self.plan.actions[rank]):
@@ -171,7 +173,8 @@ class Scan:
         return "dependency", f"{giver} has not run before it", f"put {giver} before it"
 
     def _again(self, rank: int, position: int, fact: int) -> Finding:
-        rules, program = self.book.rules[rank], self.plan.actions[rank]
+        rules = self.book.rules[rank]
+        program = self.plan.actions[rank]
         earlier = next(
             i for i, a in enumerate(program[:position]) if a in rules and fact in rules[a].gives
         )
@@ -200,7 +203,8 @@ def explain_foreign(book: RuleBook, rank: int, action: Action) -> Finding:
 
 
 def _explain_compute(book: RuleBook, action: Action) -> Finding:
-    graph, task = book.graph, action.task
+    graph = book.graph
+    task = action.task
     if task not in book.tasks:
         parts = 0
         if 0 <= task.microbatch < graph.microbatches:
@@ -222,16 +226,20 @@ def _explain_compute(book: RuleBook, action: Action) -> Finding:
 
 
 def _explain_other(book: RuleBook, rank: int, action: Action) -> tuple[str, str]:
-    kind, stage = action.type, book.graph.layout.stages[action.stage]
+    kind = action.type
+    stage = book.graph.layout.stages[action.stage]
     if kind in (ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD):
         if action != Action(kind, action.stage):
             text, remedy = "has fields that only computation and transfers have", "leave them out"
         elif rank not in stage.ranks:
-            text, remedy = f"stage {stage.index} is not on this rank", "remove it"
+            text = f"stage {stage.index} is not on this rank"
+            remedy = "remove it"
         elif kind is ActionType.RESHARD:
-            text, remedy = f"stage {stage.index} is trained", "use REDUCE_GRAD, which reshards too"
+            text = f"stage {stage.index} is trained"
+            remedy = "use REDUCE_GRAD, which reshards too"
         else:
-            text, remedy = f"stage {stage.index} is not trained in this plan", "use RESHARD"
+            text = f"stage {stage.index} is not trained in this plan"
+            remedy = "use RESHARD"
         return text, remedy
     if kind is ActionType.REDUCE_TIED:
         text = f"no trained weight of stage {stage.index} has a copy in stage {action.other}"
@@ -240,7 +248,8 @@ def _explain_other(book: RuleBook, rank: int, action: Action) -> tuple[str, str]
 
 
 def _explain_transfer(book: RuleBook, action: Action) -> tuple[str, str]:
-    kind, ends = action.type, (action.stage, action.other)
+    kind = action.type
+    ends = (action.stage, action.other)
     backward = kind in (ActionType.SEND_B, ActionType.RECV_B, ActionType.WAIT_B,
                         ActionType.WAIT_SEND_B)  # fmt: skip
     sends = "SEND" in kind.value

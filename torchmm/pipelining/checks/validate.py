@@ -79,7 +79,8 @@ def _specs(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
             text = "" if any(s.requires_grad for s in specs) else "no tensor to bring a gradient"
         if text:
             producer = plan.graph.producer(message)
-            rank, action = plan.graph.rank(producer), Action(ActionType.F, *producer)
+            rank = plan.graph.rank(producer)
+            action = Action(ActionType.F, *producer)
             position = _position(plan, rank, action)
             text = f"message to stage {message.destination}: {text}"
             yield PlanProblem("specs", rank, position, action, text, remedy)
@@ -118,7 +119,8 @@ def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iter
     for fact, found in enumerate(established):
         if found or (fact in with_gradient and not established[with_gradient[fact]]):
             continue
-        rank, action = book.giver_ranks[fact], book.givers[fact]
+        rank = book.giver_ranks[fact]
+        action = book.givers[fact]
         remedy = "make the plan with lower_plan"
         if action.type in COMPUTE:
             remedy = "make the order from the graph of this step"
@@ -203,7 +205,8 @@ def _channels(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanPr
 def _deadlocks(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanProblem]:
     stuck = find_stuck(scan.events, len(book.counters))
     for rank, (counter, needed, position) in stuck.items():
-        peer, posts = book.counters[counter][0], scan.posts[counter]
+        peer = book.counters[counter][0]
+        posts = scan.posts[counter]
         text = f"waits for ever for rank {peer}, which "
         if len(posts) < needed:
             text += f"posts {len(posts)} of the {needed} tensors that this takes"
@@ -220,7 +223,8 @@ def _deadlocks(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanP
 
 def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
     """Choices for tasks that have no backward, or for other layers than a stage has."""
-    layout, remedy = plan.graph.layout, "tune the layers of the plan that is to run"
+    layout = plan.graph.layout
+    remedy = "tune the layers of the plan that is to run"
     known = set(plan.graph.tasks()) if plan.recompute else set()
     for task, modes in plan.recompute.items():
         if task not in known:
@@ -235,7 +239,8 @@ def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
         elif unknown := set(modes) - set(get_args(LayerMode)):
             text = f"no such modes of recomputation: {sorted(unknown)}"
         if text:
-            rank, action = plan.graph.rank(task), Action(ActionType.F, *task)
+            rank = plan.graph.rank(task)
+            action = Action(ActionType.F, *task)
             position = _position(plan, rank, action)
             yield PlanProblem("recompute", rank, position, action, text, remedy)
 

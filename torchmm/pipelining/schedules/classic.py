@@ -225,7 +225,8 @@ def _units(graph: StageGraph) -> tuple[Unit, ...]:
 
 def _chunks_by_rank(graph: StageGraph) -> list[list[Unit]]:
     """By position in the pipeline: the units of the rank there."""
-    units, count = _units(graph), graph.layout.rank_count
+    units = _units(graph)
+    count = graph.layout.rank_count
     ranks: list[int] = []
     for unit in units:
         used = {rank for stage in unit for rank in graph.layout.stages[stage].ranks}

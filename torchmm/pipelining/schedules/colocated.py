@@ -64,7 +64,8 @@ def colocated_layout(
     cuts: dict[str, list[Cut]] = {}
     count = 0
     for encoder in encoders:
-        size, pieces = (pipelines or {}).get(encoder.name, 1), (slices or {}).get(encoder.name, 1)
+        size = (pipelines or {}).get(encoder.name, 1)
+        pieces = (slices or {}).get(encoder.name, 1)
         if size < 1 or ranks % size:
             raise ValueError(
                 f"{encoder.name}: pipelines of {size} ranks on the {ranks} of the LLM; give a "
@@ -95,7 +96,8 @@ def _mirrored(layout: StageLayout, mirrors: int) -> StageLayout:
         return layout
     first = next(stage.index for stage in layout.stages if stage.module == LLM)
     backbone = layout.stages[first:]
-    stages, edges = list(layout.stages), list(layout.edges)
+    stages = list(layout.stages)
+    edges = list(layout.edges)
     for mirror in range(1, mirrors):
         offset = mirror * len(backbone)
         stages += (
@@ -158,7 +160,8 @@ def backbone_order(
 
 def _backbone(graph: StageGraph, taken: Sequence[int]) -> tuple[StageGraph, int]:
     """The graph without encoders, microbatches in the order taken; number of encoder stages."""
-    layout, encoders = graph.layout, set(encoder_names(graph.layout))
+    layout = graph.layout
+    encoders = set(encoder_names(graph.layout))
     offset = next(stage.index for stage in layout.stages if stage.module not in encoders)
     kept = [stage for stage in layout.stages[offset:] if not stage.mirror]
     first = min(stage.virtual_stage for stage in kept)

@@ -75,7 +75,8 @@ def disaggregated_layout(
     cuts: dict[str, list[Cut]] = {}
     first = 0
     for module in modules:
-        size, count = units[module.name], (segments or {}).get(module.name, 1)
+        size = units[module.name]
+        count = (segments or {}).get(module.name, 1)
         stages = size.pipeline * count
         if size.replicas < 1 or not 1 <= stages <= len(module.costs):
             raise ValueError(
@@ -283,7 +284,8 @@ def _backwards_earlier(row: Sequence[Action], places: int) -> list[Action]:
 
 def _tasks(graph: StageGraph, action: Action, replicas: int) -> list[Task]:
     """Tasks of a wave at a stage, by microbatch."""
-    start, step = action.microbatch * replicas, 1 if action.type is ActionType.F else -1
+    start = action.microbatch * replicas
+    step = 1 if action.type is ActionType.F else -1
     return [
         Task(action.stage, microbatch, part)
         for microbatch in range(start, min(start + replicas, graph.microbatches))

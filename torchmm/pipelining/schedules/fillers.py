@@ -94,7 +94,8 @@ def filled(plan: PipelinePlan) -> Iterator[Filled]:
             if own := plan.fillers.get(action):
                 if llm:
                     yield Filled(tuple(llm), fillers)
-                llm, fillers = [action], own
+                llm = [action]
+                fillers = own
             elif action in plan.fillers:
                 llm.append(action)
         if llm:
@@ -120,7 +121,8 @@ def filler_problems(plan: PipelinePlan) -> Iterator[PlanProblem]:
     alongside; LLM actions that have none to run alongside."""
     if not plan.fillers:
         return
-    encoders, left = encoder_stages(plan.graph), dict(plan.fillers)
+    encoders = encoder_stages(plan.graph)
+    left = dict(plan.fillers)
     for rank, program in enumerate(plan.actions):
         places = [i for i, action in enumerate(program) if action.type in COMPUTE]
         row = [program[i] for i in places]

@@ -51,7 +51,8 @@ def balanced_cuts(
     if min(costs) < 0:
         raise ValueError(f"negative cost {min(costs)} of a layer")
     if not any(costs):  # a module that the typical microbatch does not use
-        costs, loads = [1.0] * layers, None
+        costs = [1.0] * layers
+        loads = None
     ends = np.concatenate([[0.0], np.cumsum(costs)])
     sums = ends[None, :] - ends[:, None]  # of layers [row, column)
     sums[np.tril_indices(layers + 1)] = np.inf  # no empty parts
@@ -60,7 +61,8 @@ def balanced_cuts(
         largest = np.maximum(largest[:, None], sums).min(axis=0)
     allowed = np.where(sums <= largest[layers] * (1 + _TIE), sums, np.inf)
     before = loads or [0.0] * parts
-    best, starts = (allowed[0] + before[0]) ** 2, []
+    best = (allowed[0] + before[0]) ** 2
+    starts = []
     for load in before[1:]:
         total = best[:, None] + (allowed + load) ** 2
         starts.append(_first_least(total))
