@@ -44,7 +44,7 @@ from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.placement_sizes import resolve_units
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.sizes import Layout, replica_groups
+from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "papers"
 PROFILE = load_profile("a800")
@@ -215,7 +215,7 @@ def run(case: Case, recipe: Recipe, devices: int, reorder: str) -> Step:
     return Step(seconds, flops / (seconds * devices * peak), devices, all(map(fits, steps)))
 
 
-def cost_model(recipe: Recipe, units: dict[str, Layout]) -> CostModel:
+def cost_model(recipe: Recipe, units: dict[str, MeshSizes]) -> CostModel:
     """Costs of modules with their own sizes."""
     executions = {
         name: Execution(

@@ -29,7 +29,7 @@ from torchmm.balance.simulation.workload import draw_microbatches
 from torchmm.common.batch import ModuleDescription
 from torchmm.models.registry import build_model
 from torchmm.pipelining.schedules.layouts import balanced_cuts
-from torchmm.recipe.read import resolve_layout
+from torchmm.recipe.read import resolve_sizes
 
 
 @cache
@@ -65,13 +65,13 @@ def parallel_sizes() -> Section:
         # VLM-XL comes with two; T2V-L and -XL have others in our recipes, to fit into memory.
         update = {"pipeline": sizes.pipeline, "tensor": sizes.tensor}
         parallel = recipe.parallel.model_copy(update=update)
-        layout = resolve_layout(parallel, sizes.gpus)
+        layout = resolve_sizes(parallel, sizes.gpus)
         printed = Figure(f"{sizes.source}, DP", sizes.data, "ranks")
         note = f"{sizes.gpus} GPUs / (pipeline {layout.pipeline} x tensor {layout.tensor})"
         cells.append(Comparison(printed, layout.data_parallel, note, goal_percent=0))
     for gpus, row in paper.OPTIMUS_SCHEDULER.items():
         recipe = recipe_named("optimus_vit22b_gpt175b")
-        data = resolve_layout(recipe.parallel, gpus).data_parallel
+        data = resolve_sizes(recipe.parallel, gpus).data_parallel
         count = recipe.training.global_batch_size / data / recipe.training.microbatch_size
         source = f"Optimus table 7, {gpus} GPUs, microbatches"
         cells.append(Comparison(Figure(source, row.microbatches, ""), count, goal_percent=0))

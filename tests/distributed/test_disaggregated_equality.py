@@ -27,7 +27,7 @@ from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import FreezeConfig, GeneratorConfig
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.sizes import Layout
+from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -57,23 +57,23 @@ PASSES = {"nothing": 3, "tower": 3, "all but connectors": 3, "all but the encode
 """Modules with backwards, counted from the end: what lies before all that is trained has none."""
 
 
-def unit(pipeline: int = 1, shard: int = 1, tensor: int = 1, replicate: int = 1) -> Layout:
-    return Layout(pipeline, replicate, shard, tensor)
+def unit(pipeline: int = 1, shard: int = 1, tensor: int = 1, replicate: int = 1) -> MeshSizes:
+    return MeshSizes(pipeline, replicate, shard, tensor)
 
 
 @dataclass(frozen=True)
 class Case:
     """Sizes of the modules, and what else may differ."""
 
-    vision: Layout
-    llm: Layout
-    generator: Layout | None = None
+    vision: MeshSizes
+    llm: MeshSizes
+    generator: MeshSizes | None = None
     schedule: str = "1f1b"
     freeze: str = "nothing"
     parallel: dict = field(default_factory=dict, hash=False)
 
     @property
-    def units(self) -> dict[str, Layout]:
+    def units(self) -> dict[str, MeshSizes]:
         named = {"vision": self.vision, "llm": self.llm, "generator": self.generator}
         return {name: layout for name, layout in named.items() if layout is not None}
 
@@ -218,7 +218,7 @@ def compare(case: Case) -> list[str]:
     settings = {"placement": "disaggregated", "schedule": case.schedule, **case.parallel}
     config = ParallelConfig.model_validate(settings)
     descriptions = [module.describe() for module in model.modality_modules()]
-    layout = plan_layout(config, descriptions, [m.meta for m in batch], mesh.unit_layouts)
+    layout = plan_layout(config, descriptions, [m.meta for m in batch], mesh.unit_mesh_sizes)
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
     assert {layout.stages[index].module for index in stages} == {mesh.module}
     plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)

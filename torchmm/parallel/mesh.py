@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.placement_sizes import encoder_layout
-from torchmm.recipe.read import resolve_layout
-from torchmm.recipe.sizes import AXES, Layout
+from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
+from torchmm.recipe.sizes import AXES, MeshSizes
 
 PIPELINE, REPLICATE, SHARD, TENSOR = AXES
 
@@ -136,7 +135,7 @@ class ParallelMesh:
         return None
 
     @property
-    def unit_layouts(self) -> Mapping[str, Layout] | None:
+    def unit_mesh_sizes(self) -> Mapping[str, MeshSizes] | None:
         """Sizes by module, where modules have ranks of their own."""
         return None
 
@@ -259,11 +258,11 @@ def encoder_meshes(
     """
     if config.placement != "colocated":
         return {}
-    llm = resolve_layout(config, mesh.world_size)
+    llm = resolve_sizes(config, mesh.world_size)
     made: dict[tuple[int, int, int], ParallelMesh] = {}
     found = {}
     for name in encoders:
-        own = encoder_layout(config, name, llm)
+        own = encoder_mesh_sizes(config, name, llm)
         key = (own.pipeline, own.replicate, own.tensor)
         made[key] = found[name] = made.get(key) or mesh.colocated(*key)
     return found
@@ -275,6 +274,6 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     Raises:
         ConfigError: the sizes do not multiply to the number of ranks.
     """
-    sizes = resolve_layout(config, dist.get_world_size())
+    sizes = resolve_sizes(config, dist.get_world_size())
     mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=AXES)
     return ParallelMesh(device, mesh, mirrors=config.mirrors)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.common.errors import ConfigError
 from torchmm.parallel.mesh import PIPELINE, ParallelMesh
-from torchmm.recipe.sizes import AXES, Layout, replica_groups
+from torchmm.recipe.sizes import AXES, MeshSizes, replica_groups
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class UnitMesh(ParallelMesh):
 
     module: str
     """Whose stages this rank has."""
-    units: Mapping[str, Layout]
+    units: Mapping[str, MeshSizes]
     """Of all modules, in the order of their ranks."""
 
     @cached_property
@@ -101,7 +101,7 @@ class UnitMesh(ParallelMesh):
         return self.mesh.size() // self.mesh[PIPELINE].size()
 
     @property
-    def unit_layouts(self) -> Mapping[str, Layout] | None:
+    def unit_mesh_sizes(self) -> Mapping[str, MeshSizes] | None:
         """`units`."""
         return self.units
 
@@ -129,7 +129,7 @@ class UnitMesh(ParallelMesh):
         raise ConfigError("modules are either colocated or on ranks of their own, not both")
 
 
-def build_units(units: Mapping[str, Layout], device: torch.device) -> UnitMesh:
+def build_units(units: Mapping[str, MeshSizes], device: torch.device) -> UnitMesh:
     """This rank's unit; collective over the started process group.
 
     Args:
@@ -152,7 +152,7 @@ def build_units(units: Mapping[str, Layout], device: torch.device) -> UnitMesh:
     return found
 
 
-def _unit_ranks(units: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+def _unit_ranks(units: Mapping[str, MeshSizes]) -> dict[str, torch.Tensor]:
     """Global ranks of every module, by pipeline, replicate, shard and tensor rank."""
     ranks, first = {}, 0
     for name, unit in units.items():
@@ -161,7 +161,7 @@ def _unit_ranks(units: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
     return ranks
 
 
-def _plan_ranks(units: Mapping[str, Layout], group: int) -> tuple[tuple[int, ...], ...]:
+def _plan_ranks(units: Mapping[str, MeshSizes], group: int) -> tuple[tuple[int, ...], ...]:
     groups, found = replica_groups(units), []
     for name, ranks in _unit_ranks(units).items():
         replicas = units[name].data_parallel // groups

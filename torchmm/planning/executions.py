@@ -21,9 +21,9 @@ from torchmm.common.batch import ModuleDescription
 from torchmm.common.errors import ConfigError
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.placement_sizes import encoder_layout
+from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.sizes import Layout
+from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import ActivationCheckpointConfig, limit_bytes
 
 
@@ -47,8 +47,8 @@ def module_executions(
     parallel: ParallelConfig,
     checkpointing: ActivationCheckpointConfig,
     modules: Sequence[ModuleDescription],
-    ranks: Layout,
-    units: Mapping[str, Layout],
+    ranks: MeshSizes,
+    units: Mapping[str, MeshSizes],
 ) -> dict[str, Execution]:
     """How every module is run.
 
@@ -63,7 +63,7 @@ def module_executions(
     for module in modules:
         own = units.get(module.name, ranks)
         if parallel.placement == "colocated" and module.kind == "encoder":
-            own = encoder_layout(parallel, module.name, own)
+            own = encoder_mesh_sizes(parallel, module.name, own)
         found[module.name] = Execution(
             tensor=own.tensor,
             sequence_parallel=parallel.sequence_parallel,

@@ -20,7 +20,7 @@ from torchmm.pipelining.view.exchange import write_chrome_trace
 from torchmm.pipelining.view.records import write_records
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
 from torchmm.planning.forecast import Forecast, Forecaster
-from torchmm.recipe.placement_sizes import show_layout
+from torchmm.recipe.placement_sizes import show_sizes
 
 GIB = 2**30
 
@@ -35,7 +35,7 @@ def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Tab
         f"{ranks.tensor}"
     )
     if units := forecaster.units:
-        sizes = "; ".join(f"{name} {show_layout(own)}" for name, own in units.items())
+        sizes = "; ".join(f"{name} {show_sizes(own)}" for name, own in units.items())
     shares = "  ".join(f"{m.name} {_count(m.parameters)}" for m in forecaster.modules)
     title = (
         f"{forecaster.recipe.name} on {forecaster.devices} x {profile.device.name}, simulated\n"

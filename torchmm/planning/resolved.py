@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchmm.common.module_names import LLM
-from torchmm.recipe.placement_sizes import encoder_layout, resolve_layout, units_of
+from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes, units_of
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.sizes import Layout, replica_groups
+from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Resolved:
 
     recipe: Recipe
     world_size: int
-    llm: Layout
-    units: Mapping[str, Layout]
+    llm: MeshSizes
+    units: Mapping[str, MeshSizes]
 
     @property
     def shares(self) -> int:
@@ -44,12 +44,12 @@ class Resolved:
         """Whether the model is cut into stages on several ranks of a plan."""
         return self.llm.pipeline * self.recipe.parallel.mirrors > 1 or bool(self.units)
 
-    def encoder(self, name: str) -> Layout:
+    def encoder(self, name: str) -> MeshSizes:
         """Mesh sizes of an encoder: its own, wherever it has any."""
         if self.units:
             return self.units[name]
         if self.recipe.parallel.placement == "colocated":
-            return encoder_layout(self.recipe.parallel, name, self.llm)
+            return encoder_mesh_sizes(self.recipe.parallel, name, self.llm)
         return self.llm
 
 
@@ -60,5 +60,5 @@ def resolve(recipe: Recipe, world_size: int) -> Resolved:
         ConfigError: the sizes cannot make up `world_size`.
     """
     units = units_of(recipe, world_size)
-    llm = units[LLM] if units else resolve_layout(recipe.parallel, world_size)
+    llm = units[LLM] if units else resolve_sizes(recipe.parallel, world_size)
     return Resolved(recipe, world_size, llm, units)

@@ -44,7 +44,7 @@ from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 from torchmm.pipelining.schedules.names import order_named, schedule_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import unit_stages
-from torchmm.recipe.sizes import Layout, replica_groups
+from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 Search = Callable[[StageGraph, Durations], ComputeOrder]
 """Finds the order of a step from its graph and FLOPs (or anything proportional to times)."""
@@ -58,7 +58,7 @@ def plan_layout(
     config: ParallelConfig,
     modules: Sequence[ModuleDescription],
     microbatches: Sequence[MicrobatchMeta],
-    units: Mapping[str, Layout] | None = None,
+    units: Mapping[str, MeshSizes] | None = None,
 ) -> StageLayout:
     """How the recipe's schedule cuts the modules.
 

@@ -11,8 +11,8 @@ from torchmm.balance.costs.rough_memory import MemoryEstimate, OwnSizes, estimat
 from torchmm.common.batch import ModuleDescription
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.resolved import Resolved
-from torchmm.recipe.placement_sizes import show_layout
-from torchmm.recipe.sizes import Layout
+from torchmm.recipe.placement_sizes import show_sizes
+from torchmm.recipe.sizes import MeshSizes
 
 
 def run_memory(run: Resolved, model: MultimodalModel) -> MemoryEstimate:
@@ -38,7 +38,7 @@ def _memory(
     run: Resolved,
     model: MultimodalModel,
     modules: Sequence[ModuleDescription],
-    layout: Layout,
+    sizes: MeshSizes,
     in_flight: int | None = None,
 ) -> MemoryEstimate:
     """Estimate for a rank with these modules."""
@@ -46,13 +46,13 @@ def _memory(
     training = recipe.training
     llm_tokens = training.microbatch_size * training.sequence_length
     checkpointing = recipe.activation_checkpoint
-    ranks = layout.data_parallel * training.microbatch_size
-    own = _own_layouts(run, model)
+    ranks = sizes.data_parallel * training.microbatch_size
+    own = _colocated_sizes(run, model)
     return estimate_memory(
         modules,
         {m.name: _units(m, model, llm_tokens) for m in modules},
-        shard=layout.shard,
-        tensor=layout.tensor,
+        shard=sizes.shard,
+        tensor=sizes.tensor,
         compute_bytes=2 if training.dtype == "bfloat16" else 4,
         microbatches=max(1, training.global_batch_size // ranks),
         recompute={
@@ -60,14 +60,14 @@ def _memory(
             m.name: "full" if checkpointing.tunes(m.name) else checkpointing.fixed_mode(m.name)
             for m in modules
         },
-        pipeline=layout.pipeline,
+        pipeline=sizes.pipeline,
         sequence_parallel=recipe.parallel.sequence_parallel,
         own={name: OwnSizes(found.pipeline, found.shard) for name, found in own.items()},
         in_flight=in_flight,
     )
 
 
-def _own_layouts(run: Resolved, model: MultimodalModel) -> dict[str, Layout]:
+def _colocated_sizes(run: Resolved, model: MultimodalModel) -> dict[str, MeshSizes]:
     """Sizes of colocated encoders by name."""
     colocated = run.recipe.parallel.placement == "colocated"
     return {name: run.encoder(name) for name in model.encoders} if colocated else {}
@@ -131,7 +131,7 @@ def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
         each = ", ".join(f"{own.data_parallel // run.shares} of {n}" for n, own in units.items())
         return {
             "ranks": f"{world_size} = {parts}",
-            **{f"ranks of {name}": show_layout(own) for name, own in units.items()},
+            **{f"ranks of {name}": show_sizes(own) for name, own in units.items()},
             "replica groups": f"{run.shares} with replicas: {each}",
         }
     pipeline = f"pipeline {layout.pipeline} x " if layout.pipeline > 1 else ""
@@ -139,7 +139,7 @@ def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
         "ranks": f"{world_size} = {pipeline}replicate {layout.replicate} x shard {layout.shard} "
         f"x tensor {layout.tensor}"
     }
-    for name, own in _own_layouts(run, model).items():
+    for name, own in _colocated_sizes(run, model).items():
         pipelines = layout.pipeline // own.pipeline
         lines[f"ranks of {name}"] = (
             f"pipeline {own.pipeline} x replicate {own.replicate} x shard {own.shard} x tensor "

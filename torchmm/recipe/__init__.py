@@ -12,6 +12,6 @@ __all__, __getattr__ = public(
     {
         "read": ("dump_recipe", "load_recipe"),
         "recipe": ("Recipe",),
-        "sizes": ("Layout",),
+        "sizes": ("MeshSizes",),
     },
 )

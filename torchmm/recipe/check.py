@@ -21,14 +21,14 @@ from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.placement_sizes import (
     check_colocated,
     check_units,
-    resolve_layout,
+    resolve_sizes,
     resolve_units,
     unit_sizes,
 )
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import find_schedule
 from torchmm.recipe.simulation_section import contradictions
-from torchmm.recipe.sizes import Layout
+from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import limit_bytes
 
 
@@ -147,7 +147,7 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
     parallel = recipe.parallel
     training = recipe.training
     modules = recipe.model.modality_modules
-    keys = tuple(f"parallel.{name}" for name in Layout._fields)
+    keys = tuple(f"parallel.{name}" for name in MeshSizes._fields)
     layout = None
     apart = parallel.placement == "disaggregated"
     yield from check_units(parallel, modules)
@@ -156,7 +156,7 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
             if apart:
                 layout = resolve_units(parallel, modules, world_size)[LLM]
             else:
-                layout = resolve_layout(parallel, world_size)
+                layout = resolve_sizes(parallel, world_size)
         except ConfigError as error:
             yield Problem("parallel", NO_VALUE, error.problems[0].partition(": ")[2], keys)
             return

@@ -24,10 +24,10 @@ from torchmm.recipe.explain import NO_VALUE, Problem, Problems
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import schedules_for
-from torchmm.recipe.sizes import AXES, Layout
+from torchmm.recipe.sizes import AXES, MeshSizes
 
 
-def encoder_layout(parallel: ParallelConfig, name: str, llm: Layout) -> Layout:
+def encoder_mesh_sizes(parallel: ParallelConfig, name: str, llm: MeshSizes) -> MeshSizes:
     """An encoder's own sizes.
 
     If `replicate` and `shard` are both open, there are as many replicas as of the LLM; a single
@@ -60,10 +60,12 @@ def encoder_layout(parallel: ParallelConfig, name: str, llm: Layout) -> Layout:
             f"tensor {tensor} does not make the LLM's {ranks} ranks; remove replicate and shard, "
             "or set one of them to -1 (what is left)"
         )
-    return Layout(pipeline, replicate, shard, tensor)
+    return MeshSizes(pipeline, replicate, shard, tensor)
 
 
-def check_colocated(parallel: ParallelConfig, encoders: list[str], llm: Layout | None) -> Problems:
+def check_colocated(
+    parallel: ParallelConfig, encoders: list[str], llm: MeshSizes | None
+) -> Problems:
     """Everything about the sizes of colocated encoders.
 
     Args:
@@ -95,7 +97,7 @@ def check_colocated(parallel: ParallelConfig, encoders: list[str], llm: Layout |
         yield from problems
         if llm is not None and not problems:
             try:
-                encoder_layout(parallel, name, llm)
+                encoder_mesh_sizes(parallel, name, llm)
             except ConfigError as error:
                 text = error.problems[0].partition(": ")[2]
                 given = tuple(f"parallel.{name}.{size}" for size in AXES)
@@ -183,7 +185,7 @@ def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:
 
 def resolve_units(
     parallel: ParallelConfig, modules: Sequence[str], world_size: int
-) -> dict[str, Layout]:
+) -> dict[str, MeshSizes]:
     """Sizes of every module, with a -1 among them replaced by the remaining ranks.
 
     Args:
@@ -215,10 +217,10 @@ def resolve_units(
             f"parallel: {shown} make {sum(fixed.values())} ranks, not {world_size}; start "
             f"{sum(fixed.values())}, or set one size to -1 (what is left)"
         )
-    return {name: Layout(**own) for name, own in sizes.items()}
+    return {name: MeshSizes(**own) for name, own in sizes.items()}
 
 
-def units_of(recipe: Recipe, world_size: int) -> dict[str, Layout]:
+def units_of(recipe: Recipe, world_size: int) -> dict[str, MeshSizes]:
     """Sizes of every module of a run; empty unless modules are disaggregated.
 
     Raises:
@@ -229,7 +231,7 @@ def units_of(recipe: Recipe, world_size: int) -> dict[str, Layout]:
     return resolve_units(recipe.parallel, recipe.model.modality_modules, world_size)
 
 
-def show_layout(layout: Layout) -> str:
+def show_sizes(layout: MeshSizes) -> str:
     """Sizes above 1, for people."""
     return _shown(layout._asdict()).strip("()")
 
@@ -283,13 +285,13 @@ def check_unit_layers(parallel: ParallelConfig, counts: Mapping[str, int | None]
             yield Problem(_key(parallel, name, "pipeline"), ranks, text, also)
 
 
-def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
+def resolve_sizes(parallel: ParallelConfig, world_size: int) -> MeshSizes:
     """Mesh sizes for `world_size` ranks, with a -1 among them replaced by the remaining ranks.
 
     Raises:
         ConfigError: the sizes cannot make up `world_size`.
     """
-    sizes: dict[str, int] = {name: getattr(parallel, name) for name in Layout._fields}
+    sizes: dict[str, int] = {name: getattr(parallel, name) for name in MeshSizes._fields}
     open_keys = [k for k, size in sizes.items() if size == -1]
     fixed = prod(size for size in sizes.values() if size != -1)
     shown = " x ".join(f"{k} {size}" for k, size in sizes.items())
@@ -305,4 +307,4 @@ def resolve_layout(parallel: ParallelConfig, world_size: int) -> Layout:
         )
         raise ConfigError(f"parallel: {shown} does not make {world_size} ranks; {remedy}")
     sizes.update({k: world_size // fixed for k in open_keys})
-    return Layout(**sizes)
+    return MeshSizes(**sizes)

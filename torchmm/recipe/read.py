@@ -25,7 +25,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from torchmm.common.errors import ConfigError
-from torchmm.recipe.check import Layout, find_problems
+from torchmm.recipe.check import MeshSizes, find_problems
 from torchmm.recipe.explain import (
     Problem,
     explain_error,
@@ -35,16 +35,16 @@ from torchmm.recipe.explain import (
     wants_string,
     without_indices,
 )
-from torchmm.recipe.placement_sizes import resolve_layout
+from torchmm.recipe.placement_sizes import resolve_sizes
 from torchmm.recipe.recipe import Recipe
 
 __all__ = [
-    "Layout",
     "LoadedRecipe",
+    "MeshSizes",
     "check_recipe",
     "dump_recipe",
     "load_recipe",
-    "resolve_layout",
+    "resolve_sizes",
 ]
 
 COMMAND_LINE = "command line"

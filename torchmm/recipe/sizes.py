@@ -7,7 +7,7 @@ from math import gcd, prod
 from typing import NamedTuple
 
 
-class Layout(NamedTuple):
+class MeshSizes(NamedTuple):
     """Sizes of the device mesh; their product is the number of ranks."""
 
     pipeline: int
@@ -26,11 +26,11 @@ class Layout(NamedTuple):
         return prod(self)
 
 
-AXES = Layout._fields
+AXES = MeshSizes._fields
 """Names of the device mesh's axes, which are also keys of [parallel] and [parallel.NAME]."""
 
 
-def replica_groups(units: Mapping[str, Layout]) -> int:
+def replica_groups(units: Mapping[str, MeshSizes]) -> int:
     """Replica groups of disaggregated modules, which share no samples: the greatest common divisor
     of the modules' data-parallel sizes."""
     return gcd(*(unit.data_parallel for unit in units.values()))

@@ -10,7 +10,7 @@ from recipe_problems import problems_of
 from torchmm.common.errors import ConfigError
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_layout
+from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_sizes
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_unfilled_model
 
@@ -289,7 +289,7 @@ def test_an_unquoted_name_with_a_dot_gets_a_hint(valid):
     ],
 )
 def test_layout_fills_in_what_is_left(sizes, world_size, expected):
-    assert resolve_layout(ParallelConfig(**sizes), world_size) == expected
+    assert resolve_sizes(ParallelConfig(**sizes), world_size) == expected
 
 
 SIMULATION = """

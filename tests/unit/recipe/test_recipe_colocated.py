@@ -9,9 +9,9 @@ from torchmm.balance.planners import PLANNERS
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.placement_sizes import encoder_layout
+from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.sizes import Layout
+from torchmm.recipe.sizes import MeshSizes
 
 MODEL = """
 [model]
@@ -54,7 +54,7 @@ def recipe(tmp_path: Path) -> Path:
 )
 def test_own_sizes(own, layout):
     parallel = ParallelConfig(vision=own)
-    assert encoder_layout(parallel, "vision", Layout(4, 2, 3, 2)) == layout
+    assert encoder_mesh_sizes(parallel, "vision", MeshSizes(4, 2, 3, 2)) == layout
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_own_sizes(own, layout):
 )
 def test_own_sizes_that_do_not_fit(own, text):
     with pytest.raises(ConfigError, match=text):
-        encoder_layout(ParallelConfig(vision=own), "vision", Layout(4, 2, 3, 2))
+        encoder_mesh_sizes(ParallelConfig(vision=own), "vision", MeshSizes(4, 2, 3, 2))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import resolve_units
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.schedules import schedules_for
-from torchmm.recipe.sizes import Layout, replica_groups
+from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 MODEL = """
 [model]
@@ -74,7 +74,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_sizes_make_the_world(sizes, world_size, units) -> None:
     parallel = ParallelConfig.model_validate({"placement": "disaggregated", **sizes})
     found = resolve_units(parallel, NAMES, world_size)
-    assert found == {name: Layout(*unit) for name, unit in zip(NAMES, units, strict=True)}
+    assert found == {name: MeshSizes(*unit) for name, unit in zip(NAMES, units, strict=True)}
     assert sum(layout.ranks for layout in found.values()) == world_size
 
 
@@ -96,8 +96,8 @@ def test_sizes_that_do_not_make_the_world(sizes, world_size, message) -> None:
 
 
 def test_replicas_that_do_not_divide_form_one_group() -> None:
-    def units(*sizes: int) -> dict[str, Layout]:
-        return {str(size): Layout(1, 1, size, 1) for size in sizes}
+    def units(*sizes: int) -> dict[str, MeshSizes]:
+        return {str(size): MeshSizes(1, 1, size, 1) for size in sizes}
 
     assert replica_groups(units(3, 2)) == 1
     assert replica_groups(units(8, 4, 6)) == 2
