@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.planning.encoder_sizes import choose_encoders, leaves_encoders_open
+from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import leaves_units_open, orchestrated_units
 from torchmm.planning.report import write_picture
@@ -29,10 +29,7 @@ def describe_run(recipe: Recipe, world_size: int, picture: Path | None = None) -
         ConfigError: the model cannot be built or cut as the recipe says, the device is unknown, or
             a rank needs more memory than it has.
     """
-    try:
-        profile = load_profile(recipe.simulation.device)
-    except ValueError as error:
-        raise ConfigError(f"simulation.device: {error}") from error
+    profile = simulated_profile(recipe)
     if leaves_units_open(recipe):
         recipe = orchestrated_units(recipe, world_size)
     forecaster = Forecaster(recipe, world_size, profile)

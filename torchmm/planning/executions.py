@@ -35,8 +35,19 @@ def run_profile(recipe: Recipe, device: torch.device) -> Profile:
         ConfigError: the device of `simulation.device` is unknown.
     """
     name = recipe.simulation.device
-    if device.type == "cpu" and not Path(name).suffix:
-        name = "cpu"
+    return _profile("cpu" if device.type == "cpu" and not Path(name).suffix else name)
+
+
+def simulated_profile(recipe: Recipe) -> Profile:
+    """The profile of the device that the recipe's steps are simulated on.
+
+    Raises:
+        ConfigError: the device of `simulation.device` is unknown.
+    """
+    return _profile(recipe.simulation.device)
+
+
+def _profile(name: str) -> Profile:
     try:
         return load_profile(name)
     except ValueError as error:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torchmm.balance.costs.profiles import load_profile
-from torchmm.common.errors import ConfigError
 from torchmm.planning.encoder_sizes import choose_encoders, leaves_encoders_open
+from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.placement import leaves_units_open, orchestrated_units
 from torchmm.recipe.recipe import Recipe
@@ -20,8 +19,5 @@ def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
         return orchestrated_units(recipe, world_size)
     if not leaves_encoders_open(recipe):
         return recipe
-    try:
-        profile = load_profile(recipe.simulation.device)
-    except ValueError as error:
-        raise ConfigError(f"simulation.device: {error}") from error
+    profile = simulated_profile(recipe)
     return choose_encoders(Forecaster(recipe, world_size, profile)).recipe

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.costs.operators import Profile
-from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.orchestration.baselines import ratio_plan, rigid_plan
 from torchmm.balance.orchestration.problem import OrchestrationProblem
 from torchmm.balance.orchestration.search import Orchestration, OrchestrationPlan, orchestrate
@@ -31,6 +30,7 @@ from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
+from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecast, Forecaster, first_microbatches
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import schedules_for
@@ -210,10 +210,7 @@ def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
     Raises:
         ConfigError: as `plan_recipe`; no good plan uses all ranks.
     """
-    try:
-        profile = load_profile(recipe.simulation.device)
-    except ValueError as error:
-        raise ConfigError(f"simulation.device: {error}") from error
+    profile = simulated_profile(recipe)
     found = plan_recipe(recipe, world_size, profile, alternatives=EXACT_ALTERNATIVES).found
     plans = [found.best, *(other.plan for other in found.alternatives)]
     for plan in plans:
