@@ -91,6 +91,12 @@ LAZY_IMPORTS = {
 }
 
 
+RECIPE_READERS = {  # outside of recipe/ and planning/: where a recipe comes in
+    "torchmm/training/run.py": "from here on a run is resolved",
+    "torchmm/measure/trials.py": "times the modules of a recipe, without a run",
+}
+
+
 def load_script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -374,6 +380,16 @@ def test_products_do_not_import_benchmarks_or_tests():
     for file in [*MODULES, ROOT / "train.py"]:
         used = {name.split(".")[0] for name in imports_of(file)} - libraries
         assert not used & outside, f"{short(file)} imports {sorted(used & outside)}"
+
+
+def test_whole_recipes_stay_where_they_are_resolved():
+    named = {
+        short(file)
+        for file in MODULES
+        if short(file).split("/")[1] not in ("recipe", "planning")
+        if re.search(r"\bRecipe\b", file.read_text())
+    }
+    assert named == RECIPE_READERS.keys()
 
 
 def test_recipe_reference_is_up_to_date():
