@@ -9,14 +9,48 @@ from train_server import TrainServer
 ROOT = Path(__file__).parents[1]
 
 
+CAMPAIGNS = (
+    # Larger worlds and further layouts of tests that also run with fewer ranks.
+    "test_colocated_equality.py::test_colocated_encoders_equal_one_process[4]",
+    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[5]",
+    "test_encoder_tensor_parallel.py::test_split_encoders_equal_the_whole[4]",
+    "test_generator_equality.py::test_generators_equal_one_process[fsdp2]",
+    "test_generator_equality.py::test_generators_equal_one_process[pp2 x fsdp2]",
+    "test_generator_equality.py::test_generators_equal_one_process[pp2 x tp2]",
+    "test_layouts.py::test_layouts_equal_single_process[4-cases1]",
+    "test_runtime_equality.py::test_random_orders_of_random_graphs_equal_one_process[4]",
+    "test_schedule_equality.py::test_schedules_equal_single_process[pp4]",
+    "test_schedule_equality.py::test_schedules_equal_single_process[pp2 x fsdp2]",
+    "test_searched_equality.py::test_searched_plans_equal_the_single_process[pp4 and pp2 x fsdp2]",
+    "test_train.py::test_layouts_give_the_single_process_curve[4]",
+    "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[4]",
+    # Faults on real processes, which wait for time limits.
+    "test_data_workers.py::test_a_process_with_idle_workers_exits_at_once",
+    "test_data_workers.py::test_a_process_with_stopped_workers_exits_too",
+    "test_disaggregated_faults.py::test_a_killed_producer_and_a_killed_rank_cost_no_sample",
+    "test_hung_data.py::test_a_stop_signal_ends_a_wait_for_data_and_saves",
+    "test_hung_data.py::test_peers_name_the_rank_that_waits_for_data[peer first]",
+    "test_kill_while_saving.py::test_thirty_kills_leave_only_whole_checkpoints",
+    "test_train_faults.py::test_torchrun_recovers_from_five_kills_with_the_same_bits",
+    # Benchmarks that time real ranks.
+    "test_searched_pipeline_benchmark.py::test_ranks_that_compute_write_rows_with_equal_gradients",
+    "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
+)
+"""Marked `campaign`: they run with `./scripts/test.sh --all` only, as CI does."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Lets pytest-xdist start files in the order below, not those with most tests first."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: at the end, short ones keep all workers busy."""
+    for item in items:
+        if f"{item.path.name}::{item.name}" in CAMPAIGNS:
+            item.add_marker("campaign")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

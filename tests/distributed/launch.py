@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from ports import free_port
 
-TIMEOUT_S = 200
+TIMEOUT_S = 360
 Outcomes = dict[int, tuple[bool, Any]]
 """Whether it passed, and its result or traceback, by rank that has told."""
 
