@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 prepare_environment test
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-draws=40 selected=(-m "not campaign")
+draws=60 selected=(-m "not campaign")
 if [ "${1:-}" = --all ]; then
     draws=300 selected=()
     shift
