@@ -62,7 +62,7 @@ def find_schedule(name: str) -> Schedule | None:
 
 
 def schedules_for(placement: Placement) -> tuple[str, ...]:
-    """Names that can be used where modules are placed like this, beside "csv:PATH"."""
+    """Names that can be used where modules are placed like this, besides "csv:PATH"."""
     return tuple(name for name, found in SCHEDULES.items() if placement in found.placements)
 
 

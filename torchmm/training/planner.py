@@ -4,9 +4,9 @@
     plan = planner.plan(step, microbatches, loader.next_metas)     before each step
     planner.learn(step, outcome, microbatches, step_ms)            after it
 
-Static schedules are planned on every rank when the step begins: microseconds of work that all
-ranks do alike. With `parallel.replan_drift` they are planned with other weights once measured times
-have drifted from those planned with (Optimus §6).
+Static schedules are planned when the step begins, on every rank alike. With `parallel.replan_drift`
+they are planned with other weights once measured times have drifted from those planned with
+(Optimus §6).
 
 Searched schedules take longer. On the first rank of every pipeline a process searches the order of
 the next step while this one trains, lowers and validates it and tunes its layers
