@@ -73,6 +73,11 @@ class SampleMeta:
     generated: tuple[GeneratedMeta, ...] = ()
     """Images and clips that the generator has to draw; they take no tokens."""
 
+    @property
+    def tiles(self) -> int:
+        """Pictures and tiles of pictures: neither sounds nor clips nor their frames."""
+        return sum(not image.duration_ms for image in self.images)
+
     def images_read_by(self, encoder: str) -> list[ImageMeta]:
         """Those that `encoder` reads, in order."""
         return [i for i in self.images if (i.encoder or self.encoder) == encoder]
@@ -263,6 +268,20 @@ class StepBatch:
         return replace(self, microbatches=[m.pin_memory() for m in self.microbatches])
 
 
+Marks = tuple[int | str, ...]
+"""What stands beside images in the text: token ids, and plain text without special tokens."""
+
+
+@dataclass(frozen=True)
+class TileSpec:
+    """How pictures are cut into tiles, each of which is an image of the encoder."""
+
+    processor_class: str
+    """Name of the Hugging Face image processor that cuts them, e.g. "GotOcr2ImageProcessor"."""
+    processor: dict[str, Any]
+    """Its settings."""
+
+
 @dataclass(frozen=True)
 class ImageSpec:
     """How an encoder wants its images or sounds; made by `torchmm.models`, followed by
@@ -288,6 +307,8 @@ class ImageSpec:
     """What the encoder reads."""
     max_patches: int = 0
     """Most patches of a sound; longer ones are cut."""
+    tiles: TileSpec | None = None
+    """How pictures are cut; None: a picture is one image. Frames of clips always are."""
 
 
 @dataclass(frozen=True)
@@ -297,9 +318,9 @@ class TextSpec:
     vocab_size: int
     image_token_id: int | None
     """Placeholder id written at image positions (its embedding is never used)."""
-    image_prefix_ids: tuple[int, ...] = ()
-    """Marker tokens before each image, e.g. <|vision_start|>."""
-    image_suffix_ids: tuple[int, ...] = ()
+    image_prefix: Marks = ()
+    """Before each image, e.g. the id of <|vision_start|>."""
+    image_suffix: Marks = ()
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int = 0

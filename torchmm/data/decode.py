@@ -22,11 +22,12 @@ from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microb
 from torchmm.data.media.generated_images import DecodedTarget, TargetRow
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.data.media.tiles.pictures import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.order import Item
 from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.local_and_hub import MapSource
-from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.reader import EncodedFile, SampleReader
 from torchmm.data.step_packs import PackItems, microbatch_meta
 
 
@@ -237,7 +238,9 @@ class StepDecoder(Dataset[DecodedStep]):
         return np.arange(length, dtype=np.int64)
 
 
-def _pictures(file: bytes | ClipFrames, max_pixels: int) -> list[Image.Image]:
+def _pictures(file: EncodedFile, max_pixels: int) -> list[Image.Image]:
+    if isinstance(file, Tile):
+        return [file.of.image()] if file.number == 0 else []
     return file.images() if isinstance(file, ClipFrames) else [decode_rgb(file, max_pixels)]
 
 

@@ -22,6 +22,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.changes import changes, short
+from torchmm.data.media.tiles.pictures import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.sources.reader import MeasuredSample, SampleReader
 from torchmm.recipe.data_section import DataConfig, SourceConfig
@@ -50,6 +51,10 @@ class SamplesDigest:
         self._hash.update(len(ids).to_bytes(8, "little") + ids.tobytes() + bytes(sample.text.loss))
         clip = None
         for file in [*sample.files, *sample.generated_files]:
+            if isinstance(file, Tile):
+                if file.number == 0:
+                    self._hash.update(file.of.picture.data)
+                continue
             if not isinstance(file, ClipFrames):
                 self._hash.update(file)
                 continue
@@ -90,6 +95,8 @@ def settings_of(
         "training.sequence_length": length,
         "data.max_images_per_sample": data.max_images_per_sample,
         "data.max_image_pixels": data.max_image_pixels,
+        "data.max_tiles_per_sample": data.max_tiles_per_sample,
+        "data.max_tiles_per_sequence": data.max_tiles_per_sequence,
         **{f"data.video.{key}": value for key, value in data.video.model_dump().items()},
         "tokenizer": _digest(tokenizer.backend_tokenizer.to_str()),
         "chat template": _digest(tokenizer.chat_template),
@@ -116,6 +123,8 @@ def identity(
         "data.shuffle": data.shuffle,
         "data.open_packs": data.open_packs,
     }
+    if data.max_tiles_per_sequence is not None:
+        order["data.max_tiles_per_sequence"] = data.max_tiles_per_sequence
     if any(config.streaming for _, config, _ in sources):
         order["data.shuffle_window"] = data.shuffle_window
     pixels = {

@@ -320,6 +320,7 @@ def _plan(
         samples.mixture(),
         training,
         open_packs=data.open_packs,
+        max_tiles=data.max_tiles_per_sequence,
         data_parallel_size=data_parallel_size,
         max_skipped=data.max_corrupt_samples,
         state=state,

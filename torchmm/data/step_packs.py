@@ -37,6 +37,8 @@ class Pack(Generic[T]):
 
     free_tokens: int
     items: list[T] = field(default_factory=list)
+    tiles: int = 0
+    """Pictures and tiles in it."""
 
 
 class Packer(Generic[T]):
@@ -45,20 +47,25 @@ class Packer(Generic[T]):
     Args:
         sequence_length: tokens of a pack.
         max_open: packs kept open.
+        max_tiles: most pictures and tiles of a pack; None: any number.
     """
 
-    def __init__(self, sequence_length: int, max_open: int) -> None:
+    def __init__(self, sequence_length: int, max_open: int, max_tiles: int | None = None) -> None:
         self.sequence_length = sequence_length
         self.max_open = max_open
+        self.max_tiles = max_tiles
         self.open: list[Pack[T]] = []
         """Open packs, oldest first."""
         self.closed: deque[list[T]] = deque()
         """Closed packs not yet taken."""
 
-    def add(self, item: T, tokens: int) -> None:
-        """Place one item of `tokens` tokens, at most `sequence_length`."""
+    def add(self, item: T, tokens: int, tiles: int = 0) -> None:
+        """Place one item of `tokens` tokens, at most `sequence_length`.
+
+        An item of more tiles than `max_tiles` shares its pack with none that has any.
+        """
         assert 0 < tokens <= self.sequence_length, f"{tokens=} {self.sequence_length=}"
-        fitting = [p for p in self.open if p.free_tokens >= tokens]
+        fitting = [p for p in self.open if self._fits(p, tokens, tiles)]
         if fitting:
             pack = min(fitting, key=lambda p: p.free_tokens)
         else:
@@ -68,6 +75,7 @@ class Packer(Generic[T]):
             self.open.append(pack)
         pack.items.append(item)
         pack.free_tokens -= tokens
+        pack.tiles += tiles
         if pack.free_tokens == 0:
             self._close(pack)
 
@@ -75,6 +83,12 @@ class Packer(Generic[T]):
         """Close all packs, oldest first (at the end of a validation epoch)."""
         for pack in list(self.open):
             self._close(pack)
+
+    def _fits(self, pack: Pack[T], tokens: int, tiles: int) -> bool:
+        if pack.free_tokens < tokens:
+            return False
+        alone = not (tiles and pack.tiles)
+        return alone or self.max_tiles is None or pack.tiles + tiles <= self.max_tiles
 
     def _close(self, pack: Pack[T]) -> None:
         self.open = [p for p in self.open if p is not pack]
@@ -169,13 +183,14 @@ class Planner:
         content: Mapping[str, Any] | None = None,
         *,
         resume_changed: bool = False,
+        max_tiles: int | None = None,
     ) -> None:
         self._mixture = mixture
         self._arrange = arrange
         self._training = training
         self._data_parallel_size = data_parallel_size
         self._max_skipped = max_skipped
-        self._packer: Packer[Item] = Packer(training.sequence_length, open_packs)
+        self._packer: Packer[Item] = Packer(training.sequence_length, open_packs, max_tiles)
         self._content = dict(content or {})
         self.notice = ""
         """What to report about `state`."""
@@ -201,7 +216,7 @@ class Planner:
                 skipped.append(item.message)
                 self._check_skipped(skipped)
             else:
-                self._packer.add(item, item.meta.tokens)
+                self._packer.add(item, item.meta.tokens, item.meta.tiles)
         packs = [closed.popleft() for _ in range(wanted)]
         ranks = self._assign(packs)
         epoch = min(feed.epoch for feed in self._mixture.feeds)
@@ -306,7 +321,8 @@ class Planner:
         if min([*free, *map(self._free_tokens, closed)], default=0) < 0:
             return False
         self._packer.closed.extend(closed)
-        self._packer.open.extend(map(Pack, free, opened))
+        tiles = [sum(item.meta.tiles for item in pack) for pack in opened]
+        self._packer.open.extend(map(Pack, free, opened, tiles))
         self._mixture.bases = state.get("bases") or self._mixture.bases
         return True
 
@@ -337,7 +353,7 @@ class Planner:
         self._mixture.forget_the_past()
         kept = [items[r] for r in _references(state) if r in items]
         for item in kept:  # packed anew, as their sizes may have changed
-            self._packer.add(item, item.meta.tokens)
+            self._packer.add(item, item.meta.tokens, item.meta.tiles)
         self.notice = (
             f"data changed since the checkpoint: {'; '.join(changed)}; continuing, as "
             f"checkpoint.resume_changed_data says, with {', '.join(positions)} ({len(kept)} of "

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torchmm.common.batch import EncoderInputs, ImageMeta, ImageSpec, LayerDescription
+from torchmm.common.batch import (
+    EncoderInputs,
+    ImageMeta,
+    ImageSpec,
+    LayerDescription,
+    TileSpec,
+)
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.encoder_family import EncoderFamily
 from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
@@ -42,6 +48,8 @@ class EncoderSpec:
     """Configuration of the tower."""
     processor_class: str
     processor: dict[str, Any]
+    tiles: TileSpec | None
+    """How pictures are cut before that."""
     llm_hidden_size: int
     dtype: torch.dtype
     feature_layer: int = -1
@@ -237,6 +245,7 @@ class EncoderModule(LayeredModule):
             extra_tokens=int(kept),
             modality=self.family.modality,
             max_patches=self.family.max_patches(self.spec.config),
+            tiles=self.spec.tiles,
         )
 
     def dummy_image(self) -> ImageMeta:

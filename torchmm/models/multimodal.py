@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from torchmm.common.batch import ImageSpec, Microbatch, TextSpec
+from torchmm.common.batch import ImageSpec, Marks, Microbatch, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.models.encoders import EncoderModule
@@ -27,17 +27,23 @@ from torchmm.models.llm import LlmModule
 
 
 @dataclass(frozen=True)
+class Token:
+    """A token whose id only the tokenizer knows."""
+
+    text: str
+    needed: bool = True
+    """Whether a tokenizer without it is refused; otherwise it spells the token as plain text."""
+
+
+@dataclass(frozen=True)
 class TextConventions:
     """How images appear in the text: the same for every sample of a model."""
 
     image_token: str | int
     """Placeholder, by token or by id."""
-    prefix_ids: tuple[int, ...] = ()
-    suffix_ids: tuple[int, ...] = ()
-    prefix_tokens: tuple[str, ...] = ()
-    """Tokens before `prefix_ids`, whose ids only the tokenizer knows."""
-    suffix_tokens: tuple[str, ...] = ()
-    """Tokens after `suffix_ids`."""
+    prefix: tuple[int | str | Token, ...] = ()
+    """What stands before every image: ids, plain text, tokens."""
+    suffix: tuple[int | str | Token, ...] = ()
     mrope: bool = False
     """Three position ids per token (time, row, column)."""
     video_token_id: int | None = None
@@ -206,23 +212,20 @@ class MultimodalModel(nn.Module):
                 "embeddings; choose a token inside the vocabulary that never occurs in text"
             )
         vocabulary = tokenizer.get_vocab()
-        markers = (*self.text.prefix_tokens, *self.text.suffix_tokens)
         problems += [
-            f"[model] the tokenizer lacks {token!r}, which is next to every image; use the "
+            f"[model] the tokenizer lacks {token.text!r}, which is next to every image; use the "
             "model's own tokenizer"
-            for token in dict.fromkeys(markers)
-            if token not in vocabulary
+            for token in dict.fromkeys((*self.text.prefix, *self.text.suffix))
+            if isinstance(token, Token) and token.needed and token.text not in vocabulary
         ]
         if problems:
             raise ConfigError(problems)
-        before = [vocabulary[token] for token in self.text.prefix_tokens]
-        after = [vocabulary[token] for token in self.text.suffix_tokens]
         pad = tokenizer.pad_token_id
         return TextSpec(
             vocab_size=vocab_size,
             image_token_id=image_token_id,
-            image_prefix_ids=(*before, *self.text.prefix_ids),
-            image_suffix_ids=(*self.text.suffix_ids, *after),
+            image_prefix=_marks(self.text.prefix, vocabulary),
+            image_suffix=_marks(self.text.suffix, vocabulary),
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=0 if pad is None else pad,
@@ -249,6 +252,13 @@ class MultimodalModel(nn.Module):
                 "that never occurs in text"
             )
         return index
+
+
+def _marks(written: tuple[int | str | Token, ...], vocabulary: Mapping[str, int]) -> Marks:
+    return tuple(
+        vocabulary.get(mark.text, mark.text) if isinstance(mark, Token) else mark
+        for mark in written
+    )
 
 
 def module_of(fqn: str) -> str:

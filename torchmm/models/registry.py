@@ -12,12 +12,14 @@ import torch
 from transformers import FeatureExtractionMixin
 from transformers.image_processing_base import ImageProcessingMixin
 
+from torchmm.common.batch import TileSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import COMPOSITE_ENCODER
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites import COMPOSITES
-from torchmm.models.families.encoder_family import EncoderFamily, patches_per_row
+from torchmm.models.families.encoder_family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders import ENCODER_FAMILIES
+from torchmm.models.families.tiling import Tiling
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.config import load_config, size_problems
 from torchmm.models.layered import WeightFiles
@@ -79,7 +81,9 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     with _collected(problems):
         family = parts.encoder_family
         tower = parts.encoder_config
-        processor = _load_processor("model", family, tower, config.source, config.processor)
+        processor = _load_processor(
+            "model", family, tower, config.source, config.processor, parts.tiling
+        )
     if problems:
         raise ConfigError(problems)
     spec = EncoderSpec(
@@ -160,7 +164,7 @@ def _build_encoder(
     family = family.variant(config)
     problems = size_problems(key, config)
     problems += _connector_problems(key, section, family, config)
-    processor: tuple[str, dict[str, Any]] = ("", {})
+    processor: _Processor = ("", {}, None)
     with _collected(problems):
         processor = _load_processor(key, family, config, section.source, section.processor)
     if problems:
@@ -216,25 +220,45 @@ def _connector_problems(
     return problems
 
 
+def _read_settings(source: str | None) -> dict[str, Any]:
+    """The image processor's file; nothing if there is none: the model type's defaults."""
+    if source is None:
+        return {}
+    try:
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(source)
+    except OSError:
+        return {}
+    return settings
+
+
+_Processor = tuple[str, dict[str, Any], TileSpec | None]
+
+
 def _load_processor(
     key: str,
     family: EncoderFamily,
     config: Any,
     source: str | None,
     override: dict[str, Any] | None,
-) -> tuple[str, dict[str, Any]]:
-    """Class name and settings of the image processor; those the model fixes are checked."""
+    composite: Tiling | None = None,
+) -> _Processor:
+    """Class name and settings of the image processor, and how pictures are cut into tiles; what the
+    model fixes is checked.
+
+    Args:
+        composite: how the composite that the tower is part of cuts pictures.
+    """
     if family.modality == "audio":
-        return _load_extractor(family, config, source, override)
+        return *_load_extractor(family, config, source, override), None
     fixed = family.processor(config)
-    settings: dict[str, Any] = {}
-    if source is not None:
-        try:
-            settings, _ = ImageProcessingMixin.get_image_processor_dict(source)
-        except OSError:
-            settings = {}  # weights without a processor: the model type's defaults
-    if family.one_tile:
-        settings.pop("size", None)  # that of the image before it is cut into tiles
+    settings = _read_settings(source)
+    tiling, tiles = composite or family.tiling, None
+    if tiling is not None:
+        image_side = side(config.image_size)
+        tiles = tiling.spec(key, image_side, settings, override or {}, composite is not None)
+    if family.tiling is not None:
+        settings.pop("size", None)  # that of the picture before it is cut into tiles
+        override = {n: v for n, v in (override or {}).items() if tiles is None or n != "size"}
     settings = {**fixed, **settings, **(override or {})}
     if "crop_size" in fixed:
         fixed.pop("size")  # free, because the crop after it decides
@@ -244,12 +268,14 @@ def _load_processor(
                 f"[{key}] processor.{name} = {settings[name]}, but the model needs {fixed[name]}"
             )
     name = settings.pop("image_processor_type", family.processor_class)
-    if family.one_tile:
+    if tiling is not None:
+        settings.pop(tiling.switch, None)
+    if family.tiling is not None:
         name = family.processor_class
         kept = ("image_mean", "image_std", "do_convert_rgb", "rescale_factor", *fixed)
         settings = {key: value for key, value in settings.items() if key in kept}
     settings.pop("processor_class", None)
-    return name, settings
+    return name, settings, tiles
 
 
 def _load_extractor(

@@ -101,6 +101,13 @@ class DataConfig(Section):
     microbatches come in an order with few gaps in its pipeline; "both". Losses stay the same."""
     max_images_per_sample: int = Field(default=64, ge=1)
     """Further images of a sample are dropped, with their placeholders."""
+    max_tiles_per_sample: int | None = Field(default=None, ge=1)
+    """Pictures that a checkpoint's processor cuts into tiles get lower resolutions until those of a
+    sample have no more tiles than this together, at least one each; default: as many as the
+    processor makes."""
+    max_tiles_per_sequence: int | None = Field(default=None, ge=1)
+    """Samples are packed so that a sequence has no more pictures and tiles than this, and a sample
+    with more is cut like one above `max_tiles_per_sample`; default: any number."""
     max_image_pixels: int = Field(default=64_000_000, ge=1)
     """Images with more pixels in their header count as corrupt and are never decoded."""
     video: VideoConfig = Field(default=VideoConfig())

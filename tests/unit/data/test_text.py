@@ -67,7 +67,7 @@ def test_targets_are_the_next_tokens_that_count(encoder):
 
 
 def test_image_markers_stand_around_the_placeholders(tokenizer, text_spec):
-    spec = dataclasses.replace(text_spec, image_prefix_ids=(7, 8), image_suffix_ids=(9,))
+    spec = dataclasses.replace(text_spec, image_prefix=(7, 8), image_suffix=(9,))
     out = TextEncoder(tokenizer, spec, 40).encode(sample(IMAGE, words("red"), add_bos=False), [2])
     image = spec.image_token_id
     assert out.ids[:5] == [7, 8, image, image, 9] and out.image_starts == [2]
@@ -88,7 +88,7 @@ def test_odd_characters_are_kept_or_replaced(encoder, text):
 
 @pytest.mark.parametrize("limit", range(8, 30))
 def test_truncation_never_cuts_an_image(tokenizer, text_spec, limit):
-    spec = dataclasses.replace(text_spec, image_prefix_ids=(7,), image_suffix_ids=(9,))
+    spec = dataclasses.replace(text_spec, image_prefix=(7,), image_suffix=(9,))
     whole = sample(words("red dogs"), IMAGE, words("blue"), IMAGE, words("the sun"))
     out = TextEncoder(tokenizer, spec, limit).encode(whole, [4, 6])
     assert len(out.ids) <= limit and len(out.ids) == len(out.loss)

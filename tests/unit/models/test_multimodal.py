@@ -316,7 +316,7 @@ def test_marks_beside_images_are_the_tokenizers() -> None:
     words |= {"\n\n": 59, "<end>": 60, "<start>": 61, "</img>": 62, "<image>": 63}
     known = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
     spec = build(composite_config("gemma3")).text_spec(known)
-    assert (spec.image_prefix_ids, spec.image_suffix_ids) == ((59, 61), (60, 59))
+    assert (spec.image_prefix, spec.image_suffix) == (("\n\n", 61), (60, "\n\n"))
     with pytest.raises(ConfigError, match="the tokenizer lacks '<img>', which is next to"):
         build(composite_config("internvl")).text_spec(known)
 

@@ -92,8 +92,8 @@ def test_the_placeholder_must_be_known_and_embedded() -> None:
 
 def test_qwen_marks_images_and_counts_positions_in_three_dimensions() -> None:
     spec = build(composite_config("qwen2_5_vl")).text_spec(word_tokenizer(64))
-    assert spec.image_prefix_ids == (COMPOSITES["qwen2_5_vl"]["vision_start_token_id"],)
-    assert spec.image_suffix_ids == (COMPOSITES["qwen2_5_vl"]["vision_end_token_id"],)
+    assert spec.image_prefix == (COMPOSITES["qwen2_5_vl"]["vision_start_token_id"],)
+    assert spec.image_suffix == (COMPOSITES["qwen2_5_vl"]["vision_end_token_id"],)
     assert spec.positions == "mrope"
 
 

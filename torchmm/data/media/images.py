@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,7 +181,7 @@ class ImagePreprocessor:
 
     def __init__(self, spec: ImageSpec) -> None:
         self.spec = spec
-        self.processor = _make_processor(spec)
+        self.processor = make_processor(spec.encoder, spec.processor_class, spec.processor)
         probe = Image.new("RGB", (96, 64))
         outputs = self._run(probe)
         if spec.layout == "fixed":
@@ -298,12 +299,17 @@ class ImagePreprocessor:
             )
 
 
-def _make_processor(spec: ImageSpec) -> Any:
-    name = spec.processor_class.removesuffix("Fast").removesuffix("Pil") + "Pil"
+def make_processor(encoder: str, processor_class: str, settings: Mapping[str, Any]) -> Any:
+    """A Hugging Face image processor, Pillow backend.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    name = processor_class.removesuffix("Fast").removesuffix("Pil") + "Pil"
     cls = getattr(transformers, name, None)
     if cls is None:
         raise ConfigError(
-            f"encoder {spec.encoder!r}: transformers {transformers.__version__} has no image "
-            f"processor {name!r} (asked for: {spec.processor_class!r})"
+            f"encoder {encoder!r}: transformers {transformers.__version__} has no image "
+            f"processor {name!r} (asked for: {processor_class!r})"
         )
-    return cls.from_dict(dict(spec.processor))
+    return cls.from_dict(dict(settings))

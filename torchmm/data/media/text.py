@@ -10,17 +10,33 @@ Shape legend: L tokens of one sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.batch import IGNORE_TARGET, TextSpec
+from torchmm.common.batch import IGNORE_TARGET, Marks, TextSpec
 from torchmm.common.errors import ConfigError
-from torchmm.data.sources.records import GeneratedSegment, Sample, TextSegment, VideoSegment
+from torchmm.data.sources.records import (
+    FileSegment,
+    GeneratedSegment,
+    ImageSegment,
+    Sample,
+    Segment,
+    TextSegment,
+    VideoSegment,
+)
+
+
+@dataclass(frozen=True)
+class TiledSegment(ImageSegment):
+    """A picture that is cut into tiles."""
+
+    marks: tuple[Marks, ...] = ()
+    """Before, between and after its tiles."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +47,7 @@ class EncodedSample:
     loss: list[bool]
     """Whether the token is to be predicted."""
     image_starts: list[int]
-    """Position of the first placeholder of every image that was kept."""
+    """Position of the first placeholder of every image (or tile) that was kept."""
     generated_at: list[int] = field(default_factory=list)
     """Tokens before every image to be drawn that was kept."""
 
@@ -71,7 +87,7 @@ class TextEncoder:
 
         Args:
             sample: segments in order.
-            image_tokens: placeholders of each image, clip or sound.
+            image_tokens: placeholders of each image, tile, clip or sound.
         """
         spec = self.spec
         limit = self.sequence_length
@@ -79,19 +95,19 @@ class TextEncoder:
         if sample.add_bos and spec.bos_token_id is not None:
             _extend(out, [spec.bos_token_id], loss=False)
         counts = iter(image_tokens)
-        for segment in sample.segments:
-            if isinstance(segment, TextSegment):
-                _extend(out, self._encode_text(segment), segment.loss)
+        for piece in self._pieces(sample.segments):
+            if isinstance(piece, TextSegment):
+                _extend(out, self._encode_text(piece), piece.loss)
                 if len(out.ids) > limit:
                     del out.ids[limit:], out.loss[limit:]
                     return out
-            elif isinstance(segment, GeneratedSegment):
+            elif isinstance(piece, GeneratedSegment):
                 out.generated_at.append(len(out.ids))
             else:
-                block = self._image_block(next(counts), isinstance(segment, VideoSegment))
+                block, starts = self._image_block(piece, counts)
                 if len(out.ids) + len(block) > limit:
                     return out
-                out.image_starts.append(len(out.ids) + len(spec.image_prefix_ids))
+                out.image_starts.extend(len(out.ids) + start for start in starts)
                 _extend(out, block, loss=False)
         if sample.add_eos and spec.eos_token_id is not None and len(out.ids) < limit:
             _extend(out, [spec.eos_token_id], loss=out.loss[-1:] == [True])
@@ -103,13 +119,86 @@ class TextEncoder:
         backend = self._scaffold if segment.scaffold else self._plain
         return backend.encode(text, add_special_tokens=False).ids
 
-    def _image_block(self, tokens: int, is_clip: bool) -> list[int]:
+    def _pieces(
+        self, segments: Sequence[Segment]
+    ) -> list[TextSegment | GeneratedSegment | _ImageBlock]:
+        """Segments, with plain text beside images joined to texts that are only read.
+
+        Hugging Face's processors write it into the text before they tokenise: the line feed that
+        ends a turn's head and the two before Gemma's images are one token.
+        """
+        pieces: list[TextSegment | GeneratedSegment | _ImageBlock] = []
+        after_image = False
+        for segment in segments:
+            if isinstance(segment, TextSegment):
+                joins = after_image and not segment.loss
+                pieces.append(_joined(pieces.pop(), segment) if joins else segment)
+                after_image = False
+            elif isinstance(segment, GeneratedSegment):
+                pieces.append(segment)
+                after_image = False
+            else:
+                before, block, after = self._split(segment)
+                if before.text:
+                    last = pieces[-1] if pieces else None
+                    if isinstance(last, TextSegment) and not last.loss:
+                        before = _joined(pieces.pop(), before)
+                    pieces.append(before)
+                pieces.append(block)
+                after_image = bool(after.text)
+                if after_image:
+                    pieces.append(after)
+        return pieces
+
+    def _split(self, segment: FileSegment) -> tuple[TextSegment, _ImageBlock, TextSegment]:
+        """Plain text before an image, clip or sound; the rest of it; plain text after it."""
         spec = self.spec
+        marks = [spec.image_prefix, spec.image_suffix]
+        if isinstance(segment, TiledSegment):
+            marks = list(segment.marks)
         placeholder = spec.image_token_id
-        if is_clip and spec.video_token_id is not None:
+        if isinstance(segment, VideoSegment) and spec.video_token_id is not None:
             placeholder = spec.video_token_id
         assert placeholder is not None
-        return [*spec.image_prefix_ids, *([placeholder] * tokens), *spec.image_suffix_ids]
+        before = after = ""
+        if marks[0] and isinstance(marks[0][0], str):
+            before, marks[0] = marks[0][0], marks[0][1:]
+        if marks[-1] and isinstance(marks[-1][-1], str):
+            after, marks[-1] = marks[-1][-1], marks[-1][:-1]
+        block = _ImageBlock(placeholder, marks)
+        return TextSegment(before, loss=False), block, TextSegment(after, loss=False)
+
+    def _image_block(
+        self, block: _ImageBlock, counts: Iterator[int]
+    ) -> tuple[list[int], list[int]]:
+        """Token ids, and where the placeholders of each tile start."""
+        ids = self._encode_marks(block.marks[0])
+        starts = []
+        for marks in block.marks[1:]:
+            starts.append(len(ids))
+            ids += [block.placeholder] * next(counts)
+            ids += self._encode_marks(marks)
+        return ids, starts
+
+    def _encode_marks(self, marks: Marks) -> list[int]:
+        ids: list[int] = []
+        for mark in marks:
+            ids += [mark] if isinstance(mark, int) else self._encode_text(TextSegment(mark, False))
+        return ids
+
+
+class _ImageBlock(NamedTuple):
+    """Tokens of an image, clip or sound, which no truncation divides."""
+
+    placeholder: int
+    marks: list[Marks]
+    """Before, between and after its tiles; two for a single image."""
+
+
+def _joined(first: Any, second: TextSegment) -> TextSegment:
+    """One text of two that are only read; one of them stands beside an image."""
+    scaffold = first.scaffold or second.scaffold
+    return TextSegment(first.text + second.text, loss=False, scaffold=scaffold)
 
 
 def _extend(out: EncodedSample, ids: list[int], loss: bool) -> None:

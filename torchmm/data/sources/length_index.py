@@ -32,7 +32,7 @@ from torchmm.data.sources.local_and_hub import MapSource
 from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
@@ -91,6 +91,7 @@ def cache_key(
         "generate": config.generate,
         "generated": dataclasses.asdict(reader.targets.spec) if reader.targets else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
+        "tiles": [data.max_tiles_per_sample, data.max_tiles_per_sequence],
         "video": data.video.model_dump(),
         "text": dataclasses.asdict(reader.text_spec),
         "encoders": [dataclasses.asdict(medium.spec) for medium in reader.media.values()],

@@ -19,7 +19,8 @@ from torchmm.common.generated import GeneratedMeta
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.generated_images import TargetPreprocessor
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
-from torchmm.data.media.text import EncodedSample, TextEncoder
+from torchmm.data.media.text import EncodedSample, TextEncoder, TiledSegment
+from torchmm.data.media.tiles.pictures import Tile, TiledMedia, TiledPicture, cut_within
 from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
 from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.records import (
@@ -38,6 +39,9 @@ from torchmm.data.sources.records import (
 )
 from torchmm.recipe.data_section import DataConfig
 
+EncodedFile = bytes | ClipFrames | Tile
+"""What becomes one image of an encoder."""
+
 
 @dataclass(frozen=True)
 class MeasuredSample:
@@ -46,7 +50,7 @@ class MeasuredSample:
     text: EncodedSample
     images: list[ImageMeta]
     """Images, sounds, and clips or their frames."""
-    files: list[bytes | ClipFrames]
+    files: list[EncodedFile]
     """Not yet decoded, one per entry of `images`."""
     generated: list[GeneratedMeta] = field(default_factory=list)
     """Images to be drawn."""
@@ -92,6 +96,16 @@ class SampleReader:
             for name, medium in self.media.items()
             if isinstance(medium, ImageMedia)
         }
+        vocabulary = tokenizer.get_vocab()
+        self.tiles = {
+            name: TiledMedia(
+                medium.spec.tiles, medium.preprocessor, text_spec, vocabulary, data.max_image_pixels
+            )
+            for name, medium in self.media.items()
+            if isinstance(medium, ImageMedia) and medium.spec.tiles is not None
+        }
+        budgets = (data.max_tiles_per_sample, data.max_tiles_per_sequence)
+        self._max_tiles = min((b for b in budgets if b is not None), default=None)
         self.targets = targets
         self.text_spec = text_spec
         self.max_pixels = data.max_image_pixels
@@ -121,15 +135,22 @@ class SampleReader:
         kept = len(text.image_starts)
         return MeasuredSample(text, metas[:kept], files[:kept], generated, generated_files)
 
-    def _open_files(
-        self, sample: Sample
-    ) -> tuple[Sample, list[bytes | ClipFrames], list[ImageMeta]]:
-        """The sample with clips as their encoder reads them; its files; their metadata."""
+    def _open_files(self, sample: Sample) -> tuple[Sample, list[EncodedFile], list[ImageMeta]]:
+        """The sample with clips and pictures as their encoder reads them; its files; their
+        metadata."""
         segments: list[Segment] = []
-        files: list[bytes | ClipFrames] = []
+        files: list[EncodedFile] = []
         metas: list[ImageMeta] = []
         clips: dict[Any, Clip] = {}  # decoded once for all encoders
-        for segment in sample.segments:
+        tiled = self._cut(sample)
+        for number, segment in enumerate(sample.segments):
+            if number in tiled:
+                assert isinstance(segment, ImageSegment) and segment.encoder is not None
+                picture = tiled[number]
+                segments.append(TiledSegment(encoder=segment.encoder, marks=picture.cut.marks))
+                files += picture.tiles
+                metas += [self._named(meta, segment.encoder) for meta in picture.metas]
+                continue
             if isinstance(segment, VideoSegment):
                 key = segment.data, segment.path
                 if key not in clips:
@@ -149,7 +170,7 @@ class SampleReader:
         segment: VideoSegment,
         clip: Clip,
         segments: list[Segment],
-        files: list[bytes | ClipFrames],
+        files: list[EncodedFile],
         metas: list[ImageMeta],
     ) -> None:
         """Appends a clip, or its frames with their times."""
@@ -162,15 +183,26 @@ class SampleReader:
             files.append(part.file)
             metas.append(self._named(part.meta, segment.encoder))
 
+    def _cut(self, sample: Sample) -> dict[int, TiledPicture]:
+        """By position of its segment: every picture whose encoder cuts them."""
+        pictures = {
+            number: self.tiles[segment.encoder].open(segment.read())
+            for number, segment in enumerate(sample.segments)
+            if isinstance(segment, ImageSegment) and segment.encoder in self.tiles
+        }
+        return dict(zip(pictures, cut_within(pictures.values(), self._max_tiles), strict=True))
+
     def _named(self, meta: ImageMeta, encoder: str) -> ImageMeta:
         # Only if there are several, so that equal samples of most models have equal metadata.
         return replace(meta, encoder=encoder) if len(self.encoders) > 1 else meta
 
-    def pixels(self, file: bytes | ClipFrames, image: ImageMeta) -> np.ndarray:
+    def pixels(self, file: EncodedFile, image: ImageMeta) -> np.ndarray:
         """Encoder input of a file of a sample; raises CorruptSampleError."""
         name = image.encoder or self.encoders[0]
         if isinstance(file, ClipFrames):
             return self.clips[name].pixels(file, image)
+        if isinstance(file, Tile):
+            return file.pixels()
         return self.media[name].pixels(file, image)
 
     def medium(self, image: ImageMeta) -> MediaPreprocessor | ClipMedia:

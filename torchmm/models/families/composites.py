@@ -31,10 +31,17 @@ from transformers import (
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.encoder_family import EncoderFamily, patches_per_row
 from torchmm.models.families.encoders import ENCODER_FAMILIES
+from torchmm.models.families.tiling import (
+    INTERN_TILES,
+    PAN_AND_SCAN,
+    SMOLVLM_TILES,
+    SPLIT_TILES,
+    Tiling,
+)
 from torchmm.models.layered import WeightFiles
 from torchmm.models.layers.attention import PACKED
 from torchmm.models.llm import LLM_FAMILIES, LlmFamily
-from torchmm.models.multimodal import TextConventions
+from torchmm.models.multimodal import TextConventions, Token
 
 LLAVA_LLM = WeightFiles(
     renames=(
@@ -116,6 +123,8 @@ class CompositeParts(NamedTuple):
     encoder: dict[str, Any]
     """Further settings of the `EncoderSpec`."""
     text: TextConventions
+    tiling: Tiling | None = None
+    """How its image processor cuts pictures, if it can."""
 
 
 def _text_config(config: Any) -> Any:
@@ -209,16 +218,19 @@ def _take_internvl(config: Any) -> CompositeParts:
             "connector_from_files": True,
         },
         text=TextConventions(
-            config.image_token_id, prefix_tokens=("<img>",), suffix_tokens=("</img>",)
+            config.image_token_id, prefix=(Token("<img>"),), suffix=(Token("</img>"),)
         ),
+        tiling=INTERN_TILES,
     )
 
 
 def _take_idefics3(config: Any) -> CompositeParts:
-    """Idefics3 and SmolVLM; an image is one tile."""
+    """Idefics3 and SmolVLM."""
     text, vision = _text_config(config), config.vision_config
     _refuse(config, _part_problems(config))
-    around = "<fake_token_around_image>"
+    around = Token("<fake_token_around_image>")
+    # Idefics3's own tokenizer spells it with several tokens.
+    whole = Token("<global-img>", needed=False)
     return CompositeParts(
         llm_config=text,
         llm_family=LLM_FAMILIES[text.model_type],
@@ -233,11 +245,8 @@ def _take_idefics3(config: Any) -> CompositeParts:
             "connector_bias": False,
             "connector_from_files": True,
         },
-        text=TextConventions(
-            config.image_token_id,
-            prefix_tokens=(around, "<global-img>"),
-            suffix_tokens=(around,),
-        ),
+        text=TextConventions(config.image_token_id, prefix=(around, whole), suffix=(around,)),
+        tiling=SPLIT_TILES if config.model_type == "idefics3" else SMOLVLM_TILES,
     )
 
 
@@ -293,11 +302,10 @@ def _take_gemma3(config: Any) -> CompositeParts:
         },
         text=TextConventions(
             config.image_token_id,
-            prefix_ids=(config.boi_token_id,),
-            suffix_ids=(config.eoi_token_id,),
-            prefix_tokens=("\n\n",),
-            suffix_tokens=("\n\n",),
+            prefix=("\n\n", config.boi_token_id),
+            suffix=(config.eoi_token_id, "\n\n"),
         ),
+        tiling=PAN_AND_SCAN,
     )
 
 
@@ -327,8 +335,8 @@ def _take_qwen_vl(config: Any) -> CompositeParts:
         encoder={"connector": "merger", "connector_from_files": True},
         text=TextConventions(
             config.image_token_id,
-            prefix_ids=(config.vision_start_token_id,),
-            suffix_ids=(config.vision_end_token_id,),
+            prefix=(config.vision_start_token_id,),
+            suffix=(config.vision_end_token_id,),
             mrope=True,
             video_token_id=config.video_token_id,
             tokens_per_second=getattr(vision, "tokens_per_second", None),

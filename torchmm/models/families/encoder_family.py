@@ -20,6 +20,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.batch import EncoderInputs, LayerDescription
 from torchmm.common.errors import ConfigError
+from torchmm.models.families.tiling import Tiling
 from torchmm.models.layered import LinearSizes
 from torchmm.models.layers.attention import PACKED
 from torchmm.models.layers.connectors import fold_neighbours
@@ -56,8 +57,8 @@ class EncoderFamily:
     unused: tuple[str, ...] = ()
     """Other parts that no features pass."""
     has_class_token = True
-    one_tile = False
-    """Whether its composites' own image processors cut images into tiles, which are not used."""
+    tiling: Tiling | None = None
+    """How image processors in its files cut pictures, if that is what it was made for."""
     renames: tuple[tuple[str, str], ...] = ()
     """How files of whole models name the tower, if unusual; see `WeightFiles`."""
     old_names: tuple[tuple[str, str], ...] = ()

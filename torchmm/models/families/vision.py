@@ -1,6 +1,6 @@
 """Further fixed-size image encoders: DINOv2, InternViT, Idefics3 and SmolVLM.
 
-Composites that cut images into tiles give each tile to such an encoder; here an image is one tile.
+Where pictures are cut into tiles, each of these is an image of such an encoder.
 
 Shape legend: N images, S positions of one image (class token included), D features.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchmm.common.batch import EncoderInputs, LayerDescription
 from torchmm.models.families.encoder_family import EncoderFamily, side
+from torchmm.models.families.tiling import INTERN_TILES, SPLIT_TILES
 
 
 class Dinov2Family(EncoderFamily):
@@ -65,7 +66,7 @@ class InternVisionFamily(EncoderFamily):
     """InternViT as in InternVL, with layer scale."""
 
     processor_class = "GotOcr2ImageProcessor"
-    one_tile = True
+    tiling = INTERN_TILES
     layers = "encoder.layer"
     pre = ("embeddings",)
     patch_embedding = "embeddings.patch_embeddings.projection"
@@ -108,7 +109,7 @@ class Idefics3Family(EncoderFamily):
     """The SigLIP of Idefics3 and SmolVLM: no class token, positions by fractions of the image."""
 
     processor_class = "SiglipImageProcessor"
-    one_tile = True
+    tiling = SPLIT_TILES
     pre = ("embeddings",)
     has_class_token = False
 

@@ -1,0 +1,1 @@
+"""Pictures cut into tiles, one scheme per way in which checkpoints were trained"""

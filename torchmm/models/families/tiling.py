@@ -1,0 +1,95 @@
+"""Whether and how a model's pictures are cut into tiles: what checkpoints' processors say.
+
+Hugging Face's processors (the classes that also write the text) override some settings of the
+image processor's file; what applies there applies here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchmm.common.batch import TileSpec
+from torchmm.common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How checkpoints of a family cut pictures into tiles of their tower's size."""
+
+    processor_class: str
+    """Hugging Face's image processor, which replaces the tower's own for pictures."""
+    switch: str
+    """Its setting that turns tiles on."""
+    on: bool | None = None
+    """What Hugging Face's processor sets it to, whatever the image processor's file says; None: the
+    file decides."""
+    side: str = "size"
+    """Its setting with the side of a tile."""
+    sides_of_picture: int = 0
+    """Tiles along a picture's longer side if nothing says so (`size.longest_edge`)."""
+    overridden: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings that Hugging Face's processor overrides."""
+
+    def spec(
+        self,
+        key: str,
+        side_px: int,
+        file: Mapping[str, Any],
+        recipe: Mapping[str, Any],
+        whole: bool,
+    ) -> TileSpec | None:
+        """How to cut; None: a picture is one image.
+
+        Args:
+            key: the recipe's section, for messages.
+            side_px: of the tower's images.
+            file: settings in the image processor's file; empty: there is none.
+            recipe: settings in the recipe, which rule.
+            whole: the file is of this very model, and not only of its tower. Otherwise, and without
+                a file, only the recipe turns tiles on.
+
+        Raises:
+            ConfigError: tiles would not fit the tower.
+        """
+        asked = recipe.get(self.switch)
+        if asked is None and whole and file:
+            asked = file.get(self.switch, True) if self.on is None else self.on
+        if not asked:
+            return None
+        settings: dict[str, Any] = {"size": {"height": side_px, "width": side_px}}
+        if self.sides_of_picture:
+            settings = {"size": {"longest_edge": self.sides_of_picture * side_px}}
+            settings[self.side] = {"longest_edge": side_px}
+        settings |= {name: value for name, value in file.items() if value is not None}
+        settings |= {**self.overridden, **recipe, self.switch: True}
+        for name in ("image_processor_type", "processor_class"):
+            settings.pop(name, None)
+        found = settings[self.side]
+        if set(found.values() if isinstance(found, Mapping) else [found]) != {side_px}:
+            raise ConfigError(
+                f"[{key}] processor.{self.side} = {found}, but tiles need the {side_px} pixels of "
+                f"the model's images; set processor.{self.switch} = false for one image per picture"
+            )
+        return TileSpec(self.processor_class, settings)
+
+
+INTERN_TILES = Tiling("GotOcr2ImageProcessor", switch="crop_to_patches", on=True)
+SPLIT_TILES = Tiling(
+    "Idefics3ImageProcessor",
+    switch="do_image_splitting",
+    side="max_image_size",
+    sides_of_picture=4,
+)
+SMOLVLM_TILES = replace(SPLIT_TILES, processor_class="SmolVLMImageProcessor")
+PAN_AND_SCAN = Tiling(
+    "Gemma3ImageProcessor",
+    switch="do_pan_and_scan",
+    on=False,
+    overridden={
+        "pan_and_scan_min_crop_size": 256,
+        "pan_and_scan_max_num_crops": 4,
+        "pan_and_scan_min_ratio_to_activate": 1.2,
+    },
+)
