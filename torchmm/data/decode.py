@@ -22,7 +22,7 @@ from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microb
 from torchmm.data.media.generated_images import DecodedTarget, TargetRow
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import VisionBlock, mrope_positions
-from torchmm.data.media.tiles.pictures import Tile
+from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.order import Item
 from torchmm.data.sources.corrupt import CorruptSampleError

@@ -22,7 +22,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.changes import changes, short
-from torchmm.data.media.tiles.pictures import Tile
+from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.sources.reader import MeasuredSample, SampleReader
 from torchmm.recipe.data_section import DataConfig, SourceConfig

@@ -252,7 +252,8 @@ def _load_processor(
         return *_load_extractor(family, config, source, override), None
     fixed = family.processor(config)
     settings = _read_settings(source)
-    tiling, tiles = composite or family.tiling, None
+    tiling = composite or family.tiling
+    tiles = None
     if tiling is not None:
         image_side = side(config.image_size)
         tiles = tiling.spec(key, image_side, settings, override or {}, composite is not None)

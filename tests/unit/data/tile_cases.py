@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ SMALL = {
     "num_attention_heads": 2,
 }
 LLM = {**SMALL, "num_key_value_heads": 2, "vocab_size": 1024}
-TEXT = "\n\n\n \n\n Here is the original image and here are some crops to help you see better \n\n"
+TEXT = "\n\n \n\n Here is the original image and here are some crops to help you see better \n\n"
 TOKENS = {
     "internvl": {
         "start_image_token": "<img>",
@@ -60,7 +59,7 @@ def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator([TEXT] * 4, trainer)
+    backend.train_from_iterator([TEXT, "\n\n\n"] * 4, trainer)
     if family == "smolvlm":  # Idefics3's own tokenizer has none of them, and spells them
         rows = [f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)]
         backend.add_tokens([AddedToken(row, normalized=False) for row in rows])
@@ -176,8 +175,3 @@ def _files(cell: Any) -> list[bytes]:
     if isinstance(cell, list):
         return [file for each in cell for file in _files(each)]
     return [cell["bytes"]] if cell is not None else []
-
-
-def describe(settings: Any) -> str:
-    """For messages."""
-    return json.dumps(settings, default=str)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch
+from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.models.families import composites
 from torchmm.models.families.encoders import ENCODER_FAMILIES
@@ -292,23 +292,44 @@ def test_documents_name_every_family(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs", "ours", "cutting"),
+    ("name", "theirs", "ours", "switch", "size"),
     [
-        ("internvl", "GotOcr2", "GotOcr2", {"crop_to_patches": True}),
-        ("smolvlm", "SmolVLM", "Siglip", {"do_image_splitting": True}),
+        (
+            "internvl",
+            "GotOcr2",
+            "GotOcr2",
+            "crop_to_patches",
+            {"size": {"height": 16, "width": 16}},
+        ),
+        ("smolvlm", "SmolVLM", "Siglip", "do_image_splitting", {"max_image_size": 16}),
+        ("gemma3", "Gemma3", "Gemma3", "do_pan_and_scan", {"size": {"height": 16, "width": 16}}),
     ],
 )
-def test_images_are_not_cut_into_tiles(
-    name: str, theirs: str, ours: str, cutting: dict, tmp_path: Path
+def test_checkpoints_say_how_pictures_are_cut(
+    name: str, theirs: str, ours: str, switch: str, size: dict, tmp_path: Path
 ) -> None:
-    AutoConfig.for_model(**COMPOSITES[name]).save_pretrained(tmp_path)
+    def spec(kind: str = "", **recipe: object) -> ImageSpec:
+        source = {"source": str(tmp_path / kind)} if kind else {"config": COMPOSITES[name]}
+        return build(ModelConfig(**source, processor=recipe)).image_specs()["vision"]
+
+    AutoConfig.for_model(**COMPOSITES[name]).save_pretrained(tmp_path / "bare")
+    AutoConfig.for_model(**COMPOSITES[name]).save_pretrained(tmp_path / "hf")
     kind = getattr(transformers, f"{theirs}ImageProcessorPil")
-    kind(image_mean=[0.1, 0.2, 0.3], **cutting).save_pretrained(tmp_path)
-    spec = build(ModelConfig(source=str(tmp_path))).image_specs()["vision"]
-    assert spec.processor_class == f"{ours}ImageProcessor"
-    assert spec.processor["image_mean"] == [0.1, 0.2, 0.3]
-    assert spec.processor["size"] == {"height": 16, "width": 16}
-    assert not spec.processor.keys() & cutting.keys()
+    kind(image_mean=[0.1, 0.2, 0.3], **size).save_pretrained(tmp_path / "hf")
+    assert spec().tiles is None and spec("bare").tiles is None
+    own = spec("hf").tiles
+    assert (own is None) == (name == "gemma3")  # Hugging Face's processor leaves it off
+    for found in (spec("hf", **{switch: True}), spec(**{switch: True})):
+        assert found.tiles is not None
+        assert found.tiles.processor_class == f"{theirs}ImageProcessor"
+        assert found.tiles.processor[switch] is True
+        assert switch not in found.processor
+    single = spec("hf", **{switch: False})
+    assert single.tiles is None
+    assert single.processor_class.removesuffix("Pil") == f"{ours}ImageProcessor"
+    assert single.processor["image_mean"] == [0.1, 0.2, 0.3]
+    assert single.processor["size"] == {"height": 16, "width": 16}
+    assert switch not in single.processor
 
 
 def test_marks_beside_images_are_the_tokenizers() -> None:

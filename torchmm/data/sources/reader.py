@@ -20,7 +20,7 @@ from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.generated_images import TargetPreprocessor
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
 from torchmm.data.media.text import EncodedSample, TextEncoder, TiledSegment
-from torchmm.data.media.tiles.pictures import Tile, TiledMedia, TiledPicture, cut_within
+from torchmm.data.media.tiles import Tile, TiledMedia, TiledPicture, cut_within
 from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
 from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.records import (

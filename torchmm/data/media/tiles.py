@@ -12,10 +12,7 @@ from PIL import Image
 from torchmm.common.batch import ImageMeta, TextSpec, TileSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb, make_processor, read_size
-from torchmm.data.media.tiles.crops import PanAndScan
-from torchmm.data.media.tiles.intern import InternTiles
-from torchmm.data.media.tiles.scheme import Cut, Scheme
-from torchmm.data.media.tiles.split import SplitTiles
+from torchmm.data.media.tile_schemes import Cut, InternTiles, PanAndScan, Scheme, SplitTiles
 
 SCHEMES: dict[str, type[Scheme]] = {
     "GotOcr2ImageProcessor": InternTiles,

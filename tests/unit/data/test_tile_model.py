@@ -1,0 +1,111 @@
+"""Tiles from files to gradients: Hugging Face's processor and model on the same pictures give the
+same."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from data_cases import data_config, png, training, write_parquet
+from model_cases import build, relative_error, worst_gradient
+from test_multimodal import our_hf_name, plain_composite
+from tile_cases import (
+    SWITCHES,
+    WRITTEN,
+    composite_settings,
+    hf_processor,
+    image_processor,
+    make_tokenizer,
+)
+from torch.nn import functional
+from transformers import AutoConfig
+
+from torchmm.common.batch import IGNORE_TARGET
+from torchmm.data.loader import build_loader
+from torchmm.data.media.images import decode_rgb
+from torchmm.recipe.data_section import SourceConfig
+from torchmm.recipe.model_section import ModelConfig
+
+SIDE = 32
+PICTURES = [(100, 40), (40, 120), (64, 64), (20, 20), (200, 30), (50, 45)]
+SETTINGS = {"gemma3": {"pan_and_scan_min_crop_size": 16}, "internvl": {"max_patches": 4}}
+"""So that small pictures have some tiles, and few."""
+CAPTIONS = [" a red dog", " two", " the small green cats", " in the sun", " blue", " square"]
+
+
+@pytest.fixture
+def open_run(tmp_path):
+    """(model, microbatches of a run, processor, settings) of a family."""
+
+    def opened(family, **sizes):
+        tokenizer = make_tokenizer(family)
+        settings = {**SWITCHES.get(family, {}), **SETTINGS.get(family, {})}
+        images = image_processor(family, SIDE)
+        config = composite_settings(family, SIDE, tokenizer)
+        AutoConfig.for_model(**config).save_pretrained(tmp_path / "hf")
+        images.save_pretrained(tmp_path / "hf")
+        model = build(ModelConfig(source=str(tmp_path / "hf"), processor=settings))
+        rows = [
+            {"image": {"bytes": png(*size, seed), "path": None}, "text": CAPTIONS[seed]}
+            for seed, size in enumerate(PICTURES)
+        ]
+        path = write_parquet(tmp_path / "pictures", rows)
+        loader = build_loader(
+            data_config(tmp_path, SourceConfig(path=str(path), name="pictures"), shuffle=False),
+            training(global_batch_size=2, sequence_length=1024, **sizes),
+            text_spec=model.text_spec(tokenizer),
+            image_specs=model.image_specs(),
+            tokenizer=tokenizer,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=None,
+        )
+        (batch,) = islice(loader, 1)
+        assert not batch.skipped
+        return model, batch.microbatches, hf_processor(family, images, tokenizer), settings
+
+    return opened
+
+
+def theirs(plain, family, processor, settings, number):
+    """Logits of Hugging Face's model for one picture and its caption."""
+    image = decode_rgb(png(*PICTURES[number], number), 10**6)
+    text = "<s>" + WRITTEN.get(family, "<image>") + CAPTIONS[number] + "</s>"
+    inputs = processor(images=[image], text=text, return_tensors="pt", **settings)
+    kept = ("input_ids", "pixel_values", "token_type_ids")
+    sample = {name: value for name, value in inputs.items() if name in kept}
+    return sample["input_ids"][0], plain(**sample, use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("family", ["internvl", "idefics3", "smolvlm", "gemma3"])
+def test_tiles_give_hugging_faces_loss_and_gradients(family, open_run) -> None:
+    model, microbatches, processor, settings = open_run(family)
+    plain = plain_composite(model)
+    losses, tiles = [], 0
+    for microbatch in microbatches:
+        for position, meta in enumerate(microbatch.meta.samples):
+            start, stop = microbatch.cu_seqlens[position : position + 2]
+            ids, logits = theirs(plain, family, processor, settings, meta.index)
+            assert torch.equal(microbatch.input_ids_T[start:stop], ids)
+            assert torch.equal(microbatch.position_ids[start:stop], torch.arange(len(ids)))
+            targets = microbatch.targets_T[start:stop]
+            assert (targets != IGNORE_TARGET).any()
+            losses.append(functional.cross_entropy(logits, targets, reduction="sum"))
+            tiles += len(meta.images)
+    assert tiles > 2 * len(losses)
+    expected = torch.stack(losses).sum()
+    loss = torch.stack([model(microbatch) for microbatch in microbatches]).sum()
+    assert relative_error(loss, expected) < 1e-5
+    loss.backward()
+    expected.backward()
+    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+
+
+def test_tiles_in_another_order_change_the_loss(open_run) -> None:
+    model, microbatches, _, _ = open_run("internvl")
+    microbatch = next(m for m in microbatches if len(m.meta.samples[0].images) > 2)
+    loss = model(microbatch)
+    inputs = microbatch.encoders["vision"]
+    inputs.pixels = torch.cat([inputs.pixels[1:2], inputs.pixels[:1], inputs.pixels[2:]])
+    assert relative_error(model(microbatch), loss) > 1e-5

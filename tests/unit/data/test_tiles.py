@@ -1,0 +1,229 @@
+"""Pictures cut into tiles: pixels, token ids and budgets against Hugging Face's processors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from data_cases import png
+from PIL import Image
+from tile_cases import (
+    SWITCHES,
+    WRITTEN,
+    hf_processor,
+    image_processor,
+    make_reader,
+    make_tokenizer,
+    varied_pictures,
+)
+
+from torchmm.common.errors import ConfigError
+from torchmm.data.media.images import decode_rgb
+from torchmm.data.media.tile_schemes import joined
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.sources.records import Record
+from torchmm.data.step_packs import Packer
+
+SIDES = {"internvl": 112, "idefics3": 48, "smolvlm": 64, "gemma3": 224}
+PROMPT, CAPTION = "\nLook.", " a red dog"
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """(reader, processor, tokenizer) of a family, whose processor has further settings."""
+
+    def open_family(family, data=None, recipe=None, **settings):
+        tokenizer = make_tokenizer(family)
+        images = image_processor(family, SIDES[family], **settings)
+        side = SIDES[family]
+        reader = make_reader(family, tmp_path, images, tokenizer, side, data, **(recipe or {}))
+        return reader, hf_processor(family, images, tokenizer), tokenizer
+
+    return open_family
+
+
+def expected(family, processor, files, text=PROMPT + CAPTION, **settings):
+    """Token ids and pixels, (tiles, C, H, W), as Hugging Face's processor makes them."""
+    images = [decode_rgb(file, 10**8) for file in files]
+    written = WRITTEN.get(family, "<image>") * len(files) + text
+    settings = {**SWITCHES.get(family, {}), **settings}
+    outputs = processor(images=images, text=written, return_tensors="np", **settings)
+    pixels = np.asarray(outputs["pixel_values"])
+    return outputs["input_ids"][0].tolist(), pixels.reshape(-1, *pixels.shape[-3:])
+
+
+def found(reader, *files, prompt=PROMPT, text=CAPTION):
+    """The same as a run makes them, without begin and end tokens."""
+    if len(files) == 1:
+        sample = reader.read(Record({"image": files[0], "text": text}), prompt)
+    else:
+        columns = {"images": [*files, None], "texts": [None] * len(files) + [prompt + text]}
+        sample = reader.read(Record(columns), "")
+    pairs = zip(sample.files, sample.images, strict=True)
+    pixels = np.stack([reader.pixels(file, image) for file, image in pairs])
+    assert sample.text.ids.count(reader.text_spec.image_token_id) == sum(
+        image.tokens for image in sample.images
+    )
+    return sample.text.ids[1:-1], pixels
+
+
+@pytest.mark.parametrize("family", SIDES)
+def test_50_real_pictures_are_cut_as_hugging_faces_processor_cuts_them(family, opened, real_data):
+    reader, processor, _ = opened(family)
+    pictures = varied_pictures(real_data / "tuxpaint_stamps", 50)
+    tiles = []
+    for file in pictures:
+        ids, pixels = found(reader, file)
+        their_ids, their_pixels = expected(family, processor, [file])
+        assert ids == their_ids
+        np.testing.assert_array_equal(pixels, their_pixels)
+        tiles.append(len(pixels))
+    assert len(tiles) == 50 and len(set(tiles)) > 2
+    assert reader.text_spec.positions == "1d"
+
+
+def test_a_wrong_number_of_tiles_would_be_noticed(opened, real_data):
+    """The comparison above is not blind: with other settings, ids and pixels differ."""
+    reader, processor, _ = opened("internvl")
+    other, _, _ = opened("internvl", max_patches=6)
+    pictures = varied_pictures(real_data / "tuxpaint_stamps", 50)[:8]
+    same = 0
+    for file in pictures:
+        ids, pixels = found(other, file)
+        their_ids, their_pixels = expected("internvl", processor, [file])
+        same += ids == their_ids and np.array_equal(pixels, their_pixels)
+        assert np.array_equal(found(reader, file)[1], their_pixels)
+    assert same < 8
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("internvl", {"max_patches": 3, "min_patches": 2}),
+        ("smolvlm", {"size": {"longest_edge": 100}}),
+        ("idefics3", {"size": {"longest_edge": 500}}),
+        ("gemma3", {"pan_and_scan_min_crop_size": 16, "pan_and_scan_max_num_crops": 3}),
+    ],
+)
+def test_settings_in_the_recipe_are_the_processors(family, recipe, opened):
+    reader, processor, _ = opened(family, recipe=recipe)
+    for size in ((90, 40), (33, 200), (64, 64), (300, 260)):
+        file = png(*size)
+        ids, pixels = found(reader, file)
+        their_ids, their_pixels = expected(family, processor, [file], **recipe)
+        assert ids == their_ids
+        np.testing.assert_array_equal(pixels, their_pixels)
+
+
+@pytest.mark.parametrize("family", SIDES)
+def test_several_pictures_stand_one_after_another(family, opened):
+    recipe = {"pan_and_scan_min_crop_size": 16} if family == "gemma3" else {}
+    reader, processor, _ = opened(family, recipe=recipe)
+    files = [png(90, 40), png(20, 20), png(20, 70)]
+    ids, pixels = found(reader, *files, prompt=" Look.", text=" a red dog.")
+    their_ids, their_pixels = expected(family, processor, files, " Look. a red dog.", **recipe)
+    assert ids == their_ids
+    np.testing.assert_array_equal(pixels, their_pixels)
+
+
+@pytest.mark.parametrize("family", SIDES)
+def test_without_the_switch_a_picture_is_one_image(family, opened):
+    names = {"internvl": "crop_to_patches", "gemma3": "do_pan_and_scan"}
+    reader, _, _ = opened(family, recipe={names.get(family, "do_image_splitting"): False})
+    assert not reader.tiles
+    assert len(found(reader, png(90, 40))[1]) == 1
+
+
+def test_a_side_that_is_not_the_towers_is_refused(opened):
+    with pytest.raises(ConfigError, match=r"max_image_size = .*32.*tiles need the 64 pixels"):
+        opened("smolvlm", max_image_size={"longest_edge": 32})
+
+
+@pytest.mark.parametrize("family", SIDES)
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 8])
+def test_a_budget_lowers_the_resolution_of_all_pictures_of_a_sample(family, budget, opened):
+    recipe = {"pan_and_scan_min_crop_size": 16} if family == "gemma3" else {}
+    free, _, _ = opened(family, recipe=recipe)
+    reader, _, _ = opened(family, {"max_tiles_per_sample": budget}, recipe)
+    for files in ([png(90, 40)], [png(90, 40), png(64, 64)], [png(30, 90)] * 3):
+        text = {"images": [*files, None], "texts": [None] * len(files) + ["red"]}
+        sample = reader.read(Record(text), "")
+        wanted = free.read(Record(text), "")
+        assert len(files) <= len(sample.images) <= max(budget, len(files))
+        if len(wanted.images) <= budget:
+            assert sample.text.ids == wanted.text.ids
+        for file, image in zip(sample.files, sample.images, strict=True):
+            assert reader.pixels(file, image).shape == (3, SIDES[family], SIDES[family])
+        again = reader.read(Record(text), "")
+        assert (again.text.ids, again.images) == (sample.text.ids, sample.images)
+
+
+@pytest.mark.parametrize("length", range(20, 140, 7))
+def test_a_picture_that_does_not_fit_is_dropped_whole(length, tmp_path):
+    tokenizer = make_tokenizer("smolvlm")
+    images = image_processor("smolvlm", 64, size={"longest_edge": 128})
+    reader = make_reader("smolvlm", tmp_path, images, tokenizer, 64)
+    reader._text.sequence_length = length
+    columns = {
+        "images": [None, png(90, 40), None, png(40, 90), None],
+        "texts": ["red", None, "green", None, "blue"],
+    }
+    sample = reader.read(Record(columns), "")
+    assert len(sample.text.ids) <= length
+    assert len(sample.images) == len(sample.files) in (0, 3, 6)
+    image = reader.text_spec.image_token_id
+    assert sample.text.ids.count(image) == 16 * len(sample.images)
+    starts = [n for n, token in enumerate(sample.text.ids) if token == image][::16]
+    assert sample.text.image_starts == starts
+
+
+def test_torn_pixels_are_found_when_a_tile_is_decoded(opened):
+    reader, _, _ = opened("internvl")
+    sample = reader.read(Record({"image": png(200, 90)[:400], "text": "red"}), "")
+    with pytest.raises(CorruptSampleError, match="cannot be decoded"):
+        reader.pixels(sample.files[0], sample.images[0])
+
+
+def test_sequences_have_no_more_tiles_than_asked():
+    packer = Packer(100, 4, max_tiles=6)
+    for number, (tokens, tiles) in enumerate(
+        [(10, 4), (10, 4), (10, 2), (10, 0), (10, 9), (10, 1)]
+    ):
+        packer.add((number, tiles), tokens, tiles)
+    packer.flush()
+    assert sorted(n for pack in packer.closed for n, _ in pack) == list(range(6))
+    for pack in packer.closed:
+        pictures = [tiles for _, tiles in pack if tiles]
+        assert sum(pictures) <= 6 or pictures == [9]
+
+
+def test_texts_between_tiles_join():
+    assert joined(("a",), ("b", 1), (), (2, "c"), ("d",)) == ("ab", 1, 2, "cd")
+
+
+def test_line_feeds_before_gemmas_images_join_those_of_the_chat(opened):
+    """The head of a turn ends with one, its images begin with two: one token of three."""
+    reader, processor, tokenizer = opened("gemma3")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
+    reader._chat = type(reader._chat)(tokenizer)
+    file = png(64, 64)
+    parts = [{"type": "image"}, {"type": "text", "text": "\nLook."}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]
+    sample = reader.read(Record({"messages": turns, "images": [file]}), "")
+    written = "user\n<start_of_image>\nLook.</s>assistant\nred</s>"
+    theirs = processor(images=[decode_rgb(file, 10**6)], text=written)["input_ids"][0]
+    assert sample.text.ids == theirs
+    three = tokenizer.encode("\n\n\n", add_special_tokens=False)
+    assert len(three) == 1 and theirs.count(three[0]) == 1
+
+
+def test_pixels_do_not_depend_on_which_tile_is_read_first(opened):
+    reader, _, _ = opened("smolvlm")
+    sample = reader.read(Record({"image": png(90, 40), "text": "red"}), "")
+    tiles = list(zip(sample.files, sample.images, strict=True))
+    backwards = [reader.pixels(*tile) for tile in reversed(tiles)]
+    for ours, again in zip(reversed(backwards), [reader.pixels(*t) for t in tiles], strict=True):
+        np.testing.assert_array_equal(ours, again)
+    assert len({dataclasses.astuple(image) for _, image in tiles}) == 1
+    assert isinstance(sample.files[0].of.image(), Image.Image)

@@ -1,1 +1,0 @@
-"""Pictures cut into tiles, one scheme per way in which checkpoints were trained"""
