@@ -102,9 +102,9 @@ class DataConfig(Section):
     max_images_per_sample: int = Field(default=64, ge=1)
     """Further images of a sample are dropped, with their placeholders."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)
-    """Pictures that a checkpoint's processor cuts into tiles get lower resolutions, down to one tile
-    each, until those of a sample have no more tiles than this together; default: as many as the
-    processor makes."""
+    """Pictures that a checkpoint's processor cuts into tiles get lower resolutions, down to one
+    tile each, until those of a sample have no more tiles than this together; default: as many as
+    the processor makes."""
     max_tiles_per_sequence: int | None = Field(default=None, ge=1)
     """Samples are packed so that a sequence has no more pictures and tiles than this, and a sample
     with more is cut like one above `max_tiles_per_sample`; default: any number."""

@@ -36,6 +36,7 @@ from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 from torchmm.training.validation import _append
 
+SQUARE = {"height": 16, "width": 16}
 version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
@@ -294,15 +295,9 @@ def test_documents_name_every_family(page: str) -> None:
 @pytest.mark.parametrize(
     ("name", "theirs", "ours", "switch", "size"),
     [
-        (
-            "internvl",
-            "GotOcr2",
-            "GotOcr2",
-            "crop_to_patches",
-            {"size": {"height": 16, "width": 16}},
-        ),
+        ("internvl", "GotOcr2", "GotOcr2", "crop_to_patches", {"size": SQUARE}),
         ("smolvlm", "SmolVLM", "Siglip", "do_image_splitting", {"max_image_size": 16}),
-        ("gemma3", "Gemma3", "Gemma3", "do_pan_and_scan", {"size": {"height": 16, "width": 16}}),
+        ("gemma3", "Gemma3", "Gemma3", "do_pan_and_scan", {"size": SQUARE}),
     ],
 )
 def test_checkpoints_say_how_pictures_are_cut(
@@ -328,7 +323,7 @@ def test_checkpoints_say_how_pictures_are_cut(
     assert single.tiles is None
     assert single.processor_class.removesuffix("Pil") == f"{ours}ImageProcessor"
     assert single.processor["image_mean"] == [0.1, 0.2, 0.3]
-    assert single.processor["size"] == {"height": 16, "width": 16}
+    assert single.processor["size"] == SQUARE
     assert switch not in single.processor
 
 
