@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +119,22 @@ class MicrobatchMeta:
         return sum(len(s.images) for s in self.samples)
 
 
+class Kept(NamedTuple):
+    """Which output tokens of a tile reach the LLM: a rectangle of its rows and columns, row by row,
+    and then embeddings that end lines of the picture."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+    line_ends: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the LLM's sequence."""
+        return (self.bottom - self.top) * (self.right - self.left) + self.line_ends
+
+
 @dataclass
 class EncoderInputs:
     """One encoder's share of a microbatch: its images and where their outputs go.
@@ -135,6 +151,8 @@ class EncoderInputs:
     """Patches per image as (frames, rows, columns), one entry per image."""
     positions_K: Tensor
     """int64: position in the microbatch's T tokens of each output token, image after image."""
+    kept: list[Kept] | None = None
+    """What is kept of each image; None: everything, and no line is ended."""
 
     def select(self, images: range) -> EncoderInputs:
         """The inputs of consecutive images; tensors are views.
@@ -147,13 +165,19 @@ class EncoderInputs:
         patches = [prod(grid) for grid in self.grids_thw]
         start = sum(patches[: images.start])
         stop = sum(patches[: images.stop])
-        # An output token stands for the same number of patches in all images of an encoder.
-        tokens, total = len(self.positions_K), sum(patches)
-        at = slice(start, stop) if self.pixels.ndim == 2 else slice(images.start, images.stop)
+        own = slice(images.start, images.stop)
+        if self.kept is None:
+            # An output token stands for the same number of patches in all images of an encoder.
+            tokens, total = len(self.positions_K), sum(patches)
+            places = slice(start * tokens // total, stop * tokens // total)
+        else:
+            first = sum(kept.tokens for kept in self.kept[: images.start])
+            places = slice(first, first + sum(kept.tokens for kept in self.kept[own]))
         return EncoderInputs(
-            self.pixels[at],
-            self.grids_thw[images.start : images.stop],
-            self.positions_K[start * tokens // total : stop * tokens // total],
+            self.pixels[start:stop] if self.pixels.ndim == 2 else self.pixels[own],
+            self.grids_thw[own],
+            self.positions_K[places],
+            self.kept and self.kept[own],
         )
 
     def split(self, parts: int) -> list[EncoderInputs]:
@@ -280,6 +304,8 @@ class TileSpec:
     """Name of the Hugging Face image processor that cuts them, e.g. "GotOcr2ImageProcessor"."""
     processor: dict[str, Any]
     """Its settings."""
+    most_tiles: int = 0
+    """AnyRes: how many tiles' tokens a picture may have; 0: any number."""
 
 
 @dataclass(frozen=True)
@@ -309,6 +335,8 @@ class ImageSpec:
     """Most patches of a sound; longer ones are cut."""
     tiles: TileSpec | None = None
     """How pictures are cut; None: a picture is one image. Frames of clips always are."""
+    ends_lines: bool = False
+    """Whether `EncoderInputs.kept` says which tokens of a tile are kept, and where lines end."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, SampleMeta
+from torchmm.common.batch import (
+    IGNORE_TARGET,
+    EncoderInputs,
+    ImageMeta,
+    Kept,
+    Microbatch,
+    SampleMeta,
+)
 from torchmm.data.media.generated_images import DecodedTarget, TargetRow
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import VisionBlock, mrope_positions
@@ -39,6 +46,10 @@ class DecodedSample:
     targets_L: np.ndarray
     image_starts: list[int]
     pixels: list[np.ndarray]
+    kept: list[Kept | None]
+    """Of each image: what reaches the LLM, if that is not everything."""
+    places: list[np.ndarray]
+    """Of each image: its tokens, relative to its start."""
     targets: list[DecodedTarget] = field(default_factory=list)
     """Images to be drawn."""
 
@@ -65,11 +76,15 @@ class _Read:
     pixels: list[np.ndarray] = field(default_factory=list)
     grids_thw: list[tuple[int, int, int]] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
 
     def inputs(self, grouped: bool) -> EncoderInputs:
         """As tensors."""
         pixels = np.stack(self.pixels) if grouped else np.concatenate(self.pixels)
-        return EncoderInputs(torch.from_numpy(pixels), self.grids_thw, _tensor(self.positions))
+        positions_K = _tensor(self.positions)
+        return EncoderInputs(
+            torch.from_numpy(pixels), self.grids_thw, positions_K, self.kept or None
+        )
 
 
 @dataclass
@@ -183,7 +198,14 @@ class StepDecoder(Dataset[DecodedStep]):
             targets.append(self._reader.targets.decode(data, generated, context_end, key))
         ids_L = np.asarray(sample.text.ids, np.int64)
         text = sample.text
-        return DecodedSample(ids_L, text.targets_L, text.image_starts, pixels, targets)
+        kept = [file.kept if isinstance(file, Tile) else None for file in sample.files]
+        places = [
+            file.places if isinstance(file, Tile) else np.arange(image.tokens)
+            for file, image in zip(sample.files, meta.images, strict=True)
+        ]
+        return DecodedSample(
+            ids_L, text.targets_L, text.image_starts, pixels, kept, places, targets
+        )
 
     def _placeholder(self, item: Item) -> DecodedSample:
         """A sample of the same size that teaches nothing."""
@@ -201,20 +223,32 @@ class StepDecoder(Dataset[DecodedStep]):
         for number, drawn in enumerate(meta.generated):
             assert self._reader.targets is not None
             targets.append(self._reader.targets.blank(drawn, _target_key(item, number)))
-        return DecodedSample(ids_L, np.full_like(ids_L, IGNORE_TARGET), starts, pixels, targets)
+        places = [np.arange(image.tokens) for image in meta.images]
+        # Any tokens will do, as long as they are as many.
+        kept: list[Kept | None] = [Kept(0, 0, 0, 0, i.tokens) for i in meta.images]
+        targets_L = np.full_like(ids_L, IGNORE_TARGET)
+        return DecodedSample(ids_L, targets_L, starts, pixels, kept, places, targets)
 
     def _append(self, row: _Row, sample: DecodedSample, meta: SampleMeta) -> None:
         first = row.cu_seqlens[-1]
         blocks: list[VisionBlock] = []
-        for start, pixels, image in zip(
-            sample.image_starts, sample.pixels, meta.images, strict=True
+        for start, pixels, kept, places, image in zip(
+            sample.image_starts,
+            sample.pixels,
+            sample.kept,
+            sample.places,
+            meta.images,
+            strict=True,
         ):
             medium = self._reader.medium(image)
             blocks.append(self._block(start, image))
             read = row.read.setdefault(medium.spec.encoder, _Read())
             read.pixels.append(pixels)
             read.grids_thw.append(medium.grid_thw(image))
-            read.positions.append(np.arange(first + start, first + start + image.tokens))
+            read.positions.append(first + start + places)
+            if medium.spec.ends_lines:
+                _, rows, columns = medium.block(image)
+                read.kept.append(kept or Kept(0, rows, 0, columns, 0))
         for target in sample.targets:
             row.generated.append(target, first)
         positions = self._positions(len(sample.ids_L), blocks)

@@ -17,13 +17,13 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from torchmm.common.batch import EncoderInputs, ImageMeta, Microbatch, SampleMeta
+from torchmm.common.batch import EncoderInputs, ImageMeta, Kept, Microbatch, SampleMeta
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.data.decode import DecodedStep
 from torchmm.data.order import Item
 from torchmm.data.step_packs import PackItems, microbatch_meta
 
-VERSION = 1
+VERSION = 2
 STEP = "step"
 """Key of the JSON text that accompanies the tensors."""
 
@@ -100,8 +100,9 @@ def unpack_step(
                 tensors[f"{prefix}{name}.pixels"],
                 [_triple(grid) for grid in grids],
                 tensors[f"{prefix}{name}.positions_K"],
+                kept and [Kept(*each) for each in kept],
             )
-            for name, grids in parts["encoders"].items()
+            for name, (grids, kept) in parts["encoders"].items()
         }
         microbatch = Microbatch(
             input_ids_T=tensors[f"{prefix}input_ids_T"],
@@ -130,7 +131,9 @@ def _describe(microbatch: Microbatch, prefix: str, tensors: dict[str, Tensor]) -
         generator["grids_thw"] = microbatch.generator.grids_thw
     return {
         "cu_seqlens": microbatch.cu_seqlens,
-        "encoders": {name: inputs.grids_thw for name, inputs in microbatch.encoders.items()},
+        "encoders": {
+            name: (inputs.grids_thw, inputs.kept) for name, inputs in microbatch.encoders.items()
+        },
         "generator": generator,
     }
 

@@ -30,6 +30,7 @@ from torchmm.models.families.encoder_family import EncoderFamily
 from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
 from torchmm.models.layers.connectors import (
     LinearConnector,
+    LineMlpConnector,
     MlpConnector,
     NormMlpConnector,
     PoolConnector,
@@ -60,7 +61,7 @@ class EncoderSpec:
     drop_class_token: bool = True
     final_norm: bool = False
     """Whether features pass the norm after the last layer."""
-    connector: Literal["mlp", "norm_mlp", "linear", "pool", "merger"] = "mlp"
+    connector: Literal["mlp", "line_mlp", "norm_mlp", "linear", "pool", "merger"] = "mlp"
     """merger: the tower's own."""
     connector_act: str = "gelu"
     connector_bias: bool = True
@@ -113,6 +114,8 @@ class EncoderModule(LayeredModule):
             connector = PoolConnector(folded, spec.shuffle**2, hidden, spec.connector_eps)
         elif spec.connector == "norm_mlp":
             connector = NormMlpConnector(folded, hidden, spec.connector_act)
+        elif spec.connector == "line_mlp":
+            connector = LineMlpConnector(folded, hidden, spec.connector_act, spec.connector_bias)
         else:
             connector = MlpConnector(folded, hidden, spec.connector_act, spec.connector_bias)
         return connector.to(spec.dtype)
@@ -162,6 +165,7 @@ class EncoderModule(LayeredModule):
         styles = {f"{self.layers_fqn}.*.{name}": style for name, style in plan.items()}
         pairs = {
             "mlp": ("linear_1", "linear_2"),
+            "line_mlp": ("linear_1", "linear_2"),
             "norm_mlp": ("mlp.linear_1", "mlp.linear_2"),
             "merger": ("mlp.0", "mlp.2"),
         }
@@ -225,6 +229,8 @@ class EncoderModule(LayeredModule):
         x_PD = family.finish(tower, hidden, context, self._drops_class_token)
         if self.spec.shuffle > 1:
             x_PD = family.fold(x_PD, inputs.grids_thw, self.spec.shuffle)
+        if self.spec.connector == "line_mlp":
+            return self.connector(x_PD, inputs.grids_thw[0][1] // self.spec.shuffle, inputs.kept)
         return self.connector(x_PD)
 
     @property
@@ -246,6 +252,7 @@ class EncoderModule(LayeredModule):
             modality=self.family.modality,
             max_patches=self.family.max_patches(self.spec.config),
             tiles=self.spec.tiles,
+            ends_lines=self.spec.connector == "line_mlp",
         )
 
     def dummy_image(self) -> ImageMeta:

@@ -256,8 +256,10 @@ def _load_processor(
     tiles = None
     if tiling is not None:
         image_side = side(config.image_size)
-        tiles = tiling.spec(key, image_side, settings, override or {}, composite is not None)
-    if family.tiling is not None:
+        whole = composite is not None
+        tiles = tiling.spec(key, image_side, fixed, settings, override or {}, whole)
+    of_tiles = family.tiling is not None or (tiling is not None and tiling.switch is None)
+    if of_tiles:
         settings.pop("size", None)  # that of the picture before it is cut into tiles
         override = {n: v for n, v in (override or {}).items() if tiles is None or n != "size"}
     settings = {**fixed, **settings, **(override or {})}
@@ -269,9 +271,9 @@ def _load_processor(
                 f"[{key}] processor.{name} = {settings[name]}, but the model needs {fixed[name]}"
             )
     name = settings.pop("image_processor_type", family.processor_class)
-    if tiling is not None:
+    if tiling is not None and tiling.switch is not None:
         settings.pop(tiling.switch, None)
-    if family.tiling is not None:
+    if of_tiles:
         name = family.processor_class
         kept = ("image_mean", "image_std", "do_convert_rgb", "rescale_factor", *fixed)
         settings = {key: value for key, value in settings.items() if key in kept}

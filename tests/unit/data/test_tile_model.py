@@ -73,12 +73,14 @@ def theirs(plain, family, processor, settings, number):
     image = decode_rgb(png(*PICTURES[number], number), 10**6)
     text = "<s>" + WRITTEN.get(family, "<image>") + CAPTIONS[number] + "</s>"
     inputs = processor(images=[image], text=text, return_tensors="pt", **settings)
-    kept = ("input_ids", "pixel_values", "token_type_ids")
+    kept = ("input_ids", "pixel_values", "token_type_ids", "image_sizes")
     sample = {name: value for name, value in inputs.items() if name in kept}
     return sample["input_ids"][0], plain(**sample, use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize("family", ["internvl", "idefics3", "smolvlm", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["internvl", "idefics3", "smolvlm", "gemma3", "llava_next", "llava_onevision"]
+)
 def test_tiles_give_hugging_faces_loss_and_gradients(family, open_run) -> None:
     model, microbatches, processor, settings = open_run(family)
     plain = plain_composite(model)

@@ -40,8 +40,10 @@ TOKENS = {
         "image_token": "<image_soft_token>",
     },
 }
+TOKENS["llava_next"] = TOKENS["llava_onevision"] = {"image_token": "<image>"}
 TOKENS["smolvlm"] = {**TOKENS["idefics3"], "global_image_token": "<global-img>"}
 """Special tokens by the name that Hugging Face's processors look for."""
+TOWERS = {"llava_next": "clip_vision_model", "llava_onevision": "siglip_vision_model"}
 WRITTEN = {"internvl": "<IMG_CONTEXT>", "gemma3": "<start_of_image>"}
 """What stands for a picture in text; elsewhere "<image>"."""
 SWITCHES: dict[str, dict[str, Any]] = {"gemma3": {"do_pan_and_scan": True}}
@@ -86,6 +88,14 @@ def composite_settings(family: str, side: int, tokenizer: PreTrainedTokenizerFas
             "eoi_token_index": ids("<end_of_image>"),
             "mm_tokens_per_image": 16,
         }
+    if family.startswith("llava"):
+        return {
+            "model_type": family,
+            "text_config": {"model_type": "llama", **LLM},
+            "vision_config": {"model_type": TOWERS[family], **tower},
+            "image_token_index": ids("<image>"),
+            "image_grid_pinpoints": pinpoints(family, side),
+        }
     kind = "llama" if family != "internvl" else "qwen2"
     image = "<IMG_CONTEXT>" if family == "internvl" else "<image>"
     return {
@@ -96,6 +106,14 @@ def composite_settings(family: str, side: int, tokenizer: PreTrainedTokenizerFas
     }
 
 
+def pinpoints(family: str, side: int) -> list[list[int]]:
+    """Those of Hugging Face's class, for tiles of this size."""
+    kind = "LlavaNext" if family == "llava_next" else "LlavaOnevision"
+    own = getattr(transformers, f"{kind}ImageProcessorPil").image_grid_pinpoints
+    shortest = min(length for resolution in own for length in resolution)
+    return [[length * side // shortest for length in resolution] for resolution in own]
+
+
 def image_processor(family: str, side: int, **settings: Any) -> Any:
     """Hugging Face's image processor with its own settings but for the size of tiles."""
     square = {"height": side, "width": side}
@@ -104,6 +122,13 @@ def image_processor(family: str, side: int, **settings: Any) -> Any:
         return kind(size=square, crop_to_patches=False, **settings)
     if family == "gemma3":
         return transformers.Gemma3ImageProcessorPil(size=square, **settings)
+    if family.startswith("llava"):
+        settings = {"image_grid_pinpoints": pinpoints(family, side), **settings}
+    if family == "llava_onevision":
+        return transformers.LlavaOnevisionImageProcessorPil(size=square, **settings)
+    if family == "llava_next":
+        size = {"shortest_edge": side}
+        return transformers.LlavaNextImageProcessorPil(size=size, crop_size=square, **settings)
     name = "Idefics3" if family == "idefics3" else "SmolVLM"
     kind = getattr(transformers, f"{name}ImageProcessorPil")
     sizes = {"size": {"longest_edge": 4 * side}, "max_image_size": {"longest_edge": side}}
@@ -116,10 +141,23 @@ def hf_processor(family: str, images: Any, tokenizer: PreTrainedTokenizerFast) -
         return transformers.Gemma3Processor(images, tokenizer, image_seq_length=16)
     if family == "idefics3":
         return transformers.Idefics3Processor(images, tokenizer, image_seq_len=16)
+    if family == "llava_next":
+        return transformers.LlavaNextProcessor(
+            images,
+            tokenizer,
+            patch_size=images.crop_size["height"] // 8,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )
     # These also take a video processor, which needs torchvision.
     if family == "internvl":
         kind = _without_videos(transformers.InternVLProcessor)
         return kind(images, tokenizer, None, image_seq_length=16)
+    if family == "llava_onevision":
+        kind = _without_videos(transformers.LlavaOnevisionProcessor)
+        return kind(
+            images, tokenizer, None, num_image_tokens=64, vision_feature_select_strategy="full"
+        )
     processing_smolvlm.num2words = str  # only for clips
     return _without_videos(transformers.SmolVLMProcessor)(images, tokenizer, None, image_seq_len=16)
 

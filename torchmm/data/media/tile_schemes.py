@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
 
-from torchmm.common.batch import Marks, TextSpec
+from torchmm.common.batch import Kept, Marks, TextSpec
 
 CROPS = "pan_and_scan_max_num_crops"
 FIRST = "Here is the original image "
@@ -30,6 +30,10 @@ class Cut(NamedTuple):
     """Before, between and after its tiles: one more than tiles."""
     settings: dict[str, Any]
     """What the image processor is asked for besides its own settings, to stay within a limit."""
+    kept: tuple[Kept, ...] | None = None
+    """What is kept of every tile, if that is not everything."""
+    places: tuple[np.ndarray, ...] | None = None
+    """Where the tokens of every tile are, relative to its first placeholder."""
 
     @property
     def tiles(self) -> int:
@@ -44,12 +48,19 @@ class Scheme(ABC):
         processor: the image processor, with the checkpoint's settings.
         text: what stands beside single images.
         vocabulary: of the tokenizer; what it lacks is spelled as plain text.
+        rows: of a tile's tokens, which has as many columns.
     """
 
-    def __init__(self, processor: Any, text: TextSpec, vocabulary: Mapping[str, int]) -> None:
+    def __init__(
+        self, processor: Any, text: TextSpec, vocabulary: Mapping[str, int], rows: int
+    ) -> None:
         self.processor = processor
+        self.rows = rows
         self.text = text
         self.vocabulary = vocabulary
+
+    most_tiles = 0
+    """As `TileSpec.most_tiles`."""
 
     @abstractmethod
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
@@ -96,8 +107,10 @@ class SplitTiles(Scheme):
     `SmolVLMImageProcessor` with `do_image_splitting`.
     """
 
-    def __init__(self, processor: Any, text: TextSpec, vocabulary: Mapping[str, int]) -> None:
-        super().__init__(processor, text, vocabulary)
+    def __init__(
+        self, processor: Any, text: TextSpec, vocabulary: Mapping[str, int], rows: int
+    ) -> None:
+        super().__init__(processor, text, vocabulary, rows)
         self._side: int = processor.max_image_size["longest_edge"]
         self._longest: int = processor.size["longest_edge"]
         self._sizes = _sizes_only(processor)

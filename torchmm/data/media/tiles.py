@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from PIL import Image
 
-from torchmm.common.batch import ImageMeta, TextSpec, TileSpec
+from torchmm.common.batch import ImageMeta, Kept, TextSpec, TileSpec
 from torchmm.common.errors import ConfigError
+from torchmm.data.media.any_resolution import AnyResolution
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb, make_processor, read_size
 from torchmm.data.media.tile_schemes import Cut, InternTiles, PanAndScan, Scheme, SplitTiles
 
@@ -19,6 +20,8 @@ SCHEMES: dict[str, type[Scheme]] = {
     "Idefics3ImageProcessor": SplitTiles,
     "SmolVLMImageProcessor": SplitTiles,
     "Gemma3ImageProcessor": PanAndScan,
+    "LlavaNextImageProcessor": AnyResolution,
+    "LlavaOnevisionImageProcessor": AnyResolution,
 }
 """By the image processor that cuts."""
 
@@ -47,7 +50,9 @@ class TiledMedia:
     ) -> None:
         encoder = images.spec.encoder
         processor = make_processor(encoder, spec.processor_class, spec.processor)
-        self.scheme = SCHEMES[spec.processor_class](processor, text, vocabulary)
+        rows = images.grid(0, 0).rows // images.spec.merge
+        self.scheme = SCHEMES[spec.processor_class](processor, text, vocabulary, rows)
+        self.scheme.most_tiles = spec.most_tiles
         self.images = images
         self.max_pixels = max_pixels
         probe = Image.new("RGB", (600, 200))
@@ -92,7 +97,9 @@ class TiledPicture:
         """What planning needs to know of every tile."""
         picture = self.picture
         meta = picture.media.images.meta(picture.width_px, picture.height_px)
-        return [meta] * self.cut.tiles
+        if self.cut.kept is None:
+            return [meta] * self.cut.tiles
+        return [replace(meta, tokens=kept.tokens) for kept in self.cut.kept]
 
     @property
     def tiles(self) -> list[Tile]:
@@ -119,6 +126,19 @@ class Tile:
     def pixels(self) -> np.ndarray:
         """(C, H, W). Raises CorruptSampleError."""
         return self.of.pixels[self.number]
+
+    @property
+    def kept(self) -> Kept | None:
+        """Which of its tokens reach the LLM; None: all."""
+        kept = self.of.cut.kept
+        return kept[self.number] if kept is not None else None
+
+    @property
+    def places(self) -> np.ndarray:
+        """Where its tokens are, relative to its first placeholder."""
+        if self.of.cut.places is None:
+            return np.arange(self.of.metas[self.number].tokens)
+        return self.of.cut.places[self.number]
 
 
 def cut_within(pictures: Iterable[Picture], budget: int | None) -> list[TiledPicture]:

@@ -20,6 +20,8 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     InternVLForConditionalGeneration,
     LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+    LlavaOnevisionForConditionalGeneration,
     PaliGemmaForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
@@ -29,10 +31,12 @@ from transformers import (
 )
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.encoder_family import EncoderFamily, patches_per_row
+from torchmm.models.families.encoder_family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders import ENCODER_FAMILIES
 from torchmm.models.families.tiling import (
     INTERN_TILES,
+    LLAVA_NEXT_TILES,
+    ONEVISION_TILES,
     PAN_AND_SCAN,
     SMOLVLM_TILES,
     SPLIT_TILES,
@@ -61,6 +65,13 @@ LLAVA_VISION = WeightFiles(
     hf_prefixes=(
         ("tower.", "model.vision_tower."),
         ("connector.", "model.multi_modal_projector."),
+    ),
+)
+LLAVA_NEXT_VISION = WeightFiles(
+    renames=((r"(model\.)?image_newline", "connector.image_newline"), *LLAVA_VISION.renames),
+    hf_prefixes=(
+        ("connector.image_newline", "model.image_newline"),
+        *LLAVA_VISION.hf_prefixes,
     ),
 )
 INTERN_VISION = WeightFiles(
@@ -188,6 +199,35 @@ def _take_llava(config: Any) -> CompositeParts:
             "connector_from_files": True,
         },
         text=TextConventions(config.image_token_id),
+    )
+
+
+def _take_llava_next(config: Any) -> CompositeParts:
+    """LLaVA-NeXT and LLaVA-OneVision: LLaVA on tiles."""
+    parts = _take_llava(config)
+    tower = config.vision_config
+    problems = []
+    if parts.encoder_family.has_class_token and not parts.encoder["drop_class_token"]:
+        problems.append(
+            "vision_feature_select_strategy = 'full' keeps the class token, which no line of "
+            "patches has room for; set it to 'default'"
+        )
+    size = side(tower.image_size)
+    if any(length % size for pinpoint in config.image_grid_pinpoints for length in pinpoint):
+        problems.append(
+            f"image_grid_pinpoints = {config.image_grid_pinpoints} are not whole tiles of "
+            f"image_size = {size}"
+        )
+    _refuse(config, problems)
+    tiling = LLAVA_NEXT_TILES
+    if config.model_type == "llava_onevision":
+        most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
+        tiling = replace(ONEVISION_TILES, most_tiles=most)
+    pinpoints = [list(pinpoint) for pinpoint in config.image_grid_pinpoints]
+    return parts._replace(
+        encoder_files=LLAVA_NEXT_VISION,
+        encoder={**parts.encoder, "connector": "line_mlp"},
+        tiling=replace(tiling, overridden={"image_grid_pinpoints": pinpoints}),
     )
 
 
@@ -355,6 +395,8 @@ class Composite(NamedTuple):
 
 COMPOSITES: dict[str, Composite] = {
     "llava": Composite(LlavaForConditionalGeneration, _take_llava),
+    "llava_next": Composite(LlavaNextForConditionalGeneration, _take_llava_next),
+    "llava_onevision": Composite(LlavaOnevisionForConditionalGeneration, _take_llava_next),
     "internvl": Composite(InternVLForConditionalGeneration, _take_internvl),
     "idefics3": Composite(Idefics3ForConditionalGeneration, _take_idefics3),
     "smolvlm": Composite(SmolVLMForConditionalGeneration, _take_idefics3),

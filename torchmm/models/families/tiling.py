@@ -20,8 +20,8 @@ class Tiling:
 
     processor_class: str
     """Hugging Face's image processor, which replaces the tower's own for pictures."""
-    switch: str
-    """Its setting that turns tiles on."""
+    switch: str | None
+    """Its setting that turns tiles on; None: the model knows nothing else."""
     on: bool | None = None
     """What Hugging Face's processor sets it to, whatever the image processor's file says; None: the
     file decides."""
@@ -31,11 +31,14 @@ class Tiling:
     """Tiles along a picture's longer side if nothing says so (`size.longest_edge`)."""
     overridden: Mapping[str, Any] = field(default_factory=dict)
     """Further settings that Hugging Face's processor overrides."""
+    most_tiles: int = 0
+    """See `TileSpec`."""
 
     def spec(
         self,
         key: str,
         side_px: int,
+        tower: Mapping[str, Any],
         file: Mapping[str, Any],
         recipe: Mapping[str, Any],
         whole: bool,
@@ -45,6 +48,7 @@ class Tiling:
         Args:
             key: the recipe's section, for messages.
             side_px: of the tower's images.
+            tower: settings of its own image processor.
             file: settings in the image processor's file; empty: there is none.
             recipe: settings in the recipe, which rule.
             whole: the file is of this very model, and not only of its tower. Otherwise, and without
@@ -53,26 +57,37 @@ class Tiling:
         Raises:
             ConfigError: tiles would not fit the tower.
         """
-        asked = recipe.get(self.switch)
-        if asked is None and whole and file:
-            asked = file.get(self.switch, True) if self.on is None else self.on
-        if not asked:
+        if not self._asked(file, recipe, whole):
             return None
         settings: dict[str, Any] = {"size": {"height": side_px, "width": side_px}}
+        if self.switch is None:
+            settings = dict(tower)
         if self.sides_of_picture:
             settings = {"size": {"longest_edge": self.sides_of_picture * side_px}}
             settings[self.side] = {"longest_edge": side_px}
         settings |= {name: value for name, value in file.items() if value is not None}
-        settings |= {**self.overridden, **recipe, self.switch: True}
+        settings |= (
+            {**recipe, **self.overridden}
+            if self.switch is None
+            else {**self.overridden, **recipe, self.switch: True}
+        )
         for name in ("image_processor_type", "processor_class"):
             settings.pop(name, None)
-        found = settings[self.side]
+        found = settings.get("crop_size") or settings[self.side]
         if set(found.values() if isinstance(found, Mapping) else [found]) != {side_px}:
             raise ConfigError(
                 f"[{key}] processor.{self.side} = {found}, but tiles need the {side_px} pixels of "
-                f"the model's images; set processor.{self.switch} = false for one image per picture"
+                "the model's images; remove it, or those of the model's file"
             )
-        return TileSpec(self.processor_class, settings)
+        return TileSpec(self.processor_class, settings, self.most_tiles)
+
+    def _asked(self, file: Mapping[str, Any], recipe: Mapping[str, Any], whole: bool) -> bool:
+        if self.switch is None:
+            return True
+        asked = recipe.get(self.switch)
+        if asked is None and whole and file:
+            asked = file.get(self.switch, True) if self.on is None else self.on
+        return bool(asked)
 
 
 INTERN_TILES = Tiling("GotOcr2ImageProcessor", switch="crop_to_patches", on=True)
@@ -93,3 +108,5 @@ PAN_AND_SCAN = Tiling(
         "pan_and_scan_min_ratio_to_activate": 1.2,
     },
 )
+LLAVA_NEXT_TILES = Tiling("LlavaNextImageProcessor", switch=None)
+ONEVISION_TILES = Tiling("LlavaOnevisionImageProcessor", switch=None)

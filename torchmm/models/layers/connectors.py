@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+from torchmm.common.batch import Kept
+
 
 class MlpConnector(nn.Module):
     """Two linear layers with an activation between them: (K, D_in) -> (K, D_llm)."""
@@ -25,6 +27,28 @@ class MlpConnector(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.linear_2(self.act(self.linear_1(hidden_states)))
+
+
+class LineMlpConnector(MlpConnector):
+    """LLaVA-NeXT's: drops padding of pictures cut into tiles, and ends their lines."""
+
+    def __init__(self, in_features: int, out_features: int, act: str = "gelu", bias: bool = True):
+        super().__init__(in_features, out_features, act, bias)
+        self.image_newline = nn.Parameter(torch.empty(out_features))
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, side: int, kept: list[Kept] | None
+    ) -> Tensor:
+        """(K, D_llm): of each image what is kept of its `side` x `side` tokens."""
+        features_NRCD = super().forward(hidden_states).unflatten(0, (-1, side, side))
+        if kept is None:
+            kept = [Kept(0, side, 0, side, 0)] * len(features_NRCD)
+        parts = []
+        for features_RCD, box in zip(features_NRCD, kept, strict=True):
+            parts.append(features_RCD[box.top : box.bottom, box.left : box.right].flatten(0, 1))
+            # Also none of them, so that the embedding always has a gradient.
+            parts.append(self.image_newline.expand(box.line_ends, -1).to(features_RCD.dtype))
+        return torch.cat(parts)
 
 
 class NormMlpConnector(nn.Module):
@@ -71,6 +95,8 @@ def init_connector(module: nn.Module) -> bool:
         nn.init.normal_(module.mm_input_projection_weight, std=0.02)
     elif isinstance(module, Gemma3RMSNorm):  # centred at 1
         nn.init.zeros_(module.weight)
+    elif isinstance(module, LineMlpConnector):
+        nn.init.normal_(module.image_newline, std=len(module.image_newline) ** -0.5)
     else:
         return False
     return True
