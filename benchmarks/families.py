@@ -54,6 +54,10 @@ PAD, BEGIN, END, IMAGE, FIRST_TEXT = 0, 1, 2, 6, 7
 """Token ids; below IMAGE are those of marks around images, which no sample has."""
 
 
+ALWAYS_TILED = ("llava_next", "llava_onevision")
+"""Composites left out: Hugging Face's models of them know no single images."""
+
+
 class LossMismatchError(Exception):
     """The two sides did not compute the same."""
 

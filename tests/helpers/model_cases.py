@@ -243,6 +243,22 @@ COMPOSITES |= {
         **{k: v for k, v in COMPOSITES["qwen2_5_vl"].items() if k not in _OF_QWEN2_5},
     },
 }
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]
+COMPOSITES |= {
+    "llava_next": {
+        **{k: v for k, v in COMPOSITES["llava"].items() if k != "image_seq_length"},
+        "model_type": "llava_next",
+        "vision_feature_layer": -1,
+        "image_grid_pinpoints": PINPOINTS,
+    },
+    "llava_onevision": {
+        "model_type": "llava_onevision",
+        "vision_config": {**ENCODERS["siglip"], "vision_use_head": False},
+        "text_config": LLMS["qwen2"],
+        "image_token_index": IMAGE_TOKEN_ID,
+        "image_grid_pinpoints": PINPOINTS,
+    },
+}
 
 
 GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Microbatch
+from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Kept, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.models.families import composites
 from torchmm.models.families.encoders import ENCODER_FAMILIES
@@ -75,9 +75,13 @@ def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
         grids = [(1, 4, 4), (1, 4, 4)]
         pixels = torch.randn(2, 3, 16, 16, generator=generator)
         tokens = [16, 16] if name in ("llava", "paligemma", "paligemma2") else [4, 4]
+    kept = None
+    if name.startswith("llava_"):
+        kept = [Kept(0, 4, 0, 4, line_ends=1)] * 2
+        tokens = [17, 17]
     starts, lengths = [4, 4 + tokens[0] + 9], [4 + tokens[0] + 5, 4 + tokens[1] + 8]
     places = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, tokens, strict=True)])
-    images = {"vision": EncoderInputs(pixels, grids, places)}
+    images = {"vision": EncoderInputs(pixels, grids, places, kept)}
     # PaliGemma's images stand in the prompt, before the first target.
     ignored = 4 + tokens[0] + 2 if name.startswith("paligemma") else 2
     batch = microbatch(lengths, images, places, ignored)
