@@ -211,31 +211,51 @@ def test_naflex_trains_on_images_of_all_sizes(train, tmp_path):
     assert alone[-1]["loss"] < alone[0]["loss"]
 
 
-def test_tiles_give_the_same_losses_on_two_ranks(train, tmp_path, real_data):
-    """InternVL's, in sequences of at most 8: tiles of one picture are images like any other."""
+INTERNVL = {
+    "config": {
+        "model_type": "internvl",
+        "vision_config": {
+            "model_type": "internvl_vision",
+            **TOWER,
+            "image_size": 32,
+            "patch_size": 4,
+        },
+        "text_config": {"model_type": "qwen2", **LLM},
+        "image_token_id": IMAGE_ID,
+    },
+    "processor": {"crop_to_patches": True, "max_patches": 4},
+}
+ONEVISION = {
+    "config": {
+        "model_type": "llava_onevision",
+        "vision_config": {**SIGLIP, "vision_use_head": False},
+        "text_config": {"model_type": "qwen2", **LLM},
+        "image_token_index": IMAGE_ID,
+        "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]],
+        "vision_aspect_ratio": "anyres_max_1",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [(INTERNVL, {"shard": 2}), (ONEVISION, {"shard": 2}), (ONEVISION, {"pipeline": 2})],
+    ids=["internvl, fsdp", "onevision, fsdp", "onevision, pipeline"],
+)
+def test_tiles_give_the_same_losses_on_two_ranks(model, layout, train, tmp_path, real_data):
+    """Tiles of one picture are images like any other, in sequences of at most 8."""
     directory = tmp_path / "tokenizer"
     tokenizer = AutoTokenizer.from_pretrained(real_data / "tokenizer")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<img>", "</img>"]})
     tokenizer.save_pretrained(directory)
-    tower = {"model_type": "internvl_vision", **TOWER, "image_size": 32, "patch_size": 4}
-    config = {
-        "model_type": "internvl",
-        "vision_config": tower,
-        "text_config": {"model_type": "qwen2", **LLM},
-        "image_token_id": IMAGE_ID,
-    }
-    model = {
-        "tokenizer": str(directory),
-        "config": config,
-        "processor": {"crop_to_patches": True, "max_patches": 4},
-    }
+    model = {"tokenizer": str(directory), **model}
     captions = real_data / "tuxpaint_stamps/train"
     sections = {
         "data": {"max_tiles_per_sequence": 8},
         "training": {"sequence_length": 256, "global_batch_size": 4, "steps": 3},
     }
     alone = records(train("whole", model, captions, **sections))
-    ranks = records(train("ranks", model, captions, ranks=2, parallel={"shard": 2}, **sections))
+    ranks = records(train("ranks", model, captions, ranks=2, parallel=layout, **sections))
     images = [r["images_per_s"] / r["samples_per_s"] for r in alone]
     assert min(images) > 2
     for ours, reference in zip(ranks, alone, strict=True):

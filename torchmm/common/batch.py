@@ -17,12 +17,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
+from torchmm.common.kept_tokens import Kept
 from torchmm.common.module_names import GENERATOR
 
 IGNORE_TARGET = -100
@@ -43,7 +44,8 @@ class ImageMeta:
     patches: int
     """Patches the encoder processes, after resizing."""
     tokens: int
-    """Tokens the image takes in the LLM's sequence (placeholders only, no marker tokens)."""
+    """Tokens the image takes in the LLM's sequence (placeholders only, no marker tokens); of a tile
+    whose picture is shrunk, also those that it shares with its neighbours."""
     frames: int = 1
     """Frames of a clip (or groups of frames, if a patch spans several); all have equally many
     patches."""
@@ -117,22 +119,6 @@ class MicrobatchMeta:
     def image_count(self) -> int:
         """Images in the microbatch that encoders read."""
         return sum(len(s.images) for s in self.samples)
-
-
-class Kept(NamedTuple):
-    """Which output tokens of a tile reach the LLM: a rectangle of its rows and columns, row by row,
-    and then embeddings that end lines of the picture."""
-
-    top: int
-    bottom: int
-    left: int
-    right: int
-    line_ends: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the LLM's sequence."""
-        return (self.bottom - self.top) * (self.right - self.left) + self.line_ends
 
 
 @dataclass

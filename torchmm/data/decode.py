@@ -22,10 +22,10 @@ from torchmm.common.batch import (
     IGNORE_TARGET,
     EncoderInputs,
     ImageMeta,
-    Kept,
     Microbatch,
     SampleMeta,
 )
+from torchmm.common.kept_tokens import Kept
 from torchmm.data.media.generated_images import DecodedTarget, TargetRow
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import VisionBlock, mrope_positions
@@ -215,6 +215,7 @@ class StepDecoder(Dataset[DecodedStep]):
         starts, pixels, start = [], [], 0
         for image in meta.images:
             assert spec.image_token_id is not None
+            start = min(start, meta.tokens - image.tokens)
             starts.append(start)
             ids_L[start : start + image.tokens] = spec.image_token_id
             start += image.tokens

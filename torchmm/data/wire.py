@@ -17,8 +17,9 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from torchmm.common.batch import EncoderInputs, ImageMeta, Kept, Microbatch, SampleMeta
+from torchmm.common.batch import EncoderInputs, ImageMeta, Microbatch, SampleMeta
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
+from torchmm.common.kept_tokens import Kept
 from torchmm.data.decode import DecodedStep
 from torchmm.data.order import Item
 from torchmm.data.step_packs import PackItems, microbatch_meta
@@ -100,7 +101,7 @@ def unpack_step(
                 tensors[f"{prefix}{name}.pixels"],
                 [_triple(grid) for grid in grids],
                 tensors[f"{prefix}{name}.positions_K"],
-                kept and [Kept(*each) for each in kept],
+                kept and [Kept.from_json(each) for each in kept],
             )
             for name, (grids, kept) in parts["encoders"].items()
         }

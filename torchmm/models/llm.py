@@ -335,7 +335,11 @@ class LlmModule(LayeredModule):
                     f"encoder {name!r} gave {len(features_KD)} tokens for "
                     f"{len(inputs.positions_K)} placeholders (images: {inputs.grids_thw})"
                 )
-            x_TD = x_TD.index_copy(0, inputs.positions_K, features_KD.to(x_TD.dtype))
+            if inputs.kept is None:
+                x_TD = x_TD.index_copy(0, inputs.positions_K, features_KD.to(x_TD.dtype))
+            else:  # tiles of a picture that is shrunk share tokens
+                x_TD = x_TD.index_fill(0, inputs.positions_K, 0)
+                x_TD = x_TD.index_add(0, inputs.positions_K, features_KD.to(x_TD.dtype))
         return x_TD
 
 

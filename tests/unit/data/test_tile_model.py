@@ -22,8 +22,12 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 from torchmm.common.batch import IGNORE_TARGET
+from torchmm.data.decode import DecodedStep
 from torchmm.data.loader import build_loader
 from torchmm.data.media.images import decode_rgb
+from torchmm.data.order import Item
+from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.wire import pack_step, unpack_step
 from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.model_section import ModelConfig
 
@@ -38,11 +42,11 @@ CAPTIONS = [" a red dog", " two", " the small green cats", " in the sun", " blue
 def open_run(tmp_path):
     """(model, microbatches of a run, processor, settings) of a family."""
 
-    def opened(family, **sizes):
+    def opened(family, torn=False, **changes):
         tokenizer = make_tokenizer(family)
         settings = {**SWITCHES.get(family, {}), **SETTINGS.get(family, {})}
         images = image_processor(family, SIDE)
-        config = composite_settings(family, SIDE, tokenizer)
+        config = composite_settings(family, SIDE, tokenizer) | changes
         AutoConfig.for_model(**config).save_pretrained(tmp_path / "hf")
         images.save_pretrained(tmp_path / "hf")
         model = build(ModelConfig(source=str(tmp_path / "hf"), processor=settings))
@@ -53,7 +57,7 @@ def open_run(tmp_path):
         path = write_parquet(tmp_path / "pictures", rows)
         loader = build_loader(
             data_config(tmp_path, SourceConfig(path=str(path), name="pictures"), shuffle=False),
-            training(global_batch_size=2, sequence_length=1024, **sizes),
+            training(global_batch_size=2, sequence_length=1024),
             text_spec=model.text_spec(tokenizer),
             image_specs=model.image_specs(),
             tokenizer=tokenizer,
@@ -62,8 +66,10 @@ def open_run(tmp_path):
             state=None,
         )
         (batch,) = islice(loader, 1)
-        assert not batch.skipped
-        return model, batch.microbatches, hf_processor(family, images, tokenizer), settings
+        assert bool(batch.skipped) == torn
+        processor = hf_processor(family, images, tokenizer)
+        processor.vision_aspect_ratio = config.get("vision_aspect_ratio", "anyres_max_9")
+        return model, batch.microbatches, processor, settings
 
     return opened
 
@@ -78,11 +84,24 @@ def theirs(plain, family, processor, settings, number):
     return sample["input_ids"][0], plain(**sample, use_cache=False).logits[0]
 
 
+SHRUNK = {"vision_aspect_ratio": "anyres_max_1"}
+"""OneVision then shrinks the features of nearly all pictures."""
+
+
 @pytest.mark.parametrize(
-    "family", ["internvl", "idefics3", "smolvlm", "gemma3", "llava_next", "llava_onevision"]
+    ("family", "changes"),
+    [
+        ("internvl", {}),
+        ("idefics3", {}),
+        ("smolvlm", {}),
+        ("gemma3", {}),
+        ("llava_next", {}),
+        ("llava_onevision", {}),
+        ("llava_onevision", SHRUNK),
+    ],
 )
-def test_tiles_give_hugging_faces_loss_and_gradients(family, open_run) -> None:
-    model, microbatches, processor, settings = open_run(family)
+def test_tiles_give_hugging_faces_loss_and_gradients(family, changes, open_run) -> None:
+    model, microbatches, processor, settings = open_run(family, **changes)
     plain = plain_composite(model)
     losses, tiles = [], 0
     for microbatch in microbatches:
@@ -111,3 +130,51 @@ def test_tiles_in_another_order_change_the_loss(open_run) -> None:
     inputs = microbatch.encoders["vision"]
     inputs.pixels = torch.cat([inputs.pixels[1:2], inputs.pixels[:1], inputs.pixels[2:]])
     assert relative_error(model(microbatch), loss) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("internvl", {}), ("llava_next", {}), ("llava_onevision", SHRUNK)]
+)
+def test_tiles_of_one_picture_may_be_in_different_sub_microbatches(
+    family, changes, open_run
+) -> None:
+    model, microbatches, _, _ = open_run(family, **changes)
+    for microbatch in microbatches:
+        inputs = microbatch.encoders["vision"]
+        if changes:
+            assert inputs.kept is not None and any(kept.shrunk for kept in inputs.kept)
+        encoder = model.encoders["vision"]
+        whole = encoder(inputs)
+        parts = [encoder(part) for part in inputs.split(len(inputs.grids_thw))]
+        sizes = [image.tokens for image in microbatch.meta.images_read_by("vision")]
+        assert [len(part) for part in parts] == sizes
+        assert relative_error(torch.cat(parts), whole) < 1e-6
+
+
+def test_producers_send_what_is_kept_of_tiles(open_run) -> None:
+    _, (microbatch, *_), _, _ = open_run("llava_onevision", **SHRUNK)
+    items = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
+    sent = pack_step(DecodedStep([microbatch], {}))
+    (received,) = unpack_step(sent, [items], microbatch.meta.tokens).microbatches
+    assert received.encoders["vision"].kept == microbatch.encoders["vision"].kept
+
+
+@pytest.mark.parametrize("family", ["internvl", "llava_next", "llava_onevision"])
+def test_a_torn_picture_keeps_its_place_and_its_tiles(family, open_run, monkeypatch) -> None:
+    changes = SHRUNK if family == "llava_onevision" else {}
+    model, (whole, *_), _, _ = open_run(family, **changes)
+
+    def torn(*_: object) -> None:
+        raise CorruptSampleError("torn")
+
+    monkeypatch.setattr("torchmm.data.media.tiles.decode_rgb", torn)
+    _, (blank, *_), _, _ = open_run(family, torn=True, **changes)
+    assert blank.meta == whole.meta
+    ours, theirs = blank.encoders["vision"], whole.encoders["vision"]
+    assert ours.pixels.shape == theirs.pixels.shape and not ours.pixels.any()
+    assert len(ours.positions_K) == len(theirs.positions_K)
+    starts = torch.tensor(whole.cu_seqlens)
+    segments = [torch.bucketize(i.positions_K, starts, right=True) for i in (ours, theirs)]
+    assert segments[0].tolist() == segments[1].tolist()
+    assert (blank.targets_T == IGNORE_TARGET).all()
+    assert model(blank) == 0

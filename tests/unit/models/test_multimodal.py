@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Kept, Microbatch
+from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Microbatch
 from torchmm.common.errors import ConfigError
+from torchmm.common.kept_tokens import Kept
 from torchmm.models.families import composites
 from torchmm.models.families.encoders import ENCODER_FAMILIES
 from torchmm.models.hf.export import hf_name, hf_prefixes

@@ -16,7 +16,8 @@ import numpy as np
 from PIL import Image
 from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
 
-from torchmm.common.batch import Kept, Marks, TextSpec
+from torchmm.common.batch import Marks, TextSpec
+from torchmm.common.kept_tokens import Kept
 
 CROPS = "pan_and_scan_max_num_crops"
 FIRST = "Here is the original image "
@@ -34,6 +35,8 @@ class Cut(NamedTuple):
     """What is kept of every tile, if that is not everything."""
     places: tuple[np.ndarray, ...] | None = None
     """Where the tokens of every tile are, relative to its first placeholder."""
+    placeholders: tuple[int, ...] | None = None
+    """Of every tile, if they are not as many as its tokens."""
 
     @property
     def tiles(self) -> int:

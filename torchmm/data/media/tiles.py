@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 from PIL import Image
 
-from torchmm.common.batch import ImageMeta, Kept, TextSpec, TileSpec
+from torchmm.common.batch import ImageMeta, TextSpec, TileSpec
 from torchmm.common.errors import ConfigError
+from torchmm.common.kept_tokens import Kept
 from torchmm.data.media.any_resolution import AnyResolution
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb, make_processor, read_size
 from torchmm.data.media.tile_schemes import Cut, InternTiles, PanAndScan, Scheme, SplitTiles
@@ -102,6 +103,11 @@ class TiledPicture:
         return [replace(meta, tokens=kept.tokens) for kept in self.cut.kept]
 
     @property
+    def placeholders(self) -> list[int]:
+        """Of every tile."""
+        return list(self.cut.placeholders or (meta.tokens for meta in self.metas))
+
+    @property
     def tiles(self) -> list[Tile]:
         """In the order of their tokens."""
         return [Tile(self, number) for number in range(self.cut.tiles)]
@@ -132,6 +138,11 @@ class Tile:
         """Which of its tokens reach the LLM; None: all."""
         kept = self.of.cut.kept
         return kept[self.number] if kept is not None else None
+
+    @property
+    def placeholders(self) -> int:
+        """In the text."""
+        return self.of.placeholders[self.number]
 
     @property
     def places(self) -> np.ndarray:

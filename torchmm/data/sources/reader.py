@@ -125,7 +125,11 @@ class SampleReader:
         if self.targets is None:
             sample = without_generated(sample)
         sample, files, metas = self._open_files(sample)
-        text = self._text.encode(sample, [m.tokens for m in metas])
+        counts = [
+            file.placeholders if isinstance(file, Tile) else meta.tokens
+            for file, meta in zip(files, metas, strict=True)
+        ]
+        text = self._text.encode(sample, counts)
         generated, generated_files = self._measure_generated(sample, text)
         if not any(text.loss[1:]) and not generated:
             raise CorruptSampleError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from torchmm.common.batch import Kept
+from torchmm.common.kept_tokens import Kept, Shrunk, shrink_weights
 
 
 class MlpConnector(nn.Module):
@@ -45,7 +45,10 @@ class LineMlpConnector(MlpConnector):
             kept = [Kept(0, side, 0, side, 0)] * len(features_NRCD)
         parts = []
         for features_RCD, box in zip(features_NRCD, kept, strict=True):
-            parts.append(features_RCD[box.top : box.bottom, box.left : box.right].flatten(0, 1))
+            inner_RCD = features_RCD[box.top : box.bottom, box.left : box.right]
+            if box.shrunk is not None:
+                inner_RCD = _shrink(inner_RCD, box.shrunk)
+            parts.append(inner_RCD.flatten(0, 1))
             # Also none of them, so that the embedding always has a gradient.
             parts.append(self.image_newline.expand(box.line_ends, -1).to(features_RCD.dtype))
         return torch.cat(parts)
@@ -87,6 +90,17 @@ class PoolConnector(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         pooled = hidden_states.unflatten(-1, (self.neighbours, -1)).mean(-2)
         return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight
+
+
+def _shrink(features_RCD: Tensor, shrunk: Shrunk) -> Tensor:
+    """What a tile adds to the features of a picture that is shrunk."""
+    height, width = features_RCD.shape[:2]
+    down_YR = shrink_weights(*shrunk.rows)[slice(*shrunk.to_rows)]
+    down_YR = down_YR[:, shrunk.from_row : shrunk.from_row + height]
+    right_XC = shrink_weights(*shrunk.columns)[slice(*shrunk.to_columns)]
+    right_XC = right_XC[:, shrunk.from_column : shrunk.from_column + width]
+    weights = down_YR.to(features_RCD), right_XC.to(features_RCD)
+    return torch.einsum("yr,xc,rcd->yxd", *weights, features_RCD)
 
 
 def init_connector(module: nn.Module) -> bool:

@@ -1,0 +1,66 @@
+"""Which output tokens of a tile reach the LLM, where a picture's lines go through several tiles.
+
+`torchmm.data` says it, the connector does it, and both have to know which tokens a shrunken picture
+takes from which tile.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Shrunk(NamedTuple):
+    """Bilinear interpolation of a picture's features to fewer rows and columns, of which a tile
+    gives a share: where its neighbours also have one, the LLM's input is the sum."""
+
+    rows: tuple[int, int]
+    """Of all features of the picture, before and after."""
+    columns: tuple[int, int]
+    from_row: int
+    """The tile's first row among those before."""
+    from_column: int
+    to_rows: tuple[int, int]
+    """Rows after it to which the tile contributes."""
+    to_columns: tuple[int, int]
+
+
+class Kept(NamedTuple):
+    """A rectangle of a tile's rows and columns, row by row, and then embeddings that end lines of
+    the picture."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+    line_ends: int
+    shrunk: Shrunk | None = None
+    """What becomes of the rectangle; None: it stays as it is."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the connector's output."""
+        height, width = self.bottom - self.top, self.right - self.left
+        if self.shrunk is not None:
+            height = self.shrunk.to_rows[1] - self.shrunk.to_rows[0]
+            width = self.shrunk.to_columns[1] - self.shrunk.to_columns[0]
+        return height * width + self.line_ends
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> Kept:
+        """From nested lists, as JSON leaves it."""
+        top, bottom, left, right, line_ends, shrunk = values
+        if shrunk is not None:
+            shrunk = Shrunk._make(tuple(v) if isinstance(v, list) else v for v in shrunk)
+        return cls(top, bottom, left, right, line_ends, shrunk)
+
+
+@lru_cache(maxsize=256)
+def shrink_weights(before: int, after: int) -> Tensor:
+    """(after, before) float32: what each feature adds to each that is left of them."""
+    every = torch.eye(before)[None, None]
+    return functional.interpolate(every, [after, before], mode="bilinear")[0, 0]
