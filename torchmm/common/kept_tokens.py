@@ -44,11 +44,12 @@ class Kept(NamedTuple):
     @property
     def tokens(self) -> int:
         """Rows of the connector's output."""
-        height, width = self.bottom - self.top, self.right - self.left
+        rows = (self.top, self.bottom)
+        columns = (self.left, self.right)
         if self.shrunk is not None:
-            height = self.shrunk.to_rows[1] - self.shrunk.to_rows[0]
-            width = self.shrunk.to_columns[1] - self.shrunk.to_columns[0]
-        return height * width + self.line_ends
+            rows = self.shrunk.to_rows
+            columns = self.shrunk.to_columns
+        return (rows[1] - rows[0]) * (columns[1] - columns[0]) + self.line_ends
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Kept:

@@ -16,6 +16,7 @@ import torch
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, MicrobatchMeta
 from torchmm.common.generated import GeneratorInputs
+from torchmm.common.kept_tokens import Kept
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.multimodal import MultimodalModel
@@ -36,7 +37,8 @@ def encoder_inputs(
         step = 0 if spec.modality == "audio" else module.merge
         grids = [_grid(image, step) for image in images]
     nowhere = torch.empty(0, dtype=torch.int64, device=device)
-    return EncoderInputs(torch.randn(shape, device=device), grids, nowhere)
+    kept = [Kept(0, 0, 0, 0, image.tokens) for image in images] if spec.ends_lines else None
+    return EncoderInputs(torch.randn(shape, device=device), grids, nowhere, kept)
 
 
 def _grid(image: ImageMeta, step: int) -> tuple[int, int, int]:
@@ -88,8 +90,9 @@ def text_microbatch(
         at = start
         for name in model.encoders:
             for image in sample.images_read_by(name):
-                places.setdefault(name, []).extend(range(at, at + image.tokens))
-                at += image.tokens
+                end = min(at + image.tokens, start + sample.tokens)
+                places.setdefault(name, []).extend(range(at, end))
+                at = end
         targets_T[at : start + sample.tokens] = ids_T[at : start + sample.tokens]
     nothing = torch.empty(0)
     encoders = {name: EncoderInputs(nothing, [], torch.tensor(own)) for name, own in places.items()}

@@ -168,7 +168,8 @@ def pack_sizes(
 
 def text_tokens(meta: MicrobatchMeta) -> int:
     """Tokens that may be targets: no images, no padding."""
-    return meta.used_tokens - sum(i.tokens for s in meta.samples for i in s.images)
+    # Tiles may share tokens (`ImageMeta.tokens`).
+    return max(0, meta.used_tokens - sum(i.tokens for s in meta.samples for i in s.images))
 
 
 def _frames(image: ImageMeta, extra_tokens: int) -> list[int]:

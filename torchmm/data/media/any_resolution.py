@@ -66,7 +66,8 @@ class AnyResolution(Scheme):
 
     def _shrunk(self, box: Kept) -> tuple[int, int]:
         """Rows and columns that are left of a picture's."""
-        rows, columns = box.bottom - box.top, box.right - box.left
+        rows = box.bottom - box.top
+        columns = box.right - box.left
         if self.most_tiles:
             ratio = sqrt(rows * columns / (self.most_tiles * self.rows**2))
             if ratio > SHRINKS_ABOVE:
@@ -79,7 +80,7 @@ class AnyResolution(Scheme):
         """By tile: what is kept of it, and at which places among the tokens of all tiles."""
         down = _spans(box.top, box.bottom, rows, tall, self.rows)
         right = _spans(box.left, box.right, columns, wide, self.rows)
-        sizes = (box.bottom - box.top, rows), (box.right - box.left, columns)
+        sizes = [(box.bottom - box.top, rows), (box.right - box.left, columns)]
         kept, places = [], []
         for y in down:
             for x in right:
@@ -87,7 +88,7 @@ class AnyResolution(Scheme):
                 # A line ends in the tile that has the last column, once.
                 ends = np.arange(*y.own) * (columns + 1) + columns if x.last else np.arange(0)
                 shrunk = None
-                if sizes != ((rows, rows), (columns, columns)):
+                if sizes != [(rows, rows), (columns, columns)]:
                     shrunk = Shrunk(*sizes, y.start, x.start, y.to, x.to)
                 kept.append(Kept(y.first, y.end, x.first, x.end, len(ends), shrunk))
                 places.append(np.concatenate([(lines + np.arange(*x.to)).ravel(), ends]))
