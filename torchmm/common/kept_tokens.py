@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 
@@ -61,7 +61,10 @@ class Kept(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def shrink_weights(before: int, after: int) -> Tensor:
-    """(after, before) float32: what each feature adds to each that is left of them."""
-    every = torch.eye(before)[None, None]
-    return functional.interpolate(every, [after, before], mode="bilinear")[0, 0]
+def shrink_weights(before: int, after: int) -> np.ndarray:
+    """(after, before) float32: what each feature adds to each that is left of them.
+
+    An array, because a tensor made while validating could not be used in training later.
+    """
+    every = torch.eye(before, device="cpu")[None, None]
+    return functional.interpolate(every, [after, before], mode="bilinear")[0, 0].numpy()

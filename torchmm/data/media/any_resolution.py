@@ -89,7 +89,7 @@ class AnyResolution(Scheme):
                 ends = np.arange(*y.own) * (columns + 1) + columns if x.last else np.arange(0)
                 shrunk = None
                 if sizes != [(rows, rows), (columns, columns)]:
-                    shrunk = Shrunk(*sizes, y.start, x.start, y.to, x.to)
+                    shrunk = Shrunk(sizes[0], sizes[1], y.start, x.start, y.to, x.to)
                 kept.append(Kept(y.first, y.end, x.first, x.end, len(ends), shrunk))
                 places.append(np.concatenate([(lines + np.arange(*x.to)).ravel(), ends]))
         return kept, places
@@ -133,7 +133,7 @@ class _Span(NamedTuple):
 
 def _spans(low: int, high: int, after: int, tiles: int, side: int) -> list[_Span]:
     """Of all tiles along one axis, of which [low, high) is no padding and becomes `after`."""
-    weights = shrink_weights(high - low, after).numpy() if after else np.zeros((0, high - low))
+    weights = shrink_weights(high - low, after) if after else np.zeros((0, high - low))
     begins = np.argmax(weights != 0, axis=1) if weights.size else np.zeros(0, np.int64)
     spans = []
     for number in range(tiles):

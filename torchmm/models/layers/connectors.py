@@ -99,10 +99,9 @@ def _shrink(features_RCD: Tensor, shrunk: Shrunk) -> Tensor:
     down_YR = down_YR[:, shrunk.from_row : shrunk.from_row + height]
     right_XC = shrink_weights(*shrunk.columns)[slice(*shrunk.to_columns)]
     right_XC = right_XC[:, shrunk.from_column : shrunk.from_column + width]
-    # First the tile's own device and dtype: the weights are small and made on the CPU.
-    down_YR = down_YR.to(features_RCD)
-    right_XC = right_XC.to(features_RCD)
-    return torch.einsum("yr,xc,rcd->yxd", down_YR, right_XC, features_RCD)
+    down = torch.from_numpy(down_YR).to(features_RCD)
+    right = torch.from_numpy(right_XC).to(features_RCD)
+    return torch.einsum("yr,xc,rcd->yxd", down, right, features_RCD)
 
 
 def init_connector(module: nn.Module) -> bool:
