@@ -277,6 +277,8 @@ def _load_processor(
         name = family.processor_class
         kept = ("image_mean", "image_std", "do_convert_rgb", "rescale_factor", *fixed)
         settings = {key: value for key, value in settings.items() if key in kept}
+        if tiles is None and family.tiling is not None:
+            settings |= family.tiling.single
     settings.pop("processor_class", None)
     return name, settings, tiles
 

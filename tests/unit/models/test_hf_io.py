@@ -130,6 +130,43 @@ def test_a_composite_goes_through_unchanged(
     same_files(tmp_path / "ours", tmp_path / "theirs")
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("internvl", {"crop_to_patches": True, "max_patches": 5}),
+        ("smolvlm", {"do_image_splitting": True, "size": {"longest_edge": 32}}),
+        ("llava_onevision", {}),
+        ("internvl", {}),
+        ("idefics3", {}),
+    ],
+)
+def test_an_export_cuts_pictures_as_its_model_was_trained(
+    name: str, settings: dict, tmp_path: Path, tokenizer
+) -> None:
+    model = build(ModelConfig(config=COMPOSITES[name], processor=settings))
+    export_hf(model, tmp_path, tokenizer)
+    first = model.image_specs()["vision"]
+    again = load(ModelConfig(source=str(tmp_path))).image_specs()["vision"]
+    if first.tiles is None:
+        # InternVL's processor always cuts, but into no more than it is told.
+        assert again.tiles is None or again.tiles.processor["max_patches"] == 1
+    else:
+        assert again.tiles is not None
+        assert first.tiles.processor.items() <= again.tiles.processor.items()
+        assert again.tiles.most_tiles == first.tiles.most_tiles
+
+
+def test_old_names_of_a_newline_are_read(tmp_path: Path) -> None:
+    plain = save(AutoModelForImageTextToText, COMPOSITES["llava_next"], tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("image_newline"))
+    weights["image_newline"] = weights.pop(name)
+    save_file(weights, tmp_path / "model.safetensors")
+    model = load(ModelConfig(source=str(tmp_path)))
+    found = model.encoders["vision"].connector.image_newline
+    assert torch.equal(found, plain.model.image_newline)
+
+
 def test_old_names_of_llava_checkpoints_are_read(tmp_path: Path) -> None:
     plain = save(AutoModelForImageTextToText, COMPOSITES["llava"], tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

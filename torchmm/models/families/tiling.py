@@ -33,6 +33,9 @@ class Tiling:
     """Further settings that Hugging Face's processor overrides."""
     most_tiles: int = 0
     """See `TileSpec`."""
+    single: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the tower's own processor without tiles, by which exports are read again as what
+    they were trained as, by Hugging Face's processor too."""
 
     def spec(
         self,
@@ -49,7 +52,8 @@ class Tiling:
             key: the recipe's section, for messages.
             side_px: of the tower's images.
             tower: settings of its own image processor.
-            file: settings in the image processor's file; empty: there is none.
+            file: settings in the image processor's file; empty: there is none. One of another
+                image processor says nothing about tiles.
             recipe: settings in the recipe, which rule.
             whole: the file is of this very model, and not only of its tower. Otherwise, and without
                 a file, only the recipe turns tiles on.
@@ -57,11 +61,13 @@ class Tiling:
         Raises:
             ConfigError: tiles would not fit the tower.
         """
+        if not self._reads(file):
+            file = {}
         if not self._asked(file, recipe, whole):
             return None
         settings: dict[str, Any] = {"size": {"height": side_px, "width": side_px}}
         if self.switch is None:
-            settings = dict(tower)
+            settings = {n: v for n, v in tower.items() if v is not None}
         if self.sides_of_picture:
             settings = {"size": {"longest_edge": self.sides_of_picture * side_px}}
             settings[self.side] = {"longest_edge": side_px}
@@ -81,6 +87,11 @@ class Tiling:
             )
         return TileSpec(self.processor_class, settings, self.most_tiles)
 
+    def _reads(self, file: Mapping[str, Any]) -> bool:
+        written = str(file.get("image_processor_type", self.processor_class))
+        kind = written.removesuffix("Fast").removesuffix("Pil")
+        return kind == self.processor_class or {kind, self.processor_class} == _ALIKE
+
     def _asked(self, file: Mapping[str, Any], recipe: Mapping[str, Any], whole: bool) -> bool:
         if self.switch is None:
             return True
@@ -90,7 +101,10 @@ class Tiling:
         return bool(asked)
 
 
-INTERN_TILES = Tiling("GotOcr2ImageProcessor", switch="crop_to_patches", on=True)
+_ALIKE = {"Idefics3ImageProcessor", "SmolVLMImageProcessor"}
+INTERN_TILES = Tiling(
+    "GotOcr2ImageProcessor", switch="crop_to_patches", on=True, single={"max_patches": 1}
+)
 SPLIT_TILES = Tiling(
     "Idefics3ImageProcessor",
     switch="do_image_splitting",

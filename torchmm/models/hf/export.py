@@ -311,7 +311,8 @@ def _save_processor(
 
 
 def _image_processor(encoder: EncoderModule) -> Any:
-    spec = encoder.image_spec()
+    own = encoder.image_spec()
+    spec = own.tiles or own
     name = spec.processor_class.removesuffix("Fast").removesuffix("Pil")
     kind = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
     return kind(**spec.processor)
@@ -332,6 +333,8 @@ def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
         }
         if spec.shuffle > 1:
             encoders[module.name]["shuffle"] = spec.shuffle
+        if spec.tiles is not None:
+            encoders[module.name]["processor"] = spec.tiles.processor
     description: dict[str, Any] = {
         "llm": {"source": "llm"},
         "encoders": encoders,
