@@ -24,6 +24,12 @@ CAMPAIGNS = (
     "test_searched_equality.py::test_searched_plans_equal_the_single_process[pp4 and pp2 x fsdp2]",
     "test_train.py::test_layouts_give_the_single_process_curve[4]",
     "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[4]",
+    # Pictures at their real sizes.
+    *(
+        f"test_tiles.py::test_the_same_at_published_sizes[{source}-{family}]"
+        for source in ("tuxpaint_stamps", "gimp_help")
+        for family in ("internvl", "idefics3", "smolvlm", "gemma3", "llava_next", "llava_onevision")
+    ),
     # Faults on real processes, which wait for time limits.
     "test_data_workers.py::test_a_process_with_idle_workers_exits_at_once",
     "test_data_workers.py::test_a_process_with_stopped_workers_exits_too",
