@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import transformers
 from data_cases import png
 from PIL import Image
 from tile_cases import (
@@ -20,7 +21,7 @@ from tile_cases import (
 )
 
 from torchmm.common.errors import ConfigError
-from torchmm.data.media.images import decode_rgb
+from torchmm.data.media.images import decode_rgb, make_processor
 from torchmm.data.media.tile_schemes import joined
 from torchmm.data.media.tiles import Tile
 from torchmm.data.sources.corrupt import CorruptSampleError
@@ -250,6 +251,15 @@ def test_sequences_have_no_more_tiles_than_asked():
     for pack in packer.closed:
         pictures = [tiles for _, tiles in pack if tiles]
         assert sum(pictures) <= 6 or pictures == [9]
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    def needs_more(settings):
+        raise ImportError("SmolVLMImageProcessorPil requires\n torchvision.")
+
+    monkeypatch.setattr(transformers.SmolVLMImageProcessorPil, "from_dict", needs_more)
+    with pytest.raises(ConfigError, match=r"encoder 'eye': .*requires torchvision\. Install it"):
+        make_processor("eye", "SmolVLMImageProcessor", {})
 
 
 def test_texts_between_tiles_join():

@@ -303,7 +303,7 @@ def make_processor(encoder: str, processor_class: str, settings: Mapping[str, An
     """A Hugging Face image processor, Pillow backend.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is none of this name, or it needs a library that is missing.
     """
     name = processor_class.removesuffix("Fast").removesuffix("Pil") + "Pil"
     cls = getattr(transformers, name, None)
@@ -312,4 +312,11 @@ def make_processor(encoder: str, processor_class: str, settings: Mapping[str, An
             f"encoder {encoder!r}: transformers {transformers.__version__} has no image "
             f"processor {name!r} (asked for: {processor_class!r})"
         )
-    return cls.from_dict(dict(settings))
+    try:
+        return cls.from_dict(dict(settings))
+    except ImportError as error:  # transformers 5.17 wants torchvision for Idefics3's and SmolVLM's
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"encoder {encoder!r}: transformers {transformers.__version__}: {reason} Install it, "
+            "or transformers 5.18 or newer"
+        ) from error
