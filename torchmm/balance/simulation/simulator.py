@@ -230,8 +230,7 @@ def memory_changes(plan: PipelinePlan, costs: PlanCosts) -> list[Int64s]:
         return costs.kept_for_weights_bytes.get(task, costs.kept_bytes.get(task, 0))
 
     memory = MemoryModel(lambda task: costs.kept_bytes.get(task, 0), later_bytes)
-    kinds = {action.type for program in plan.actions for action in program}
-    book = RuleBook(plan.graph, plan.specs, plan.training, kinds, memory)
+    book = RuleBook(plan, memory)
     changes = []
     for rank, program in enumerate(plan.actions):
         rows = np.zeros((len(program), 2), np.int64)
