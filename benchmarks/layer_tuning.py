@@ -91,7 +91,7 @@ class Step:
                 microbatches=self.metas,
                 dtype=torch.bfloat16,
             ),
-            sharding="step" if self.forecaster.ranks.shard > 1 else "none",
+            sharding="step" if self.forecaster.run.llm.shard > 1 else "none",
         )
 
     @property
@@ -100,13 +100,7 @@ class Step:
 
     def model(self, modes: Sequence[Recompute] = ()) -> CostModel:
         """Costs with one mode for each module; everything kept where none is given."""
-        executions = module_executions(
-            self.recipe.parallel,
-            self.recipe.activation_checkpoint,
-            self.modules,
-            self.forecaster.ranks,
-            self.forecaster.units,
-        )
+        executions = module_executions(self.forecaster.run, self.modules)
         given = dict(zip([m.name for m in self.modules], modes, strict=False))
         changed = {
             name: replace(execution, recompute=given.get(name, "none"))

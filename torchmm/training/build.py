@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,12 +36,12 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder_meshes
 from torchmm.parallel.tensor.apply import tensor_problems
-from torchmm.parallel.unit_mesh import build_units
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.planning.executions import run_costs, run_executions, run_profile, run_tuning
+from torchmm.planning.executions import module_executions, run_costs, run_profile, run_tuning
+from torchmm.planning.forecast import first_step
 from torchmm.planning.reordering import arrangement
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.segments import leaves_segments_open, with_segments
@@ -86,13 +86,6 @@ class ModelCut(NamedTuple):
     parallel: ParallelConfig
     """With segments chosen where the recipe leaves them open."""
     layout: StageLayout
-
-
-class SampleShare(NamedTuple):
-    """Which samples a rank works on, as its mesh says it too."""
-
-    data_parallel_rank: int
-    data_parallel_size: int
 
 
 def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
@@ -142,7 +135,7 @@ def cut_model(
     """
     modules = list(model.modality_modules())
     descriptions = [module.describe() for module in modules]
-    executions = run_executions(run, descriptions)
+    executions = module_executions(run, descriptions)
     parallel = run.recipe.parallel
     if problems := [
         problem
@@ -237,7 +230,7 @@ def _recorder(
 def build_run_mesh(run: Resolved, device: torch.device) -> ParallelMesh:
     """The mesh of the run, or of this rank's module; collective."""
     if run.units:
-        return build_units(dict(run.units), device)
+        return build_units(run.units, device)
     return build_mesh(run.recipe.parallel, device)
 
 
@@ -245,7 +238,7 @@ def build_data(
     run: Resolved,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
-    mesh: ParallelMesh | SampleShare,
+    mesh: ParallelMesh,
     *,
     state: dict | None = None,
     validation: bool = False,
@@ -328,10 +321,10 @@ def _typical_microbatches(
     if not run.is_cut:
         return empty
     sources = recipe.data.sources or recipe.data.validation
-    data = recipe.data.model_copy(update={"workers": 0, "sources": sources})
-    first = replace(run, recipe=recipe.model_copy(update={"data": data}))
-    loader = build_data(first, model, tokenizer, SampleShare(0, run.shares))
-    return [meta for rank in loader.next_metas() or [] for meta in rank] or empty
+    data = recipe.data.model_copy(update={"sources": sources})
+    sampled = recipe.model_copy(update={"data": data})
+    shares = first_step(sampled, model, tokenizer, run.shares)
+    return [meta for share in shares for meta in share] or empty
 
 
 def _quiet_libraries() -> None:

@@ -45,16 +45,6 @@ class StepOutcome:
     span_ms: float
 
     @property
-    def text_loss(self) -> Tensor:
-        """The LLM's."""
-        return self.losses[LLM]
-
-    @property
-    def image_loss(self) -> Tensor:
-        """The generator's."""
-        return self.losses[GENERATOR]
-
-    @property
     def compute_ms(self) -> float:
         """Time in forwards and backwards."""
         return sum(self.module_ms.values())

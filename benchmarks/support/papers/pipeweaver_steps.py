@@ -103,13 +103,7 @@ class Setting:
         """Whether orders have to fit into memory."""
         self.typical = self.metas
         """Microbatches by whose sizes modules are cut."""
-        self._executions = module_executions(
-            self.recipe.parallel,
-            self.recipe.activation_checkpoint,
-            self.modules,
-            forecaster.ranks,
-            forecaster.units,
-        )
+        self._executions = module_executions(forecaster.run, self.modules)
         self.parallel: ParallelConfig = self.recipe.parallel
         if leaves_segments_open(self.parallel):
             own = CostModel(self.profile, self.recipe.training.dtype, self._executions)

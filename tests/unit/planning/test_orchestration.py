@@ -150,7 +150,7 @@ def test_placements_are_simulated_and_sorted(recipe, planned):
 
 def test_colocated_encoders_are_tried_in_all_pipelines(recipe):
     forecaster = Forecaster(recipe, 4, PROFILE)
-    ranks = forecaster.ranks.pipeline
+    ranks = forecaster.run.llm.pipeline
     found = list(_colocated(recipe, forecaster, 4, "sizes", "optimus"))
     pipelines = [c.recipe.parallel.sizes_given("vision")["pipeline"] for c in found]
     assert pipelines == [n for n in range(1, ranks + 1) if ranks % n == 0] and len(pipelines) > 1
