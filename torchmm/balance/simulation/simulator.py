@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.compiled import Int64s
+from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError, duration_problem
-from torchmm.balance.simulation.incremental import Checkpoint, IncrementalTimes
-from torchmm.balance.simulation.operator_graph import MemoryTimeline
+from torchmm.balance.simulation.graph_kernels import Times
+from torchmm.balance.simulation.incremental import IncrementalTimes
 from torchmm.balance.simulation.plan_graph import PlanGraph, TransferKey, build_plan_graph
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
@@ -34,6 +34,24 @@ from torchmm.pipelining.plan.graph import Task
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
 from torchmm.pipelining.schedules.fillers import filled
 from torchmm.pipelining.view.timeline import Bubble, Timeline, analyze_timeline
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Memory of one device over time.
+
+    Attributes:
+        times_ms: of each change, ascending.
+        used_bytes: from that change to the next. At equal times the order is that of execution.
+    """
+
+    times_ms: Float64s
+    used_bytes: Int64s
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is used at once."""
+        return int(self.used_bytes.max(initial=0))
 
 
 @dataclass(frozen=True)
@@ -117,7 +135,7 @@ def simulate(plan: PipelinePlan, costs: PlanCosts) -> SimulatedStep:
 class PlanCheckpoint(NamedTuple):
     """State of a `PlanSimulation`: times, and the costs that were changed."""
 
-    times: Checkpoint
+    times: Times
     compute_ms: dict[Action, float]
     transfer_ms: dict[TransferKey, float]
 
