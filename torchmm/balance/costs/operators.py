@@ -191,23 +191,6 @@ class Operators(NamedTuple):
             own.extend(more)
 
 
-class Quantities(NamedTuple):
-    """What operators do in all, on one rank, by task."""
-
-    flops: Array | float
-    memory_bytes: Array | float
-    network_bytes: Array | float
-    calls: Array | float
-
-    @classmethod
-    def of(cls, operators: Iterable[Operator]) -> Quantities:
-        """Sums over operators."""
-        rows = [(o.flops, o.memory_bytes, o.network_bytes, o.calls) for o in operators]
-        return (
-            cls(*(sum(column) for column in zip(*rows, strict=True))) if rows else cls(0, 0, 0, 0)
-        )
-
-
 class Times(NamedTuple):
     """Time of operators that follow each other, by task."""
 
