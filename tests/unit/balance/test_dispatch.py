@@ -249,13 +249,6 @@ def test_segments_and_groups_are_named_in_natural_order():
     assert dispatcher.order_of_groups([2, 0, 1]).tolist() == [4, 5, 0, 1, 2, 3]
 
 
-def test_a_step_of_forwards_only():
-    graph = pipeline(2, [1, 0])
-    done = Dispatcher(graph, even_costs(graph), training=False).dispatch()
-    assert {a.type for program in done.order for a in program} == {F}
-    assert done.makespan_ms == 1 + 2 + 2 + 2
-
-
 def test_evaluations_do_not_depend_on_those_before():
     graph, costs = random_dispatch(5)
     dispatcher = Dispatcher(graph, costs)

@@ -25,7 +25,6 @@ from torchmm.balance.bubbles.free_time import (
     Pieces,
     Spans,
     complement,
-    layer_pieces,
     spans_of,
 )
 from torchmm.balance.compiled import Int32s, Int64s, compiled
@@ -159,11 +158,11 @@ def llm_timeline(
     graph: StageGraph,
     order: ComputeOrder,
     costs: PlanCosts,
+    pieces: Pieces,
     *,
     sharding: Gathering = "none",
     reduction_hides: bool = False,
     defer: bool = True,
-    pieces: Pieces | None = None,
 ) -> LlmTimeline:
     """Times of an LLM's actions.
 
@@ -171,12 +170,12 @@ def llm_timeline(
         graph: of the step.
         order: by rank: of all stages but the encoders'.
         costs: of the graph. Transfers take their time, and never wait for each other.
+        pieces: what actions consist of.
         sharding: "step" if parameters are gathered before and gradients reduced after all
             computation; encoders' parameters come first, as their stages do.
         reduction_hides: whether reductions of the LLM overlap encoder computation (Optimus); if
             not, as in `lower_plan`, they come after all computation, encoders' included.
         defer: whether forwards run as late as no backward moves, or as early as possible.
-        pieces: what actions consist of; None: `layer_pieces` of the costs.
 
     Raises:
         SimulationError: the order cannot run, or a cost is missing or no duration.
@@ -208,7 +207,7 @@ def llm_timeline(
         gathered_ps,
         builder.reductions(reduction_hides) * (sharding == "step"),
         reduction_hides,
-        pieces or layer_pieces(graph, costs),
+        pieces,
         compiled,
         nodes,
     )

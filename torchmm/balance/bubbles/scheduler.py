@@ -73,7 +73,6 @@ def search_assignment(
     *,
     evaluations: int,
     enough: int = 0,
-    seed: int = 0,
 ) -> Int32s:
     """The cheapest assignment found.
 
@@ -94,7 +93,7 @@ def search_assignment(
     free = [task for task, places in enumerate(choices) if len(places) > 1]
     if not free:
         return best
-    rng = random.Random(seed)
+    rng = random.Random(0)
     costs = {best.tobytes(): least}
     current, height = best, least
     steps = evaluations * REPEATS

@@ -98,14 +98,13 @@ def segments_of(graph: StageGraph) -> tuple[list[Segment], dict[Task, int]]:
 
 
 def build_tables(
-    graph: StageGraph, costs: PlanCosts, units: Mapping[Task, int], training: bool
+    graph: StageGraph, costs: PlanCosts, units: Mapping[Task, int]
 ) -> tuple[list[Action], DispatchTables]:
     """Numbers the F and B of a step.
 
     Args:
         costs: of the graph; split backwards are not used.
         units: by task: its segment's number.
-        training: False for forwards only.
 
     Returns:
         The actions by number, and the arrays.
@@ -116,9 +115,9 @@ def build_tables(
     actions: list[Action] = []
     for task in graph.tasks():
         actions.append(Action(ActionType.F, *task))
-        if training and graph.needs_backward(task.stage, task.microbatch):
+        if graph.needs_backward(task.stage, task.microbatch):
             actions.append(Action(ActionType.B, *task))
-    travels = list(transfers(graph, training))
+    travels = list(transfers(graph))
     _check(graph, costs, actions, travels)
     number = {action: index for index, action in enumerate(actions)}
     tasks = [Task(*action[1:4]) for action in actions]
@@ -249,7 +248,6 @@ class Dispatcher:
     Args:
         graph: of the step, on any layout.
         costs: of the graph. An action takes at least one picosecond.
-        training: False for a step of forwards only.
 
     Attributes:
         segments: in natural order; priorities are given as a permutation of their indices.
@@ -260,11 +258,11 @@ class Dispatcher:
         SimulationError: a cost is missing, negative or no number; all such are listed.
     """
 
-    def __init__(self, graph: StageGraph, costs: PlanCosts, training: bool = True) -> None:
+    def __init__(self, graph: StageGraph, costs: PlanCosts) -> None:
         self.graph, self.costs = graph, costs
         segments, of_task = segments_of(graph)
         self.segments: tuple[Segment, ...] = tuple(segments)
-        self.actions, self.tables = build_tables(graph, costs, of_task, training)
+        self.actions, self.tables = build_tables(graph, costs, of_task)
         groups: dict[tuple[str, int], list[int]] = {}
         for index, segment in enumerate(segments):
             groups.setdefault(segment[:2], []).append(index)

@@ -113,8 +113,8 @@ def settle(times: Times, graph: Graph, dirty: Words) -> int:
         while dirty[index]:
             if timed > limit:
                 dirty[index:] = 0
-                for node in range(index << 6, nodes):
-                    _time(node, times, graph)
+                for rest in range(index << 6, nodes):
+                    _time(rest, times, graph)
                 return timed + nodes - (index << 6)
             bit = trailing_zeros(dirty[index])
             dirty[index] ^= np.uint64(1) << bit
