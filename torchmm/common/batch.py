@@ -144,7 +144,8 @@ class EncoderInputs:
         start = sum(patches[: images.start])
         stop = sum(patches[: images.stop])
         # An output token stands for the same number of patches in all images of an encoder.
-        tokens, total = len(self.positions_K), sum(patches)
+        tokens = len(self.positions_K)
+        total = sum(patches)
         at = slice(start, stop) if self.pixels.ndim == 2 else slice(images.start, images.stop)
         return EncoderInputs(
             self.pixels[at],

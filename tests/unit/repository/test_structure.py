@@ -34,13 +34,10 @@ NO_DISTRIBUTED = {"common", "recipe", "data", "models", "balance"}
 MEETS_SHARDS = {"torchmm/models/hf/export.py"}  # gathers sharded parameters into files
 PROGRAMS = {"torchmm/data/serve.py"}  # like train.py: they see everything, and nobody imports them
 SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only ever lower these
-    "torchmm/balance": 1,
-    "torchmm/balance/bubbles": 11,
-    "torchmm/balance/costs": 8,
-    "torchmm/balance/orchestration": 7,
-    "torchmm/balance/order_search": 5,
-    "torchmm/balance/recomputation": 5,
-    "torchmm/common": 3,
+    "torchmm/balance/costs": 6,
+    "torchmm/balance/order_search": 1,
+    "torchmm/balance/recomputation": 3,
+    "torchmm/common": 1,
     "torchmm/data": 4,
     "torchmm/data/media": 5,
     "torchmm/data/prepare": 2,

@@ -301,7 +301,8 @@ class BubbleFiller:
         count = len(self.keys)
         ranks = self._pipelines.rank
         room = self._room(granularity)
-        start, end = np.zeros(len(self._forward.duration_ps), np.int64), np.zeros(count, np.int64)
+        start = np.zeros(len(self._forward.duration_ps), np.int64)
+        end = np.zeros(count, np.int64)
         unbound = np.full(len(ranks), -ALWAYS_PS)
         mirrored = Pass(self._forward, self._pipelines, self._room(granularity, True), True, True)
         cursor = start_cursor(mirrored.room, unbound)

@@ -1,4 +1,4 @@
-"""What a step's plan costs, as data: the one thing a simulator needs beside the plan itself.
+"""What a step's plan costs, as data: the one thing a simulator needs besides the plan itself.
 
 Durations, bytes and FLOPs are kept by action, task, stage, message and rank of the plan, so that
 whoever simulates, searches or draws a plan knows nothing of devices or layers, and tests can write
@@ -43,7 +43,7 @@ def plan_costs(
         model: of the device all stages run on; its memory is the limit.
         targets: positions that count in the loss, by microbatch; None: all text.
         layerwise: whether FSDP2 gathers layer by layer, in every forward and backward, and reduces
-            in the last backward, not once per step; beside computing where devices queue work.
+            in the last backward, not once per step; while computing where devices queue work.
 
     Raises:
         ValueError: the graph has another number of microbatches, more sub-microbatches than there
@@ -55,7 +55,9 @@ def plan_costs(
         raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
     tasks = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
     caches: dict[str, BlockCache] = {name: {} for name in tasks}
-    collected, gather, reduce = _Collected(), {}, {}
+    collected = _Collected()
+    gather = {}
+    reduce = {}
     workspace = [0.0] * layout.rank_count
     static = [sum(map(_input_bytes, tasks.values()))] * layout.rank_count
     for stage in layout.stages:
@@ -63,7 +65,8 @@ def plan_costs(
         span = own.module, stage.start, stage.stop
         arrives_N = own.gradient_arrives_N(graph, stage.index)
         found = model.stage_costs(*span, own.sizes, arrives_N, own.useful, caches[stage.module])
-        gather[stage.index], reduce[stage.index] = model.gather_ms(*span), model.reduce_ms(*span)
+        gather[stage.index] = model.gather_ms(*span)
+        reduce[stage.index] = model.reduce_ms(*span)
         if layerwise:
             found = _sharded(found, graph, stage, own, model)
         collected.add(graph, stage, own, found, arrives_N)
@@ -90,7 +93,7 @@ def plan_costs(
 def slowest_update_ms(
     layout: StageLayout, modules: Sequence[ModuleDescription], model: CostModel
 ) -> float:
-    """The optimizer's time behind a plan, on the rank where it takes longest.
+    """The optimizer's time after a plan, on the rank where it takes longest.
 
     Args:
         modules: of the layout, whole.
@@ -174,7 +177,7 @@ def _keep_features(
     kept: dict[Task, int], graph: StageGraph, tasks: Mapping[str, ModuleTasks], element_bytes: int
 ) -> None:
     """Adds encoders' outputs to what the LLM's first stage keeps: they are leaves, and those of
-    several sub-microbatches are also kept behind each other."""
+    several sub-microbatches are also kept as one tensor."""
     stages = graph.layout.stages
     for source, destination in graph.layout.edges:
         module = tasks[stages[source].module].module

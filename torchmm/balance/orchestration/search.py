@@ -220,7 +220,8 @@ def compare_plans(plan: OrchestrationPlan, best: OrchestrationPlan) -> str:
 
 
 def _pace(plan: OrchestrationPlan, best: OrchestrationPlan) -> str:
-    slow, fast = plan.bottleneck, best.bottleneck
+    slow = plan.bottleneck
+    fast = best.bottleneck
     return (
         f" ({plan.microbatches - 1} x {slow.stage_s:.4g} s on {slow.name} against "
         f"{best.microbatches - 1} x {fast.stage_s:.4g} s on {fast.name})"

@@ -269,7 +269,8 @@ class Dispatcher:
         self.groups: tuple[tuple[int, ...], ...] = tuple(map(tuple, groups.values()))
         ranks = graph.layout.rank_count
         self._sequence = np.empty(len(self.actions), np.uint32)
-        self._peak_bytes, self._used_bytes = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+        self._peak_bytes = np.empty(ranks, np.int64)
+        self._used_bytes = np.empty(ranks, np.int64)
 
     @cached_property
     def natural_order(self) -> Uint32s:

@@ -5,7 +5,7 @@
 changes: a longer backward, fewer bytes kept, no backward in two halves, and the layer's own
 activations once more while its backward runs.
 
-Layers in front are the best to recompute: when their turn comes, those behind them have let go of
+The first layers are the best to recompute: when their turn comes, those after them have released
 theirs. So only a task that recomputes its last layers needs memory beyond what it kept.
 
 Where a device has memory of its own, a recomputed layer's input may wait in the host's ("offload").
@@ -14,7 +14,7 @@ received stays on the device all the same, as the runtime holds it: its first la
 
 Candidates of a stage, the ways to run its layers worth choosing from, are a multiple-choice
 knapsack: each layer takes one mode, times and bytes add up, and what is neither faster nor leaner
-than something else is dropped (the Pareto front). Equal layers are counted instead of told apart,
+than something else is dropped (the Pareto front). Equal layers are counted, not distinguished,
 so the front of a stage is exact and small. Of a long front, the fastest and the leanest stay, and
 of each of K - 2 equal ranges of bytes the fastest (PipeWeaver §6.3).
 
@@ -184,7 +184,7 @@ def _stage(
     distinct = list(dict.fromkeys(layers))
     arrives_N = own.gradient_arrives_N(graph, stage.index)
     if stage.start == 0 and module.kind == "generator" and module.connector_trainable:
-        arrives_N = np.ones_like(arrives_N)  # to the connector, in front of the layers
+        arrives_N = np.ones_like(arrives_N)  # to the connector, before the layers
     rows = []
     for layer in distinct:
         key = module.name, layer, arrives_N.tobytes()
@@ -344,7 +344,7 @@ MOST_CANDIDATES = 16
 MOST_PARTIAL = 256
 """Points of a front of some of the layers."""
 FROM_THE_FRONT = tuple(map(ALL_MODES.index, ("full", "offload", "selective", "none")))
-"""Which of equal layers have which mode. Those in front recompute more; the first one may be given
+"""Which of equal layers have which mode. The first ones recompute more; the first one may be given
 by the stage before, and then gains nothing from being offloaded."""
 
 

@@ -105,8 +105,8 @@ class TunedPlan:
         plan: with `recompute`.
         costs: of this plan.
         peak_bytes: by rank: no more than this is in use at any time.
-        extra_ms: what is recomputed takes so long, by rank.
-        bound_ms: what would fit takes at least so long, by rank.
+        extra_ms: how long what is recomputed takes, by rank.
+        bound_ms: the least that anything that fits takes, by rank.
         host_bytes: by rank: no more than this waits in the host's memory.
     """
 

@@ -62,7 +62,7 @@ class SimulatedStep:
         plan: that was simulated.
         costs: that it was simulated with.
         records: of all ranks, each in the order of its program, as `PipelineRuntime` gives them.
-            UNSHARD lasts as long as the gather, which runs beside computation.
+            UNSHARD lasts as long as the gather, which overlaps with computation.
         memory: by rank of the plan: used bytes over time.
     """
 
@@ -109,7 +109,7 @@ class SimulatedStep:
         return replace(timeline, busy_ms=tuple(busy_ms), bubbles=tuple(bubbles))
 
     def _filled_share(self) -> dict[Action, float]:
-        """By LLM action: the share of its communication beside which fillers compute."""
+        """By LLM action: the share of its communication during which fillers compute."""
         shares: dict[Action, float] = {}
         for llm, fillers in filled(self.plan) if self.costs.runs_beside else ():
             tensor_ms = sum(self.costs.tensor_ms.get(action, 0.0) for action in llm)
@@ -276,7 +276,7 @@ def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
 
 
 def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
-    """What is wrong with costs beside durations, which building the graph finds."""
+    """What is wrong with costs besides durations, which building the graph finds."""
     problems = []
     if costs.static_bytes and len(costs.static_bytes) != len(plan.actions):
         problems.append(
