@@ -34,7 +34,7 @@ NO_DISTRIBUTED = {"common", "recipe", "data", "models", "balance"}
 MEETS_SHARDS = {"torchmm/models/hf/export.py"}  # gathers sharded parameters into files
 PROGRAMS = {"torchmm/data/serve.py"}  # like train.py: they see everything, and nobody imports them
 SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only ever lower these
-    "torchmm/balance/costs": 6,
+    "torchmm/balance/costs": 4,
     "torchmm/balance/order_search": 1,
     "torchmm/balance/recomputation": 3,
     "torchmm/common": 1,

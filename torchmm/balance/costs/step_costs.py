@@ -111,14 +111,16 @@ def _sharded(
     costs: StageCosts, graph: StageGraph, stage: StageSpec, tasks: ModuleTasks, model: CostModel
 ) -> StageCosts:
     """A stage's costs with the communication of FSDP2 layer by layer in them."""
-    span = tasks.module, stage.start, stage.stop
     execution = model.execution(stage.module)
     if execution.shard * execution.replicate == 1:
         return costs
-    gather_ms = model.gather_ms(*span) if execution.shard > 1 else 0.0
+    gather_ms = 0.0
+    if execution.shard > 1:
+        gather_ms = model.gather_ms(tasks.module, stage.start, stage.stop)
     reduce_ms_N = np.zeros(len(tasks.keys))
     back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
-    reduce_ms_N[back[-1:]] = model.reduce_ms(*span)  # the step's last backward reduces
+    # The step's last backward reduces.
+    reduce_ms_N[back[-1:]] = model.reduce_ms(tasks.module, stage.start, stage.stop)
     hides = model.profile.device.asynchronous
     return costs.sharded(gather_ms, reduce_ms_N, stage.stop - stage.start + 1, hides)
 
