@@ -59,6 +59,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/balance/orchestration/baselines.py": "what the optimum is compared with",
     "torchmm/balance/orchestration/relaxed.py": "a closed form with its derivation",
     "torchmm/balance/order_search/order_times.py": "times orders that no dispatcher made",
+    "torchmm/balance/simulation/incremental.py": "times graphs of any operators, not only plans",
     "torchmm/data/fork_server.py": "imported by its name, in another process",
     "torchmm/data/media/medium.py": "the interface that images and sounds share",
     "torchmm/data/prepare/clip_files.py": "tests write clips with it, too",

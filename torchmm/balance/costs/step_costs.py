@@ -37,9 +37,8 @@ def plan_costs(
     """Costs of all actions that a step can consist of.
 
     Args:
-        graph: of the step.
+        graph, microbatches: of the step.
         modules: encoders, LLM and generator, whole.
-        microbatches: of the graph.
         model: of the device all stages run on; its memory is the limit.
         targets: positions that count in the loss, by microbatch; None: all text.
         layerwise: whether FSDP2 gathers layer by layer, in every forward and backward, and reduces
@@ -56,8 +55,6 @@ def plan_costs(
     tasks = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
     caches: dict[str, BlockCache] = {name: {} for name in tasks}
     collected = _Collected()
-    gather = {}
-    reduce = {}
     workspace = [0.0] * layout.rank_count
     static = [sum(map(_input_bytes, tasks.values()))] * layout.rank_count
     for stage in layout.stages:
@@ -65,8 +62,8 @@ def plan_costs(
         span = own.module, stage.start, stage.stop
         arrives_N = own.gradient_arrives_N(graph, stage.index)
         found = model.stage_costs(*span, own.sizes, arrives_N, own.useful, caches[stage.module])
-        gather[stage.index] = model.gather_ms(*span)
-        reduce[stage.index] = model.reduce_ms(*span)
+        collected.gather[stage.index] = model.gather_ms(*span)
+        collected.reduce[stage.index] = model.reduce_ms(*span)
         if layerwise:
             found = _sharded(found, graph, stage, own, model)
         collected.add(graph, stage, own, found, arrives_N)
@@ -77,8 +74,8 @@ def plan_costs(
     return PlanCosts(
         compute_ms=collected.compute_ms,
         tensor_ms=collected.tensor_ms,
-        gather_ms=gather,
-        reduce_ms=reduce,
+        gather_ms=collected.gather,
+        reduce_ms=collected.reduce,
         tied_ms=_tied(graph, tasks, model),
         transfer_ms=_transfers(graph, tasks, model),
         kept_bytes=collected.kept,
@@ -134,6 +131,9 @@ class _Collected:
     flops: dict[Action, float] = field(default_factory=dict)
     kept: dict[Task, int] = field(default_factory=dict)
     kept_for_weights: dict[Task, int] = field(default_factory=dict)
+    gather: dict[int, float] = field(default_factory=dict)
+    """By stage, as `reduce`."""
+    reduce: dict[int, float] = field(default_factory=dict)
 
     def add(
         self,
