@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from support.harness import Row, describe_machine, make_parser, report
 from support.integer_program import solve_exactly
+from support.memory_needs import memory_needs
 
 from torchmm.balance.costs.execution import Recompute
 from torchmm.balance.costs.model import CostModel
@@ -39,7 +40,6 @@ from torchmm.balance.recomputation.prices import solve_quickly
 from torchmm.balance.recomputation.tuning import (
     LayerTuning,
     RankProblem,
-    memory_needs,
     rank_problems,
     tune_layers,
 )

@@ -212,7 +212,7 @@ def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
     """
     profile = simulated_profile(recipe)
     found = plan_recipe(recipe, world_size, profile, alternatives=EXACT_ALTERNATIVES).found
-    plans = [found.best, *(other.plan for other in found.alternatives)]
+    plans = [found.best, *found.alternatives]
     for plan in plans:
         if plan.devices == world_size:
             own = planned_recipe(recipe, plan)
@@ -268,7 +268,7 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
     found = planned.found
     candidates = []
     model = build_model(recipe.model, recipe.freeze)
-    for plan in (found.best, *(other.plan for other in found.alternatives)):
+    for plan in (found.best, *found.alternatives):
         own = planned_recipe(recipe, plan)
         forecaster = Forecaster(own, plan.devices, profile, model)
         for stages in VIRTUAL_STAGES:

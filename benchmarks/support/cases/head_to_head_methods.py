@@ -239,7 +239,7 @@ def disttrain(recipe: Recipe, gpus: int, profile: Profile) -> tuple[Result | Non
             found = plan_recipe(lean, gpus, profile, alternatives=ALTERNATIVES).found
         except ConfigError:
             continue
-        plans += [found.best, *(other.plan for other in found.alternatives)]
+        plans += [found.best, *found.alternatives]
     first = [
         (made, plan)
         for plan in plans

@@ -204,7 +204,7 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
     yield names[1], timed(setting.lowered(graph, interleaved_1f1b(graph)), costs)
     dispatcher = Dispatcher(graph, costs)
     natural = dispatcher.dispatch()
-    if natural.feasible:
+    if not natural.blocked:
         yield names[2], timed(setting.lowered(graph, natural.order), costs)
     found = search(dispatcher, Budget(evaluations=evaluations), seed=SEED)
     if not found.fits:
@@ -239,6 +239,6 @@ def systems(setting: Setting, evaluations: int) -> dict[str, Timed]:
     segments = dispatcher.segments
     coarse = sorted(range(len(segments)), key=lambda i: place[segments[i].module])
     dispatched = dispatcher.dispatch(np.array(coarse, np.uint32))
-    if dispatched.feasible and len({own.module for own in segments}) > 1:
+    if not dispatched.blocked and len({own.module for own in segments}) > 1:
         found[COARSE] = timed(setting.lowered(graph, dispatched.order), dispatcher.costs)
     return found | {name: steps[row] for name, row in names.items() if row in steps}

@@ -13,6 +13,7 @@ import torch
 from pipeline_cases import Case
 from random_orders import random_order
 from support.integer_program import solve_exactly
+from support.memory_needs import memory_needs
 from test_plan_costs import Step
 
 from torchmm.balance.costs.execution import Execution
@@ -31,7 +32,6 @@ from torchmm.balance.recomputation.costs import (
 from torchmm.balance.recomputation.tuning import (
     LayerTuning,
     TunedPlan,
-    memory_needs,
     rank_problems,
     tune_layers,
 )

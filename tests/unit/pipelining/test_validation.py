@@ -9,7 +9,7 @@ from naive_execution import failure
 from naive_memory import naive_memory
 from random_orders import random_graph, random_order, random_specs
 
-from torchmm.common.errors import PlanError
+from torchmm.common.errors import LISTED, PlanError
 from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
@@ -388,11 +388,11 @@ def test_problems_become_one_error():
     with pytest.raises(PlanError) as caught:
         validate_plan(plan).raise_for_problems()
     error = caught.value
-    assert error.exit_code == 2 and len(error.problems) > error.listed
+    assert error.exit_code == 2 and len(error.problems) > LISTED
     lines = str(error).splitlines()
     assert lines[0] == f"{len(error.problems)} problems in the pipeline plan:"
-    assert len(lines) == error.listed + 2
-    assert lines[-1] == f"  ... and {len(error.problems) - error.listed} more"
+    assert len(lines) == LISTED + 2
+    assert lines[-1] == f"  ... and {len(error.problems) - LISTED} more"
     assert str(PlanError(["x"])) == "1 problem in the pipeline plan:\n  - x"
 
 
