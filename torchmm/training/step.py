@@ -45,6 +45,11 @@ class StepOutcome:
     span_ms: float
 
     @property
+    def loss_of_each(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The weighted sum, the text's and the drawn images' loss."""
+        return self.loss, self.losses[LLM], self.losses[GENERATOR]
+
+    @property
     def compute_ms(self) -> float:
         """Time in forwards and backwards."""
         return sum(self.module_ms.values())

@@ -18,7 +18,6 @@ from torch.profiler import record_function
 
 from torchmm.common.batch import StepBatch
 from torchmm.common.errors import DataError, Preempted
-from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.common.rng import restore_rng
 from torchmm.data.sources.corrupt import CorruptLimit
 from torchmm.models.hf.export import export_hf
@@ -245,8 +244,8 @@ class Trainer:
             NonFiniteError: one of them is no number on some rank; nothing was updated.
         """
         grad_norm = self._updates.grad_norm()
-        parts = (outcome.loss, outcome.losses[LLM], outcome.losses[GENERATOR])
-        loss, text, image = (part.item() / self.parts.mesh.own.sizes.tensor for part in parts)
+        alike = self.parts.mesh.own.sizes.tensor  # ranks that have the same losses
+        loss, text, image = (value.item() / alike for value in outcome.loss_of_each)
         rows = gather_floats([loss, grad_norm, text, image])
         check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
         loss, _, text, image = (sum(column) for column in zip(*rows, strict=True))
