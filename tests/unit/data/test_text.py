@@ -9,11 +9,12 @@ from data_cases import CLIP, png
 from transformers import AutoConfig, AutoModelForImageTextToText, LlavaProcessor
 
 from torchmm.common.batch import IGNORE_TARGET
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.messages import conversation_of
+from torchmm.data.layouts.sample import ImageSegment, Sample, SampleOptions, TextSegment
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
 from torchmm.data.media.text import TextEncoder, VisionBlock, mrope_positions
-from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.data.sources.records import ImageSegment, Sample, TextSegment
 
 IMAGE = ImageSegment(data=b"")
 
@@ -107,7 +108,8 @@ def test_truncated_text_has_no_end_token(encoder, text_spec):
 
 
 def chat(tokenizer, messages, images=()):
-    return ChatTemplate(tokenizer)(messages, list(images))
+    conversation = conversation_of(messages, {"image": images})
+    return ChatTemplate(tokenizer)(conversation, SampleOptions())
 
 
 def turn(role, content):
@@ -175,7 +177,7 @@ def test_tokenizer_without_template_gets_a_plain_one(tokenizer):
         ([turn("robot", "x")], 0, "no role"),
         (["x"], 0, "no role"),
         ([turn("user", 3)], 0, "not text or a list"),
-        ([turn("user", [{"type": "model"}])], 0, "none of text, image, audio, video"),
+        ([turn("user", [{"type": "model"}])], 0, "none of text, image, video, audio"),
         ([turn("user", [{"type": "image"}])], 0, "more image parts"),
         ([turn("user", "x")], 1, "images more than image parts"),
     ],

@@ -12,23 +12,22 @@ rendering the first k messages for every k (templates that drop earlier thoughts
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.data.media.chat_keys import check_part, check_turn
-from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.data.sources.records import (
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.conversation import Conversation
+from torchmm.data.layouts.sample import (
     AudioSegment,
     ImageSegment,
     Sample,
+    SampleOptions,
     TextSegment,
     VideoSegment,
 )
 
-ROLES = ("system", "user", "assistant", "tool")
 FALLBACK_TEMPLATE = (
     "{{ bos_token or '' }}{% for m in messages %}"
     "{{ m.role }}: {{ m.content }}"
@@ -58,40 +57,21 @@ class ChatTemplate:
             reverse=True,
         )
 
-    def __call__(
-        self,
-        messages: list[Any],
-        images: Sequence[ImageSegment],
-        audios: Sequence[AudioSegment] = (),
-        videos: Sequence[VideoSegment] = (),
-    ) -> Sample:
+    def __call__(self, conversation: Conversation, options: SampleOptions) -> Sample:
         """Segments of a conversation.
 
-        Args:
-            messages: {"role", "content"}; content is a string or a list of parts
-                {"type": "text", "text": ...}, {"type": "image"}, {"type": "audio"} and
-                {"type": "video"}.
-            images, audios, videos: one per part of their kind, in order.
-
         Raises:
-            CorruptSampleError: malformed messages, an empty answer, keys that would be lost (see
-                `torchmm.data.media.chat_keys`), or other numbers of images and image parts.
+            CorruptSampleError: the template refuses it, or leaves something out.
         """
-        remaining: dict[str, list[Any]] = {
-            "image": list(images),
-            "audio": list(audios),
-            "video": list(videos),
-        }
         parts: list[Part] = []
         marked: list[tuple[str, list[str]]] = []
-        for message in messages:
-            role, content = _role_and_content(message)
+        for turn in conversation.turns:
             first = len(parts)
-            parts.extend(_parts(content, role, remaining))
-            marked.append((role, [f"\ue000{i}\ue001" for i in range(first, len(parts))]))
-        for kind, rest in remaining.items():
-            if rest:
-                raise CorruptSampleError(f"{len(rest)} {kind}s more than {kind} parts in messages")
+            parts.extend(
+                TextSegment(part, loss=turn.role == "assistant") if isinstance(part, str) else part
+                for part in turn.parts
+            )
+            marked.append((turn.role, [f"\ue000{i}\ue001" for i in range(first, len(parts))]))
         return Sample(tuple(self._split(self._render(marked), parts)), False, False)
 
     def _render(self, marked: list[tuple[str, list[str]]]) -> str:
@@ -133,53 +113,3 @@ class ChatTemplate:
                 if scaffold:
                     segments.append(TextSegment(scaffold, loss, scaffold=True))
         return segments
-
-
-def _role_and_content(message: Any) -> tuple[str, Any]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise CorruptSampleError(f"message {str(message)[:80]} has no role of {ROLES}")
-    check_turn(message)
-    role = message["role"]
-    content = message.get("content")
-    # An empty answer would teach the model to end its turn at once. It is the mark of a record
-    # that has lost something (a tool call, a refusal), never of one worth learning. Empty
-    # instructions and questions do no harm: they are only read.
-    if role == "assistant" and _says_nothing(content):
-        raise CorruptSampleError("assistant message has no content; leave such conversations out")
-    return role, content
-
-
-def _says_nothing(content: Any) -> bool:
-    if isinstance(content, list):
-        return all(
-            isinstance(part, dict)
-            and part.get("type") == "text"
-            and _says_nothing(part.get("text"))
-            for part in content
-        )
-    return content is None or (isinstance(content, str) and not content.strip())
-
-
-def _parts(content: Any, role: str, remaining: dict[str, list[Any]]) -> list[Part]:
-    """Content parts of one message; takes its files from the front of `remaining`."""
-    loss = role == "assistant"
-    if isinstance(content, str):
-        return [TextSegment(content, loss)]
-    if not isinstance(content, list):
-        raise CorruptSampleError(f"content is {type(content).__name__}, not text or a list")
-    parts: list[Part] = []
-    for item in content:
-        kind = item.get("type") if isinstance(item, dict) else None
-        if kind == "text" or kind in remaining:
-            check_part(item, role)
-        if kind == "text" and isinstance(item.get("text"), str):
-            parts.append(TextSegment(item["text"], loss))
-        elif kind in remaining:
-            if not remaining[kind]:
-                raise CorruptSampleError(f"more {kind} parts in messages than {kind}s")
-            parts.append(remaining[kind].pop(0))
-        else:
-            raise CorruptSampleError(
-                f"content part {str(item)[:80]} is none of text, {', '.join(remaining)}"
-            )
-    return parts

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.corrupt import CorruptSampleError
 
 RECORD_KEYS = ("tools", "functions")
 """Columns besides `messages` that a chat template would write into the conversation."""
