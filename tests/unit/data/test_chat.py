@@ -381,6 +381,11 @@ def test_another_name_than_that_of_the_call_is_missed(render):
         render("qwen3", messages)
 
 
+def test_a_chat_without_messages_is_corrupt(render):
+    with pytest.raises(CorruptSampleError, match="refuses the messages"):
+        render("chatml", [])
+
+
 def test_roles_of_openai_have_other_names(render):
     messages = [{"role": "developer", "content": "be"}, ask("two"), say("red")]
     assert text_of(render("chatml", messages)).startswith("<|im_start|>system\nbe<|im_end|>")
