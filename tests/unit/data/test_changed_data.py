@@ -130,7 +130,9 @@ def test_chats_that_count_otherwise_are_refused_by_name(site, streaming):
     site.write()
     state = take(site.loader(streaming=streaming), 2)[-1].state
     change = {"train_on": "last"}
-    with pytest.raises(CheckpointError, match='train_on of source .shown. "?assistant"? -> "?last'):
+    with pytest.raises(
+        CheckpointError, match=r'train_on of source .shown. "?assistant"? -> "?last'
+    ):
         site.loader(state, streaming=streaming, first=change)
 
 
