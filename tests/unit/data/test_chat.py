@@ -67,7 +67,7 @@ def render(tokenizers):
         if template not in tokenizers:
             tokenizers[template] = with_template(tokenizers["chatml"], template)
         used = tokenizers[template]
-        conversation = conversation_of(messages, {"image": files}, tools_of({"tools": tools}))
+        conversation = conversation_of(messages, {"image": files}, tools=tools_of({"tools": tools}))
         return ChatTemplate(used)(conversation, SampleOptions(train_on=train_on))
 
     return made

@@ -35,7 +35,8 @@ def read_chat(record: Record) -> Conversation:
         kind: [file_segment(kind, v, record.root) for v in list_of(record.columns, f"{kind}s")]
         for kind in FILE_KINDS
     }
-    return conversation_of(list_of(record.columns, "messages"), files, tools_of(record.columns))
+    messages = list_of(record.columns, "messages")
+    return conversation_of(messages, files, tools=tools_of(record.columns))
 
 
 def conversation_of(
