@@ -82,7 +82,8 @@ def test_chats_get_their_tools(column, tools):
         assert conversation.tools == ({"type": "function", "function": {"name": "f"}},)
         return Sample(())
 
-    parse_record(Record({"messages": [], column: tools}), render)
+    messages = [{"role": "user", "content": "a"}]
+    parse_record(Record({"messages": messages, column: tools}), render)
 
 
 @pytest.mark.parametrize("tools", [None, [], "[]", "", [None], {"name": None}])
