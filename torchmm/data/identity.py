@@ -27,12 +27,12 @@ from torchmm.data.sources.reader import MeasuredSample, SampleReader
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
-VERSION = 1
+VERSION = 2
 """Increased when digests are made differently; those of other versions are not compared."""
 ENDS_BYTES = 1 << 16
 ENDS_FILES = 16
 """Number of a stream's files of which both ends are read."""
-_CAUSES = ("prompt", "generate", "split")
+_CAUSES = ("prompt", "generate", "split", "train_on")
 
 
 class SamplesDigest:

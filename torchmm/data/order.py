@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from torchmm.common.batch import SampleMeta
+from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.length_index import LengthIndex
-from torchmm.data.sources.records import Record
 
 
 class Item(NamedTuple):

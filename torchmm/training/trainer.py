@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from torchmm.common.batch import StepBatch
 from torchmm.common.errors import DataError, Preempted
 from torchmm.common.rng import restore_rng
-from torchmm.data.sources.corrupt import CorruptLimit
+from torchmm.data.corrupt import CorruptLimit
 from torchmm.models.hf.export import export_hf
 from torchmm.parallel.health import Health, check_finite, gather_floats
 from torchmm.training.build import RunParts

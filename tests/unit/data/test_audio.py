@@ -14,10 +14,10 @@ from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 from torchmm.common.batch import ImageSpec
 from torchmm.common.errors import ConfigError
+from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.loader import build_loader
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.medium import ImageMedia, open_media
-from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.recipe.data_section import SourceConfig
 
 SPEECH = ImageSpec(

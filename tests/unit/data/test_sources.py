@@ -9,9 +9,10 @@ import pytest
 from data_cases import caption, caption_rows, png, write_jsonl, write_parquet
 
 from torchmm.common.errors import DataError
-from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.recognise import parse_record
+from torchmm.data.layouts.sample import ImageSegment
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files, unique_names
-from torchmm.data.sources.records import ImageSegment, parse_record
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import SourceConfig
 
@@ -67,7 +68,7 @@ WRITERS = {
 
 
 def contents(record):
-    segments = parse_record(record, "", None).segments
+    segments = parse_record(record, None).segments
     return [s.read() if isinstance(s, ImageSegment) else s.text for s in segments]
 
 

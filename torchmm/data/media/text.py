@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import IGNORE_TARGET, TextSpec
 from torchmm.common.errors import ConfigError
-from torchmm.data.sources.records import GeneratedSegment, Sample, TextSegment, VideoSegment
+from torchmm.data.layouts.sample import GeneratedSegment, Sample, TextSegment, VideoSegment
 
 
 @dataclass(frozen=True)

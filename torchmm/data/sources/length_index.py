@@ -26,13 +26,13 @@ from torchmm.common.batch import ImageMeta, SampleMeta
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.files import check_writable, replace_atomically
 from torchmm.common.generated import GeneratedMeta
+from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.identity import SamplesDigest
-from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.local_and_hub import MapSource
 from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
@@ -89,6 +89,7 @@ def cache_key(
         "source": source.fingerprint,
         "prompt": config.prompt,
         "generate": config.generate,
+        "train_on": config.train_on,
         "generated": dataclasses.asdict(reader.targets.spec) if reader.targets else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
         "video": data.video.model_dump(),
@@ -100,15 +101,12 @@ def cache_key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def load_or_build(
-    name: str, source: MapSource, prompt: str, reader: SampleReader, path: Path
-) -> LengthIndex:
+def load_or_build(name: str, source: MapSource, reader: SampleReader, path: Path) -> LengthIndex:
     """The cached index, or a new one that is then cached.
 
     Args:
         name: the source's name, for messages.
         source: its records.
-        prompt: the source's caption prompt.
         reader: measures records.
         path: cache file.
 
@@ -121,7 +119,7 @@ def load_or_build(
         with _naming_the_cache(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             check_writable(path.parent)  # measuring may take hours, in vain
-        index = _build(name, source, prompt, reader)
+        index = _build(name, source, reader)
         with _naming_the_cache(path.parent):
             _save(index, path)
     if not index.tokens_N.any():
@@ -133,7 +131,7 @@ def load_or_build(
     return index
 
 
-def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> LengthIndex:
+def _build(name: str, source: MapSource, reader: SampleReader) -> LengthIndex:
     tokens: list[int] = []
     offsets = [0]
     images: list[tuple[int, ...]] = []
@@ -144,7 +142,7 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
     last = time.monotonic()
     for i in range(len(source)):
         try:
-            sample = reader.read(source.read(i), prompt)
+            sample = reader.read(source.read(i))
         except CorruptSampleError as error:
             tokens.append(0)
             corrupt[i] = str(error)

@@ -24,9 +24,9 @@ import datasets
 import numpy as np
 
 from torchmm.common.errors import DataError
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.data.sources.archives import check_tars
-from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.data.sources.records import Record
 from torchmm.recipe.data_section import SourceConfig
 
 SUFFIXES = {
@@ -91,12 +91,12 @@ class JsonLinesSource:
             return parse_json_line(stream.readline(), self._files[file])
 
 
-class GeneratingSource:
-    """A source with a column of images or clips to be drawn."""
+class SourceAsConfigured:
+    """A source whose records know what the recipe says about them."""
 
-    def __init__(self, source: MapSource, column: str) -> None:
+    def __init__(self, source: MapSource, options: SampleOptions) -> None:
         self._source = source
-        self._column = column
+        self._options = options
         self.fingerprint = source.fingerprint
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class GeneratingSource:
 
     def read(self, index: int) -> Record:
         """Record `index`."""
-        return replace(self._source.read(index), generate=self._column)
+        return replace(self._source.read(index), options=self._options)
 
 
 def parse_json_line(line: bytes, path: Path) -> Record:
@@ -128,8 +128,7 @@ def open_map_source(config: SourceConfig) -> MapSource:
     Raises:
         DataError: nothing readable there.
     """
-    source = _open_map_source(config)
-    return source if config.generate is None else GeneratingSource(source, config.generate)
+    return SourceAsConfigured(_open_map_source(config), SampleOptions.of(config))
 
 
 def _open_map_source(config: SourceConfig) -> MapSource:

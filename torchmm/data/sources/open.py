@@ -122,8 +122,7 @@ def open_samples(
     contents = [(source.name, source.config, source.content) for source in sources]
     whole = identity(data, training, reader, settings, contents)
     records = [s.records for s in sources]
-    prompts = [s.config.prompt for s in sources]
-    return Samples(sources, StepDecoder(reader, records, prompts, length), seed, whole)
+    return Samples(sources, StepDecoder(reader, records, length), seed, whole)
 
 
 def _open_sources(
@@ -146,14 +145,14 @@ def _open_sources(
         options = FeedOptions(number, name, seed, shuffle, one_epoch=validation)
         if config.streaming:
             stream = open_stream(name, config)
-            make = partial(StreamFeed, options, stream, config.prompt, reader, data.shuffle_window)
+            make = partial(StreamFeed, options, stream, reader, data.shuffle_window)
             content = stream_content(config, resolve_files(config)[1], settings)
             opened.append(OpenSource(name, config, None, make, "", content))
             continue
         records = open_map_source(config)
         key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
         path = Path(data.index_cache) / f"{key}.npz"
-        index = load_or_build(name, records, config.prompt, reader, path)
+        index = load_or_build(name, records, reader, path)
         make_feed = partial(IndexFeed, options, index, reader.encoders)
         opened.append(OpenSource(name, config, records, make_feed, key, index.content))
     return opened

@@ -16,13 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import ImageMeta, ImageSpec, SampleMeta, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta
-from torchmm.data.media.chat import ChatTemplate
-from torchmm.data.media.generated_images import TargetPreprocessor
-from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
-from torchmm.data.media.text import EncodedSample, TextEncoder
-from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
-from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.data.sources.records import (
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.recognise import parse_record
+from torchmm.data.layouts.sample import (
     FileSegment,
     GeneratedSegment,
     ImageSegment,
@@ -33,9 +29,13 @@ from torchmm.data.sources.records import (
     VideoSegment,
     assign_encoders,
     limit_images,
-    parse_record,
     without_generated,
 )
+from torchmm.data.media.chat import ChatTemplate
+from torchmm.data.media.generated_images import TargetPreprocessor
+from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
+from torchmm.data.media.text import EncodedSample, TextEncoder
+from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
 from torchmm.recipe.data_section import DataConfig
 
 
@@ -99,14 +99,14 @@ class SampleReader:
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
         self._chat = ChatTemplate(tokenizer)
 
-    def read(self, record: Record, prompt: str) -> MeasuredSample:
+    def read(self, record: Record) -> MeasuredSample:
         """Parse, check headers of files, tokenise, truncate.
 
         Raises:
             ConfigError: it has clips, and no library reads them.
             CorruptSampleError: the sample cannot be used, with the reason.
         """
-        sample = limit_images(parse_record(record, prompt, self._chat), self._max_images)
+        sample = limit_images(parse_record(record, self._chat), self._max_images)
         sample = assign_encoders(sample, self._readers)
         if self.targets is None:
             sample = without_generated(sample)

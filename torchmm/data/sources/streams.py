@@ -23,11 +23,11 @@ import datasets
 import pyarrow as pa
 
 from torchmm.common.errors import DataError
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.data.order import FeedOptions, Item, Skip, permutation
-from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.local_and_hub import load, parse_json_line, resolve_files, source_root
 from torchmm.data.sources.reader import SampleReader
-from torchmm.data.sources.records import Record
 from torchmm.recipe.data_section import SourceConfig
 
 _UNREADABLE = (
@@ -113,12 +113,12 @@ class JsonLinesStream:
         return None
 
 
-class GeneratingStream:
-    """A stream with a column of images or clips to be drawn."""
+class StreamAsConfigured:
+    """A stream whose records know what the recipe says about them."""
 
-    def __init__(self, stream: RecordStream, column: str) -> None:
+    def __init__(self, stream: RecordStream, options: SampleOptions) -> None:
         self._stream = stream
-        self._column = column
+        self._options = options
 
     def restart(self, position: Any) -> None:
         """Continue at a position of the stream."""
@@ -131,7 +131,7 @@ class GeneratingStream:
     def next(self) -> Record | CorruptSampleError | None:
         """The next record."""
         record = self._stream.next()
-        return replace(record, generate=self._column) if isinstance(record, Record) else record
+        return replace(record, options=self._options) if isinstance(record, Record) else record
 
 
 def open_stream(name: str, config: SourceConfig) -> RecordStream:
@@ -147,7 +147,7 @@ def open_stream(name: str, config: SourceConfig) -> RecordStream:
     else:
         dataset = load(config, kind, files, streaming=True)
         stream = ArrowStream(name, dataset, source_root(config, files))
-    return stream if config.generate is None else GeneratingStream(stream, config.generate)
+    return StreamAsConfigured(stream, SampleOptions.of(config))
 
 
 class _Window(NamedTuple):
@@ -164,24 +164,17 @@ class StreamFeed:
     Args:
         options: name, seed and kind of order.
         stream: reads the records.
-        prompt: caption prompt of the source.
         reader: measures records.
         window: records shuffled together.
     """
 
     def __init__(
-        self,
-        options: FeedOptions,
-        stream: RecordStream,
-        prompt: str,
-        reader: SampleReader,
-        window: int,
+        self, options: FeedOptions, stream: RecordStream, reader: SampleReader, window: int
     ) -> None:
         self.options = options
         self.draws = 0
         self.size: int | None = None
         self._stream = stream
-        self._prompt = prompt
         self._reader = reader
         self._window_size = window
         self.epoch = 0
@@ -269,7 +262,7 @@ class StreamFeed:
         try:
             if isinstance(record, CorruptSampleError):
                 raise record
-            sample = self._reader.read(record, self._prompt)
+            sample = self._reader.read(record)
         except CorruptSampleError as error:
             return Skip(f"{name}[{index}]: {error}")
         meta = self._reader.meta(name, index, sample)
