@@ -7,6 +7,9 @@ ranks) and a limit on consecutive failures (a source that is 30 % broken passes 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torchmm.common.errors import DataError
 
 MIN_SAMPLES_FOR_FRACTION = 100
@@ -15,6 +18,21 @@ MIN_SAMPLES_FOR_FRACTION = 100
 
 class CorruptSampleError(ValueError):
     """One sample cannot be used; the message is the reason, without the sample's name."""
+
+
+@contextmanager
+def naming_place(where: str) -> Iterator[None]:
+    """Puts a file and line before the reason why a sample is corrupt, unless it names them.
+
+    Raises:
+        CorruptSampleError: raised in the block.
+    """
+    try:
+        yield
+    except CorruptSampleError as error:
+        if not where or str(error).startswith(where):
+            raise
+        raise CorruptSampleError(f"{where}: {error}") from error
 
 
 class CorruptLimit:

@@ -14,8 +14,7 @@ import json
 import logging
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,16 +22,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, __version__
 
 from torchmm.common.batch import ImageMeta, SampleMeta
-from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.errors import DataError
 from torchmm.common.files import check_writable, replace_atomically
 from torchmm.common.generated import GeneratedMeta
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.identity import SamplesDigest
+from torchmm.data.identity import SamplesDigest, causes_of
 from torchmm.data.sources.local_and_hub import MapSource
+from torchmm.data.sources.packed import naming_the_cache
 from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
@@ -87,8 +87,7 @@ def cache_key(
         "format": FORMAT_VERSION,
         "transformers": __version__,
         "source": source.fingerprint,
-        "prompt": config.prompt,
-        "generate": config.generate,
+        "config": causes_of(config),
         "generated": dataclasses.asdict(reader.targets.spec) if reader.targets else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
         "video": data.video.model_dump(),
@@ -115,11 +114,11 @@ def load_or_build(name: str, source: MapSource, reader: SampleReader, path: Path
     """
     index = _load(path)
     if index is None:
-        with _naming_the_cache(path.parent):
+        with naming_the_cache(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             check_writable(path.parent)  # measuring may take hours, in vain
         index = _build(name, source, reader)
-        with _naming_the_cache(path.parent):
+        with naming_the_cache(path.parent):
             _save(index, path)
     if not index.tokens_N.any():
         first = [f"{name}[{i}]: {reason}" for i, reason in list(index.corrupt.items())[:3]]
@@ -165,17 +164,6 @@ def _build(name: str, source: MapSource, reader: SampleReader) -> LengthIndex:
         corrupt,
         digest.hexdigest(),
     )
-
-
-@contextmanager
-def _naming_the_cache(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"data.index_cache = {str(directory)!r}: cannot write {error.filename or directory}: "
-            f"{error.strerror}; name a directory that can be written and has room"
-        ) from error
 
 
 def _row(image: ImageMeta, encoders: Sequence[str]) -> tuple[int, ...]:

@@ -23,16 +23,16 @@ from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.media.generated_images import TargetPreprocessor
 from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture
+from torchmm.data.sources.configured import SourceAsConfigured, StreamAsConfigured
 from torchmm.data.sources.length_index import cache_key, load_or_build
 from torchmm.data.sources.local_and_hub import (
     MapSource,
     open_map_source,
     resolve_files,
-    unique_names,
 )
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import StreamFeed, open_stream
-from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.data_section import DataConfig, SourceConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 
 VALIDATION_SEED = 0
@@ -144,12 +144,12 @@ def _open_sources(
         seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
         options = FeedOptions(number, name, seed, shuffle, one_epoch=validation)
         if config.streaming:
-            stream = open_stream(name, config)
+            stream = StreamAsConfigured(open_stream(name, config, data.index_cache), config)
             make = partial(StreamFeed, options, stream, reader, data.shuffle_window)
             content = stream_content(config, resolve_files(config)[1], settings)
             opened.append(OpenSource(name, config, None, make, "", content))
             continue
-        records = open_map_source(config)
+        records = SourceAsConfigured(open_map_source(config, data.index_cache), config)
         key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
         path = Path(data.index_cache) / f"{key}.npz"
         index = load_or_build(name, records, reader, path)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tarfile import TarError
 from typing import Any, NamedTuple, Protocol
@@ -24,10 +23,21 @@ import pyarrow as pa
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.sample import Record, SampleOptions
+from torchmm.data.layouts.sample import Record
 from torchmm.data.order import FeedOptions, Item, Skip, permutation
-from torchmm.data.sources.local_and_hub import load, parse_json_line, resolve_files, source_root
+from torchmm.data.sources.local_and_hub import (
+    INDEX_CACHE,
+    TEXT_FILES,
+    MapSource,
+    load,
+    open_file_source,
+    resolve_files,
+    sample_key,
+    source_root,
+)
+from torchmm.data.sources.packed import unpacked
 from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.text_files import MAX_RECORD_BYTES, is_array, parse_object, too_long
 from torchmm.recipe.data_section import SourceConfig
 
 _UNREADABLE = (
@@ -77,77 +87,105 @@ class ArrowStream:
             table = next(self._iterator, None)
         except _UNREADABLE as error:
             raise DataError(f"source {self._name!r} cannot be read further: {error}") from error
-        return None if table is None else Record(table.to_pylist()[0], self._root)
+        if table is None:
+            return None
+        columns = table.to_pylist()[0]
+        return Record(columns, self._root, where=sample_key(columns))
 
 
 class JsonLinesStream:
-    """Records of JSON-lines files."""
+    """Records of JSON-lines files, which are never read twice."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = list(files)
         self._file, self._offset = 0, 0
+        self._line: int | None = 1
 
     def restart(self, position: Any) -> None:
-        """Continue at [file, byte offset]."""
-        self._file, self._offset = position or (0, 0)
+        """Continue at [file, byte offset, line]."""
+        self._file, self._offset, *line = position or (0, 0, 1)
+        self._line = line[0] if line else None  # missing in old checkpoints
 
     def position(self) -> Any:
-        """[file, byte offset] of the next line."""
-        return [self._file, self._offset]
+        """[file, byte offset, number] of the next line."""
+        return [self._file, self._offset, *([] if self._line is None else [self._line])]
 
     def next(self) -> Record | CorruptSampleError | None:
         """The next line that is not blank."""
         while self._file < len(self._files):
             path = self._files[self._file]
+            place = f"byte {self._offset}" if self._line is None else str(self._line)
             with path.open("rb") as stream:
                 stream.seek(self._offset)
-                line = stream.readline()
-            self._offset += len(line)
-            if not line:
-                self._file, self._offset = self._file + 1, 0
-            elif line.strip():
+                line = stream.readline(MAX_RECORD_BYTES)
+                size = len(line)
+                while not line.endswith(b"\n") and (rest := stream.readline(MAX_RECORD_BYTES)):
+                    size += len(rest)
+                    line = rest
+            self._offset += size
+            if not size:
+                self._file, self._offset, self._line = self._file + 1, 0, 1
+                continue
+            if self._line is not None:
+                self._line += 1
+            where = f"{path}:{place}"
+            if size > MAX_RECORD_BYTES:
+                return too_long(where, "line", size)
+            if line.strip():
                 try:
-                    return parse_json_line(line, path)
+                    return Record(parse_object(line, where), str(path.parent), where=where)
                 except CorruptSampleError as error:
                     return error
         return None
 
 
-class StreamAsConfigured:
-    """A stream whose records know what the recipe says about them."""
+class IndexedStream:
+    """The records of a source with random access, in order."""
 
-    def __init__(self, stream: RecordStream, options: SampleOptions) -> None:
-        self._stream = stream
-        self._options = options
+    def __init__(self, source: MapSource) -> None:
+        self._source = source
+        self._next = 0
 
     def restart(self, position: Any) -> None:
-        """Continue at a position of the stream."""
-        self._stream.restart(position)
+        """Continue at a record."""
+        self._next = position or 0
 
     def position(self) -> Any:
-        """Position of the next record."""
-        return self._stream.position()
+        """Number of the next record."""
+        return self._next
 
     def next(self) -> Record | CorruptSampleError | None:
         """The next record."""
-        record = self._stream.next()
-        return replace(record, options=self._options) if isinstance(record, Record) else record
+        if self._next >= len(self._source):
+            return None
+        self._next += 1
+        try:
+            return self._source.read(self._next - 1)
+        except CorruptSampleError as error:
+            return error
 
 
-def open_stream(name: str, config: SourceConfig) -> RecordStream:
+def open_stream(name: str, config: SourceConfig, cache: str = INDEX_CACHE) -> RecordStream:
     """Open a source for reading in order.
 
+    Args:
+        name: of the source, for messages.
+        config: the source.
+        cache: directory in which packed files are unpacked.
+
     Raises:
+        ConfigError: the cache cannot be written.
         DataError: nothing readable there.
     """
     kind, files = resolve_files(config)
-    stream: RecordStream
     if kind == "json":
-        stream = JsonLinesStream(files)
-    else:
-        dataset = load(config, kind, files, streaming=True)
-        stream = ArrowStream(name, dataset, source_root(config, files))
-    return StreamAsConfigured(stream, SampleOptions.of(config))
+        contents = [unpacked(file, Path(cache)) for file in files]
+        if not any(is_array(content) for content in contents) and contents == files:
+            return JsonLinesStream(files)
+    if kind in TEXT_FILES or kind == "energon":
+        return IndexedStream(open_file_source(config, kind, files, cache))
+    dataset = load(config, kind, files, streaming=True)
+    return ArrowStream(name, dataset, source_root(config, files))
 
 
 class _Window(NamedTuple):
