@@ -131,6 +131,8 @@ def identity(
         "data.shuffle": data.shuffle,
         "data.open_packs": data.open_packs,
     }
+    if data.stages:
+        order["data.stages"] = [stage.model_dump(mode="json") for stage in data.stages]
     if any(config.streaming for _, config, _ in sources):
         order["data.shuffle_window"] = data.shuffle_window
     pixels = {

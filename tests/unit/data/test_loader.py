@@ -360,15 +360,14 @@ def test_streams_skip_corrupt_samples(make, tmp_path):
 
 def test_a_source_without_usable_samples_ends_the_run(make, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"label": 1}, {"image": "x.png", "text": "a"}])
-    with pytest.raises(DataError, match=r"none of its 2 samples.*no format.*x\.png"):
+    with pytest.raises(DataError, match=r"(?s)none of its 2 samples.*no format.*x\.png"):
         make(sources=[SourceConfig(path=str(path))])
 
 
 def test_a_stream_of_corrupt_samples_ends_the_run(make, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"label": 1}])
-    loader = make(sources=[SourceConfig(path=str(path), streaming=True)])
-    with pytest.raises(DataError, match="max_corrupt_samples = 100"):
-        take(loader, 1)
+    with pytest.raises(DataError, match="no sample in its first 1 records: 1 are corrupt"):
+        make(sources=[SourceConfig(path=str(path), streaming=True)])
 
 
 def test_a_file_that_changes_after_measuring_is_corrupt(make, tmp_path):

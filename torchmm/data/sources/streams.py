@@ -25,6 +25,7 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record
 from torchmm.data.order import FeedOptions, Item, Skip, permutation
+from torchmm.data.sources.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import (
     INDEX_CACHE,
     TEXT_FILES,
@@ -36,7 +37,7 @@ from torchmm.data.sources.local_and_hub import (
     source_root,
 )
 from torchmm.data.sources.packed import unpacked
-from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.reader import MeasuredSample, SampleReader
 from torchmm.data.sources.text_files import MAX_RECORD_BYTES, is_array, parse_object, too_long
 from torchmm.recipe.data_section import SourceConfig
 
@@ -188,6 +189,52 @@ def open_stream(name: str, config: SourceConfig, cache: str = INDEX_CACHE) -> Re
     return ArrowStream(name, dataset, source_root(config, files))
 
 
+def check_stream(
+    name: str, config: SourceConfig, stream: RecordStream, reader: SampleReader, max_corrupt: int
+) -> None:
+    """Reads a stream up to its first usable sample.
+
+    Args:
+        name: of the source, for messages.
+        config: the source.
+        stream: left at its beginning.
+        reader: measures records.
+        max_corrupt: how many corrupt samples a run accepts.
+
+    Raises:
+        DataError: there is none, or more are corrupt before it than a run accepts.
+    """
+    refused: list[str] = []
+    outside = 0
+    records: Iterator[Record | CorruptSampleError] = iter(stream.next, None)
+    for number, record in enumerate(records):
+        item = measure(name, number, record, reader)
+        if isinstance(item, str):
+            refused.append(item)
+        elif config.filter.keeps(len(item.text.ids)):
+            stream.restart(None)
+            return
+        else:
+            outside += 1
+        if len(refused) > max_corrupt:
+            break
+    total = len(refused) + outside
+    counts = f"{len(refused)} are corrupt, {outside} are outside of its `filter`"
+    raise nothing_usable(name, f"no sample in its first {total} records: {counts}", refused)
+
+
+def measure(
+    name: str, index: int, record: Record | CorruptSampleError, reader: SampleReader
+) -> MeasuredSample | str:
+    """A sample of a stream, or which one is corrupt and why."""
+    try:
+        if isinstance(record, CorruptSampleError):
+            raise record
+        return reader.read(record)
+    except CorruptSampleError as error:
+        return f"{name}[{index}]: {error}"
+
+
 class _Window(NamedTuple):
     """Where a window of records begins."""
 
@@ -226,13 +273,15 @@ class StreamFeed:
         self._given = 0
 
     def next(self) -> Item | Skip | None:
-        """The next sample of the window, or of the next one."""
-        if self._given == len(self._records) and not self._read_window():
-            return None
-        index, record = self._records[self._given]
-        self._given += 1
-        self.draws += 1
-        return self._measure(index, record)
+        """The next sample of the window, or of the next one, that the filter leaves in."""
+        while self._given < len(self._records) or self._read_window():
+            index, record = self._records[self._given]
+            self._given += 1
+            item = self._measure(index, record)
+            if isinstance(item, Skip) or self.options.filter.keeps(item.meta.tokens):
+                self.draws += 1
+                return item
+        return None
 
     def state(self, needed: Sequence[Item]) -> dict[str, Any]:
         """Position of the oldest window still needed, and how far the current one is given out."""
@@ -297,11 +346,9 @@ class StreamFeed:
 
     def _measure(self, index: int, record: Record | CorruptSampleError) -> Item | Skip:
         name = self.options.name
-        try:
-            if isinstance(record, CorruptSampleError):
-                raise record
-            sample = self._reader.read(record)
-        except CorruptSampleError as error:
-            return Skip(f"{name}[{index}]: {error}")
+        sample = measure(name, index, record, self._reader)
+        if isinstance(sample, str):
+            return Skip(sample)
+        assert isinstance(record, Record)
         meta = self._reader.meta(name, index, sample)
         return Item(self.options.feed, self.epoch, meta, record)
