@@ -11,6 +11,7 @@ import logging
 import os
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -191,10 +192,7 @@ def build_run(
         write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
         print_summary(console, recipe.name, run_summary(run, model))
-    # Weights may take long to load: not for a source that gives nothing.
-    samples = open_data(run, model, tokenizer)
-    if recipe.data.validation and (recipe.validation.interval or recipe.validation.samples):
-        open_data(run, model, tokenizer, validation=True)
+    samples = open_data(run, model, tokenizer)  # weights need not load for data that are none
     pipeline = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
@@ -251,23 +249,25 @@ def open_data(
     run: Resolved,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    validation: bool = False,
 ) -> Samples:
-    """Opens the run's sources, or those held out; needs no weights.
+    """Opens the run's sources, and measures them and those held out; needs no weights.
 
     Raises:
         ConfigError, DataError: a source cannot be read, or gives nothing.
     """
-    return open_samples(
-        run.recipe.data,
-        run.recipe.training,
+    recipe = run.recipe
+    how = partial(
+        open_samples,
+        recipe.data,
+        recipe.training,
         text_spec=model.text_spec(tokenizer),
         image_specs=model.image_specs(),
         tokenizer=tokenizer,
-        validation=validation,
         generator_spec=model.generator_spec(),
     )
+    if recipe.data.validation and (recipe.validation.interval or recipe.validation.samples):
+        how(validation=True)
+    return how()
 
 
 def build_data(  # noqa: PLR0913 - what a run consists of
