@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
+import random
 import re
 
 import pytest
@@ -67,6 +70,31 @@ def test_brackets_and_quotes_in_texts_do_not_end_an_element(read):
     for indent in (None, 2):
         assert read("a.json", json.dumps(rows, indent=indent)) == rows
         assert read("a.json", json.dumps(rows, indent=indent), stream=True) == rows
+
+
+def random_value(rng, depth=0):
+    """Any JSON, rich in what a scanner could trip over."""
+    kind = rng.randrange(6 if depth < 4 else 3)
+    if kind < 2:
+        return "".join(rng.choice('{}[]",:\\/ aü\n\u2028') for _ in range(rng.randrange(6)))
+    if kind == 2:
+        return rng.choice([None, True, 1.5, -7])
+    values = [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return values if kind == 3 else {f"{n}{v!r}"[:9]: v for n, v in enumerate(values)}
+
+
+def test_arrays_and_tables_are_read_as_libraries_read_them(read):
+    rng = random.Random(5)
+    for _ in range(40):
+        rows = [{"a": random_value(rng), "b": random_value(rng)} for _ in range(rng.randrange(5))]
+        text = json.dumps(rows, indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.5)
+        assert read("a.json", text) == rows
+        cells = [[str(random_value(rng, 9)) for _ in "abc"] for _ in range(rng.randrange(1, 5))]
+        table = io.StringIO(newline="")
+        writer = csv.writer(table, quoting=rng.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]))
+        writer.writerows([["a", "b", "c"], *cells])
+        found = [list(row.values()) for row in read("a.csv", table.getvalue())]
+        assert found == [[cell or None for cell in row] for row in cells]
 
 
 @pytest.mark.parametrize(

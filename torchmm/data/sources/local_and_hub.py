@@ -35,8 +35,8 @@ SUFFIXES = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "json": (".jsonl", ".ndjson", ".json"),
-    "csv": (".csv", ".tsv"),
     "webdataset": (".tar",),
+    "csv": (".csv", ".tsv"),
     "imagefolder": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
     "videofolder": (".mp4", ".webm", ".mkv", ".mov", ".avi"),
 }

@@ -30,7 +30,7 @@ from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record
 
 MAX_RECORD_BYTES = 64 << 20
-"""Longest record that is read. Parsing may take 20 times as much memory: once per process."""
+"""Longest record that is read. Parsing may take 25 times as much memory (lists of lists)."""
 _PIECE_BYTES = 1 << 20
 _BLANK = b" \t\r\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
