@@ -20,7 +20,6 @@ from data_cases import (
 
 from torchmm.common.errors import CheckpointError, ConfigError, DataError
 from torchmm.data.loader import build_loader
-from torchmm.data.sources.configured import SourceAsConfigured
 from torchmm.data.sources.local_and_hub import load, open_map_source
 from torchmm.recipe.data_section import LengthFilter, SourceConfig
 
@@ -73,7 +72,7 @@ def test_columns_are_renamed_before_a_layout_is_recognised(make, tmp_path, strea
 def test_columns_inside_of_json_can_be_named(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"json": {"alt": "a", "n": 1}}, {"json": {"n": 2}}])
     config = SourceConfig(path=str(path), columns={"text": "alt"})
-    source = SourceAsConfigured(open_map_source(config), config)
+    source = open_map_source(config)
     first, second = (source.read(i).columns for i in range(2))
     assert first["text"] == "a" and first["n"] == 1 and "text" not in second
 

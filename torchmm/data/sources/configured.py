@@ -1,23 +1,50 @@
-"""What a recipe says of a source, applied to its records: names of columns, how many, options."""
+"""What sources and streams are, and what a recipe says of them: columns, how many, options."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.columns import with_json_columns
 from torchmm.data.layouts.sample import Record, SampleOptions
-from torchmm.data.sources.local_and_hub import MapSource
-from torchmm.data.sources.streams import RecordStream
 from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.explain import suggest
 
 LOOKED_AT = 100
 """Records in which every column that the recipe names has to be found at least once."""
+
+
+class MapSource(Protocol):
+    """Random access to the records of one source."""
+
+    fingerprint: str
+    """Changes when the content may have changed."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Record:
+        """Raises CorruptSampleError if this record cannot be read."""
+        ...
+
+
+class RecordStream(Protocol):
+    """Reads one source from the start or from a position."""
+
+    def restart(self, position: Any) -> None:
+        """Continue at a position, from the start if it is None."""
+        ...
+
+    def position(self) -> Any:
+        """JSON-able position of the next record."""
+        ...
+
+    def next(self) -> Record | CorruptSampleError | None:
+        """The next record, or why it is unreadable; None at the end."""
+        ...
 
 
 class SourceAsConfigured:

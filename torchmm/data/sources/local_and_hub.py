@@ -17,7 +17,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.archives import check_tars
+from torchmm.data.sources.configured import MapSource, SourceAsConfigured
 from torchmm.data.sources.energon import EnergonSource, is_energon, open_folder
 from torchmm.data.sources.packed import PACKED, plain_suffix, unpacked
 from torchmm.data.sources.text_files import Table, TextSource, open_json
@@ -45,19 +46,6 @@ TEXT_FILES = {"json": open_json, "csv": Table}
 INDEX_CACHE = DataConfig().index_cache
 FOLDERS = ("imagefolder", "videofolder")
 """Formats of files that a metadata.jsonl describes."""
-
-
-class MapSource(Protocol):
-    """Random access to the records of one source."""
-
-    fingerprint: str
-    """Changes when the content may have changed."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> Record:
-        """Raises CorruptSampleError if this record cannot be read."""
-        ...
 
 
 class ArrowSource:
@@ -113,8 +101,12 @@ def open_map_source(config: SourceConfig, cache: str = INDEX_CACHE) -> MapSource
 
     Raises:
         ConfigError: the cache cannot be written.
-        DataError: nothing readable there.
+        DataError: nothing readable there, or no such columns.
     """
+    return SourceAsConfigured(_open(config, cache), config)
+
+
+def _open(config: SourceConfig, cache: str) -> MapSource:
     kind, files = resolve_files(config)
     if kind in TEXT_FILES or kind == "energon":
         return open_file_source(config, kind, files, cache)
@@ -127,12 +119,21 @@ def open_map_source(config: SourceConfig, cache: str = INDEX_CACHE) -> MapSource
 def open_file_source(
     config: SourceConfig, kind: str, files: Sequence[Path], cache: str
 ) -> MapSource:
-    """Open a source that this package reads without `datasets`."""
+    """Open a source that this package reads without `datasets`.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+        DataError: a file cannot be read.
+    """
     fingerprint = _files_fingerprint(files)
     if kind == "energon":
         folder = open_folder(Path(config.path).expanduser(), config.split)
         return EnergonSource(folder, fingerprint)
-    opened = [TEXT_FILES[kind](file, unpacked(file, Path(cache))) for file in files]
+    try:
+        opened = [TEXT_FILES[kind](file, unpacked(file, Path(cache))) for file in files]
+    except OSError as error:
+        text = f"source {config.path!r}: cannot read {error.filename}: {error.strerror}"
+        raise DataError(text) from error
     return TextSource(opened, fingerprint)
 
 

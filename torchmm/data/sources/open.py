@@ -23,7 +23,6 @@ from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.media.generated_images import TargetPreprocessor
 from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
-from torchmm.data.sources.configured import SourceAsConfigured, StreamAsConfigured
 from torchmm.data.sources.length_index import cache_key, check_usable, load_or_build
 from torchmm.data.sources.local_and_hub import (
     MapSource,
@@ -162,13 +161,13 @@ def _open_sources(
         seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
         options = FeedOptions(number, name, seed, shuffle, validation, config.filter)
         if config.streaming:
-            stream = StreamAsConfigured(open_stream(name, config, data.index_cache), config)
+            stream = open_stream(name, config, data.index_cache)
             check_stream(name, config, stream, reader, data.max_corrupt_samples)
             make = partial(StreamFeed, options, stream, reader, data.shuffle_window)
             content = stream_content(config, resolve_files(config)[1], settings)
             opened.append(OpenSource(name, config, None, make, "", content))
             continue
-        records = SourceAsConfigured(open_map_source(config, data.index_cache), config)
+        records = open_map_source(config, data.index_cache)
         key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
         path = Path(data.index_cache) / f"{key}.npz"
         index = load_or_build(name, records, reader, path)

@@ -63,7 +63,7 @@ def _pieces(path: Path, kind: str) -> Iterator[bytes]:
         with pa.input_stream(str(path), compression=kind) as stream:
             while piece := stream.read(_CHUNK_BYTES):
                 yield piece
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:
         raise DataError(
             f"{path} cannot be unpacked: {error}; fetch or write it again, or take it out of the "
             "source"

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tarfile import TarError
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
@@ -25,11 +25,11 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record
 from torchmm.data.order import FeedOptions, Item, Skip, permutation
+from torchmm.data.sources.configured import MapSource, RecordStream, StreamAsConfigured
 from torchmm.data.sources.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import (
     INDEX_CACHE,
     TEXT_FILES,
-    MapSource,
     load,
     open_file_source,
     resolve_files,
@@ -44,22 +44,6 @@ from torchmm.recipe.data_section import SourceConfig
 _UNREADABLE = (
     OSError, EOFError, ValueError, TarError, pa.ArrowException, datasets.exceptions.DatasetsError,
 )  # fmt: skip
-
-
-class RecordStream(Protocol):
-    """Reads one source from the start or from a position."""
-
-    def restart(self, position: Any) -> None:
-        """Continue at a position, from the start if it is None."""
-        ...
-
-    def position(self) -> Any:
-        """JSON-able position of the next record."""
-        ...
-
-    def next(self) -> Record | CorruptSampleError | None:
-        """The next record, or why it is unreadable; None at the end."""
-        ...
 
 
 class ArrowStream:
@@ -176,8 +160,12 @@ def open_stream(name: str, config: SourceConfig, cache: str = INDEX_CACHE) -> Re
 
     Raises:
         ConfigError: the cache cannot be written.
-        DataError: nothing readable there.
+        DataError: nothing readable there, or no such columns.
     """
+    return StreamAsConfigured(_open(name, config, cache), config)
+
+
+def _open(name: str, config: SourceConfig, cache: str) -> RecordStream:
     kind, files = resolve_files(config)
     if kind == "json":
         contents = [unpacked(file, Path(cache)) for file in files]
