@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
+import tarfile
 
 import pytest
 from data_cases import png, write_meta, write_shard
@@ -136,6 +139,25 @@ def test_a_sample_without_a_field_is_corrupt(tmp_path):
     ):
         source.read(0)
     assert source.read(1).where == f"{tmp_path}/shards/s-0.tar:b"
+
+
+def test_an_index_of_a_shard_is_used_unless_it_is_older(tmp_path):
+    names = {f"{n}.{part}": f"{n}".encode() for n in "abc" for part in ("txt", "cls")}
+    write(tmp_path, names, "TextSample", {"text": "txt"})
+    shard = tmp_path / "shards" / "s-0.tar"
+    with tarfile.open(shard) as tar:
+        starts = [m.offset for m in tar if m.name.endswith(".txt")]
+        end = tar.offset
+    index = shard.with_suffix(".tar.idx")
+    for with_end in ([], [end]):
+        index.write_bytes(
+            struct.pack("<3Q", *starts) + struct.pack(f"<{len(with_end)}Q", *with_end)
+        )
+        assert [row["text"] for row in columns(tmp_path)] == ["a", "b", "c"]
+    index.write_bytes(struct.pack("<2Q", starts[0], starts[2]))
+    assert [row["text"] for row in columns(tmp_path)] == ["a", "c"]
+    os.utime(index, (0, 0))
+    assert [row["text"] for row in columns(tmp_path)] == ["a", "b", "c"]
 
 
 def test_missing_shards_and_broken_files_are_named(tmp_path):

@@ -1,7 +1,8 @@
 """Random access to the samples of webdataset shards: members of a tar file that share a name.
 
-Headers of all members are read once, when the source is opened; a sample is then read from its
-place. Nothing is converted or copied, and samples may have different parts.
+Headers of all members are read once, when the source is opened, unless a `.tar.idx` next to the
+shard says where samples begin, as Energon writes it. A sample is then read from its place. Nothing
+is converted or copied, and samples may have different parts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ class TarSamples:
         for shard in shards:
             skipped = (left_out or {}).get(shard, ())
             before = len(starts)
-            starts.extend(start for key, start in _sample_starts(shard) if key not in skipped)
+            indexed = None if skipped else _indexed_starts(shard)
+            if indexed is not None:
+                starts.extend(indexed)
+            else:
+                starts.extend(start for key, start in _sample_starts(shard) if key not in skipped)
             counts.append(len(starts) - before)
         self._starts = np.asarray(starts, np.int64)
         self._ends = np.cumsum(counts)
@@ -74,6 +79,19 @@ class TarSamples:
         except (OSError, tarfile.TarError) as error:
             raise CorruptSampleError(f"{shard}, sample at byte {start}: {error}") from error
         return f"{shard}:{key}", parts
+
+
+def _indexed_starts(shard: Path) -> list[int] | None:
+    """Places of a shard's samples from its index; None if that is missing or older."""
+    index = shard.with_suffix(".tar.idx")
+    if not index.exists() or index.stat().st_mtime_ns < shard.stat().st_mtime_ns:
+        return None
+    starts: list[int] = np.fromfile(index, "<u8").tolist()
+    with shard.open("rb") as stream:
+        stream.seek(starts[-1] if starts else 0)
+        if not stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # the index has the end, too
+            starts = starts[:-1]
+    return starts
 
 
 def _sample_starts(shard: Path) -> Iterator[tuple[str, int]]:
