@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, SampleMeta
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DecodedTarget, TargetRow
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import VisionBlock, mrope_positions
@@ -162,6 +163,10 @@ class StepDecoder(Dataset[DecodedStep]):
         else:
             assert source is not None
             record = source.read(item.meta.index)
+        with naming_place(record.where):
+            return self._decode_record(item, record)
+
+    def _decode_record(self, item: Item, record: Record) -> DecodedSample:
         sample = self._reader.read(record)
         meta = self._reader.meta(item.meta.source, item.meta.index, sample)
         if meta != item.meta:

@@ -11,6 +11,7 @@ import logging
 import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from torchmm.common.log import setup_logging
 from torchmm.common.processes import keep_freed_memory
 from torchmm.common.rng import seed_everything
 from torchmm.data.loader import Loader, build_loader
+from torchmm.data.sources.open import Samples, open_samples
 from torchmm.data.step_packs import Arrange
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.load import load_weights
@@ -183,6 +185,7 @@ def build_run(
         write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
         print_summary(console, recipe.name, run_summary(run, model))
+    samples = open_data(run, model, tokenizer)  # weights need not load for data that are none
     pipeline = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
@@ -203,6 +206,7 @@ def build_run(
         mesh,
         state=restored.state["data"] if restored else None,
         arrange=_arrange(run, pipeline, mesh),
+        samples=samples,
     )
     return RunParts(
         run, run_dir, logger, mesh, tokenizer, model, pipeline, tuning, optimizer, checkpoints,
@@ -234,7 +238,32 @@ def build_run_mesh(run: Resolved, device: torch.device) -> ParallelMesh:
     return build_mesh(run.recipe.parallel, device)
 
 
-def build_data(
+def open_data(
+    run: Resolved,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Samples:
+    """Opens the run's sources, and measures them and those held out; needs no weights.
+
+    Raises:
+        ConfigError, DataError: a source cannot be read, or gives nothing.
+    """
+    recipe = run.recipe
+    how = partial(
+        open_samples,
+        recipe.data,
+        recipe.training,
+        text_spec=model.text_spec(tokenizer),
+        image_specs=model.image_specs(),
+        tokenizer=tokenizer,
+        generator_spec=model.generator_spec(),
+    )
+    if recipe.data.validation and (recipe.validation.interval or recipe.validation.samples):
+        how(validation=True)
+    return how()
+
+
+def build_data(  # noqa: PLR0913 - what a run consists of
     run: Resolved,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -244,6 +273,7 @@ def build_data(
     validation: bool = False,
     for_prompts: bool = False,
     arrange: Arrange | None = None,
+    samples: Samples | None = None,
 ) -> Loader:
     """This rank's loader of training or held-out samples.
 
@@ -252,6 +282,7 @@ def build_data(
         validation: held-out samples, decoded in this process (they are few and kept).
         for_prompts: the same samples on all ranks, one sequence per microbatch.
         arrange: which packs of a global batch go where; None: in natural order.
+        samples: of the same sources, if they were opened before.
     """
     data = run.recipe.data
     training = run.recipe.training
@@ -272,6 +303,7 @@ def build_data(
         generator_spec=model.generator_spec(),
         arrange=arrange,
         resume_changed=run.recipe.checkpoint.resume_changed_data,
+        samples=samples,
     )
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import ImageMeta, ImageSpec, SampleMeta, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import (
     FileSegment,
@@ -104,8 +104,12 @@ class SampleReader:
 
         Raises:
             ConfigError: it has clips, and no library reads them.
-            CorruptSampleError: the sample cannot be used, with the reason.
+            CorruptSampleError: the sample cannot be used, with place and reason.
         """
+        with naming_place(record.where):
+            return self._read(record)
+
+    def _read(self, record: Record) -> MeasuredSample:
         sample = limit_images(parse_record(record, self._chat), self._max_images)
         sample = assign_encoders(sample, self._readers)
         if self.targets is None:
