@@ -1,6 +1,8 @@
 """Chats as `messages`: role and content, where a content is text or a list of parts.
 
-Files lie in columns of their own (`images`, `videos`, `audios`), one per part of their kind.
+Files lie in columns of their own (`images`, `videos`, `audios`, or `image` and so on), or in their
+parts (see `inline_files.py`), or have placeholders in the texts. All layouts that are chats come
+here: they write themselves as such messages, so that there is one answer to what a message means.
 """
 
 from __future__ import annotations
@@ -9,15 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.chat_keys import check_part, check_record, check_turn
-from torchmm.data.layouts.columns import FILE_KINDS, file_segment, list_of
-from torchmm.data.layouts.conversation import ROLES, Conversation, Part, Turn
+from torchmm.data.layouts.chat_keys import check_record, check_turn, is_empty
+from torchmm.data.layouts.columns import files_of, list_of
+from torchmm.data.layouts.conversation import ROLES, Conversation, Turn
+from torchmm.data.layouts.parts import read_contents
 from torchmm.data.layouts.sample import FileSegment, Record
-
-
-def is_chat(record: Record) -> bool:
-    """Whether there are messages."""
-    return record.columns.get("messages") is not None
 
 
 def read_chat(record: Record) -> Conversation:
@@ -27,36 +25,65 @@ def read_chat(record: Record) -> Conversation:
         CorruptSampleError: malformed messages, an empty answer, keys that would be lost (see
             `chat_keys.py`), or other numbers of files than parts for them.
     """
-    check_record(record.columns)
-    files = {
-        kind: [file_segment(kind, v, record.root) for v in list_of(record.columns, f"{kind}s")]
-        for kind in FILE_KINDS
-    }
-    return conversation_of(list_of(record.columns, "messages"), files)
+    return chat_of(record, list_of(record.columns, "messages"), placeholders=False)
 
 
-def conversation_of(
-    messages: Sequence[Any], files: Mapping[str, Sequence[FileSegment]]
-) -> Conversation:
-    """The conversation of messages that name no files.
+def chat_of(record: Record, messages: Sequence[Any], placeholders: bool) -> Conversation:
+    """The conversation of a record in any layout, once it is written as messages.
 
     Args:
-        messages: {"role", "content"}; content is a string or a list of parts
-            {"type": "text", "text": ...}, {"type": "image"}, {"type": "audio"}, {"type": "video"}.
-        files: by kind, one per part of this kind, in order.
+        record: has the files, and the columns that belong to every chat: `system`, tools.
+        messages: see `conversation_of`.
+        placeholders: see `read_contents`.
 
     Raises:
         CorruptSampleError: as `read_chat`.
     """
-    remaining: dict[str, list[Any]] = {kind: list(files.get(kind, ())) for kind in FILE_KINDS}
-    turns = []
-    for message in messages:
-        role, content = _role_and_content(message)
-        turns.append(Turn(role, tuple(_parts(content, role, remaining))))
-    for kind, rest in remaining.items():
-        if rest:
-            raise CorruptSampleError(f"{len(rest)} {kind}s more than {kind} parts in messages")
-    return Conversation(tuple(turns))
+    columns = record.columns
+    check_record(columns)
+    messages = _with_system(columns.get("system"), messages)
+    if not messages:
+        raise CorruptSampleError("a chat without messages")
+    return conversation_of(messages, files_of(columns, record.root), record.root, placeholders)
+
+
+def conversation_of(
+    messages: Sequence[Any],
+    files: Mapping[str, Sequence[FileSegment]],
+    root: str | None = None,
+    placeholders: bool = False,
+) -> Conversation:
+    """The conversation of messages.
+
+    Args:
+        messages: {"role", "content"}; content is a string or a list of parts.
+        files: by kind, in order: those that parts and placeholders do not name themselves.
+        root: directory that paths are relative to.
+        placeholders: see `read_contents`.
+
+    Raises:
+        CorruptSampleError: as `read_chat`.
+    """
+    contents = [_role_and_content(message) for message in messages]
+    parts = read_contents(contents, files, root, placeholders)
+    return Conversation(
+        tuple(Turn(role, own) for (role, _), own in zip(contents, parts, strict=True))
+    )
+
+
+def _with_system(system: Any, messages: Sequence[Any]) -> Sequence[Any]:
+    """The messages after the system prompt of a column, which must not be there twice."""
+    if is_empty(system):
+        return messages
+    first = messages[0] if messages else None
+    if isinstance(first, dict) and first.get("role") == "system":
+        if first.get("content") == system:
+            return messages
+        raise CorruptSampleError(
+            f"column system ({system!r:.60}) and a system message "
+            f"({first.get('content')!r:.60}); keep one"
+        )
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _role_and_content(message: Any) -> tuple[str, Any]:
@@ -82,27 +109,3 @@ def _says_nothing(content: Any) -> bool:
             for part in content
         )
     return content is None or (isinstance(content, str) and not content.strip())
-
-
-def _parts(content: Any, role: str, remaining: dict[str, list[Any]]) -> list[Part]:
-    """Content parts of one message; takes its files from the front of `remaining`."""
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list):
-        raise CorruptSampleError(f"content is {type(content).__name__}, not text or a list")
-    parts: list[Part] = []
-    for item in content:
-        kind = item.get("type") if isinstance(item, dict) else None
-        if kind == "text" or kind in remaining:
-            check_part(item, role)
-        if kind == "text" and isinstance(item.get("text"), str):
-            parts.append(item["text"])
-        elif kind in remaining:
-            if not remaining[kind]:
-                raise CorruptSampleError(f"more {kind} parts in messages than {kind}s")
-            parts.append(remaining[kind].pop(0))
-        else:
-            raise CorruptSampleError(
-                f"content part {str(item)[:80]} is none of text, {', '.join(remaining)}"
-            )
-    return parts
