@@ -8,6 +8,7 @@ here: they write themselves as such messages, so that there is one answer to wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
@@ -28,23 +29,28 @@ def read_chat(record: Record) -> Conversation:
     return chat_of(record, list_of(record.columns, "messages"), placeholders=False)
 
 
-def chat_of(record: Record, messages: Sequence[Any], placeholders: bool) -> Conversation:
+def chat_of(
+    record: Record, messages: Sequence[Any], placeholders: bool, read_only: int = 0
+) -> Conversation:
     """The conversation of a record in any layout, once it is written as messages.
 
     Args:
         record: has the files, and the columns that belong to every chat: `system`, tools.
         messages: see `conversation_of`.
         placeholders: see `read_contents`.
+        read_only: the first so many messages do not count in the loss, whoever says them.
 
     Raises:
         CorruptSampleError: as `read_chat`.
     """
     columns = record.columns
     check_record(columns)
-    messages = _with_system(columns.get("system"), messages)
     if not messages:
         raise CorruptSampleError("a chat without messages")
-    return conversation_of(messages, files_of(columns, record.root), record.root, placeholders)
+    before = _system_of(columns, messages[0])
+    read_only += len(before) if read_only else 0
+    files = files_of(columns, record.root)
+    return conversation_of([*before, *messages], files, record.root, placeholders, read_only)
 
 
 def conversation_of(
@@ -52,6 +58,7 @@ def conversation_of(
     files: Mapping[str, Sequence[FileSegment]],
     root: str | None = None,
     placeholders: bool = False,
+    read_only: int = 0,
 ) -> Conversation:
     """The conversation of messages.
 
@@ -60,30 +67,31 @@ def conversation_of(
         files: by kind, in order: those that parts and placeholders do not name themselves.
         root: directory that paths are relative to.
         placeholders: see `read_contents`.
+        read_only: see `chat_of`.
 
     Raises:
         CorruptSampleError: as `read_chat`.
     """
     contents = [_role_and_content(message) for message in messages]
     parts = read_contents(contents, files, root, placeholders)
-    return Conversation(
-        tuple(Turn(role, own) for (role, _), own in zip(contents, parts, strict=True))
-    )
+    turns = [Turn(role, own) for (role, _), own in zip(contents, parts, strict=True)]
+    turns[:read_only] = [replace(turn, train=False) for turn in turns[:read_only]]
+    return Conversation(tuple(turns))
 
 
-def _with_system(system: Any, messages: Sequence[Any]) -> Sequence[Any]:
-    """The messages after the system prompt of a column, which must not be there twice."""
+def _system_of(columns: Mapping[str, Any], first: Any) -> list[dict[str, Any]]:
+    """The system prompt of a column as a message, which must not be among the messages too."""
+    system = columns.get("system")
     if is_empty(system):
-        return messages
-    first = messages[0] if messages else None
+        return []
     if isinstance(first, dict) and first.get("role") == "system":
         if first.get("content") == system:
-            return messages
+            return []
         raise CorruptSampleError(
             f"column system ({system!r:.60}) and a system message "
             f"({first.get('content')!r:.60}); keep one"
         )
-    return [{"role": "system", "content": system}, *messages]
+    return [{"role": "system", "content": system}]
 
 
 def _role_and_content(message: Any) -> tuple[str, Any]:

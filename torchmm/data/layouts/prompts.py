@@ -10,7 +10,6 @@ one after the other, without a chat template.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
@@ -62,10 +61,7 @@ def _read_messages(record: Record, prompt: list[Any], completion: list[Any]) -> 
     files = files_of(record.columns, record.root)
     if any(files.values()) and not has_marks([m.get("content") for m in messages], files):
         messages = _with_files(messages, files)
-    chat = chat_of(record, messages, placeholders=False)
-    learnt = len(chat.turns) - len(completion)
-    read = tuple(replace(turn, train=False) for turn in chat.turns[:learnt])
-    return replace(chat, turns=read + chat.turns[learnt:])
+    return chat_of(record, messages, placeholders=False, read_only=len(prompt))
 
 
 def _with_files(messages: list[dict[str, Any]], files: Any) -> list[dict[str, Any]]:
