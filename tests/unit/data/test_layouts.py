@@ -177,6 +177,18 @@ def test_files_of_all_kinds_and_columns_have_placeholders(columns, layout):
     assert parts({**said_as[layout], **columns}) == expected
 
 
+def test_llava_writes_image_for_a_clip():
+    """lmms-lab/LLaVA-Video-178K."""
+    entries = [said("human", "<image>\nWhat happens?"), said("gpt", "A dog digs.")]
+    record = {"id": "1", "video": b"2", "data_source": "0_30_s", "conversations": entries}
+    assert parts(record) == [VideoSegment(b"2"), "\nWhat happens?", "A dog digs."]
+    mixed = [said("human", "<image><video>"), said("gpt", "a")]
+    assert parts({"image": b"1", "video": b"2", "conversations": mixed})[:2] == [
+        ImageSegment(b"1"),
+        VideoSegment(b"2"),
+    ]
+
+
 def test_webdataset_members_make_a_llava_record():
     inner = {"conversations": [said("human", "<image>\na"), said("gpt", "b")]}
     seen = []
@@ -291,7 +303,7 @@ def test_calls_of_tools_become_calls_and_answers(monkeypatch):
     seen = []
     monkeypatch.setattr(
         "torchmm.data.layouts.conversations.chat_of",
-        lambda record, messages, placeholders: seen.extend(messages),
+        lambda record, messages, placeholders, files: seen.extend(messages),
     )
     calls = [{"name": "tall", "arguments": {"a": 1}}, {"name": "wide", "arguments": "{}"}]
     entries = [
@@ -305,6 +317,11 @@ def test_calls_of_tools_become_calls_and_answers(monkeypatch):
     assert [m["role"] for m in seen] == ["user", "assistant", "tool", "assistant"]
     assert [call["function"] for call in seen[1]["tool_calls"]] == calls
     assert seen[2]["content"] == '{"size": 3}'
+
+
+def test_calls_that_parquet_filled_in_are_none():
+    filled = {**message("assistant", "a"), "tool_calls": None}
+    assert parts({"conversations": [filled, filled]}) == ["a", "a"]
 
 
 # What is refused
@@ -333,6 +350,8 @@ REFUSED = [
     (chat(Q, A, image=[FIRST, SECOND]), "1 <image> placeholders but 2 images"),
     (chat(Q, said("gpt", "<image>"), image=FIRST), "2 <image> placeholders but 1 images"),
     (chat(Q, A, image=FIRST, video="a.mp4"), "0 <video> placeholders but 1 videos"),
+    (chat(Q, Q, A, video="a.mp4"), "2 <video> placeholders but 1 videos"),
+    (chat(Q, said("human", "<video>"), A, video="a.mp4"), "1 <image> placeholders but 0 images"),
     (chat(said("human", "<audio>?"), A), "1 <audio> placeholders but 0 audios"),
     (chat(Q, A, image=FIRST, images=[SECOND]), "columns images and image both have images"),
     (
@@ -416,6 +435,11 @@ REFUSED = [
         {"prompt": [], "completion": [message("assistant", "b")], "images": [FIRST]},
         "1 files but no user message to put them into",
     ),
+    (
+        {"prompt": [message("user", 3)], "completion": [message("assistant", "b")],
+         "image": FIRST},
+        "content part a table of type, text is none of text, image, video, audio",
+    ),
     # preferences
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "column chosen belongs to a set of pref"),
     (
@@ -474,6 +498,31 @@ def test_files_inside_of_records_have_a_limit(monkeypatch):
     record = asked({"type": "image", "image": "data:image/png;base64," + "A" * 16})
     with pytest.raises(CorruptSampleError, match="image of 12 bytes inside the record, at most 10"):
         conversation(record)
+
+
+def nested(levels):
+    deep: list = ["x"]
+    for _ in range(levels):
+        deep = [deep]
+    return deep
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"messages": [message("user", [{"type": "x", "y": nested(100_000)}])]},
+        {"messages": [message("user", [{"type": "image", "image": nested(100_000)}])]},
+        {"messages": [message(nested(100_000), "a")]},
+        chat({"from": nested(100_000), "value": "a"}),
+        chat(said("function_call", "[" * 100_000)),
+        {**ASK, "answer": nested(100_000)},
+        {"query": "a", "response": "b", "history": nested(100_000)},
+        {"texts": [{"user": nested(100_000), "assistant": "b"}]},
+    ],
+)
+def test_deeply_nested_values_cost_one_sample(columns, read):
+    with pytest.raises(CorruptSampleError):
+        read(columns)
 
 
 def test_a_million_placeholders_are_counted_not_split(read):

@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
@@ -27,6 +28,15 @@ FILE_KINDS: dict[str, tuple[tuple[str, ...], type[FileSegment]]] = {
 """Columns with a file of each kind, in the order in which they are read."""
 MAX_INLINE_BYTES = 100_000_000
 """Largest file that is written into a record as base64."""
+
+
+def brief(value: Any) -> str:
+    """A value for a message, without what is inside of it: data may nest deeper than Python."""
+    if isinstance(value, Mapping):
+        return f"a table of {', '.join(map(str, value)) or 'nothing'}"[:80]
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    return repr(value[:40] if isinstance(value, str | bytes) else value)
 
 
 def with_json_columns(columns: dict[str, Any]) -> dict[str, Any]:

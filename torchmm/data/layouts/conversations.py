@@ -4,7 +4,8 @@
                                          {"from": "gpt", "value": "A cat."}]}
 
 Files have placeholders in the texts, in any turn, and stay where these are. (LLaVA's own loader
-moves them to the front of their turn, where its data have them anyway.)
+moves them to the front of their turn, where its data have them anyway.) LLaVA's sets of clips write
+`<image>` for a clip: so it is read in records with clips, but without images and `<video>`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.columns import list_of
+from torchmm.data.layouts.columns import brief, files_of, list_of
 from torchmm.data.layouts.conversation import Conversation
 from torchmm.data.layouts.messages import chat_of
 from torchmm.data.layouts.sample import Record
@@ -48,12 +49,28 @@ def read_conversations(record: Record) -> Conversation:
     for number, entry in enumerate(list_of(record.columns, column), start=1):
         where = f"`{column}` found, but entry {number}"
         for message in _messages_of(entry, where):
-            before = messages[-1] if messages else {}
-            if "tool_calls" in before and "tool_calls" in message:  # several at a time
-                before["tool_calls"] += message["tool_calls"]
+            if messages and _is_call(message) and _is_call(messages[-1]):
+                messages[-1]["tool_calls"] += message["tool_calls"]  # several at a time
             else:
                 messages.append(message)
-    return chat_of(record, messages, placeholders=True)
+    files = files_of(record.columns, record.root)
+    if files["video"] and not files["image"]:
+        _mark_clips(messages)
+    return chat_of(record, messages, placeholders=True, files=files)
+
+
+def _is_call(message: dict[str, Any]) -> bool:
+    """Whether it is what an entry of "function_call" became, with no keys of its own."""
+    calls = message.get("tool_calls")
+    return len(message) == 3 and message["content"] == "" and isinstance(calls, list)
+
+
+def _mark_clips(messages: list[dict[str, Any]]) -> None:
+    """Writes `<video>` for `<image>`, if there is none yet."""
+    texts = [message for message in messages if isinstance(message["content"], str)]
+    if not any("<video>" in message["content"] for message in texts):
+        for message in texts:
+            message["content"] = message["content"].replace("<image>", "<video>")
 
 
 def _messages_of(entry: Any, where: str) -> list[dict[str, Any]]:
@@ -79,7 +96,7 @@ def _message(entry: dict[str, Any], speaker: str, said: str, where: str) -> dict
     role = _SPEAKERS.get(entry[speaker]) if isinstance(entry[speaker], str) else None
     if role is None:
         raise CorruptSampleError(
-            f"{where} has {speaker} = {entry[speaker]!r:.40}, none of {', '.join(_SPEAKERS)}"
+            f"{where} has {speaker} = {brief(entry[speaker])}, none of {', '.join(_SPEAKERS)}"
         )
     rest = {key: value for key, value in entry.items() if key not in (speaker, said)}
     if role == "call":
@@ -97,7 +114,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     calls = given if isinstance(given, list) else [given]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise CorruptSampleError(f"{where} calls a tool without a name: {str(call)[:80]}")
+            raise CorruptSampleError(f"{where} calls a tool without a name: {brief(call)}")
         if "arguments" not in call:
             raise CorruptSampleError(f"{where} calls {call['name']} without arguments")
     return [{"type": "function", "function": call} for call in calls]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.chat_keys import check_part, is_empty
-from torchmm.data.layouts.columns import FILE_KINDS, file_segment, from_base64
+from torchmm.data.layouts.columns import FILE_KINDS, brief, file_segment, from_base64
 from torchmm.data.layouts.sample import FileSegment
 
 TEXT_TYPES = ("text", "input_text", "output_text")
@@ -55,7 +55,7 @@ class FilePart(NamedTuple):
         if isinstance(value, dict):
             if not is_empty(value.get("file_id")):
                 raise CorruptSampleError(
-                    f"{self.kind} of a {self.role} message is file_id {value['file_id']!r:.40}, "
+                    f"{self.kind} of a {self.role} message is file_id {brief(value['file_id'])}, "
                     "which only its host can read"
                 )
             for key in ("data", "base64"):
@@ -83,9 +83,7 @@ def read_part(item: Any, role: str) -> str | FilePart:
             return str(item["text"])
     elif kind in FILE_TYPES:
         return _read_file(item, FILE_TYPES[kind], role)
-    raise CorruptSampleError(
-        f"content part {str(item)[:80]} is none of text, {', '.join(FILE_KINDS)}"
-    )
+    raise CorruptSampleError(f"content part {brief(item)} is none of text, {', '.join(FILE_KINDS)}")
 
 
 def _type_of(item: Any) -> Any:

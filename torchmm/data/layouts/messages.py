@@ -13,7 +13,7 @@ from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.chat_keys import check_record, check_turn, is_empty
-from torchmm.data.layouts.columns import files_of, list_of
+from torchmm.data.layouts.columns import brief, files_of, list_of
 from torchmm.data.layouts.conversation import ROLES, Conversation, Turn
 from torchmm.data.layouts.parts import read_contents
 from torchmm.data.layouts.sample import FileSegment, Record
@@ -30,7 +30,11 @@ def read_chat(record: Record) -> Conversation:
 
 
 def chat_of(
-    record: Record, messages: Sequence[Any], placeholders: bool, read_only: int = 0
+    record: Record,
+    messages: Sequence[Any],
+    placeholders: bool,
+    read_only: int = 0,
+    files: Mapping[str, Sequence[FileSegment]] | None = None,
 ) -> Conversation:
     """The conversation of a record in any layout, once it is written as messages.
 
@@ -39,6 +43,7 @@ def chat_of(
         messages: see `conversation_of`.
         placeholders: see `read_contents`.
         read_only: the first so many messages do not count in the loss, whoever says them.
+        files: those of the record; None: they are looked up.
 
     Raises:
         CorruptSampleError: as `read_chat`.
@@ -49,7 +54,8 @@ def chat_of(
         raise CorruptSampleError("a chat without messages")
     before = _system_of(columns, messages[0])
     read_only += len(before) if read_only else 0
-    files = files_of(columns, record.root)
+    if files is None:
+        files = files_of(columns, record.root)
     return conversation_of([*before, *messages], files, record.root, placeholders, read_only)
 
 
@@ -88,15 +94,15 @@ def _system_of(columns: Mapping[str, Any], first: Any) -> list[dict[str, Any]]:
         if first.get("content") == system:
             return []
         raise CorruptSampleError(
-            f"column system ({system!r:.60}) and a system message "
-            f"({first.get('content')!r:.60}); keep one"
+            f"column system ({brief(system)}) and a system message "
+            f"({brief(first.get('content'))}); keep one"
         )
     return [{"role": "system", "content": system}]
 
 
 def _role_and_content(message: Any) -> tuple[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise CorruptSampleError(f"message {str(message)[:80]} has no role of {ROLES}")
+        raise CorruptSampleError(f"message {brief(message)} has no role of {ROLES}")
     check_turn(message)
     role = message["role"]
     content = message.get("content")

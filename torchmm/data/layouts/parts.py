@@ -79,7 +79,8 @@ def has_marks(contents: Sequence[Any], files: Mapping[str, Sequence[FileSegment]
     return any(
         any(mark in content for mark in marks)
         if isinstance(content, str)
-        else any(isinstance(p, dict) and p.get("type") != "text" for p in content or ())
+        else isinstance(content, list)
+        and any(isinstance(part, dict) and part.get("type") != "text" for part in content)
         for content in contents
     )
 

@@ -61,7 +61,7 @@ def _read_messages(record: Record, prompt: list[Any], completion: list[Any]) -> 
     files = files_of(record.columns, record.root)
     if any(files.values()) and not has_marks([m.get("content") for m in messages], files):
         messages = _with_files(messages, files)
-    return chat_of(record, messages, placeholders=False, read_only=len(prompt))
+    return chat_of(record, messages, placeholders=False, read_only=len(prompt), files=files)
 
 
 def _with_files(messages: list[dict[str, Any]], files: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.columns import files_of, list_of, optional_text, text_of
+from torchmm.data.layouts.columns import brief, files_of, list_of, optional_text, text_of
 from torchmm.data.layouts.conversation import Conversation
 from torchmm.data.layouts.instructions import turn_messages
 from torchmm.data.layouts.messages import chat_of
@@ -48,7 +48,7 @@ def read_pairs(record: Record) -> Conversation:
     # As nanoVLM, FineVision's loader, which removes placeholders from texts; here they stay text.
     files = files_of(record.columns, record.root)
     messages[0]["content"] = with_files_first(messages[0]["content"], files)
-    return chat_of(record, messages, placeholders=False)
+    return chat_of(record, messages, placeholders=False, files=files)
 
 
 def read_question(record: Record) -> Conversation:
@@ -74,7 +74,7 @@ def read_question(record: Record) -> Conversation:
     files = files_of(columns, record.root)
     marked = has_marks([question], files)
     content = question if marked else with_files_first(question, files)
-    return chat_of(record, turn_messages(content, answer), placeholders=False)
+    return chat_of(record, turn_messages(content, answer), placeholders=False, files=files)
 
 
 def _choices(columns: dict[str, Any]) -> tuple[str, list[str]]:
@@ -108,12 +108,12 @@ def _choice(columns: dict[str, Any], choices: list[str], column: str) -> int:
             meant.add(int(letter))
     if len(meant) > 1:
         raise CorruptSampleError(
-            f"{name} = {value!r:.40} may be choice {' or '.join(map(str, sorted(meant)))} of "
+            f"{name} = {brief(value)} may be choice {' or '.join(map(str, sorted(meant)))} of "
             f"{len(choices)}, counted from 0: its number or letter is another choice's text"
         )
     if not meant or not 0 <= min(meant) < len(choices):
         raise CorruptSampleError(
-            f"{name} = {value!r:.40} is none of {len(choices)} choices: no number from 0 to "
+            f"{name} = {brief(value)} is none of {len(choices)} choices: no number from 0 to "
             f"{len(choices) - 1}, no letter, no text of one"
         )
     return meant.pop()

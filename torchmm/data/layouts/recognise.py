@@ -44,14 +44,13 @@ class Layout(NamedTuple):
     when: Callable[[Record], bool] | None = None
     """What else has to hold."""
 
-    def missing(self, record: Record) -> list[tuple[str, ...]]:
-        """Groups of which the record has no column."""
-        columns = record.columns
-        return [g for g in self.needs if all(columns.get(name) is None for name in g)]
+    def missing(self, filled: set[str]) -> list[tuple[str, ...]]:
+        """Groups of which a record with these columns has none."""
+        return [group for group in self.needs if filled.isdisjoint(group)]
 
-    def matches(self, record: Record) -> bool:
-        """Whether it reads the record."""
-        return not self.missing(record) and (self.when is None or self.when(record))
+    def matches(self, record: Record, filled: set[str]) -> bool:
+        """Whether it reads the record, of which these columns are not None."""
+        return not self.missing(filled) and (self.when is None or self.when(record))
 
 
 LAYOUTS = (
@@ -100,17 +99,18 @@ def recognise(record: Record) -> Layout:
     Raises:
         CorruptSampleError: there is none; what the nearest one lacks is said.
     """
-    for layout in LAYOUTS:
-        if layout.matches(record):
-            return layout
     columns = record.columns
+    filled = {name for name, value in columns.items() if value is not None}
     for layout in LAYOUTS:
-        missing = layout.missing(record)
+        if layout.matches(record, filled):
+            return layout
+    for layout in LAYOUTS:
+        missing = layout.missing(filled)
         if len(missing) < len(layout.needs):
-            has = next(n for g in layout.needs for n in g if columns.get(n) is not None)
+            has = next(name for group in layout.needs for name in group if name in filled)
             raise CorruptSampleError(f"`{has}` found, but {_none_of(missing[0])}")
     for name, learnt in _SUGGEST.items():
-        if columns.get(name) is not None:
+        if name in filled:
             raise CorruptSampleError(f"`{name}` found, but {_none_of(learnt)}")
     known = ", ".join(" and ".join("/".join(g) for g in layout.needs) for layout in LAYOUTS)
     raise CorruptSampleError(
