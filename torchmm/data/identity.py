@@ -32,7 +32,7 @@ VERSION = 1
 ENDS_BYTES = 1 << 16
 ENDS_FILES = 16
 """Number of a stream's files of which both ends are read."""
-_CAUSES = ("prompt", "generate", "split")
+_CAUSES = ("prompt", "generate", "split", "train_on")
 
 
 class SamplesDigest:

@@ -72,6 +72,9 @@ class SourceConfig(Section):
     generate: str | None = None
     """Column whose image or clip the generator has to draw from the sample's text (and images),
     instead of an encoder reading it; for example "image"."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """What of a chat counts in the loss: all answers of the assistant; only the last one; or all
+    text, the template's own included. A message's own `loss` or `train` comes first."""
 
 
 class DataConfig(Section):

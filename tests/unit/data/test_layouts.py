@@ -298,13 +298,8 @@ def test_captions_take_any_number_of_images(root):
 # Tools in ShareGPT
 
 
-def test_calls_of_tools_become_calls_and_answers(monkeypatch):
+def test_calls_of_tools_become_calls_and_answers():
     """LLaMA-Factory, data/README.md: function_call and observation."""
-    seen = []
-    monkeypatch.setattr(
-        "torchmm.data.layouts.conversations.chat_of",
-        lambda record, messages, placeholders, files: seen.extend(messages),
-    )
     calls = [{"name": "tall", "arguments": {"a": 1}}, {"name": "wide", "arguments": "{}"}]
     entries = [
         said("human", "How large?"),
@@ -313,10 +308,28 @@ def test_calls_of_tools_become_calls_and_answers(monkeypatch):
         said("observation", '{"size": 3}'),
         said("gpt", "Three."),
     ]
-    conversation({"conversations": entries})
-    assert [m["role"] for m in seen] == ["user", "assistant", "tool", "assistant"]
-    assert [call["function"] for call in seen[1]["tool_calls"]] == calls
-    assert seen[2]["content"] == '{"size": 3}'
+    tools = '[{"name": "tall"}, {"name": "wide"}]'
+    found = conversation({"conversations": entries, "tools": tools})
+    own = [
+        message("user", "How large?"),
+        {
+            **message("assistant", None),
+            "tool_calls": [{"type": "function", "function": call} for call in calls],
+        },
+        message("tool", '{"size": 3}'),
+        message("assistant", "Three."),
+    ]
+    expected = conversation({"messages": own, "tools": tools})
+    assert found == expected
+    assert [len(turn.tool_calls) for turn in found.turns] == [0, 2, 0, 0]
+    assert [tool["function"]["name"] for tool in found.tools] == ["tall", "wide"]
+
+
+def test_answers_in_a_prompt_stay_out_of_the_loss(read, tokenizer):
+    prompt = [message("user", "a"), message("assistant", "red"), message("user", "c")]
+    text = read({"prompt": prompt, "completion": [message("assistant", "blue")]}).text
+    learnt = [i for i, loss in zip(text.ids, text.loss, strict=True) if loss]
+    assert tokenizer.decode(learnt) == "blue</s>"
 
 
 def test_calls_that_parquet_filled_in_are_none():

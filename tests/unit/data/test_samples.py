@@ -73,11 +73,17 @@ def test_chat_gets_its_images_in_order():
     assert made.segments == (first, AudioSegment(data=b"3"), VideoSegment(data=b"4"), second)
 
 
-@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]', {"f": {"type": "object"}}])
+@pytest.mark.parametrize(
+    "tools", [[{"name": "f"}], '[{"name": "f"}]', [{"type": "function", "function": {"name": "f"}}]]
+)
 @pytest.mark.parametrize("column", ["tools", "functions"])
-def test_chats_with_tools_are_corrupt(column, tools):
-    with pytest.raises(CorruptSampleError, match=f"column {column} is not empty"):
-        parse({"messages": [], column: tools})
+def test_chats_get_their_tools(column, tools):
+    def render(conversation, options):
+        assert conversation.tools == ({"type": "function", "function": {"name": "f"}},)
+        return Sample(())
+
+    messages = [{"role": "user", "content": "a"}]
+    parse_record(Record({"messages": messages, column: tools}), render)
 
 
 @pytest.mark.parametrize("tools", [None, [], "[]", "", [None], {"name": None}])

@@ -7,6 +7,7 @@ refused by name, never dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,3 +46,21 @@ class Conversation:
     turns: tuple[Turn, ...]
     tools: tuple[dict[str, Any], ...] = ()
     """Descriptions of the tools that may be called, for the template."""
+
+
+def answered_calls(turns: Sequence[Turn]) -> dict[int, tuple[dict[str, Any] | None, bool]]:
+    """Which call every turn of a tool answers, and whether that is the first one still open.
+
+    By its id, else by its order; None if there is no such call.
+    """
+    answered: dict[int, tuple[dict[str, Any] | None, bool]] = {}
+    pending: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns):
+        if turn.role == "assistant":
+            pending = list(turn.tool_calls)
+        if turn.role != "tool":
+            continue
+        ids = [call.get("id") for call in pending]
+        at = ids.index(turn.tool_call_id) if turn.tool_call_id in ids else 0
+        answered[number] = (pending.pop(at) if pending else None, at == 0)
+    return answered

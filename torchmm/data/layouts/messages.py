@@ -12,11 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.chat_keys import check_record, check_turn, is_empty
+from torchmm.data.layouts.chat_keys import check_turn, is_empty
 from torchmm.data.layouts.columns import brief, files_of, list_of
 from torchmm.data.layouts.conversation import ROLES, Conversation, Turn
 from torchmm.data.layouts.parts import read_contents
 from torchmm.data.layouts.sample import FileSegment, Record
+from torchmm.data.layouts.tool_use import expand, reasoning_of, tool_calls_of, tools_of, train_of
+
+OTHER_NAMES = {"developer": "system", "function": "tool"}
+"""Roles of OpenAI's that mean one of ROLES: a newer name, and an older one."""
 
 
 def read_chat(record: Record) -> Conversation:
@@ -49,19 +53,21 @@ def chat_of(
         CorruptSampleError: as `read_chat`.
     """
     columns = record.columns
-    check_record(columns)
+    tools = tools_of(columns)
     if not messages:
         raise CorruptSampleError("a chat without messages")
     before = _system_of(columns, messages[0])
     read_only += len(before) if read_only else 0
     if files is None:
         files = files_of(columns, record.root)
-    return conversation_of([*before, *messages], files, record.root, placeholders, read_only)
+    said = [*before, *messages]
+    return conversation_of(said, files, tools, record.root, placeholders, read_only)
 
 
 def conversation_of(
     messages: Sequence[Any],
     files: Mapping[str, Sequence[FileSegment]],
+    tools: tuple[dict[str, Any], ...] = (),
     root: str | None = None,
     placeholders: bool = False,
     read_only: int = 0,
@@ -78,11 +84,16 @@ def conversation_of(
     Raises:
         CorruptSampleError: as `read_chat`.
     """
-    contents = [_role_and_content(message) for message in messages]
+    turns: list[Turn] = []
+    contents: list[tuple[str, Any]] = []
+    for number, message in enumerate(messages):
+        for part in expand(_with_role(message)):
+            turn, content = _turn(part)
+            turns.append(replace(turn, train=False) if number < read_only else turn)
+            contents.append((turn.role, content))
     parts = read_contents(contents, files, root, placeholders)
-    turns = [Turn(role, own) for (role, _), own in zip(contents, parts, strict=True)]
-    turns[:read_only] = [replace(turn, train=False) for turn in turns[:read_only]]
-    return Conversation(tuple(turns))
+    turns = [replace(turn, parts=own) for turn, own in zip(turns, parts, strict=True)]
+    return Conversation(tuple(turns), tools)
 
 
 def _system_of(columns: Mapping[str, Any], first: Any) -> list[dict[str, Any]]:
@@ -90,7 +101,7 @@ def _system_of(columns: Mapping[str, Any], first: Any) -> list[dict[str, Any]]:
     system = columns.get("system")
     if is_empty(system):
         return []
-    if isinstance(first, dict) and first.get("role") == "system":
+    if isinstance(first, dict) and first.get("role") in ("system", "developer"):
         if first.get("content") == system:
             return []
         raise CorruptSampleError(
@@ -100,18 +111,36 @@ def _system_of(columns: Mapping[str, Any], first: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}]
 
 
-def _role_and_content(message: Any) -> tuple[str, Any]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+def _with_role(message: Any) -> Mapping[str, Any]:
+    """The message with one of ROLES; raises CorruptSampleError."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    known = role if not isinstance(role, str) else OTHER_NAMES.get(role, role)
+    if known not in ROLES:
         raise CorruptSampleError(f"message {brief(message)} has no role of {ROLES}")
+    return {**message, "role": known}
+
+
+def _turn(message: Mapping[str, Any]) -> tuple[Turn, Any]:
+    """A message as a turn without parts, and its content."""
     check_turn(message)
     role = message["role"]
     content = message.get("content")
+    answers = role == "assistant"
+    calls = tool_calls_of(message) if answers else ()
     # An empty answer would teach the model to end its turn at once. It is the mark of a record
-    # that has lost something (a tool call, a refusal), never of one worth learning. Empty
+    # that has lost something (a refusal), never of one worth learning, unless it is a call. Empty
     # instructions and questions do no harm: they are only read.
-    if role == "assistant" and _says_nothing(content):
+    if answers and not calls and _says_nothing(content):
         raise CorruptSampleError("assistant message has no content; leave such conversations out")
-    return role, content
+    if content is None and (calls or role == "tool"):
+        content = ""
+    named = {}
+    if role == "tool":
+        keys = (key for key in ("name", "tool_call_id") if not is_empty(message.get(key)))
+        named = {key: str(message[key]) for key in keys}
+    reasoning = reasoning_of(message) if answers else None
+    turn = Turn(role, (), reasoning, calls, **named, train=train_of(message))
+    return turn, content
 
 
 def _says_nothing(content: Any) -> bool:

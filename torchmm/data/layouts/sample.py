@@ -24,11 +24,13 @@ class SampleOptions:
     """Text between the image and the text of a caption sample."""
     generate: str | None = None
     """Column with an image or clip that is to be drawn, not read."""
+    train_on: str = "assistant"
+    """What of a chat counts in the loss; see `SourceConfig.train_on`."""
 
     @classmethod
     def of(cls, config: SourceConfig) -> SampleOptions:
         """Those of a recipe's source."""
-        return cls(prompt=config.prompt, generate=config.generate)
+        return cls(config.prompt, config.generate, config.train_on)
 
 
 @dataclass(frozen=True)

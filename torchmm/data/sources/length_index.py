@@ -32,7 +32,7 @@ from torchmm.data.sources.local_and_hub import MapSource
 from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
@@ -89,6 +89,7 @@ def cache_key(
         "source": source.fingerprint,
         "prompt": config.prompt,
         "generate": config.generate,
+        "train_on": config.train_on,
         "generated": dataclasses.asdict(reader.targets.spec) if reader.targets else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
         "video": data.video.model_dump(),
