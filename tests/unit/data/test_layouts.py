@@ -212,6 +212,7 @@ SOUND = base64.b64encode(b"RIFF").decode()
         ({"type": "image", "path": FIRST}, "path"),
         ({"type": "image", "url": FIRST}, "path"),
         ({"type": "image", "base64": DATA}, "data"),
+        ({"type": "image", "bytes": FILES[FIRST], "path": "x.png"}, "data"),
         ({"type": "image", "image": {"bytes": FILES[FIRST], "path": "x.png"}}, "data"),
         ({"type": "image", "image": FILES[FIRST]}, "data"),
         ({"image": FIRST, "text": None}, "path"),
@@ -471,6 +472,10 @@ REFUSED = [
     (asked({"type": "image", "image": "data:video/mp4;base64,AA"}), "data of another kind"),
     (asked({"type": "image", "source": {"type": "file", "file_id": "f1"}}), "file_id 'f1'"),
     (asked({"type": "video", "video": ["1.jpg", "2.jpg"]}), "a list of 2, not one file"),
+    (
+        asked({"type": "image", "image": FIRST, "url": SECOND}),
+        "image part of a user message names its file as image and url; keep one",
+    ),
     (asked({"type": "image", "image": 3}), "image is int, not bytes or a path"),
     (asked({"type": "image", "image": FIRST, "max_pixels": 9}), "image part of a user message has"),
     (asked({"type": "audio", "audio": {"path": None, "data": 3}}), "audio data is int, not base64"),

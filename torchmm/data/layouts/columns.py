@@ -85,16 +85,13 @@ def files_of(columns: dict[str, Any], root: str | None) -> dict[str, list[FileSe
 
 
 def _files_of_kind(columns: dict[str, Any], kind: str, root: str | None) -> list[FileSegment]:
-    found = []
-    for name in (f"{kind}s", *FILE_KINDS[kind][0]):
-        value = columns.get(name)
-        if value is not None and value != []:
-            found.append((name, value))
-    if not found:
+    several = f"{kind}s"
+    names = [n for n in (several, *FILE_KINDS[kind][0]) if columns.get(n) not in (None, [])]
+    if not names:
         return []
-    name, value = found[0]
-    if name == f"{kind}s" and len(found) > 1:
-        raise CorruptSampleError(f"columns {name} and {found[1][0]} both have {kind}s; keep one")
+    if names[0] == several and len(names) > 1:
+        raise CorruptSampleError(f"columns {several} and {names[1]} both have {kind}s; keep one")
+    value = columns[names[0]]
     values = value if isinstance(value, list) else [value]
     return [file_segment(kind, value, root) for value in values]
 

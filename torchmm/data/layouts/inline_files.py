@@ -101,7 +101,13 @@ def _read_file(item: dict[str, Any], kind: str, role: str) -> FilePart:
     own = [key for key, other in FILE_TYPES.items() if other == kind]
     others = {key: item[key] for key in item if key not in {*own, *_SOURCES, *_NO_CONTENT, "type"}}
     check_part({**others, "type": kind}, role)
-    named = next((key for key in (*own, *_SOURCES) if not is_empty(item.get(key))), None)
-    if named is None:
+    named = [key for key in (*own, *_SOURCES) if not is_empty(item.get(key))]
+    if not named:
         return FilePart(kind, role)
-    return FilePart(kind, role, {"base64": item[named]} if named == "base64" else item[named])
+    # The path beside bytes only says where these once were.
+    if len(named) > 1 and named != ["bytes", "path"]:
+        raise CorruptSampleError(
+            f"{kind} part of a {role} message names its file as {' and '.join(named)}; keep one"
+        )
+    value = item[named[0]]
+    return FilePart(kind, role, {"base64": value} if named == ["base64"] else value)

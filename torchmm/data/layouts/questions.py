@@ -132,6 +132,12 @@ def _open_answer(columns: dict[str, Any]) -> str:
     if not value:
         raise CorruptSampleError(f"column {name} is an empty list")
     # VQA has tables of "answer", "answer_confidence" and "answer_id".
-    given = [item.get("answer") if isinstance(item, dict) else item for item in value]
-    texts = [text_of(item, f"an answer in column {name}") for item in given]
-    return Counter(texts).most_common(1)[0][0]
+    given: Counter[str] = Counter()
+    for item in value:
+        answer = item.get("answer") if isinstance(item, dict) else item
+        if not isinstance(answer, str):
+            raise CorruptSampleError(
+                f"an answer in column {name} is {type(answer).__name__}, not a string"
+            )
+        given[answer] += 1
+    return max(given, key=given.__getitem__)  # the first of equals

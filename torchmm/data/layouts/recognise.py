@@ -50,7 +50,8 @@ class Layout(NamedTuple):
 
     def matches(self, record: Record, filled: set[str]) -> bool:
         """Whether it reads the record, of which these columns are not None."""
-        return not self.missing(filled) and (self.when is None or self.when(record))
+        lacks = any(map(filled.isdisjoint, self.needs))
+        return not lacks and (self.when is None or self.when(record))
 
 
 LAYOUTS = (
