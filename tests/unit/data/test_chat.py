@@ -337,6 +337,7 @@ def test_parts_with_thoughts_are_thoughts(render):
         (call("{"), "is not valid JSON"),
         (call('{"a": 1, "a": 2}'), "a key is given twice"),
         (call('{"a": NaN}'), "NaN is no number of JSON"),
+        (call({"a": float("inf")}), "has inf, which is no number"),
         (call("[1]"), "are list, not a table"),
         (call({}, name=""), "name of a tool call is ''"),
         (say(tool_calls="f()"), "is not valid JSON"),
@@ -396,6 +397,18 @@ def test_files_stand_between_calls_and_thoughts(render):
 def test_templates_without_prompt_or_end_do_not_learn_headers(render):
     bare = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     assert learnt(render(bare, PLAIN)) == ["a dog", "red"]
+
+
+def test_the_next_role_ends_a_turn_where_nothing_else_does(render):
+    bare = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    assert learnt(render(bare, PLAIN)) == ["a dog<|user|>", "red"]
+
+
+def test_templates_of_parts_say_what_they_leave_out(render):
+    parts = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+    assert render(parts, PLAIN) == render("chatml", PLAIN)
+    with pytest.raises(CorruptSampleError, match="leaves out reasoning_content of message 2"):
+        render(parts, THOUGHT)
 
 
 def test_prompts_that_open_thoughts_leave_these_to_the_prompt(render):

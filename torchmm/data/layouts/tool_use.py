@@ -9,6 +9,7 @@ and tools that are JSON text, null is null.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -233,6 +234,8 @@ def _without_none(value: Any, what: str, depth: int) -> Any:
         return {str(k): _without_none(v, what, depth - 1) for k, v in items if v is not None}
     if isinstance(value, list | tuple):
         return [_without_none(item, what, depth - 1) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CorruptSampleError(f"{what} has {value}, which is no number of JSON")
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise CorruptSampleError(f"{what} has a value of type {type(value).__name__}, not of JSON")
@@ -256,7 +259,8 @@ def _only(table: Mapping[str, Any], known: set[str], what: str) -> None:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise CorruptSampleError(f"{what} is {value!r:.80}, not a text")
+        found = f"{value!r:.80}" if isinstance(value, str | float | int) else type(value).__name__
+        raise CorruptSampleError(f"{what} is {found}, not a text")
     return value
 
 

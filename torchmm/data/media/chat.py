@@ -38,7 +38,7 @@ from torchmm.data.media.chat_marks import (
     tools_with,
     unmarked_strings,
 )
-from torchmm.data.media.chat_spans import Habits, Span, Spans, loss_mask, tagged_spans
+from torchmm.data.media.chat_spans import Habits, Span, Spans, loss_mask, tagged_by_turn
 
 FALLBACK_TEMPLATE = (
     "{{ bos_token or '' }}{% for m in messages %}"
@@ -92,7 +92,8 @@ class ChatTemplate:
                 except CorruptSampleError as error:
                     problems.append(error)
         ours = [e for e in problems if not isinstance(e, TemplateRefusalError)]
-        raise (ours or problems)[0]
+        # A style that a template cannot read loses contents; the other shows what it cannot say.
+        raise min(ours or problems, key=lambda error: " content of" in str(error))
 
     def render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
         """The text of messages.
@@ -180,7 +181,9 @@ class _Chat:
         marked = template.render(self.marked, self.marked_tools)
         written = (marks.marks[int(match[1])].kind for match in AS_PYTHON.finditer(marked))
         if any(kind in ("arguments", "content") for kind in written):
-            raise CorruptSampleError("the chat template writes tables as Python does, not as JSON")
+            raise TemplateRefusalError(
+                "the chat template writes tables as Python does, not as JSON"
+            )
         answered = answered_calls(conversation.turns)
         named = {
             k
@@ -197,6 +200,7 @@ class _Chat:
         turns = self.conversation.turns
         layout = self.layout
         tagged = self.template.tagged(self.messages, self.tools)
+        by_turn = tagged_by_turn(layout, tagged or ())
         around = Spans(
             layout,
             turns,
@@ -209,7 +213,7 @@ class _Chat:
         def spans(turn: int) -> Sequence[Span]:
             if tagged is None or turns[turn].role != "assistant":
                 return around(turn)
-            return tagged_spans(layout, tagged, turn)
+            return by_turn.get(turn, [])
 
         mask = loss_mask(turns, options.train_on, len(layout.text), spans)
         return Sample(tuple(_segments(layout, mask, self.template.special)), False, False)
@@ -221,16 +225,19 @@ class _Chat:
             return None
 
     def _check_ids(self, out_of_order: Sequence[int]) -> None:
-        """Results in another order than their calls are only understood by their ids."""
-        layout = self.layout
-        own = [layout.between(number) for number in range(len(layout.marks) + 1)]
+        """Results in another order than their calls are only understood by ids: does the text
+        change if they do?"""
         for turn in out_of_order:
             name = self.conversation.turns[turn].tool_call_id or ""
-            if sum(layout.text.count(name, start, end) for start, end in own) < 2:
-                raise CorruptSampleError(
-                    f"the chat template leaves out tool_call_id of message {turn + 1}, whose "
-                    "result is not in the order of the calls"
-                )
+            other = "".join("1" if letter == "0" else "0" for letter in name)
+            answer = {**self.messages[turn], "tool_call_id": other}
+            calls = [_with_other_id(message, name, other) for message in self.messages]
+            for messages in ([*self.messages[:turn], answer, *self.messages[turn + 1 :]], calls):
+                if self.template.render(messages, self.tools) == self.layout.text:
+                    raise CorruptSampleError(
+                        f"the chat template leaves out tool_call_id of message {turn + 1}, whose "
+                        "result is not in the order of the calls"
+                    )
 
     def _check_tools(self) -> None:
         """Numbers and the like in tools have no marks: does the text change if they do?"""
@@ -249,6 +256,16 @@ class _Chat:
                     raise CorruptSampleError(
                         f"the chat template leaves out {path} = {value} of tools"
                     )
+
+
+def _with_other_id(message: dict[str, Any], name: str, other: str) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {
+        **message,
+        "tool_calls": [{**c, "id": other} if c.get("id") == name else c for c in calls],
+    }
 
 
 def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

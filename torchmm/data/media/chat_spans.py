@@ -8,6 +8,7 @@ Everything in between is the assistant's: thoughts, contents, the structure of c
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,21 +52,25 @@ def loss_mask(
     return mask
 
 
-def tagged_spans(layout: Layout, tagged: Sequence[Span], turn: int) -> list[Span]:
-    """Those of a template's `{% generation %}` spans in which a turn says something."""
+def tagged_by_turn(layout: Layout, tagged: Sequence[Span]) -> dict[int, list[Span]]:
+    """A template's `{% generation %}` spans by the turn that says something in them.
 
+    One without anything belongs to the turn before it.
+    """
     said = [
         (begin, mark.turn)
         for mark, (begin, _), owned in zip(layout.marks, layout.places, layout.owned, strict=True)
-        if owned
+        if owned and mark.turn is not None
     ]
-
-    def owner(span: Span) -> int | None:
-        inside = [k for begin, k in said if span[0] <= begin < span[1]]
-        before = [k for begin, k in said if begin < span[0]]
-        return next(iter(inside or before[-1:]), None)
-
-    return [span for span in tagged if owner(span) == turn]
+    begins = [begin for begin, _ in said]
+    turns: dict[int, list[Span]] = {}
+    for span in tagged:
+        first = bisect_left(begins, span[0])
+        if first < len(said) and begins[first] < span[1]:
+            turns.setdefault(said[first][1], []).append(span)
+        elif first:
+            turns.setdefault(said[first - 1][1], []).append(span)
+    return turns
 
 
 class Spans:
@@ -96,16 +101,14 @@ class Spans:
         self.special = special
         self.start_token = start_token
         self.tail = tail
+        self._numbers: dict[int | None, list[int]] = {}
+        for number, mark in enumerate(layout.marks):
+            if layout.owned[number]:
+                self._numbers.setdefault(mark.turn, []).append(number)
 
     def __call__(self, turn: int) -> list[Span]:
         """What a turn says; raises CorruptSampleError if that cannot be told."""
-        numbers = [
-            i
-            for i, (mark, owned) in enumerate(
-                zip(self.layout.marks, self.layout.owned, strict=True)
-            )
-            if owned and mark.turn == turn
-        ]
+        numbers = self._numbers.get(turn)
         if not numbers:
             return []
         if self.turns[turn].role == "assistant":
@@ -140,7 +143,12 @@ class Spans:
             return begin + min(found)
         closing = _common(self.tail(turn + 1) or "", after)
         tokens = [match.end("token") for match in self.special.finditer(closing)]
-        return begin + (tokens[-1] if tokens else len(closing.rstrip()))
+        if tokens:
+            return begin + tokens[-1]
+        begin += len(closing.rstrip())
+        # Some models end a turn with the token that begins the next one.
+        following = self.special.match(self.layout.text, begin, end)
+        return following.end("token") if following else begin
 
 
 def _common(one: str, other: str) -> str:
