@@ -59,6 +59,28 @@ CASES = {
         ],
         (LLAVA,),
     ),
+    # LLaVA, docs/Finetune_Custom_Data.md: spaces at the end stay
+    "llava_custom": Case(
+        {
+            "id": "997bb945-628d-4724-b370-b84de974a19f",
+            "image": LLAVA,
+            "conversations": [
+                said(
+                    "human",
+                    "<image>\nWrite a prompt for Stable Diffusion to generate this image.",
+                ),
+                said("gpt", "a beautiful painting of chernobyl by nekro. octane render. "),
+            ],
+        },
+        [
+            (
+                "user",
+                [IMAGE, "\nWrite a prompt for Stable Diffusion to generate this image."],
+            ),
+            ("assistant", "a beautiful painting of chernobyl by nekro. octane render. "),
+        ],
+        (LLAVA,),
+    ),
     # liuhaotian/LLaVA-Instruct-150K, llava_v1_5_mix665k.json
     "llava_instruct": Case(
         {
