@@ -108,7 +108,7 @@ def test_clips_are_columns_and_elements():
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"label": 3}, "no format for columns"),
+        ({"label": 3}, r"no format for columns \['label'\]"),
         ({"image": b"x", "text": 3}, "not a string"),
         ({"image": 3, "text": "dog"}, "not bytes or a path"),
         ({"images": [b"x"], "texts": []}, "1 images but 0 texts"),

@@ -14,7 +14,7 @@ from torchmm.data.layouts.messages import conversation_of
 from torchmm.data.layouts.sample import ImageSegment, Sample, SampleOptions, TextSegment
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
-from torchmm.data.media.text import TextEncoder, VisionBlock, mrope_positions
+from torchmm.data.media.text import TextEncoder, VisionBlock, longest_text, mrope_positions
 
 IMAGE = ImageSegment(data=b"")
 
@@ -82,9 +82,27 @@ def test_special_tokens_in_text_stay_text(encoder, tokenizer, text_spec):
     assert tokenizer.decode(out.ids) == evil
 
 
-@pytest.mark.parametrize("text", ["a\0b", "\ud800 dog", "", "é\u202e𝄞"])
-def test_odd_characters_are_kept_or_replaced(encoder, text):
-    encoder.encode(sample(words(text)), [])
+@pytest.mark.parametrize("text", ["a\0b", "", "é\u202e𝄞"])
+def test_odd_characters_are_kept(encoder, tokenizer, text):
+    out = encoder.encode(sample(words(text), add_bos=False, add_eos=False), [])
+    assert tokenizer.decode(out.ids) == text
+
+
+def test_a_lone_surrogate_is_corrupt(encoder):
+    with pytest.raises(CorruptSampleError, match=r"lone surrogate, '\\ud83d', at character 4"):
+        encoder.encode(sample(words("red \ud83d dog")), [])
+
+
+@pytest.mark.parametrize("text", ["a red dog " * 50_001, "a" * 20_000_000])
+def test_texts_that_no_sample_could_keep_are_never_tokenised(tokenizer, text_spec, text):
+    encoder = TextEncoder(tokenizer, text_spec, 40)
+    encoder._plain = None  # whatever it costs, it is not called
+    with pytest.raises(CorruptSampleError, match=f"{len(text)} characters, at most 500000"):
+        encoder.encode(sample(words(text)), [])
+
+
+def test_longer_samples_may_have_longer_texts():
+    assert longest_text(8192) == 500_000 and longest_text(131_072) == 2_097_152
 
 
 @pytest.mark.parametrize("limit", range(8, 30))
@@ -178,8 +196,8 @@ def test_tokenizer_without_template_gets_a_plain_one(tokenizer):
         (["x"], 0, "no role"),
         ([turn("user", 3)], 0, "not text or a list"),
         ([turn("user", [{"type": "model"}])], 0, "none of text, image, video, audio"),
-        ([turn("user", [{"type": "image"}])], 0, "more image parts"),
-        ([turn("user", "x")], 1, "images more than image parts"),
+        ([turn("user", [{"type": "image"}])], 0, "1 image parts in messages, 0 of"),
+        ([turn("user", "x")], 1, "0 <image> placeholders but 1 images"),
     ],
 )
 def test_malformed_chats_are_corrupt(tokenizer, messages, images, message):

@@ -1,4 +1,4 @@
-"""Layouts without turns: a file with its text, files and texts in reading order, text alone."""
+"""Layouts without turns: files with their text, files and texts in reading order, text alone."""
 
 from __future__ import annotations
 
@@ -7,34 +7,22 @@ from torchmm.data.layouts.columns import (
     FILE_KINDS,
     TEXT_COLUMNS,
     file_segment,
+    files_of,
     list_of,
     text_of,
 )
 from torchmm.data.layouts.sample import Record, Sample, Segment, TextSegment
 
 
-def is_caption(record: Record) -> bool:
-    """Whether there is a text, with or without files."""
-    return any(record.columns.get(name) is not None for name in TEXT_COLUMNS)
-
-
 def read_caption(record: Record) -> Sample:
     """Files in the order of FILE_KINDS, the source's prompt, the text."""
     columns = record.columns
-    segments: list[Segment] = []
-    for kind, (names, _) in FILE_KINDS.items():
-        value = next((columns[c] for c in names if columns.get(c) is not None), None)
-        if value is not None:
-            segments.append(file_segment(kind, value, record.root))
+    files = files_of(columns, record.root)
+    segments: list[Segment] = [file for kind in FILE_KINDS for file in files[kind]]  # type: ignore[misc]
     if record.options.prompt and segments:
         segments.append(TextSegment(record.options.prompt, loss=False))
     text = next(columns[c] for c in TEXT_COLUMNS if columns.get(c) is not None)
     return Sample((*segments, TextSegment(text_of(text), loss=True)))
-
-
-def is_interleaved(record: Record) -> bool:
-    """Whether there are lists of texts and files."""
-    return "texts" in record.columns and any(f"{kind}s" in record.columns for kind in FILE_KINDS)
 
 
 def read_interleaved(record: Record) -> Sample:
