@@ -83,6 +83,11 @@ def recognise(record: Record) -> Layout:
     raise CorruptSampleError(f"no format for columns {sorted(record.columns)}: {FORMATS_HELP}")
 
 
+def layout_of(record: Record) -> str:
+    """Name of a record's layout, for people; raises CorruptSampleError if it has none."""
+    return recognise(replace(record, columns=with_json_columns(record.columns))).name
+
+
 def _take_generated(
     columns: dict[str, Any], name: str, root: str | None
 ) -> tuple[dict[str, Any], tuple[Segment, ...]]:
