@@ -84,6 +84,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/models/layers/loss.py": "a function with its own backward and numerical argument",
     "torchmm/planning/dry_run.py": "train.py imports it only for a dry run",
     "torchmm/planning/forecast_command.py": "its script answers before torch is loaded",
+    "torchmm/planning/inspection/pictures.py": "about arrays of pixels alone",
     "torchmm/planning/open_sizes.py": "the trainer fills in what is open before all else",
     "torchmm/recipe/check_model.py": "checks of one section",
     "torchmm/training/ablation.py": "what a script does with a trained model, without training",

@@ -136,6 +136,11 @@ def _refuse_preferences(columns: dict[str, Any]) -> None:
         )
 
 
+def layout_of(record: Record) -> str:
+    """Name of a record's layout, for people; raises CorruptSampleError if it has none."""
+    return recognise(replace(record, columns=with_json_columns(record.columns))).name
+
+
 def _take_generated(
     columns: dict[str, Any], name: str, root: str | None
 ) -> tuple[dict[str, Any], tuple[Segment, ...]]:
