@@ -42,6 +42,7 @@ from support.models.bubble_model import (
     megatron_s,
     strong_scaling,
 )
+from support.models.layer_pieces import layer_pieces
 from support.papers.paper_figures import (
     OPTIMUS_MAX_SPEEDUP,
     OPTIMUS_MEMORY_OVERHEAD,
@@ -268,7 +269,8 @@ def optimum_ratio(seed: int, alike: bool, granularity: Granularity) -> float:
     backward = rng.uniform(1.5, 2.5)
     compute = {a: backward if a.type is ActionType.B else 1.0 for row in order for a in row}
     tensor = {action: 0.15 * ms for action, ms in compute.items()}
-    timeline = llm_timeline(graph, order, PlanCosts(compute, tensor))
+    costs = PlanCosts(compute, tensor)
+    timeline = llm_timeline(graph, order, costs, layer_pieces(graph, costs))
     kernels, scale = rng.choice((2, 8)), rng.uniform(0.3, 2)
     sizes = [1.0 if alike else rng.choice((0.1, 0.5, 1, 1, 2, 4)) for _ in range(microbatches)]
     forward = np.tile(scale / (2 * kernels) * np.array(sizes)[:, None, None], (1, 2, kernels))

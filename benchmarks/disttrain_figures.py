@@ -126,7 +126,7 @@ def best_plan(case: Case) -> tuple[OrchestrationPlan, int]:
     """Of the best plans, each with several numbers of virtual stages of the LLM, the one that is
     fastest when simulated, and fits."""
     found = orchestrate(problem_of(case), alternatives=SIMULATED - 1)
-    plans = [found.best, *(other.plan for other in found.alternatives)]
+    plans = [found.best, *found.alternatives]
     tried = [(plan, stages) for plan in plans for stages in VIRTUAL_STAGES]
 
     def seconds(choice: tuple[OrchestrationPlan, int]) -> float:

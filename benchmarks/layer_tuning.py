@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from support.harness import Row, describe_machine, make_parser, report
 from support.integer_program import solve_exactly
+from support.memory_needs import memory_needs
 
 from torchmm.balance.costs.execution import Recompute
 from torchmm.balance.costs.model import CostModel
@@ -39,7 +40,6 @@ from torchmm.balance.recomputation.prices import solve_quickly
 from torchmm.balance.recomputation.tuning import (
     LayerTuning,
     RankProblem,
-    memory_needs,
     rank_problems,
     tune_layers,
 )
@@ -91,7 +91,7 @@ class Step:
                 microbatches=self.metas,
                 dtype=torch.bfloat16,
             ),
-            sharding="step" if self.forecaster.ranks.shard > 1 else "none",
+            sharding="step" if self.forecaster.run.llm.shard > 1 else "none",
         )
 
     @property
@@ -100,13 +100,7 @@ class Step:
 
     def model(self, modes: Sequence[Recompute] = ()) -> CostModel:
         """Costs with one mode for each module; everything kept where none is given."""
-        executions = module_executions(
-            self.recipe.parallel,
-            self.recipe.activation_checkpoint,
-            self.modules,
-            self.forecaster.ranks,
-            self.forecaster.units,
-        )
+        executions = module_executions(self.forecaster.run, self.modules)
         given = dict(zip([m.name for m in self.modules], modes, strict=False))
         changed = {
             name: replace(execution, recompute=given.get(name, "none"))

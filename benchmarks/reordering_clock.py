@@ -96,7 +96,7 @@ def arrange(mode: str, tower_s: Sequence[float], llm_s: Sequence[float], ordered
         program = compile_order(one_f_one_b(graph), graph)
         forward_GSM = np.stack([np.array(tower_s)[places], np.array(llm_s)[places]], axis=1)
         found = reorder_microbatches(program, forward_GSM, 2 * forward_GSM, seed=SEED)
-        places = np.take_along_axis(places, found.orders_GM, axis=1)
+        places = np.take_along_axis(places, found, axis=1)
     return places
 
 

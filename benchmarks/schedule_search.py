@@ -60,6 +60,9 @@ class Searched(NamedTuple):
     instance: Instance
     strategy: str
     found: SearchResult
+    seconds: float
+    bests: list[tuple[float, float]]
+    """(seconds, milliseconds of the best order), the natural one first."""
     bound_ms: float
 
     def gap_percent(self, makespan_ms: float) -> float:
@@ -68,7 +71,7 @@ class Searched(NamedTuple):
 
     def after(self, seconds: float) -> float:
         """Gap of the best order at that time."""
-        times = [h.makespan_ms for h in self.found.history if h.seconds <= seconds]
+        times = [makespan_ms for begin_s, makespan_ms in self.bests if begin_s <= seconds]
         return self.gap_percent(times[-1])
 
 
@@ -86,8 +89,7 @@ def run(instance: Instance, seconds: dict[str, float]) -> tuple[list[Searched], 
     dispatcher.evaluate()  # compiled and warm
     searched = []
     for strategy, budget_s in seconds.items():
-        found = search(dispatcher, Budget(seconds=budget_s), strategy=strategy, bound_ms=bound_ms)
-        searched.append(Searched(instance, strategy, found, bound_ms))
+        searched.append(watched(instance, strategy, dispatcher, budget_s, bound_ms))
     natural = searched[0].gap_percent(searched[0].found.natural_ms)
     rows = [
         Row(instance.name, "building the tables", "s", built_s, better="lower"),
@@ -96,9 +98,26 @@ def run(instance: Instance, seconds: dict[str, float]) -> tuple[list[Searched], 
           zip(searched, seconds.values(), strict=True)),
     ]  # fmt: skip
     ours = searched[-1].found
-    per_s = ours.evaluations / max(ours.seconds, 1e-9)
+    per_s = ours.evaluations / max(searched[-1].seconds, 1e-9)
     rows.append(Row(instance.name, "annealing, evaluations", "1/s", per_s))
     return searched, rows
+
+
+def watched(
+    instance: Instance, strategy: str, dispatcher: Dispatcher, budget_s: float, bound_ms: float
+) -> Searched:
+    """A search with what it had found when."""
+    bests = [(0.0, dispatcher.evaluate())]
+    begin_s = time.perf_counter()
+
+    def note(found: SearchResult) -> bool:
+        bests.append((time.perf_counter() - begin_s, found.makespan_ms))
+        return True
+
+    budget = Budget(seconds=budget_s)
+    found = search(dispatcher, budget, strategy=strategy, bound_ms=bound_ms, on_round=note)
+    seconds = time.perf_counter() - begin_s
+    return Searched(instance, strategy, found, seconds, bests, bound_ms)
 
 
 def row_of(each: Searched, budget_s: float, natural: float) -> Row:
@@ -149,7 +168,7 @@ def draw(searched: Sequence[Searched], file: Path) -> None:
     for axes, cap in zip(panels, caps, strict=True):
         for strategy, name in NAMES.items():
             own = [s for s in searched if s.instance.cap == cap and s.strategy == strategy]
-            last_s = max(s.found.seconds for s in searched if s.instance.cap == cap)
+            last_s = max(s.seconds for s in searched if s.instance.cap == cap)
             times = [0.01 * (last_s / 0.01) ** (i / (POINTS - 1)) for i in range(POINTS)]
             gaps = [fmean(s.after(t) for s in own) for t in times]
             axes.plot(times, gaps, label=name, linewidth=2 if strategy == "annealing" else 1.2)

@@ -17,12 +17,16 @@ which is wrong as soon as two things of one name differ.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
-from torchmm.balance.simulation.operator_graph import MemoryTimeline, OperatorGraph, memory_timeline
+import numpy as np
+
+from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError
+from torchmm.balance.simulation.incremental import IncrementalTimes
+from torchmm.balance.simulation.operator_graph import OperatorGraph
+from torchmm.balance.simulation.simulator import MemoryTimeline
 
 
 class Part(NamedTuple):
@@ -94,7 +98,9 @@ class SubgraphResult:
     @property
     def memory(self) -> MemoryTimeline:
         """Used bytes over time."""
-        return memory_timeline(self.changes)
+        times_ps = np.array([0, *(change[0] for change in self.changes)], np.int64)
+        used = np.cumsum([0, *(change[2] for change in self.changes)])
+        return MemoryTimeline(times_ps / PICOSECONDS_PER_MS, used)
 
     @property
     def peak_bytes(self) -> int:
@@ -142,12 +148,12 @@ class SubgraphCache:
                 graph.add(part.queue, inner[index].duration_ms, part.after)
             else:
                 graph.add(part.queue, part.work, part.after)
-        for buffer in subgraph.buffers:
-            graph.add_tensor(None, *buffer)
-        done = graph.compile().simulate()
-        start_ps, end_ps = done.start_ps.tolist(), done.end_ps.tolist()
+        _check(subgraph)
+        start_ps, end_ps = (
+            times.tolist() for times in IncrementalTimes(graph.compile()).times_ps()
+        )
         busy_ps: Counter[Hashable] = Counter()
-        changes = done.changes.get(None, [])
+        changes = memory_changes(subgraph.buffers, start_ps, end_ps)
         for index, part in enumerate(subgraph.parts):
             busy_ps[part.queue] += end_ps[index] - start_ps[index]
             if index in inner:
@@ -156,3 +162,34 @@ class SubgraphCache:
             else:
                 device_ps += (end_ps[index] - start_ps[index]) * part.copies
         return SubgraphResult(max(end_ps, default=0), dict(busy_ps), device_ps, sorted(changes))
+
+
+def memory_changes(
+    buffers: Iterable[Buffer], start_ps: Sequence[int], end_ps: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """What buffers take and give back; see `SubgraphResult`.
+
+    What is given back at an instant may be used at that instant; buffers that are born and die in
+    one all count together.
+
+    Args:
+        start_ps, end_ps: by operator.
+    """
+    changes = []
+    for nbytes, producer, consumers in buffers:
+        birth = start_ps[producer]
+        death = max(end_ps[n] for n in (producer, *consumers))
+        changes += [(birth, 1, nbytes), (death, 0 if death > birth else 2, -nbytes)]
+    return sorted(changes)
+
+
+def _check(subgraph: Subgraph) -> None:
+    count = len(subgraph.parts)
+    problems = [
+        f"{buffer}: give 0 bytes or more, and parts among 0 to {count - 1}"
+        for buffer in subgraph.buffers
+        if buffer.nbytes < 0
+        or not all(0 <= n < count for n in (buffer.producer, *buffer.consumers))
+    ]
+    if problems:
+        raise SimulationError(problems)

@@ -91,7 +91,7 @@ class Layout:
             sequence_parallel=case.sequence_parallel,
         )
         self.mesh: ParallelMesh = build_mesh(self.config, torch.device("cpu"))
-        self.channels = P2PChannels(torch.device("cpu"), self.mesh.pipeline_ranks, 60)
+        self.channels = P2PChannels(torch.device("cpu"), self.mesh.plan_ranks, 60)
         self.run_dir = directory / "runs" / case.name
         self.checkpoints = manager(self.run_dir, self.mesh.sizes)
 
@@ -135,11 +135,11 @@ class Part:
         ranks = torch.tensor(sum(losses) / targets, dtype=torch.float64)
         dist.all_reduce(ranks)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        group = self.mesh.pipeline.get_group() if self.mesh.pipeline_size > 1 else None
+        group = self.mesh.norm_ranks
         norm = global_grad_norm(trained, self.copies, group).item()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(ranks) / self.mesh.tensor_size, norm
+        return float(ranks) / self.mesh.own.sizes.tensor, norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything a checkpoint has of this rank's part, whole; collective within a stage."""

@@ -253,8 +253,8 @@ def _compile() -> dict[int, dict[str, float]]:
     config = MODEL.model_copy(deep=True)
     config.llm.config["num_hidden_layers"] = 2
     whole, split = (build_model(config, FreezeConfig()) for _ in range(2))
-    overlap = Overlap("ring", mesh.tensor.get_group().group_name, 2)
-    apply_tensor_parallel(split.llm, mesh.tensor, True, overlap)
+    overlap = Overlap("ring", mesh.own.tensor.get_group().group_name, 2)
+    apply_tensor_parallel(split.llm, mesh.own.tensor, True, overlap)
     apply_activation_checkpoint(split.llm, "selective")
     for model in (whole, split):
         materialize(model, "cpu")

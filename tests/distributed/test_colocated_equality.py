@@ -229,7 +229,7 @@ def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[li
     plan = pipeline.plan_training(share)
     result = pipeline.run(plan, share, loss_scale=1 / targets)
     loss, gradients = shared_reference(case.freeze, case.encoders)
-    here = result.losses if mesh.mesh.get_local_rank("tensor") == 0 else {}
+    here = result.losses if mesh.own.mesh.get_local_rank("tensor") == 0 else {}
     problems = _loss_problems(here, targets, loss)
     problems += _gradient_problems(model, gradients, mesh)
     problems += _losses_problems(pipeline, share, loss * targets, mesh)
@@ -255,7 +255,7 @@ def _losses_problems(
 ) -> list[str]:
     """Of a step of forwards only, as validation runs it."""
     losses = pipeline.losses(share)
-    here = sum(float(loss) for own in losses.values() for loss in own) / mesh.tensor_size
+    here = sum(float(loss) for own in losses.values() for loss in own) / mesh.own.sizes.tensor
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, here)
     found = sum(by_rank)
@@ -279,7 +279,7 @@ def _gradient_problems(
         if not error <= 1e-5:
             problems.append(f"{name} is off by {error}")
     trained = [p for p in model.parameters() if p.requires_grad]
-    norm = global_grad_norm(trained, pipeline=mesh.pipeline.get_group()).item()
+    norm = global_grad_norm(trained, pipeline=mesh.norm_ranks).item()
     if abs(norm / whole - 1) > 1e-5:
         problems.append(f"gradient norm {norm}, expected {whole}")
     return problems

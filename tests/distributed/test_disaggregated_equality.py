@@ -19,8 +19,7 @@ from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import start_process_group
-from torchmm.parallel.unit_mesh import UnitMesh, build_units
+from torchmm.parallel.mesh import ParallelMesh, build_units, start_process_group
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -218,9 +217,10 @@ def compare(case: Case) -> list[str]:
     settings = {"placement": "disaggregated", "schedule": case.schedule, **case.parallel}
     config = ParallelConfig.model_validate(settings)
     descriptions = [module.describe() for module in model.modality_modules()]
-    layout = plan_layout(config, descriptions, [m.meta for m in batch], mesh.unit_mesh_sizes)
+    layout = plan_layout(config, descriptions, [m.meta for m in batch], mesh.units)
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
-    assert {layout.stages[index].module for index in stages} == {mesh.module}
+    (module,) = {layout.stages[index].module for index in stages}
+    assert mesh.own.sizes == case.units[module]
     plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
     parallelize(model, mesh, config, *plain)
     filled(model)
@@ -238,8 +238,10 @@ def compare(case: Case) -> list[str]:
     return problems
 
 
-def _loss_problems(found: dict[str, torch.Tensor], wanted: Reference, mesh: UnitMesh) -> list[str]:
-    share = mesh.samples_ranks / mesh.tensor_size
+def _loss_problems(
+    found: dict[str, torch.Tensor], wanted: Reference, mesh: ParallelMesh
+) -> list[str]:
+    share = mesh.samples_ranks / mesh.own.sizes.tensor
     problems = []
     for name, loss in {**wanted.losses, "": wanted.loss}.items():
         (total,) = mesh.sum_over_data([found[name].item() * share])
@@ -248,7 +250,7 @@ def _loss_problems(found: dict[str, torch.Tensor], wanted: Reference, mesh: Unit
     return problems
 
 
-def _gradient_problems(model: MultimodalModel, wanted: Reference, mesh: UnitMesh) -> list[str]:
+def _gradient_problems(model: MultimodalModel, wanted: Reference, mesh: ParallelMesh) -> list[str]:
     problems, copies = [], model.tied_copies()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
@@ -286,7 +288,7 @@ def _problems_without_gradients(
     share: list[Microbatch],
     one: Microbatch,
     wanted: Reference,
-    mesh: UnitMesh,
+    mesh: ParallelMesh,
 ) -> list[str]:
     """Held-out losses; text and pictures, made by all replica groups together."""
     problems = []

@@ -186,9 +186,9 @@ def _compare(case: Case) -> dict[str, float]:
     mesh = build_mesh(
         ParallelConfig(shard=1, tensor=torch.distributed.get_world_size()), torch.device("cpu")
     )
-    group = mesh.tensor.get_group().group_name
+    group = mesh.own.tensor.get_group().group_name
     overlap = Overlap("ring", group, case.chunks) if case.chunks else None
-    apply_tensor_parallel(_encoder(split), mesh.tensor, case.sequence_parallel, overlap)
+    apply_tensor_parallel(_encoder(split), mesh.own.tensor, case.sequence_parallel, overlap)
     if case.recomputed:
         apply_activation_checkpoint(_encoder(split), "full")
     errors = {}
@@ -212,7 +212,7 @@ def _compare_sharded(family: str) -> dict[str, float]:
     """The same of gradients with FSDP2, where ranks have other images and numbers of them."""
     whole, split = _build(family), _build(family)
     mesh = build_mesh(ParallelConfig(shard=2), torch.device("cpu"))
-    apply_fsdp(_encoder(split), mesh.fsdp, torch.float32)
+    apply_fsdp(_encoder(split), mesh.own.fsdp, torch.float32)
     for model in (whole, split):
         materialize(model, "cpu")
         init_weights(model, seed=1)

@@ -166,7 +166,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     # Only one rank of a pipeline has a loss.
     total_loss = mesh.sum_over_data([local_loss.item() * mesh.pipeline_size])[0]
     trained = [p for p in model.parameters() if p.requires_grad]
-    group = mesh.pipeline.get_group() if mesh.pipeline_size > 1 else None
+    group = mesh.norm_ranks
     norm = global_grad_norm(trained, model.tied_copy_parameters(), group).item()
 
     expected_norm = torch.stack([g.norm() for g in expected.values()]).norm().item()

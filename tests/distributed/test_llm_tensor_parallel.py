@@ -75,9 +75,9 @@ def _compare(case: Case) -> dict[str, float]:
     mesh = build_mesh(ParallelConfig(shard=1, tensor=2), torch.device("cpu"))
     overlap = None
     if case.chunks:
-        overlap = Overlap("ring", mesh.tensor.get_group().group_name, case.chunks)
+        overlap = Overlap("ring", mesh.own.tensor.get_group().group_name, case.chunks)
     for module in split.modality_modules():
-        apply_tensor_parallel(module, mesh.tensor, case.sequence_parallel, overlap)
+        apply_tensor_parallel(module, mesh.own.tensor, case.sequence_parallel, overlap)
     materialize(split, "cpu")
     init_weights(split, seed=0)
     weights = dict(whole.named_parameters())

@@ -41,7 +41,7 @@ def _meet() -> dict[str, Any]:
     for trouble in ("sleeps", "sleeps before receiving", "ends"):
         dist.barrier()  # creating a group waits no longer than the group itself would
         channels = P2PChannels(CPU, [0, 1], TIMEOUT_S)
-        channels.warm_up()
+        channels.warm_up([(0, 1), (1, 0)])
         if rank == 0:
             found[trouble] = _wait_in_vain(channels, trouble)
         elif trouble != "ends":
@@ -146,7 +146,7 @@ def _between_groups() -> list[float]:
     senders = []
     for groups in ([[0, 1], [2]], [[0], [1, 2]]):
         channels = P2PChannels(CPU, groups, 20.0)
-        channels.warm_up()
+        channels.warm_up([(0, 1), (1, 0)])
         peer = 1 - channels.plan_rank
         sending = channels.send((torch.tensor([rank]),), spec, peer, "send")
         (arrived,) = channels.receive(spec, peer, "receive").wait("receive")

@@ -163,7 +163,7 @@ def check_copies(part: Part) -> list[str]:
     }
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, digests)
-    first, last = part.mesh.pipeline_ranks[0], part.mesh.pipeline_ranks[-1]
+    first, last = part.mesh.plan_ranks[0][0], part.mesh.plan_ranks[-1][0]
     if part.mesh.pipeline_size > 1 and by_rank[first][TABLE] != by_rank[last][COPY]:
         return ["the copy of the embedding went its own way"]
     return []

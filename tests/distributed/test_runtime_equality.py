@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ def _toys(seeds: Sequence[int]) -> dict[str, Any]:
     """Steps of random graphs; by seed, what differs from one process."""
     world, rank = dist.get_world_size(), dist.get_rank()
     channels = P2PChannels(CPU, range(world), 60.0)
-    channels.warm_up()
+    channels.warm_up(permutations(range(world), 2))
     wrong: dict[int, Any] = {}
     for seed in seeds:
         graph = random_graph(seed, ranks=world)

@@ -213,7 +213,7 @@ def _gradient_problems(
         error = (found - wanted).norm().item() / scale
         if error > 1e-5:
             problems.append(f"step {number}: {name} is off by {error}")
-    group = mesh.pipeline.get_group()
+    group = mesh.norm_ranks
     norm = global_grad_norm(trained.values(), model.tied_copy_parameters(), group).item()
     if abs(norm - reference.norm) > 1e-5 * max(reference.norm, 1e-6):
         problems.append(f"step {number}: gradient norm {norm}, expected {reference.norm}")

@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from support.memory_needs import memory_needs
+
 from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.rates import ActionKind
-from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs
+from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.training.pipeline import Pipeline
 

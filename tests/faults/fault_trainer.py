@@ -100,7 +100,7 @@ class Trainer:
         if self.fault == "nan" and step == self.fault_step:
             loss = loss * float("nan")
         with self.health.phase(step, "agreement"):
-            shared = [loss.item(), stop.as_float(), float(checkpoints.failed)]
+            shared = [loss.item(), float(stop.received is not None), float(checkpoints.failed)]
             values_RN = gather_floats(shared)
         self.show_digest("before", model)
         check_finite(step, ("loss",), values_RN)

@@ -234,6 +234,30 @@ def test_corrupt_samples_within_the_limit_are_named(
     assert records(tmp_path / "run")[-1]["skipped_samples"] == 10
 
 
+@pytest.mark.parametrize("section", ["sources", "validation"])
+def test_a_source_that_gives_nothing_ends_the_run_before_weights_are_read(
+    tmp_path, real_data, train_server, section
+):
+    llm = tmp_path / "llm"
+    llm.mkdir()
+    (llm / "config.json").write_text('{"model_type": "llama", "vocab_size": 4000}')
+    (llm / "model.safetensors").write_bytes(b"no weights")
+    rows = [{"picture": "a.png", "alt": f"a cat, number {i}"} for i in range(12)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f'--data.{section}=[{{path="{file}"}}]'
+    changes = {"model__llm__source": llm, "validation__interval": 1}
+    command = arguments(tmp_path / "run", real_data, **changes)
+    run = train_server.start([*command, source], tmp_path / "logs", ranks=2)
+    assert run.wait() == [3, 3], run.output()
+    output = run.output(0) + run.output(1)
+    assert "gives none of its 12 samples: 12 are corrupt" in output and "Traceback" not in output
+    assert f"{file}:10: no format for columns" in output and "and 2 more" in output
+    assert read_status(tmp_path / "run").exit_code == 3
+    codes, output = train_server.run(command, tmp_path / "logs")
+    assert codes == [4] and "model.safetensors" in output, "weights are read after that"
+
+
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, real_data, train_server):
     run_dir = tmp_path / "run"
     changes = {"checkpoint__interval": 1, "training__steps": 2}

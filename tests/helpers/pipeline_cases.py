@@ -266,7 +266,7 @@ class CaseRun:
         }
         self.channels = None
         if case.pipeline > 1:
-            self.channels = P2PChannels(CPU, self.mesh.pipeline_ranks, 60.0)
+            self.channels = P2PChannels(CPU, self.mesh.plan_ranks, 60.0)
             self.channels.warm_up(channel_pairs(self.layout))
         self.runtime = PipelineRuntime(self.mesh.pipeline_rank, self.stages, self.channels)
         self.whole = case.build()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchmm.common.errors import count_problems, list_problems
+
 PICOSECONDS_PER_MS = 10**9
-
-
 LONGEST_MS = 4e9
 """What all operators of a graph may take together: 46 days, half of what 63 bits can count."""
 
@@ -18,16 +18,9 @@ class SimulationError(ValueError):
         problems: every problem found; the message lists the first ones.
     """
 
-    listed = 20
-
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
-        count, more = len(self.problems), len(self.problems) - self.listed
-        lines = [
-            "cannot simulate, 1 problem:" if count == 1 else f"cannot simulate, {count} problems:"
-        ]
-        lines += [f"  - {problem}" for problem in self.problems[: self.listed]]
-        super().__init__("\n".join(lines + ([f"  ... and {more} more"] if more > 0 else [])))
+        super().__init__(list_problems(f"cannot simulate, {count_problems(problems)}:", problems))
 
 
 def to_picoseconds(duration_ms: float) -> int:

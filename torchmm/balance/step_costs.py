@@ -32,8 +32,8 @@ class PlanCosts:
         static_bytes: by rank of the plan: weights, gradients, optimizer state, the step's
             microbatches, and the largest temporary of any of its tasks.
         memory_limit_bytes: of every rank; None: unlimited.
-        runs_beside: whether fillers run beside the LLM actions that they fill, as on GPUs; if not,
-            in front of them.
+        runs_beside: whether fillers run at the same time as the LLM actions that they fill, as on
+            GPUs; if not, before them.
         flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
             a tensor-parallel group together; of a mirror, its share.
     """

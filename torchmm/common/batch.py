@@ -13,6 +13,7 @@ K encoder output tokens of all images, D features, C channels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -154,7 +155,8 @@ class EncoderInputs:
         own = slice(images.start, images.stop)
         if self.kept is None:
             # An output token stands for the same number of patches in all images of an encoder.
-            tokens, total = len(self.positions_K), sum(patches)
+            tokens = len(self.positions_K)
+            total = sum(patches)
             places = slice(start * tokens // total, stop * tokens // total)
         else:
             first = sum(kept.tokens for kept in self.kept[: images.start])
@@ -225,36 +227,25 @@ class Microbatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Microbatch:
         """Copy with every tensor on `device`; metadata stays in Python."""
-
-        def move(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=non_blocking)
-
-        encoders = {
-            name: replace(e, pixels=move(e.pixels), positions_K=move(e.positions_K))
-            for name, e in self.encoders.items()
-        }
-        generator = self.generator and self.generator.to(device, non_blocking)
-        tensors = _map_tensors(self, move)
-        moved = replace(self, encoders=encoders, generator=generator, **tensors)
-        moved.target_positions_L = move(self.target_positions_L)
-        return moved
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Microbatch:
         """Copy in page-locked memory (called by the loader on CUDA machines)."""
+        return self._map(lambda x: x.pin_memory())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
         encoders = {
-            name: replace(e, pixels=e.pixels.pin_memory(), positions_K=e.positions_K.pin_memory())
+            name: replace(e, pixels=function(e.pixels), positions_K=function(e.positions_K))
             for name, e in self.encoders.items()
         }
-        generator = self.generator and self.generator.pin_memory()
-        tensors = _map_tensors(self, lambda x: x.pin_memory())
-        pinned = replace(self, encoders=encoders, generator=generator, **tensors)
-        pinned.target_positions_L = self.target_positions_L.pin_memory()
-        return pinned
-
-
-def _map_tensors(item: Any, function: Any) -> dict[str, Any]:
-    values = {f.name: getattr(item, f.name) for f in fields(item)}
-    return {name: function(v) for name, v in values.items() if isinstance(v, Tensor)}
+        generator = self.generator and self.generator.map(function)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors: dict[str, Any] = {
+            name: function(v) for name, v in values.items() if isinstance(v, Tensor)
+        }
+        mapped = replace(self, encoders=encoders, generator=generator, **tensors)
+        mapped.target_positions_L = function(self.target_positions_L)
+        return mapped
 
 
 @dataclass

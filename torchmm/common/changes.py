@@ -12,7 +12,8 @@ _ABSENT = "(not set)"
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """ "key old -> new" for every key, dotted, whose value differs."""
-    before, after = dict(_flat(old)), dict(_flat(new))
+    before = dict(_flat(old))
+    after = dict(_flat(new))
     return [
         f"{key} {short(before.get(key, _ABSENT))} -> {short(after.get(key, _ABSENT))}"
         for key in dict.fromkeys([*before, *after])

@@ -5,7 +5,26 @@ Every error names what was read (file, key, sample, rank), the offending value a
 when a worker fails, `STATUS.json` in the run directory holds the code instead.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 EXIT_DONE = 0
+LISTED = 20
+"""Problems that a message names; of more, it says how many."""
+
+
+def list_problems(head: str, problems: Sequence[str]) -> str:
+    """The first problems, a line each, after a line that says what they are about."""
+    lines = [head, *(f"  - {problem}" for problem in problems[:LISTED])]
+    if len(problems) > LISTED:
+        lines.append(f"  ... and {len(problems) - LISTED} more")
+    return "\n".join(lines)
+
+
+def count_problems(problems: Sequence[str]) -> str:
+    """ "1 problem", or how many."""
+    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
 
 
 class TorchmmError(Exception):
@@ -27,9 +46,8 @@ class ConfigError(TorchmmError):
 
     def __init__(self, problems: list[str] | str) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        count = len(self.problems)
-        head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__(f"{head} in the recipe:\n" + "\n".join(f"  - {p}" for p in self.problems))
+        lines = [f"{count_problems(self.problems)} in the recipe:"]
+        super().__init__("\n".join(lines + [f"  - {problem}" for problem in self.problems]))
 
 
 class PlanError(TorchmmError):
@@ -40,16 +58,11 @@ class PlanError(TorchmmError):
     """
 
     exit_code = 2
-    listed = 20
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = list(problems)
-        count = len(self.problems)
-        more = len(self.problems) - self.listed
-        lines = ["1 problem" if count == 1 else f"{count} problems"]
-        lines[0] += " in the pipeline plan:"
-        lines += [f"  - {problem}" for problem in self.problems[: self.listed]]
-        super().__init__("\n".join(lines + ([f"  ... and {more} more"] if more > 0 else [])))
+        head = f"{count_problems(problems)} in the pipeline plan:"
+        super().__init__(list_problems(head, problems))
 
 
 class DataError(TorchmmError):

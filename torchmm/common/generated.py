@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
-import torch
 from torch import Tensor
 
 
@@ -105,15 +104,8 @@ class GeneratorInputs:
             self.counted[own],
         )
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> GeneratorInputs:
-        """Copy with every tensor on `device`."""
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> GeneratorInputs:
-        """Copy in page-locked memory."""
-        return self._map(lambda x: x.pin_memory())
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> GeneratorInputs:
+    def map(self, function: Callable[[Tensor], Tensor]) -> GeneratorInputs:
+        """Copy with every tensor made another by a function."""
         return replace(
             self,
             patches_PV=function(self.patches_PV),

@@ -26,13 +26,14 @@ from torchmm.common.batch import (
     SampleMeta,
 )
 from torchmm.common.kept_tokens import Kept
+from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DecodedTarget, TargetRow
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.order import Item
-from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.local_and_hub import MapSource
 from torchmm.data.sources.reader import EncodedFile, SampleReader
 from torchmm.data.step_packs import PackItems, microbatch_meta
@@ -112,7 +113,6 @@ class StepDecoder(Dataset[DecodedStep]):
     Args:
         reader: tokenises samples.
         sources: by feed; None for streams, whose items carry their records.
-        prompts: caption prompt by feed.
         sequence_length: tokens of a pack.
     """
 
@@ -120,12 +120,10 @@ class StepDecoder(Dataset[DecodedStep]):
         self,
         reader: SampleReader,
         sources: Sequence[MapSource | None],
-        prompts: Sequence[str],
         sequence_length: int,
     ) -> None:
         self._reader = reader
         self._sources = sources
-        self._prompts = prompts
         self._sequence_length = sequence_length
 
     def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
@@ -138,7 +136,7 @@ class StepDecoder(Dataset[DecodedStep]):
         if source is None:
             return []
         reader = self._reader
-        sample = reader.read(source.read(index), self._prompts[feed])
+        sample = reader.read(source.read(index))
         shown = [n for n, medium in reader.media.items() if medium.spec.modality == "image"][:1]
         return [
             picture
@@ -176,13 +174,16 @@ class StepDecoder(Dataset[DecodedStep]):
 
     def _decode(self, item: Item) -> DecodedSample:
         source = self._sources[item.feed]
-        prompt = self._prompts[item.feed]
         if item.record is not None:
             record = item.record
         else:
             assert source is not None
             record = source.read(item.meta.index)
-        sample = self._reader.read(record, prompt)
+        with naming_place(record.where):
+            return self._decode_record(item, record)
+
+    def _decode_record(self, item: Item, record: Record) -> DecodedSample:
+        sample = self._reader.read(record)
         meta = self._reader.meta(item.meta.source, item.meta.index, sample)
         if meta != item.meta:
             raise CorruptSampleError(f"changed since it was measured: {item.meta} -> {meta}")

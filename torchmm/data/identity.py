@@ -28,12 +28,17 @@ from torchmm.data.sources.reader import MeasuredSample, SampleReader
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
-VERSION = 1
+VERSION = 2
 """Increased when digests are made differently; those of other versions are not compared."""
 ENDS_BYTES = 1 << 16
 ENDS_FILES = 16
 """Number of a stream's files of which both ends are read."""
-_CAUSES = ("prompt", "generate", "split")
+_OF_ORDER = ("weight", "epochs", "filter", "streaming")
+"""Keys of a source that decide how often, or whether, its samples come."""
+CAUSES = ("prompt", "generate", "split", "config", "columns", "max_samples", "train_on")
+"""Keys of a source that may change its samples; if they do, their digest shows it."""
+_DEFAULTS = SourceConfig(path="").model_dump(mode="json")
+"""What keys mean to checkpoints that were saved before there were these keys."""
 
 
 class SamplesDigest:
@@ -76,7 +81,11 @@ def stream_content(config: SourceConfig, files: Sequence[Path], settings: Mappin
         files: its files in order; none: a hub data set.
         settings: the identity's "settings".
     """
-    parts: list[Any] = [[getattr(config, key) for key in _CAUSES], settings]
+    said = causes_of(config)
+    first = [said.pop(key) for key in ("prompt", "generate", "split")]
+    # Only what differs: streams of recipes without newer keys stay what they were.
+    later = {key: value for key, value in said.items() if value != _DEFAULTS[key]}
+    parts: list[Any] = [first, settings, *([later] if later else [])]
     parts += [file.stat().st_size for file in files] or [config.path]
     some = {int(i) for i in np.linspace(0, len(files) - 1, min(len(files), ENDS_FILES))}
     for number in sorted(some):
@@ -85,6 +94,12 @@ def stream_content(config: SourceConfig, files: Sequence[Path], settings: Mappin
             stream.seek(max(len(head), files[number].stat().st_size - ENDS_BYTES))
             parts.append(hashlib.sha256(head + stream.read(ENDS_BYTES)).hexdigest())
     return _digest(parts)
+
+
+def causes_of(config: SourceConfig) -> dict[str, Any]:
+    """What a recipe says of a source that its samples depend on, as JSON."""
+    said = config.model_dump(mode="json")
+    return {key: said[key] for key in CAUSES}
 
 
 def settings_of(
@@ -125,6 +140,8 @@ def identity(
     }
     if data.max_tiles_per_sequence is not None:
         order["data.max_tiles_per_sequence"] = data.max_tiles_per_sequence
+    if data.stages:
+        order["data.stages"] = [stage.model_dump(mode="json") for stage in data.stages]
     if any(config.streaming for _, config, _ in sources):
         order["data.shuffle_window"] = data.shuffle_window
     pixels = {
@@ -137,7 +154,8 @@ def identity(
         {
             "name": name,
             "content": content,
-            **{key: getattr(config, key) for key in ("weight", "streaming", *_CAUSES)},
+            **{key: config.model_dump(mode="json")[key] for key in _OF_ORDER},
+            **causes_of(config),
         }
         for name, config, content in sources
     ]
@@ -164,9 +182,9 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if list(old) != list(new):
         found.append(f"data.sources {', '.join(old)} -> {', '.join(new)} (in this order)")
     for name in (name for name in new if name in old):
-        found += _of_source(name, old[name], new[name], ("weight", "streaming"))
+        found += _of_source(name, old[name], new[name], _OF_ORDER)
         if old[name]["content"] != new[name]["content"]:
-            causes = _of_source(name, old[name], new[name], _CAUSES)
+            causes = _of_source(name, old[name], new[name], CAUSES)
             causes += _hiding_digests(changes(saved["settings"], now["settings"]))
             found += causes or [f"samples of source {name!r}"]
     return list(dict.fromkeys(found))
@@ -188,10 +206,11 @@ def same_stream(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> 
 def _of_source(
     name: str, old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[str]
 ) -> list[str]:
+    was = {**_DEFAULTS, **old}
     return [
-        f"{key} of source {name!r} {short(old[key])} -> {short(new[key])}"
+        f"{key} of source {name!r} {short(was[key])} -> {short(new[key])}"
         for key in keys
-        if old[key] != new[key]
+        if was[key] != new[key]
     ]
 
 

@@ -9,8 +9,9 @@ travels with the batch it belongs to, so neither matters.
 from __future__ import annotations
 
 import logging
+import re
 import resource
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from torchmm.common.processes import (
     make_worker_setup,
     workers_of,
 )
+from torchmm.data.corrupt import SHOWN
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.sources.open import Samples, open_samples
 from torchmm.data.step_packs import Arrange, PackItems, Planner, StepPlan
@@ -42,6 +44,8 @@ OPEN_FILES = 65536
 STOP_GRACE_S = 5.0
 """How long to wait for data once the run was asked to stop: most steps' arrive within this time,
 and launchers wait about 30 s before they kill."""
+_SAMPLE = re.compile(r"\[\d+\]: .*", re.DOTALL)
+"""All of a message about a corrupt sample but its source."""
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +130,8 @@ class Loader:
         self._sequence_length = sequence_length
         self._rank = rank
         self._known_corrupt: set[str] = set()
+        self._corrupt: Counter[str] = Counter()
+        """By source."""
         self._workers = data.workers
         self._timeout_s = data.timeout_s
         if remote is not None:  # which itself reports producers that do not answer
@@ -221,7 +227,17 @@ class Loader:
         new = [m for m in dict.fromkeys(found) if m not in self._known_corrupt]
         self._known_corrupt.update(new)
         for message in new:
-            logger.warning("corrupt sample skipped: %s", message)
+            source = _SAMPLE.sub("", message)
+            self._corrupt[source] += 1
+            if self._corrupt[source] <= SHOWN:
+                logger.warning("corrupt sample skipped: %s", message)
+            elif self._corrupt[source] == SHOWN + 1:
+                logger.warning(
+                    "source %r has more corrupt samples: they are skipped and counted "
+                    "(skipped_samples), but not named. Repair or remove those above and like "
+                    "them; `columns` maps names of columns",
+                    source,
+                )
         return new
 
     def _awaited(self) -> str:
@@ -261,6 +277,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     generator_spec: GeneratorSpec | None = None,
     arrange: Arrange | None = None,
     resume_changed: bool = False,
+    samples: Samples | None = None,
 ) -> Loader:
     """The loader of one data-parallel rank.
 
@@ -278,6 +295,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         generator_spec: how the generator wants its images; None: nothing is drawn.
         arrange: which packs of a global batch go where; None: in natural order.
         resume_changed: continue after `state` even if the data or their order have changed.
+        samples: of these sources, if they were opened before.
 
     Raises:
         ConfigError: sizes or specs do not fit.
@@ -285,7 +303,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         CheckpointError: the state belongs to other data.
     """
     _prepare(training, data_parallel_rank, data_parallel_size)
-    samples = open_samples(
+    samples = samples or open_samples(
         data,
         training,
         text_spec=text_spec,

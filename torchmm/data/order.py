@@ -3,21 +3,23 @@
 Each source is a feed that yields its samples epoch after epoch, each time in a different order.
 Feeds are mixed by weight through stride scheduling: the next sample comes from the feed whose
 draws lag furthest behind its weight. Unlike a random choice this meets the weights in every
-stretch of the stream, and the number of draws per feed is the only state.
+stretch of the stream, and the number of draws per feed is the only state. Weights may change from
+one step to the next (`Stage`): samples are drawn by those of the step that they are drawn for.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from torchmm.common.batch import SampleMeta
+from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.length_index import LengthIndex
-from torchmm.data.sources.records import Record
+from torchmm.recipe.data_section import LengthFilter
 
 
 class Item(NamedTuple):
@@ -46,6 +48,8 @@ class FeedOptions:
     seed: int
     shuffle: bool
     one_epoch: bool
+    filter: LengthFilter = field(default_factory=LengthFilter)
+    """Which samples take part."""
 
 
 class Feed(Protocol):
@@ -87,7 +91,7 @@ class IndexFeed:
         self.draws = 0
         self._index = index
         self._encoders = encoders
-        self._usable = np.flatnonzero(index.tokens_N)
+        self._usable = index.kept_by(options.filter)
         self.size: int | None = len(self._usable)
         self._epoch = -1
         self._order = self._usable
@@ -154,30 +158,59 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
+class Stage(NamedTuple):
+    """Shares of feeds in a part of training."""
+
+    weights: Sequence[float]
+    """Relative to each other, one per feed; a feed of weight 0 is not drawn from."""
+    until_step: int | None = None
+    """The last step whose samples are drawn by them; None: there is no other stage."""
+
+
 class Mixture:
     """Mixes feeds by weight.
 
     Args:
         feeds: one per source.
-        weights: their shares, relative to each other.
+        stages: their shares, one part of training after another.
     """
 
-    def __init__(self, feeds: Sequence[Feed], weights: Sequence[float]) -> None:
+    def __init__(self, feeds: Sequence[Feed], stages: Sequence[Stage]) -> None:
         self.feeds = list(feeds)
-        self._weights = list(weights)
+        self.stages = list(stages)
+        self._stage = 0
         self._alive = list(range(len(feeds)))
         self.bases = [0] * len(feeds)
         """Draws of each feed that do not count: those before weights or sources were changed."""
 
     def next(self) -> Item | Skip | None:
         """The next sample of all; None when every feed has ended."""
-        while self._alive:
-            feed = min(self._alive, key=self._lead)
+        while drawn := self._drawn():
+            feed = min(drawn, key=self._lead)
             item = self.feeds[feed].next()
             if item is not None:
                 return item
             self._alive.remove(feed)
         return None
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the source that had the fewest, of those now drawn from."""
+        weights = self.stages[self._stage].weights
+        return min(f.epoch for f, weight in zip(self.feeds, weights, strict=True) if weight)
+
+    def begin_step(self, step: int) -> None:
+        """From here on samples are drawn for this step, counted from 1."""
+        ends = (
+            n for n, s in enumerate(self.stages) if s.until_step is None or step <= s.until_step
+        )
+        stage = next(ends)
+        if stage != self._stage:
+            self._stage = stage
+            self.forget_the_past()
+
+    def _drawn(self) -> list[int]:
+        return [feed for feed in self._alive if self.stages[self._stage].weights[feed]]
 
     def forget_the_past(self) -> None:
         """From here on the weights hold, without making up for draws under other weights."""
@@ -186,4 +219,5 @@ class Mixture:
     def _lead(self, feed: int) -> float:
         # Stride scheduling: where the feed's draws, divided by its weight, would be after one more.
         # The + 1 makes a feed of weight w come first after 1 / w of the stream, not at its start.
-        return (self.feeds[feed].draws - self.bases[feed] + 1) / self._weights[feed]
+        weight = self.stages[self._stage].weights[feed]
+        return (self.feeds[feed].draws - self.bases[feed] + 1) / weight

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError, DataError
+from torchmm.data.corrupt import first_of
 from torchmm.data.identity import comparable, find_changes, same_stream
 from torchmm.data.order import Item, Mixture, Skip
 from torchmm.recipe.training_section import TrainingConfig
@@ -194,6 +195,8 @@ class Planner:
         self._content = dict(content or {})
         self.notice = ""
         """What to report about `state`."""
+        self._steps: int | None = 0
+        """Steps planned; None: unknown, as in states that older versions saved."""
         if state is not None:
             self._restore(state, resume_changed)
 
@@ -204,6 +207,9 @@ class Planner:
         closed = self._packer.closed
         skipped: list[str] = []
         wanted = self._training.global_batch_size
+        if self._steps is not None:
+            self._steps += 1
+            self._mixture.begin_step(self._steps)
         while len(closed) < wanted:
             item = self._mixture.next()
             if item is None:
@@ -219,8 +225,7 @@ class Planner:
                 self._packer.add(item, item.meta.tokens, item.meta.tiles)
         packs = [closed.popleft() for _ in range(wanted)]
         ranks = self._assign(packs)
-        epoch = min(feed.epoch for feed in self._mixture.feeds)
-        return StepPlan(ranks, skipped, self._state(), epoch)
+        return StepPlan(ranks, skipped, self._state(), self._mixture.epoch)
 
     def _assign(self, packs: list[PackItems]) -> list[list[list[PackItems]]]:
         """Packs by rank and microbatch: the same ones, however they are arranged."""
@@ -242,7 +247,7 @@ class Planner:
         if len(skipped) > self._max_skipped:
             raise DataError(
                 f"more than data.max_corrupt_samples = {self._max_skipped} samples are corrupt, "
-                "beginning with " + "; ".join(skipped[:3])
+                "beginning with" + first_of(skipped)
             )
 
     def _state(self) -> dict[str, Any]:
@@ -259,6 +264,7 @@ class Planner:
             "content": self._content,
             "feeds": feeds,
             "bases": self._mixture.bases,
+            "steps": self._steps,
             "closed": [[[*_reference(i)] for i in pack] for pack in self._packer.closed],
             "open": [[[*_reference(i)] for i in p.items] for p in self._packer.open],
         }
@@ -276,6 +282,15 @@ class Planner:
             raise CheckpointError(
                 f"the checkpoint's data position has version {state.get('version')}, this version "
                 f"of torchmm reads {STATE_VERSION}"
+            )
+        self._steps = state.get("steps")
+        if self._steps is not None:
+            self._mixture.begin_step(self._steps)
+        elif len(self._mixture.stages) > 1:
+            raise CheckpointError(
+                "the checkpoint's data position was saved by an older version of torchmm and does "
+                "not know its step, so [[data.stages]] cannot go on from it; give sources weights "
+                'instead, or start afresh with checkpoint.resume = "none"'
             )
         changed = self._changes(state)
         if not changed and not self._restore_exactly(state):

@@ -5,7 +5,7 @@ follows another one, with views, modules and autograd's bookkeeping between them
 split over ranks, or whose parameters are, have more of that: DTensors are dispatched in Python, and
 so are FSDP2's hooks. What such layers take beyond their operators and collectives is that, and
 ranks that wait for each other. On CPUs this is measured on layers that compute: those that do
-nothing, one behind the other, keep Python's code in caches and ranks in step.
+nothing, one after the other, keep Python's code in caches and ranks in step.
 """
 
 from __future__ import annotations

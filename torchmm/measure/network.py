@@ -1,11 +1,11 @@
 """Times collectives and messages as they are met in a step: between what ranks compute.
 
-Called one behind the other with nothing between them, collectives find buffers in caches, threads
+Called one after the other with nothing between them, collectives find buffers in caches, threads
 awake and other ranks at the same place, none of which is so in training: on two ranks of a CPU with
 gloo, small ones took 0.2 ms so, and 0.8 to 1.2 ms between what the ranks compute. So each rank
 computes before each collective, writes what is sent, and only the collective itself is timed, with
-the wait for a rank that comes later. On GPUs, whose links run beside the cores and whose work is
-queued, they are timed one behind the other.
+the wait for a rank that comes later. On GPUs, whose links work while the cores do and whose work
+is queued, they are timed one after the other.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ def machine(device: torch.device) -> str:
 def seconds_per_run(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """Mean time of a run within about `budget_s`, after one that does not count.
 
-    Of a CPU with one thread and one rank it is CPU time, in which other programs' turns do not
-    count. Several ranks may fill the machine: then the time that passes counts, as in training, for
+    For a CPU with one thread and one rank it is CPU time, which leaves other programs' turns
+    out. Several ranks may fill the machine: then the time that passes counts, as in training, for
     whatever else runs, such as threads of process groups, takes some of it.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
@@ -157,7 +157,7 @@ def seconds_per_run(run: Callable[[], object], device: torch.device, budget_s: f
 def _timed(
     run: Callable[[], object], device: torch.device, clock: Callable[[], float], runs: int
 ) -> float:
-    """Mean time of so many runs."""
+    """Mean time of `runs` runs."""
     _wait(device)
     begin = clock()
     for _ in range(runs):

@@ -177,7 +177,7 @@ class _Case:
         self.modules, self.module = modules, module
 
     def times(self, depth: int, packs: Sequence[MicrobatchMeta], rounds: int) -> list[Seconds]:
-        """Of each pack, with so many of the layers; collective."""
+        """Of each pack, with `depth` of the layers; collective."""
         model = self._build(depth)
         module = next(m for m in model.modality_modules() if m.name == self.module.name)
         runs = [self._trial(model, module, pack) for pack in packs]
@@ -225,7 +225,7 @@ class _Case:
         """Runs forward and backward of a pack and times them."""
         arrives = gradients_arrive(self.modules, pack)[self.module.name]
         run = _forward_of(model, module, pack, self.device, arrives)
-        # Of a lone CPU thread the time on its core, in which other programs' turns do not count.
+        # For a single CPU thread, the time on its core: without other programs' turns.
         alone = self.device.type == "cpu" and not dist.is_initialized()
         clock = time.process_time if alone and torch.get_num_threads() == 1 else time.perf_counter
 

@@ -78,12 +78,13 @@ class EncoderModule(LayeredModule):
     def __init__(self, spec: EncoderSpec, weights: WeightFiles) -> None:
         super().__init__(spec.name, replace(weights, old_names=spec.family.old_names))
         self.spec = spec
+        self.new_connector = not spec.connector_from_files
         self.family = spec.family
         self.layers_fqn = f"tower.{spec.family.layers}"
         self.tower: Any = self.uncut_tower()
         self._check_layer()
         self.connector = self._build_connector()
-        self._around = self._list_linears_around()
+        self.linears_around = self._list_linears_around()
         self._remove_unused()
 
     def _check_layer(self) -> None:
@@ -137,10 +138,6 @@ class EncoderModule(LayeredModule):
     def hf(self) -> WeightInitializer:
         return _Initializer(self.tower)
 
-    @property
-    def new_connector(self) -> bool:
-        return not self.spec.connector_from_files
-
     def uncut_tower(self) -> PreTrainedModel:
         """The tower with everything Hugging Face's class has, on the current default device."""
         # Copied, because building writes dtype and attention function into the config.
@@ -180,13 +177,6 @@ class EncoderModule(LayeredModule):
     @property
     def merge(self) -> int:
         return self.family.merge(self.spec.config) * self.spec.shuffle
-
-    def _flops_around(self) -> tuple[int, int]:
-        before, after = self._around
-        return sum(2 * i * o for i, o in before), sum(2 * i * o for i, o in after)
-
-    def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
-        return self._around
 
     def _list_linears_around(self) -> tuple[LinearSizes, LinearSizes]:
         after = [self.get_submodule(fqn) for fqn in self._post_fqns()]

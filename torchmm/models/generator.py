@@ -12,7 +12,6 @@ for the concatenated patches of all images.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.common.module_names import GENERATOR
-from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
+from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
 
 if TYPE_CHECKING:
     from torchmm.models.families.generators import PixArtFamily
@@ -87,6 +86,7 @@ class GeneratorModule(LayeredModule):
     def __init__(self, spec: DitSpec, weights: WeightFiles) -> None:
         super().__init__(GENERATOR, weights)
         self.spec = spec
+        self.new_connector = not spec.connector_from_files
         self.family = spec.family
         self.layers_fqn = f"dit.{spec.family.layers}"
         self.dit: Any = self.whole_transformer()
@@ -95,7 +95,8 @@ class GeneratorModule(LayeredModule):
         self.connector, self.output = spec.family.take_apart(self.dit, spec.dtype)
         embedding = self.dit.pos_embed.proj.weight
         head = self.dit.proj_out.weight
-        self._linears = (embedding[0].numel(), len(embedding)), (head.shape[1], len(head))
+        before = (embedding[0].numel(), len(embedding))
+        self.linears_around = (before,), ((head.shape[1], len(head)),)
         self._flops_per_image = spec.family.flops_per_image(self.dit)
         linears = (m for m in self.connector.modules() if isinstance(m, nn.Linear))
         self._context_flops = sum(2 * linear.weight.numel() for linear in linears)
@@ -104,10 +105,6 @@ class GeneratorModule(LayeredModule):
     @property
     def hf(self) -> WeightInitializer:
         return _Initializer(self.family)
-
-    @property
-    def new_connector(self) -> bool:
-        return not self.spec.connector_from_files
 
     def whole_transformer(self) -> Any:
         """The diffusers model with everything its class has, on the current default device."""
@@ -127,13 +124,6 @@ class GeneratorModule(LayeredModule):
 
     def _describe_layer(self, index: int) -> LayerDescription:
         return self.family.describe_layer(self.spec.config)
-
-    def _flops_around(self) -> tuple[int, int]:
-        before, after = self._linears
-        return 2 * before[0] * before[1], 2 * after[0] * after[1]
-
-    def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
-        return (self._linears[0],), (self._linears[1],)
 
     @property
     def dummy_patches(self) -> int:
@@ -214,10 +204,6 @@ class GeneratorModule(LayeredModule):
         if len(set(sizes)) == 1:
             return v_NPV.flatten(0, 1)
         return torch.cat([v[:size] for v, size in zip(v_NPV, sizes, strict=True)])
-
-    def hidden_shape(self, images: Sequence[GeneratedMeta]) -> tuple[int, ...]:
-        """(N, P, D) of the hidden states between stages."""
-        return len(images), max(i.patches for i in images), self.spec.hidden_size
 
     def time_features(self) -> int:
         """E."""

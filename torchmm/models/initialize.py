@@ -39,8 +39,8 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
             names = [f"{unit_fqn}.{name}" for name, _ in named_tensors(unit)]
             if not wanted.keys() & set(names):
                 continue
-            drawn = draw(unit, module.hf, f"{seed} {prefix}.{unit_fqn}")
-            for name, value in named_tensors(drawn):
+            filled = random_copy(unit, module.hf, f"{seed} {prefix}.{unit_fqn}")
+            for name, value in named_tensors(filled):
                 for target in wanted.get(f"{unit_fqn}.{name}", ()):
                     copy_slice(target, value)
 
@@ -61,19 +61,19 @@ def _by_drawn_name(
 
 
 @torch.no_grad()
-def draw(unit: nn.Module, owner: WeightInitializer, key: str) -> nn.Module:
+def random_copy(unit: nn.Module, owner: WeightInitializer, key: str) -> nn.Module:
     """Copy of `unit` (on the meta device) on the CPU, with random weights that depend on `key`."""
-    drawn = copy.deepcopy(unit).to_empty(device="cpu")
-    for _, tensor in named_tensors(drawn):
+    filled = copy.deepcopy(unit).to_empty(device="cpu")
+    for _, tensor in named_tensors(filled):
         tensor.fill_(_poison(tensor))
     digest = hashlib.sha256(key.encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
-        for module in _children_first(drawn):
+        for module in _children_first(filled):
             owner._init_weights(module)
-    unfilled = [n for n, t in named_tensors(drawn) if (t.isnan() | (t == _poison(t))).any()]
+    unfilled = [n for n, t in named_tensors(filled) if (t.isnan() | (t == _poison(t))).any()]
     assert not unfilled, f"{key}: {type(owner).__name__} does not initialise {unfilled}"
-    return drawn
+    return filled
 
 
 def _poison(tensor: Tensor) -> float:

@@ -99,8 +99,12 @@ class LayeredModule(nn.Module, ABC):
         layers_fqn: name of the list of transformer layers, relative to this module.
         forward_methods: methods besides `forward` that need gathered parameters.
         weights: where its pretrained weights come from.
+        linears_around: matrix products before the layers, which every input unit passes, and after
+            them, which every output unit passes.
         unused: names of Hugging Face parameters that are not built because nothing reads them.
         is_first, is_last: whether it holds what comes before / after the layers.
+        new_connector: whether pretrained weights may lack the connector, which then starts at
+            random.
         recomputes: whether backward runs layers again instead of keeping all activations.
         layer_modes: where that differs from task to task: by layer, what the next forward's
             backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
@@ -110,6 +114,7 @@ class LayeredModule(nn.Module, ABC):
     kind: Literal["llm", "encoder", "generator"]
     layers_fqn: str
     forward_methods: tuple[str, ...] = ()
+    linears_around: tuple[LinearSizes, LinearSizes]
 
     def __init__(self, name: str, weights: WeightFiles) -> None:
         super().__init__()
@@ -118,6 +123,7 @@ class LayeredModule(nn.Module, ABC):
         self.unused: set[str] = set()
         self.is_first = True
         self.is_last = True
+        self.new_connector = False
         self.recomputes = False
         self.layer_modes: list[str] = []
 
@@ -144,15 +150,6 @@ class LayeredModule(nn.Module, ABC):
     @abstractmethod
     def _describe_layer(self, index: int) -> LayerDescription: ...
 
-    @abstractmethod
-    def _flops_around(self) -> tuple[int, int]:
-        """Forward FLOPs per input unit before the layers and per output unit after them."""
-
-    def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
-        """Matrix products before the layers, which every input unit passes, and after them, which
-        every output unit passes. Only their traffic depends on it."""
-        return (), ()
-
     @property
     def layers(self) -> list[nn.Module]:
         """This stage's transformer layers, in order."""
@@ -167,15 +164,6 @@ class LayeredModule(nn.Module, ABC):
         found = self.get_submodule(self.layers_fqn)
         assert isinstance(found, nn.ModuleList)
         return found
-
-    def keep_layers(self, start: int, stop: int) -> None:
-        """`keep_stages` for one stage with layers [start, stop).
-
-        What comes before the layers stays if `start` is 0, what comes after them if `stop` is the
-        number of layers.
-        """
-        last = len(self._layer_list())
-        self.keep_stages([StageRange(start, stop, start == 0, stop == last)])
 
     def keep_stages(self, stages: Sequence[StageRange]) -> None:
         """Reduce the whole module (on the meta device) to the given stages of it; none: to nothing.
@@ -224,8 +212,7 @@ class LayeredModule(nn.Module, ABC):
 
     def describe(self) -> ModuleDescription:
         """Sizes of this stage, from which costs and memory follow."""
-        before, after = self._flops_around()
-        linears_before, linears_after = self._linears_around()
+        before, after = self.linears_around
         trainable = {n: p.requires_grad for n, p in self.named_parameters()}
         return ModuleDescription(
             name=self.name,
@@ -234,15 +221,15 @@ class LayeredModule(nn.Module, ABC):
                 replace(self._describe_layer(index), parameters=_parameters(layer))
                 for index, layer in self.indexed_layers()
             ),
-            pre_flops_per_unit=before if self.is_first else 0,
-            post_flops_per_unit=after if self.is_last else 0,
+            pre_flops_per_unit=_flops(before) if self.is_first else 0,
+            post_flops_per_unit=_flops(after) if self.is_last else 0,
             parameters=sum(p.numel() for p in self.parameters()),
             trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
             connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
             merge=self.merge,
             tied=bool(self.tied_parameters()),
-            pre_linears=linears_before if self.is_first else (),
-            post_linears=linears_after if self.is_last else (),
+            pre_linears=before if self.is_first else (),
+            post_linears=after if self.is_last else (),
             pre_parameters=sum(_parameters(self.get_submodule(f)) for f in self._pre_fqns()),
             post_parameters=sum(_parameters(self.get_submodule(f)) for f in self._post_fqns()),
             extra_tokens=self.extra_tokens,
@@ -304,11 +291,6 @@ class LayeredModule(nn.Module, ABC):
             if expression.fullmatch(name) and not isinstance(module, Skip)
         ]
 
-    @property
-    def new_connector(self) -> bool:
-        """Whether pretrained weights may lack the connector, which then starts at random."""
-        return False
-
     def tied_parameters(self) -> dict[str, str]:
         """Parameters that are the same as another: {name: name of the other}."""
         return {}
@@ -325,6 +307,11 @@ class LayeredModule(nn.Module, ABC):
         for target, source in self.tied_parameters().items():
             owner, _, leaf = target.rpartition(".")
             setattr(self.get_submodule(owner), leaf, self.get_parameter(source))
+
+
+def _flops(linears: LinearSizes) -> int:
+    """Of a forward of one unit."""
+    return sum(2 * inputs * outputs for inputs, outputs in linears)
 
 
 def _parameters(module: nn.Module) -> int:

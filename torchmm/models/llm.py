@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, LayerDescription, Microbatch
 from torchmm.common.errors import ConfigError
-from torchmm.models.layered import LayeredModule, LinearSizes, StageRange, WeightFiles
+from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import PACKED, Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.experts import balance_routers, has_experts
 from torchmm.models.layers.loss import summed_cross_entropy
@@ -129,8 +129,6 @@ LLM_FAMILIES = {
 }
 """Supported families by Hugging Face model_type. One is supported when its parity test passes."""
 
-CAUSAL_LM_FILES = ((r"^", "backbone."),)
-
 
 class LlmModule(LayeredModule):
     """Embedding, layers, head and loss of the LLM.
@@ -157,6 +155,7 @@ class LlmModule(LayeredModule):
         self.dtype = dtype
         self.config = config
         self.text_config = config.get_text_config()
+        self.linears_around = (), ((self.text_config.hidden_size, self.text_config.vocab_size),)
         # Copied, because building writes dtype and attention function into the config.
         self.backbone = family.build(copy.deepcopy(config), dtype)
         self.text_fqn = f"backbone.{family.text_model}"
@@ -240,12 +239,6 @@ class LlmModule(LayeredModule):
             norm_weight_float32=self.family.norm_weight_float32,
             qk_norm=self._has_qk_norm,
         )
-
-    def _flops_around(self) -> tuple[int, int]:
-        return 0, 2 * self.text_config.hidden_size * self.text_config.vocab_size
-
-    def _linears_around(self) -> tuple[LinearSizes, LinearSizes]:
-        return (), ((self.text_config.hidden_size, self.text_config.vocab_size),)
 
     def forward(
         self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor

@@ -84,11 +84,11 @@ class MultimodalModel(nn.Module):
             module.name: (module,) for module in self.modality_modules()
         }
 
-    def cut(self, parts: Mapping[str, Sequence[StageRange]]) -> None:
+    def cut(self, stages: Mapping[str, Sequence[StageRange]]) -> None:
         """Reduce the whole model (on the meta device) to the stages of one rank, in place.
 
         Args:
-            parts: the rank's stages by module name, from `stage_ranges`; a module without any
+            stages: the rank's stages by module name, from `stage_ranges`; a module without any
                 loses all its parameters.
 
         Raises:
@@ -96,14 +96,14 @@ class MultimodalModel(nn.Module):
                 stages of this rank.
         """
         modules = {module.name: module for module in self.modality_modules()}
-        if unknown := set(parts) - set(modules):
+        if unknown := set(stages) - set(modules):
             raise ValueError(f"no modules {sorted(unknown)}; the model has {sorted(modules)}")
         for name, module in modules.items():
-            ranges = parts.get(name, ())
-            module.keep_stages(ranges)
+            own = stages.get(name, ())
+            module.keep_stages(own)
             # A single stage is what is left of the module itself. Several need a view each: they
             # run at different times and have `Skip` in different places.
-            views = [module] if len(ranges) == 1 else [module.stage_view(r) for r in ranges]
+            views = [module] if len(own) == 1 else [module.stage_view(r) for r in own]
             self.stages[name] = tuple(views)
 
     def all_stages(self) -> list[LayeredModule]:
@@ -124,13 +124,14 @@ class MultimodalModel(nn.Module):
     def named_modality_modules(self) -> list[tuple[str, LayeredModule]]:
         """The modules with their prefixes in this module's parameter names."""
         named: list[tuple[str, LayeredModule]] = []
-        named += ((f"encoders.{e.name}", e) for e in self._encoders())
+        named += ((f"encoders.{e.name}", e) for e in self.encoder_modules())
         named.append(("llm", self.llm))
         if self.generator is not None:
             named.append(("generator", self.generator))
         return named
 
-    def _encoders(self) -> list[EncoderModule]:
+    def encoder_modules(self) -> list[EncoderModule]:
+        """Encoders in the recipe's order."""
         return [e for e in self.encoders.values() if isinstance(e, EncoderModule)]
 
     def encode(self, microbatch: Microbatch) -> dict[str, Tensor]:
@@ -142,7 +143,7 @@ class MultimodalModel(nn.Module):
         device = microbatch.input_ids_T.device
         return {
             e.name: e(microbatch.encoders.get(e.name) or e.dummy_inputs(device))
-            for e in self._encoders()
+            for e in self.encoder_modules()
         }
 
     def forward(self, microbatch: Microbatch) -> Tensor:
@@ -186,7 +187,7 @@ class MultimodalModel(nn.Module):
 
     def image_specs(self) -> dict[str, ImageSpec]:
         """By encoder name: how data has to prepare images."""
-        return {e.name: e.image_spec() for e in self._encoders()}
+        return {e.name: e.image_spec() for e in self.encoder_modules()}
 
     def generator_spec(self) -> GeneratorSpec | None:
         """How data has to prepare the images that are drawn; None without a generator."""

@@ -19,7 +19,7 @@ from torchmm.models.layers.experts import check_compiles
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.fsdp import apply_fsdp
-from torchmm.parallel.mesh import PIPELINE, ParallelMesh
+from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
 from torchmm.parallel.tensor.overlap_linear import Overlap
@@ -35,7 +35,7 @@ def parallelize(
     compile_config: CompileConfig,
     dtype: torch.dtype,
     tokens: int = 0,
-    meshes: Mapping[str, ParallelMesh] | None = None,
+    meshes: Mapping[str, ModuleMesh] | None = None,
 ) -> None:
     """Applies the recipe's parallelism to every stage of the model, in place, on the meta device.
 
@@ -43,15 +43,15 @@ def parallelize(
 
     Args:
         tokens: of a microbatch, for what is tuned by a measurement; 0: nothing is measured.
-        meshes: by module with sizes of its own (`ParallelMesh.colocated`).
+        meshes: by module with sizes of its own (`ModuleMesh.colocated`).
 
     Raises:
         ConfigError: layers cannot be compiled with this version of transformers.
     """
-    overlaps = parallel.async_tensor_parallel and mesh.tensor_size > 1
+    overlaps = parallel.async_tensor_parallel and mesh.own.sizes.tensor > 1
     chosen: dict[str, Overlap] = {}
     for module in model.all_stages():
-        own = (meshes or {}).get(module.name, mesh)
+        own = (meshes or {}).get(module.name, mesh.own)
         has_slices = "sequence" in module.tensor_parallel_plan().values()
         if overlaps and has_slices and module.name not in chosen:
             chosen[module.name] = choose_overlap(module, own.tensor, parallel, dtype, tokens)
@@ -60,9 +60,9 @@ def parallelize(
         mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
         apply_activation_checkpoint(module, mode)
         if compile_config.enabled and module.name in (compile_config.modules or [module.name]):
-            check_compiles(module.name, module.layers, mesh.mesh.device_type)
+            check_compiles(module.name, module.layers, mesh.device.type)
             _compile_layers(module)
-        if own.mesh.size() > own.mesh[PIPELINE].size() or dtype != torch.float32:
+        if own.sizes.ranks > own.sizes.pipeline or dtype != torch.float32:
             apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel))
 
 

@@ -50,11 +50,11 @@ def apply_fsdp(
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     reshard = None if reshard_after_forward else False  # None: all but the root
-    for part in (*module.layers, module):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        assert isinstance(part, FSDPModule)
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)  # or NCCL would multiply by 1 on its way
+    for unit in (*module.layers, module):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # or NCCL would multiply by 1 on its way
     for method in module.forward_methods:
         register_fsdp_forward_method(module, method)
 
@@ -68,14 +68,10 @@ class StepSharding:
 
     Args:
         module: a root of FSDP2 (see `apply_fsdp`), whose memory may still be unallocated.
-
-    Raises:
-        TypeError: FSDP2 was not applied to it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        if not isinstance(module, FSDPModule):
-            raise TypeError(f"{type(module).__name__} is not sharded; call apply_fsdp first")
+        assert isinstance(module, FSDPModule), f"{type(module).__name__}: call apply_fsdp first"
         self._root = module
         self._units = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._prepared = False
@@ -139,14 +135,10 @@ class LayerSharding:
 
     Args:
         module: a root of FSDP2 (see `apply_fsdp`).
-
-    Raises:
-        TypeError: FSDP2 was not applied to it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        if not isinstance(module, FSDPModule):
-            raise TypeError(f"{type(module).__name__} is not sharded; call apply_fsdp first")
+        assert isinstance(module, FSDPModule), f"{type(module).__name__}: call apply_fsdp first"
         self._root = module
         self._backwards = 0
 

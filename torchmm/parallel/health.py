@@ -210,7 +210,8 @@ class Health:
         beat = self._read_heartbeat(rank)
         if beat is None:
             return f"rank {rank} did not respond and left no heartbeat"
-        age_s, doing = time.time() - beat["time"], f" in {beat['phase']}"
+        age_s = time.time() - beat["time"]
+        doing = f" in {beat['phase']}"
         if beat["phase"] == WAITING_FOR_DATA:
             doing = f", {WAITING_FOR_DATA} for {beat['phase_s']:.0f} s"
         return (
@@ -280,20 +281,18 @@ def peer_errors(rank: int) -> Iterator[None]:
         ) from error
 
 
-def gather_floats(
-    values: Sequence[float], group: dist.ProcessGroup | None = None
-) -> list[list[float]]:
-    """The values of all ranks of a gloo or NCCL group, by rank, in one collective.
+def gather_floats(values: Sequence[float]) -> list[list[float]]:
+    """The values of all ranks, by rank, in one collective.
 
     One call per step can carry everything the ranks must agree on: loss, gradient norm, wishes to
     stop (`preempt`), failed background saves.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [list(values)]
-    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     mine_N = torch.tensor(values, dtype=torch.float64, device=device)
-    all_RN = mine_N.new_empty(dist.get_world_size(group) * len(values))
-    dist.all_gather_into_tensor(all_RN, mine_N, group=group)
+    all_RN = mine_N.new_empty(dist.get_world_size() * len(values))
+    dist.all_gather_into_tensor(all_RN, mine_N)
     return all_RN.view(-1, len(values)).tolist()
 
 

@@ -6,6 +6,17 @@ the data-parallel ranks. FSDP2 shards over `shard` and, where `replicate` > 1, k
 `replicate` (HSDP). `pipeline` is the outermost dimension, because its ranks talk least: they are
 the ones to be on different machines. Scalars are summed over the whole world and divided by the
 number of ranks that pass the same, which avoids a flattened mesh and its extra process group.
+
+Modules may have ranks of their own (DistTrain §4.1, §7). Encoders, LLM and generator are then
+*units*: consecutive blocks of the world's ranks, each with a mesh of its own, in which FSDP2 and
+tensor parallelism work as if it were the whole world. What joins units is the plan of a replica
+group (`torchmm.pipelining.schedules.disaggregated`): its ranks are, module by module and replica by
+replica, the pipeline ranks of all units; all of them read the same samples.
+
+A unit's replicas divide the microbatches of a group unevenly, which does no harm because gradients
+are added up, not averaged (`torchmm.parallel.fsdp`). Rejected: one mesh with a dimension for the
+modules, as their sizes differ; and process groups across units, because nothing but the plan's
+tensors and a few scalars per step, which go over the whole world, has to cross.
 """
 
 from __future__ import annotations
@@ -14,6 +25,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -22,27 +34,79 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
-from torchmm.recipe.sizes import AXES, MeshSizes
+from torchmm.recipe.sizes import AXES, MeshSizes, replica_groups
 
 PIPELINE, REPLICATE, SHARD, TENSOR = AXES
 
 
 @dataclass(frozen=True)
-class ParallelMesh:
-    """The mesh and this rank's place in it."""
+class ModuleMesh:
+    """The ranks that have one module, or all modules that are of the same sizes."""
 
-    device: torch.device
     mesh: DeviceMesh
     """Its dimensions are `AXES`."""
-    mirrors: int = field(default=1, kw_only=True)
-    """Ranks of a plan that are one tensor-parallel group: as many as encoders have groups in it."""
 
     def __post_init__(self) -> None:
         # Process groups sort their ranks, a mesh does not: with ranks in any other order, what a
         # DTensor takes for its rows would be those of another rank.
-        for dim, name in enumerate(self.mesh.mesh_dim_names or ()):
+        for dim, name in enumerate(AXES):
             steps = self.mesh.mesh.diff(dim=dim)
             assert (steps > 0).all(), f"ranks along {name} do not ascend: {self.mesh.mesh.tolist()}"
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """Sizes by dimension."""
+        return MeshSizes(*self.mesh.shape)
+
+    @property
+    def pipeline(self) -> DeviceMesh:
+        """1-D mesh of the ranks of this rank's pipeline."""
+        return self.mesh[PIPELINE]
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """Mesh for `fully_shard`: 1-D, or 2-D (replicate, shard) for HSDP."""
+        return self.mesh[REPLICATE, SHARD] if self.sizes.replicate > 1 else self.mesh[SHARD]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """1-D mesh of the tensor-parallel ranks."""
+        return self.mesh[TENSOR]
+
+    def colocated(self, sizes: MeshSizes) -> ModuleMesh:
+        """The mesh of a module on the same ranks, with a shorter pipeline or split over fewer ranks
+        (Optimus §4.1).
+
+        Blocks of consecutive pipeline ranks have the module each, and so do groups of the
+        tensor-parallel ranks; ranks at the same place of their block and group have the same
+        stages, and share them like data-parallel ranks. Collective.
+
+        Args:
+            sizes: of the module, which fit (`encoder_mesh_sizes`).
+        """
+        if sizes == self.sizes:
+            return self
+        # Block, stage, replicate, shard, group, tensor: blocks and groups divide the data like
+        # other ranks do. All of them together stay in the order of their ranks, so that shards are
+        # next to each other, and copies far apart.
+        ranks = self.mesh.mesh.unflatten(0, (-1, sizes.pipeline)).unflatten(-1, (-1, sizes.tensor))
+        ranks = ranks.transpose(0, 1).reshape(sizes).contiguous()
+        mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=AXES)
+        return ModuleMesh(mesh)
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """All ranks of a run: the mesh of this rank's module, and this rank's place in plans."""
+
+    device: torch.device
+    own: ModuleMesh
+    """Of this rank's module; without modules on ranks of their own, of all of them."""
+    shares: Sequence[Sequence[Sequence[int]]]
+    """By share of the global batch and rank of the plan that works on it: global ranks. They are
+    tensor-parallel: what all of them do is one rank's work in the plan."""
+    units: Mapping[str, MeshSizes] = field(default_factory=dict)
+    """Sizes by module, in the order of their ranks, where modules have ranks of their own."""
 
     @property
     def rank(self) -> int:
@@ -54,151 +118,86 @@ class ParallelMesh:
         """Ranks in all."""
         return dist.get_world_size()
 
+    @cached_property
+    def _place(self) -> tuple[int, int]:
+        """Share of the batch and rank of the plan."""
+        return next(
+            (share, place)
+            for share, ranks in enumerate(self.shares)
+            for place, alike in enumerate(ranks)
+            if self.rank in alike
+        )
+
     @property
     def pipeline_size(self) -> int:
-        """Ranks of a plan: those that divide the layers of the model, and their mirrors."""
-        return self.mesh[PIPELINE].size() * self.mirrors
+        """Ranks of a plan."""
+        return len(self.shares[0])
 
     @property
     def pipeline_rank(self) -> int:
         """Which of these ranks this is: its rank in a plan."""
-        mirror = self.mesh.get_local_rank(TENSOR) // self.group_size
-        return self.mesh.get_local_rank(PIPELINE) * self.mirrors + mirror
+        return self._place[1]
 
     @property
-    def group_size(self) -> int:
-        """Tensor-parallel ranks that are one rank of a plan."""
-        return self.tensor_size // self.mirrors
+    def plan_ranks(self) -> Sequence[Sequence[int]]:
+        """By rank of this rank's plan: global ranks."""
+        return self.shares[self._place[0]]
 
     @property
-    def pipeline(self) -> DeviceMesh:
-        """1-D mesh of the ranks of this rank's pipeline."""
-        return self.mesh[PIPELINE]
-
-    @property
-    def pipeline_ranks(self) -> list[int]:
-        """Global ranks of this rank's pipeline, by their rank in a plan."""
-        place = self.mesh.get_local_rank(TENSOR) % self.group_size
-        return [alike[place] for alike in self.plan_groups]
-
-    @property
-    def plan_groups(self) -> list[list[int]]:
-        """By rank of the plan: the global ranks that are tensor-parallel."""
-        replicate, shard = (self.mesh.get_local_rank(n) for n in (REPLICATE, SHARD))
-        return self.mesh.mesh[:, replicate, shard].reshape(-1, self.group_size).tolist()
-
-    @property
-    def channel_ranks(self) -> Sequence[int | Sequence[int]]:
-        """Between which global ranks tensors are sent, as `P2PChannels` takes them."""
-        return self.pipeline_ranks
+    def mirrors(self) -> int:
+        """Ranks of a plan that are one tensor-parallel group: as many as encoders have groups in
+        it."""
+        return self.own.sizes.tensor // len(self.plan_ranks[self.pipeline_rank])
 
     @property
     def samples_ranks(self) -> int:
         """Ranks that work on the same samples."""
-        return self.pipeline_size * self.group_size
+        return sum(len(alike) for alike in self.plan_ranks)
 
     @property
-    def replicate_size(self) -> int:
-        """Copies of the sharded model."""
-        return self.mesh[REPLICATE].size()
-
-    @property
-    def shard_size(self) -> int:
-        """Ranks over which FSDP2 shards."""
-        return self.mesh[SHARD].size()
-
-    @property
-    def tensor_size(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.mesh[TENSOR].size()
+    def is_first_of_samples(self) -> bool:
+        """Whether this rank is the first of them."""
+        return self.rank == self.plan_ranks[0][0]
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that work on different samples."""
-        return self.replicate_size * self.shard_size
+        """Shares of the global batch."""
+        return len(self.shares)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of the data-parallel shares of the batch this rank works on."""
-        replicate = self.mesh.get_local_rank(REPLICATE)
-        return replicate * self.shard_size + self.mesh.get_local_rank(SHARD)
+        """The share that this rank works on."""
+        return self._place[0]
 
     @property
     def norm_ranks(self) -> dist.ProcessGroup | None:
-        """The ranks over which squares of gradients are added up; None: this rank has them all."""
-        pipeline = self.mesh[PIPELINE]
-        return pipeline.get_group() if pipeline.size() > 1 else None
+        """The ranks over which squares of gradients are added up; None: this rank has them all.
+
+        All ranks where modules are apart: what a rank has, only ranks of its own unit share.
+        """
+        if self.units:
+            return dist.group.WORLD
+        return self.own.pipeline.get_group() if self.own.sizes.pipeline > 1 else None
 
     @property
     def norm_sharing(self) -> int | None:
         """How many of them have the same parameters; None: the ranks of a parameter's own mesh."""
-        return None
-
-    @property
-    def unit_mesh_sizes(self) -> Mapping[str, MeshSizes] | None:
-        """Sizes by module, where modules have ranks of their own."""
-        return None
+        return self.own.sizes.ranks // self.own.sizes.pipeline if self.units else None
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by dimension, as a checkpoint records them."""
-        return {name: self.mesh[name].size() for name in AXES}
-
-    @property
-    def fsdp(self) -> DeviceMesh:
-        """Mesh for `fully_shard`: 1-D, or 2-D (replicate, shard) for HSDP."""
-        return self.mesh[REPLICATE, SHARD] if self.replicate_size > 1 else self.mesh[SHARD]
-
-    @property
-    def tensor(self) -> DeviceMesh:
-        """1-D mesh of the tensor-parallel ranks."""
-        return self.mesh[TENSOR]
+        """Sizes by dimension, or by module and dimension, as a checkpoint records them."""
+        if not self.units:
+            return self.own.sizes._asdict()
+        return {
+            f"{name}.{dimension}": size
+            for name, unit in self.units.items()
+            for dimension, size in unit._asdict().items()
+        }
 
     def global_rank(self, pipeline: int) -> int:
-        """Global rank of the first data- and tensor-parallel rank at a place in the pipeline."""
-        place, mirror = divmod(pipeline, self.mirrors)
-        return int(self.mesh.mesh[place, 0, 0, mirror * self.group_size])
-
-    def colocated(
-        self, pipeline: int, replicate: int | None = None, tensor: int | None = None
-    ) -> ParallelMesh:
-        """The mesh of a module on the same ranks, with a shorter pipeline or split over fewer ranks
-        (Optimus §4.1).
-
-        Blocks of consecutive pipeline ranks have the module each, and so do groups of the
-        tensor-parallel ranks; ranks at the same place of their block and group have the same
-        stages, and share them like data-parallel ranks. Collective.
-
-        Args:
-            replicate: copies of the sharded module; None: as many as here.
-            tensor: tensor-parallel size; None: as here.
-
-        Raises:
-            ConfigError: the sizes are no divisors.
-        """
-        copies = self.replicate_size if replicate is None else replicate
-        split = self.tensor_size if tensor is None else tensor
-        stages = self.mesh[PIPELINE].size()
-        if pipeline < 1 or stages % pipeline or split < 1 or self.tensor_size % split:
-            raise ConfigError(
-                f"a module with pipeline = {pipeline} and tensor = {split} on the ranks of one of "
-                f"{stages} and {self.tensor_size}; give divisors"
-            )
-        groups = self.tensor_size // split
-        data = self.data_parallel_size * (stages // pipeline) * groups
-        if copies < 1 or data % copies:
-            raise ConfigError(
-                f"a module with replicate = {copies} on {data} data-parallel ranks; give a divisor"
-            )
-        if (pipeline, copies, split) == (stages, self.replicate_size, self.tensor_size):
-            return self
-        # Block, stage, replicate, shard, group, tensor: blocks and groups divide the data like
-        # other ranks do. All of them together stay in the order of their ranks, so that shards are
-        # next to each other, and copies far apart.
-        ranks = self.mesh.mesh.unflatten(0, (-1, pipeline)).unflatten(-1, (groups, split))
-        ranks = ranks.transpose(0, 1).reshape(pipeline, copies, data // copies, split)
-        mesh = DeviceMesh(self.device.type, ranks.contiguous(), mesh_dim_names=AXES)
-        return ParallelMesh(self.device, mesh)
+        """The first global rank at a place in the first share's plan."""
+        return self.shares[0][pipeline][0]
 
     def sum_over_data(self, values: list[float]) -> list[float]:
         """Sums over the data-parallel ranks, in float64; every rank must call it.
@@ -249,7 +248,7 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
 
 def encoder_meshes(
     config: ParallelConfig, mesh: ParallelMesh, encoders: Iterable[str]
-) -> dict[str, ParallelMesh]:
+) -> dict[str, ModuleMesh]:
     """Meshes of colocated encoders by name, one for those of the same sizes; none where all modules
     are interleaved. Collective.
 
@@ -258,13 +257,11 @@ def encoder_meshes(
     """
     if config.placement != "colocated":
         return {}
-    llm = resolve_sizes(config, mesh.world_size)
-    made: dict[tuple[int, int, int], ParallelMesh] = {}
+    made: dict[MeshSizes, ModuleMesh] = {}
     found = {}
     for name in encoders:
-        own = encoder_mesh_sizes(config, name, llm)
-        key = (own.pipeline, own.replicate, own.tensor)
-        made[key] = found[name] = made.get(key) or mesh.colocated(*key)
+        sizes = encoder_mesh_sizes(config, name, mesh.own.sizes)
+        made[sizes] = found[name] = made.get(sizes) or mesh.own.colocated(sizes)
     return found
 
 
@@ -276,4 +273,57 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     """
     sizes = resolve_sizes(config, dist.get_world_size())
     mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=AXES)
-    return ParallelMesh(device, mesh, mirrors=config.mirrors)
+    group_size = sizes.tensor // config.mirrors
+    shares = _by_share(mesh.mesh).reshape(sizes.data_parallel, -1, group_size)
+    return ParallelMesh(device, ModuleMesh(mesh), shares.tolist())
+
+
+def _by_share(ranks: torch.Tensor) -> torch.Tensor:
+    """A mesh's ranks by data-parallel, pipeline and tensor rank."""
+    return ranks.flatten(1, 2).transpose(0, 1)
+
+
+def build_units(units: Mapping[str, MeshSizes], device: torch.device) -> ParallelMesh:
+    """This rank's unit; collective over the started process group.
+
+    Args:
+        units: by module, in the order in which they take ranks.
+
+    Raises:
+        ConfigError: the units have another number of ranks together than there are.
+    """
+    wanted = sum(unit.ranks for unit in units.values())
+    world_size = dist.get_world_size()
+    if wanted != world_size:
+        sizes = ", ".join(f"{name} {unit.ranks}" for name, unit in units.items())
+        raise ConfigError(f"modules on ranks of their own: {sizes} make {wanted}, not {world_size}")
+    found = None
+    for ranks in _unit_ranks(units).values():
+        # All ranks take part in making the groups of all units.
+        mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
+        if dist.get_rank() in ranks.flatten().tolist():
+            found = ModuleMesh(mesh)
+    assert found is not None
+    shares = [_plan_ranks(units, group) for group in range(replica_groups(units))]
+    return ParallelMesh(device, found, shares, units)
+
+
+def _unit_ranks(units: Mapping[str, MeshSizes]) -> dict[str, torch.Tensor]:
+    """Global ranks of every module, by pipeline, replicate, shard and tensor rank."""
+    ranks = {}
+    first = 0
+    for name, unit in units.items():
+        ranks[name] = torch.arange(first, first + unit.ranks, dtype=torch.int).view(*unit)
+        first += unit.ranks
+    return ranks
+
+
+def _plan_ranks(units: Mapping[str, MeshSizes], group: int) -> list[list[int]]:
+    """Of a replica group, by rank of its plan: the global ranks that are tensor-parallel."""
+    groups = replica_groups(units)
+    found = []
+    for name, ranks in _unit_ranks(units).items():
+        replicas = units[name].data_parallel // groups
+        own = _by_share(ranks)[group * replicas : (group + 1) * replicas]
+        found += own.flatten(0, 1).tolist()
+    return found

@@ -103,21 +103,18 @@ class P2PChannels:
         """This rank, counted within the plan."""
         return self._plan_rank
 
-    def warm_up(self, pairs: Iterable[tuple[int, int]] | None = None) -> None:
-        """Uses every channel once, in an order that all ranks share.
+    def warm_up(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Uses each of these channels once, in an order that all ranks share.
 
         The first use creates the connection and blocks until both ends are there, so it must not
         happen in the middle of a step.
 
         Args:
-            pairs: (source, destination) in ranks of the plan, the same on all of them; None: all.
+            pairs: (source, destination) in ranks of the plan, the same on all of them.
 
         Raises:
             PeerError: a rank did not take part.
         """
-        count = len(self._ranks)
-        if pairs is None:
-            pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
         own = self.plan_rank
         for source, destination in sorted(set(pairs)):
             probe = torch.zeros(1, device=self.device)

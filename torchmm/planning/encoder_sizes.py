@@ -19,7 +19,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from torchmm.balance.bubbles.encoder_sizes import (
-    ColocatedPlan,
     ParallelSizes,
     backbone_bytes,
     colocated_plans,
@@ -33,7 +32,7 @@ from torchmm.recipe.recipe import Recipe
 def encoder_combinations(forecaster: Forecaster) -> Iterator[dict[str, int]]:
     """Pipeline ranks by encoder; of one whose size the recipe gives, that one."""
     parallel = forecaster.recipe.parallel
-    ranks = forecaster.ranks.pipeline
+    ranks = forecaster.run.llm.pipeline
     choices = {}
     for module in forecaster.modules:
         if module.kind != "encoder":
@@ -51,7 +50,7 @@ def encoder_tensors(forecaster: Forecaster) -> list[int]:
     """Tensor-parallel sizes that all encoders can have, the LLM's first: divisors of it that divide
     their heads; if the recipe gives one to an encoder, the recipe's."""
     parallel = forecaster.recipe.parallel
-    most = forecaster.ranks.tensor
+    most = forecaster.run.llm.tensor
     encoders = [module for module in forecaster.modules if module.kind == "encoder"]
     if any("tensor" in parallel.sizes_given(module.name) for module in encoders):
         return [most // parallel.mirrors]
@@ -177,7 +176,7 @@ def _fitting(
     Raises:
         ConfigError: none does.
     """
-    ranks = forecaster.ranks
+    ranks = forecaster.run.llm
     modules = forecaster.modules
     llm = ParallelSizes(ranks.data_parallel, ranks.pipeline, ranks.tensor)
     whole = with_pipelines(forecaster.recipe, combinations[0], tensor=ranks.tensor).parallel
@@ -190,7 +189,9 @@ def _fitting(
         plans = colocated_plans(encoders, llm, own_bytes, limit_bytes, compute_bytes=compute_bytes)
     except ValueError as error:
         raise ConfigError(f"parallel.orchestrate: {error}") from error
-    found = {_sizes(plan) for plan in plans}
+    found = {
+        tuple((own.sizes.pipeline, own.sizes.tensor) for own in plan.encoders) for plan in plans
+    }
     fitting = [
         (sizes, tensor)
         for tensor in tensors
@@ -203,8 +204,3 @@ def _fitting(
             f"{limit_bytes / 2**30:.1f} GiB; leave their sizes open, or use more ranks"
         )
     return fitting
-
-
-def _sizes(plan: ColocatedPlan) -> tuple[tuple[int, int], ...]:
-    """Pipeline and tensor-parallel ranks of each encoder."""
-    return tuple((own.sizes.pipeline, own.sizes.tensor) for own in plan.encoders)

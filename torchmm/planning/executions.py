@@ -7,7 +7,7 @@ tuning therefore price the same step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,11 +20,9 @@ from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import ModuleDescription
 from torchmm.common.errors import ConfigError
 from torchmm.planning.resolved import Resolved
-from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.sizes import MeshSizes
-from torchmm.recipe.training_section import ActivationCheckpointConfig, limit_bytes
+from torchmm.recipe.training_section import limit_bytes
 
 
 def run_profile(recipe: Recipe, device: torch.device) -> Profile:
@@ -54,25 +52,16 @@ def _profile(name: str) -> Profile:
         raise ConfigError(f"simulation.device: {error}") from error
 
 
-def module_executions(
-    parallel: ParallelConfig,
-    checkpointing: ActivationCheckpointConfig,
-    modules: Sequence[ModuleDescription],
-    ranks: MeshSizes,
-    units: Mapping[str, MeshSizes],
-) -> dict[str, Execution]:
-    """How every module is run.
-
-    Args:
-        ranks: sizes of the LLM.
-        units: sizes by module, where modules have ranks of their own.
+def module_executions(run: Resolved, modules: Sequence[ModuleDescription]) -> dict[str, Execution]:
+    """How every module of a run is executed.
 
     Raises:
         ConfigError: own sizes of encoders do not fit.
     """
+    parallel = run.recipe.parallel
     found = {}
     for module in modules:
-        own = units.get(module.name, ranks)
+        own = run.units.get(module.name, run.llm)
         if parallel.placement == "colocated" and module.kind == "encoder":
             own = encoder_mesh_sizes(parallel, module.name, own)
         found[module.name] = Execution(
@@ -81,21 +70,9 @@ def module_executions(
             async_tensor=parallel.async_tensor_parallel,
             shard=own.shard,
             replicate=own.replicate,
-            recompute=checkpointing.fixed_mode(module.name),
+            recompute=run.recipe.activation_checkpoint.fixed_mode(module.name),
         )
     return found
-
-
-def run_executions(run: Resolved, modules: Sequence[ModuleDescription]) -> dict[str, Execution]:
-    """How every module of a run is executed.
-
-    Raises:
-        ConfigError: own sizes of encoders do not fit.
-    """
-    recipe = run.recipe
-    return module_executions(
-        recipe.parallel, recipe.activation_checkpoint, modules, run.llm, run.units
-    )
 
 
 def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Profile) -> CostModel:
@@ -105,7 +82,7 @@ def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Prof
         ConfigError: own sizes do not fit, or nothing is known about the recipe's dtype.
     """
     try:
-        return CostModel(profile, run.recipe.training.dtype, run_executions(run, modules))
+        return CostModel(profile, run.recipe.training.dtype, module_executions(run, modules))
     except ValueError as error:
         raise ConfigError(f"training.dtype: {error}") from error
 

@@ -16,6 +16,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.costs.model import CostModel
@@ -34,7 +35,7 @@ from torchmm.models.registry import build_model
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.run.messages import message_specs
-from torchmm.planning.executions import layer_tuning, module_executions
+from torchmm.planning.executions import layer_tuning, run_costs
 from torchmm.planning.reordering import arrangement, reordered
 from torchmm.planning.resolved import resolve
 from torchmm.planning.segments import leaves_segments_open, with_segments
@@ -120,12 +121,6 @@ class Forecaster:
         transformers.logging.set_verbosity_error()
         self.recipe, self.profile = recipe, profile
         self.run = resolve(recipe, world_size)
-        self.units = self.run.units
-        """Sizes by module, where modules have ranks of their own."""
-        self.ranks = self.run.llm
-        """Sizes of the LLM."""
-        self.devices = world_size
-        self.shares = self.run.shares
         self.model = build_model(recipe.model, recipe.freeze) if model is None else model
         modules = list(self.model.modality_modules())
         self.modules = [module.describe() for module in modules]
@@ -137,23 +132,17 @@ class Forecaster:
         """The first step's microbatches, by share of the global batch."""
         recipe = self.recipe
         if recipe.data.reorder == "none":
-            return first_microbatches(recipe, self.model, self.shares)
+            return first_microbatches(recipe, self.model, self.run.shares)
         training = recipe.training.model_copy(update={"microbatch_size": 1})
         one_by_one = recipe.model_copy(update={"training": training})
         packs = first_microbatches(one_by_one, self.model, 1)[0]
-        parallel = recipe.parallel.model_copy(update={"pipeline": self.ranks.pipeline})
-        layout = plan_layout(parallel, self.modules, packs, self.units or None)
-        reorder = arrangement(recipe, self.modules, self._costs(parallel), layout, self.shares)
+        parallel = recipe.parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
+        layout = plan_layout(parallel, self.modules, packs, self.run.units or None)
+        reorder = arrangement(recipe, self.modules, self._costs(parallel), layout, self.run.shares)
         return reordered(reorder, packs)
 
     def _costs(self, parallel: ParallelConfig) -> CostModel:
-        executions = module_executions(
-            parallel, self.recipe.activation_checkpoint, self.modules, self.ranks, self.units
-        )
-        try:
-            return CostModel(self.profile, self.recipe.training.dtype, executions)
-        except ValueError as error:
-            raise ConfigError(f"training.dtype: {error}") from error
+        return run_costs(self.run.with_parallel(parallel), self.modules, self.profile)
 
     def forecast(self, schedule: str | None = None) -> Forecast:
         """The first step.
@@ -179,12 +168,12 @@ class Forecaster:
             ConfigError: own sizes of encoders do not fit.
         """
         name = parallel.schedule
-        parallel = parallel.model_copy(update={"pipeline": self.ranks.pipeline})
+        parallel = parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
         metas = self.workload.microbatches
         if leaves_segments_open(parallel):
             parallel = with_segments(parallel, self.modules, metas, self._costs(parallel))
         dtype = DTYPES[self.recipe.training.dtype]
-        alone = self.ranks.pipeline * parallel.mirrors == 1 and not self.units
+        alone = self.run.llm.pipeline * parallel.mirrors == 1 and not self.run.units
         layerwise = alone and parallel.reshard_after_forward != "never"
         model = self._costs(parallel)
         sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
@@ -197,7 +186,7 @@ class Forecaster:
 
         try:
             plan = plan_step(
-                plan_layout(parallel, self.modules, metas, self.units or None),
+                plan_layout(parallel, self.modules, metas, self.run.units or None),
                 parallel,
                 self.modules,
                 metas,
@@ -227,13 +216,12 @@ class Forecaster:
         flops_per_s = step.model_flops * self.workload.mean_share / seconds
         training = self.recipe.training
         tokens = training.global_batch_size * training.sequence_length
-        devices = self.devices / self.shares
-        mfu = flops_per_s / (devices * peak)
+        mfu = flops_per_s / (self.run.world_size / self.run.shares * peak)
         return Forecast(name, step, "", mfu, tokens / seconds, update_ms)
 
     def forecast_all(self) -> list[Forecast]:
         """The first step under every schedule."""
-        if self.units:
+        if self.run.units:
             return [self.forecast(name) for name in schedules_for("disaggregated")]
         with_encoders = any(module.kind == "encoder" for module in self.modules)
         names = SCHEDULES if with_encoders else schedules_for("interleaved")
@@ -264,35 +252,36 @@ def first_microbatches(
             )
             for rank in range(shares)
         ]
-    return _first_step(recipe, model, shares)
+    found = first_step(recipe, model, load_tokenizer(recipe.model), shares)
+    if not found:
+        raise ConfigError(
+            "data.sources: a streamed source does not know its samples' sizes; use [simulation]"
+        )
+    return found
 
 
-def _first_step(
-    recipe: Recipe, model: MultimodalModel, data_parallel: int
+def first_step(
+    recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, shares: int
 ) -> list[list[MicrobatchMeta]]:
-    """Sizes of the first step's samples; nothing is decoded."""
-    training = recipe.training
+    """Sizes of the first step's samples, by share of the global batch; nothing is decoded.
+
+    Empty where a streamed source does not know them.
+    """
     # Late: the libraries of data take seconds to load, and statistics do without them.
     from torchmm.data.loader import build_loader  # noqa: PLC0415
 
-    tokenizer = load_tokenizer(recipe.model)
     loader = build_loader(
         recipe.data.model_copy(update={"workers": 0}),
-        training,
+        recipe.training,
         text_spec=model.text_spec(tokenizer),
         image_specs=model.image_specs(),
         tokenizer=tokenizer,
         data_parallel_rank=0,
         state=None,
-        data_parallel_size=data_parallel,
+        data_parallel_size=shares,
         generator_spec=model.generator_spec(),
     )
-    metas = loader.next_metas()
-    if not metas:
-        raise ConfigError(
-            "data.sources: a streamed source does not know its samples' sizes; use [simulation]"
-        )
-    return [list(share) for share in metas]
+    return [list(share) for share in loader.next_metas() or ()]
 
 
 def _heaviest(

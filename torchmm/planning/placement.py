@@ -212,7 +212,7 @@ def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
     """
     profile = simulated_profile(recipe)
     found = plan_recipe(recipe, world_size, profile, alternatives=EXACT_ALTERNATIVES).found
-    plans = [found.best, *(other.plan for other in found.alternatives)]
+    plans = [found.best, *found.alternatives]
     for plan in plans:
         if plan.devices == world_size:
             own = planned_recipe(recipe, plan)
@@ -268,11 +268,14 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
     found = planned.found
     candidates = []
     model = build_model(recipe.model, recipe.freeze)
-    for plan in (found.best, *(other.plan for other in found.alternatives)):
+    for plan in (found.best, *found.alternatives):
         own = planned_recipe(recipe, plan)
         forecaster = Forecaster(own, plan.devices, profile, model)
         for stages in VIRTUAL_STAGES:
-            tried = own if stages == 1 else _interleaved(own, stages)
+            tried = own
+            if stages > 1:
+                changes = {"schedule": "interleaved_1f1b", "virtual_stages": stages}
+                tried = _with_parallel(own, **changes)
             forecast = forecaster.forecast_parallel(tried.parallel)
             if forecast.step is not None or stages == 1:
                 candidates.append(
@@ -308,7 +311,7 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
     if together is not None:
         forecaster = Forecaster(together, usable, profile)
         alone = together.parallel.pipeline == 1  # then all schedules do the same
-        ranks = forecaster.ranks
+        ranks = forecaster.run.llm
         sizes = f"{ranks.tensor}x{ranks.data_parallel}x{ranks.pipeline}"
         for forecast in [forecaster.forecast()] if alone else forecaster.forecast_all():
             if forecast.schedule in schedules_for("colocated"):
@@ -366,10 +369,6 @@ def _colocated(
         words = [f"{name} pipeline {size}" for name, size in pipelines.items()]
         forecast = forecaster.forecast_parallel(changed.parallel)
         yield Candidate("colocated", changed, devices, ", ".join([sizes, *words]), forecast)
-
-
-def _interleaved(recipe: Recipe, stages: int) -> Recipe:
-    return _with_parallel(recipe, schedule="interleaved_1f1b", virtual_stages=stages)
 
 
 def _with_parallel(recipe: Recipe, **changes: object) -> Recipe:

@@ -53,7 +53,7 @@ def comparison_table(planned: PlannedRun) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("against the best")
     rows: list[tuple[str, OrchestrationPlan | str]] = [("best", found.best)]
-    rows += [(f"next {i}", other.plan) for i, other in enumerate(found.alternatives, start=1)]
+    rows += [(f"next {i}", other) for i, other in enumerate(found.alternatives, start=1)]
     for name, plan in [*rows, *planned.baselines.items()]:
         if isinstance(plan, str):
             table.add_row(name, *[""] * (len(names) + 3), plan)

@@ -28,17 +28,17 @@ GIB = 2**30
 def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Table:
     """One line per schedule; the fastest that fits is marked. An iteration is the plan's step and
     the optimizer's update; shares of bubbles are of the plan."""
-    ranks = forecaster.ranks
-    profile = forecaster.profile
+    ranks = forecaster.run.llm
+    devices = f"{forecaster.run.world_size} x {forecaster.profile.device.name}"
     sizes = (
         f"pipeline {ranks.pipeline} x replicate {ranks.replicate} x shard {ranks.shard} x tensor "
         f"{ranks.tensor}"
     )
-    if units := forecaster.units:
+    if units := forecaster.run.units:
         sizes = "; ".join(f"{name} {show_sizes(own)}" for name, own in units.items())
     shares = "  ".join(f"{m.name} {_count(m.parameters)}" for m in forecaster.modules)
     title = (
-        f"{forecaster.recipe.name} on {forecaster.devices} x {profile.device.name}, simulated\n"
+        f"{forecaster.recipe.name} on {devices}, simulated\n"
         f"{shares}\n"
         f"{sizes}; {len(forecaster.workload.microbatches)} microbatches per pipeline"
     )
@@ -92,8 +92,8 @@ def write_forecasts(
     content = {
         "recipe": forecaster.recipe.name,
         "device": forecaster.profile.device.name,
-        "layout": forecaster.ranks._asdict(),
-        "units": {name: own._asdict() for name, own in forecaster.units.items()},
+        "layout": forecaster.run.llm._asdict(),
+        "units": {name: own._asdict() for name, own in forecaster.run.units.items()},
         "parameters": {m.name: m.parameters for m in forecaster.modules},
         "microbatches": len(forecaster.workload.microbatches),
         "schedules": [forecast.as_dict() for forecast in forecasts],

@@ -10,9 +10,10 @@ is answered here; nothing computes it from the recipe again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchmm.common.module_names import LLM
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes, units_of
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.sizes import MeshSizes, replica_groups
@@ -43,6 +44,10 @@ class Resolved:
     def is_cut(self) -> bool:
         """Whether the model is cut into stages on several ranks of a plan."""
         return self.llm.pipeline * self.recipe.parallel.mirrors > 1 or bool(self.units)
+
+    def with_parallel(self, parallel: ParallelConfig) -> Resolved:
+        """The same sizes with another section, whose LLM has as many ranks."""
+        return replace(self, recipe=self.recipe.model_copy(update={"parallel": parallel}))
 
     def encoder(self, name: str) -> MeshSizes:
         """Mesh sizes of an encoder: its own, wherever it has any."""

@@ -25,7 +25,7 @@ from torchmm.balance.segments import Partition, partition
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError
 from torchmm.planning.step import plan_layout, step_graph
-from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 STAGES = ("separated", "megatron", "balanced")
 """What "auto" chooses from; of equally fast ones the first."""
@@ -61,8 +61,9 @@ def with_segments(
         raise ConfigError(f'[parallel] schedule = "searched": {error}') from error
     if parallel.search.stages != "auto":
         return found
+    searches = [found.search.model_copy(update={"stages": stages}) for stages in STAGES]
     return min(
-        (found.model_copy(update={"search": _with_stages(found, stages)}) for stages in STAGES),
+        (found.model_copy(update={"search": search}) for search in searches),
         key=lambda tried: _predicted_ms(tried, modules, microbatches, model),
     )
 
@@ -90,10 +91,6 @@ def _partition(
     )
 
 
-def _with_stages(parallel: ParallelConfig, stages: str) -> SearchConfig:
-    return SearchConfig.model_validate({**parallel.search.model_dump(), "stages": stages})
-
-
 def _predicted_ms(
     parallel: ParallelConfig,
     modules: Sequence[ModuleDescription],
@@ -114,19 +111,6 @@ def _predicted_ms(
     except (ConfigError, ValueError):
         return inf
     return found.predicted_ms
-
-
-def describe(parallel: ParallelConfig, modules: Sequence[ModuleDescription]) -> str:
-    """Segments and sub-microbatches in one line, for the log."""
-    parts = []
-    if parallel.search.stages in ("megatron", "balanced"):
-        parts.append(f"stages as in {parallel.search.stages!r}")
-    for module in modules:
-        text = f"{module.name}: {parallel.segments(module.name)} segments"
-        if module.kind != "llm":
-            text += f" of at most {parallel.sub_microbatch_images(module.name)} images"
-        parts.append(text)
-    return "; ".join(parts)
 
 
 def _filled(

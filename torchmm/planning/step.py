@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from torchmm.balance.costs.flops import module_layers, task_durations
 from torchmm.balance.order_search.best_order import bounded_orders
@@ -48,6 +48,18 @@ from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 Search = Callable[[StageGraph, Durations], ComputeOrder]
 """Finds the order of a step from its graph and FLOPs (or anything proportional to times)."""
+
+
+class Choices(TypedDict, total=False):
+    """How the plan of a training step is chosen; what is left out is not."""
+
+    factors: Mapping[ActionKind, float] | None
+    """On FLOPs, by kind of action, where they were measured."""
+    search: Search | None
+    """Finds the order, instead of the recipe's schedule."""
+    tuning: LayerTuning | None
+    """How to choose what layers recompute, where plans do."""
+
 
 Purpose = Literal["training", "losses", "text", "drawing"]
 """What a step is for: all but "training" are forwards only. For text the generator has nothing to
@@ -134,7 +146,7 @@ def step_graph(
     return StageGraph(layout, len(microbatches), counts)
 
 
-def plan_step(  # noqa: PLR0913 - what a plan depends on
+def plan_step(
     layout: StageLayout,
     config: ParallelConfig,
     modules: Sequence[ModuleDescription],
@@ -144,9 +156,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
     specs: Callable[[StageGraph], MessageSpecs] = lambda graph: {},
     sharding: Gathering = "step",
     purpose: Purpose = "training",
-    factors: Mapping[ActionKind, float] | None = None,
-    search: Search | None = None,
-    tuning: LayerTuning | None = None,
+    **choices: Unpack[Choices],
 ) -> PipelinePlan:
     """The plan of a step with these microbatches.
 
@@ -158,15 +168,14 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
         specs: tensors of the graph's messages; none for plans that do not run.
         sharding: when parameters are gathered.
         purpose: what the step is for.
-        factors: on FLOPs, by kind of action, where they were measured.
-        search: finds the order of a training step, instead of the recipe's schedule.
-        tuning: how to choose what layers recompute, where plans do.
 
     Raises:
         PlanError: the schedule cannot run them, or they do not fit into memory.
     """
     graph = step_graph(layout, config, microbatches, sharding, purpose)
     training = purpose == "training"
+    search = choices.get("search")
+    tuning = choices.get("tuning")
     if not training:
         graph = spread_replicas(graph)
         order = forward_only(graph)
@@ -174,7 +183,7 @@ def plan_step(  # noqa: PLR0913 - what a plan depends on
         order = one_f_one_b(graph)
     else:
         flops = task_durations(graph, modules, microbatches, targets)
-        costs = scaled(flops, graph, factors)
+        costs = scaled(flops, graph, choices.get("factors"))
         graph, order = (
             order_step(graph, config, costs) if search is None else (graph, search(graph, costs))
         )

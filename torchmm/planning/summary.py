@@ -125,7 +125,7 @@ def _memory_line(memory: MemoryEstimate, simulated: bool) -> str:
 def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
     """How ranks share the work."""
     world_size = run.world_size
-    layout = run.llm
+    llm = run.llm
     if units := run.units:
         parts = " + ".join(f"{own.ranks} for {name}" for name, own in units.items())
         each = ", ".join(f"{own.data_parallel // run.shares} of {n}" for n, own in units.items())
@@ -134,13 +134,13 @@ def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
             **{f"ranks of {name}": show_sizes(own) for name, own in units.items()},
             "replica groups": f"{run.shares} with replicas: {each}",
         }
-    pipeline = f"pipeline {layout.pipeline} x " if layout.pipeline > 1 else ""
+    pipeline = f"pipeline {llm.pipeline} x " if llm.pipeline > 1 else ""
     lines = {
-        "ranks": f"{world_size} = {pipeline}replicate {layout.replicate} x shard {layout.shard} "
-        f"x tensor {layout.tensor}"
+        "ranks": f"{world_size} = {pipeline}replicate {llm.replicate} x shard {llm.shard} "
+        f"x tensor {llm.tensor}"
     }
     for name, own in _colocated_sizes(run, model).items():
-        pipelines = layout.pipeline // own.pipeline
+        pipelines = llm.pipeline // own.pipeline
         lines[f"ranks of {name}"] = (
             f"pipeline {own.pipeline} x replicate {own.replicate} x shard {own.shard} x tensor "
             f"{own.tensor}, {pipelines} pipeline{'s' * (pipelines > 1)} per pipeline of the LLM"

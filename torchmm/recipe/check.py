@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import COMPOSITE_ENCODER, LLM
 from torchmm.recipe.check_model import check_generator, check_model, is_path
 from torchmm.recipe.check_parallel import check_pipeline
-from torchmm.recipe.data_section import SourceConfig
+from torchmm.recipe.data_section import SourceConfig, StageConfig, unique_names
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.placement_sizes import (
     check_colocated,
@@ -106,6 +107,8 @@ def _check_data(recipe: Recipe) -> Problems:
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
         for index, source in enumerate(sources):
             yield from _check_path(f"data.{list_name}[{index}].path", source)
+        yield from _check_sources(f"data.{list_name}", sources)
+    yield from _check_stages(recipe)
     if not data.validation and (validation.interval or validation.samples):
         on = "interval" if validation.interval else "samples"
         text = f"needs held-out data; add a [[data.validation]] table or set {on} to 0"
@@ -115,6 +118,69 @@ def _check_data(recipe: Recipe) -> Problems:
         text = f"is above data.video.max_frames = {most}; lower it or raise that"
         key = "data.video.max_frames"
         yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
+
+
+def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:
+    """Keys of sources against each other."""
+    by_epochs = [source.epochs is not None for source in sources]
+    for index, source in enumerate(sources):
+        key = f"{section}[{index}]"
+        if source.epochs is not None and source.weight != 1.0:
+            text = f"its share is given by weight = {source.weight} too; remove one of them"
+            yield Problem(f"{key}.epochs", source.epochs, text, (f"{key}.weight",))
+        elif source.epochs is not None and source.streaming:
+            text = "a stream's size is not known; give it a weight, or set streaming = false"
+            yield Problem(f"{key}.epochs", source.epochs, text, (f"{key}.streaming",))
+        elif any(by_epochs) and source.epochs is None:
+            text = "has no epochs, but other sources have, and weights are no epochs; give it some"
+            yield Problem(f"{key}.epochs", NO_VALUE, text, (section,))
+        limits = source.filter
+        if limits.max_tokens is not None and limits.min_tokens > limits.max_tokens:
+            text = f"is above max_tokens = {limits.max_tokens}; lower it or raise that"
+            rests_on = (f"{key}.filter.max_tokens",)
+            yield Problem(f"{key}.filter.min_tokens", limits.min_tokens, text, rests_on)
+
+
+def _check_stages(recipe: Recipe) -> Problems:
+    data = recipe.data
+    if not data.stages:
+        return
+    names = unique_names(data.sources)
+    for index, (name, source) in enumerate(zip(names, data.sources, strict=True)):
+        own = "weight" if source.weight != 1.0 else "epochs"
+        if source.weight != 1.0 or source.epochs is not None:
+            text = "has no effect beside data.stages, which give all weights; remove it"
+            key = f"data.sources[{index}].{own}"
+            yield Problem(key, getattr(source, own), text, ("data.stages",))
+        if not any(stage.weights.get(name) for stage in data.stages):
+            text = f'no stage draws from "{name}"; name it in one, or remove the source'
+            yield Problem("data.stages", NO_VALUE, text, (f"data.sources[{index}]",))
+    before = 0
+    for index, stage in enumerate(data.stages):
+        last = stage is data.stages[-1]
+        yield from _check_stage(f"data.stages[{index}]", stage, names, None if last else before)
+        before = stage.until_step or before
+
+
+def _check_stage(key: str, stage: StageConfig, names: list[str], before: int | None) -> Problems:
+    """One stage; `before`: the last step of the one before it, None if it is the last of all."""
+    end = stage.until_step
+    if before is None and end is not None:
+        text = "the last stage has no end; remove it, or add the stage that follows"
+        yield Problem(f"{key}.until_step", end, text)
+    elif before is not None and (end is None or end <= before):
+        value = NO_VALUE if end is None else end
+        text = f"must be a step after {before}: all stages but the last have an end"
+        yield Problem(f"{key}.until_step", value, text)
+    for name, weight in stage.weights.items():
+        if name not in names:
+            text = f"unknown source{suggest(name, names)}; known: {', '.join(names)}"
+            yield Problem(f"{key}.weights.{name}", weight, text, ("data.sources",))
+        elif weight < 0:
+            yield Problem(f"{key}.weights.{name}", weight, "must be >= 0")
+    if not any(weight > 0 for weight in stage.weights.values()):
+        text = "draws from no source; give one a weight above 0"
+        yield Problem(f"{key}.weights", stage.weights, text)
 
 
 def _check_simulation(recipe: Recipe) -> Problems:

@@ -4,6 +4,8 @@ elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -49,29 +51,87 @@ class VideoConfig(Section):
     time; otherwise frames follow one another directly."""
 
 
+class LengthFilter(Section):
+    """Which samples of a source take part, by their length in tokens (files and text together,
+    after a sample was cut at `training.sequence_length`); the others are left out."""
+
+    min_tokens: int = Field(default=1, ge=1)
+    """Shorter samples are left out."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longer samples are left out; none: no limit."""
+
+    def keeps(self, tokens: int) -> bool:
+        """Whether a sample of so many tokens takes part."""
+        return tokens >= self.min_tokens and (self.max_tokens is None or tokens <= self.max_tokens)
+
+
 class SourceConfig(Section):
     """One data source of a mixture."""
 
     path: str
     """Local file, directory or glob, or a Hugging Face data set id."""
     format: Literal[
-        "auto", "parquet", "arrow", "json", "webdataset", "imagefolder", "videofolder", "hub"
+        "auto",
+        "parquet",
+        "arrow",
+        "json",
+        "csv",
+        "webdataset",
+        "energon",
+        "imagefolder",
+        "videofolder",
+        "hub",
     ] = "auto"
-    """How to read it; "auto" decides by file names (".parquet", ".arrow", ".jsonl", ".tar", ...);
-    "hub" is a Hugging Face data set id."""
+    """How to read it; "auto" decides by file names (".parquet", ".arrow", ".jsonl", ".csv",
+    ".tar", ...); "energon" is a directory with `.nv-meta`, "hub" a Hugging Face data set id."""
     name: str | None = None
-    """Name in logs and errors; default: derived from the path."""
+    """Name in logs and errors, and in `data.stages`; default: derived from the path."""
     split: str = "train"
     """Split, for hub data sets and directories with one."""
+    config: str | None = None
+    """Subset (configuration) of a hub data set."""
     weight: float = Field(default=1.0, gt=0)
     """Share of samples drawn from this source, relative to the other sources' weights."""
+    epochs: float | None = Field(default=None, gt=0)
+    """In the place of `weight`: how often the source is seen while the other sources are seen as
+    often as their `epochs` say; its weight is this times its number of samples."""
     streaming: bool = False
     """Read in order without random access (for sources too large to index)."""
+    columns: dict[str, str] = Field(default={})
+    """Names of columns where they differ from those expected: expected name = name in the source,
+    as in { image = "pic", text = "alt" }."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """Only the source's first records, in its own order, take part; none: all."""
+    filter: LengthFilter = Field(default=LengthFilter())
+    """Limits on the length of samples."""
     prompt: str = ""
     """Text put between the image and the caption of caption samples; not part of the loss."""
     generate: str | None = None
     """Column whose image or clip the generator has to draw from the sample's text (and images),
     instead of an encoder reading it; for example "image"."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """What of a chat counts in the loss: all answers of the assistant; only the last one; or all
+    text, the template's own included. A message's own `loss` or `train` comes first."""
+
+
+def unique_names(configs: Sequence[SourceConfig]) -> list[str]:
+    """One name per source, from the recipe or the path, numbered where they repeat."""
+    names: list[str] = []
+    for config in configs:
+        parts = [p for p in Path(config.path).parts if "*" not in p]
+        name = config.name or "/".join(parts[-2:])
+        copies = sum(n == name or n.startswith(f"{name}#") for n in names)
+        names.append(f"{name}#{copies + 1}" if copies else name)
+    return names
+
+
+class StageConfig(Section):
+    """A part of training with weights of its own; parts follow one another."""
+
+    until_step: int | None = Field(default=None, ge=1)
+    """Last optimizer step whose samples are drawn by these weights; none in the last stage."""
+    weights: dict[str, float]
+    """Weights of sources by their names; those not named give no samples in this stage."""
 
 
 class DataConfig(Section):
@@ -79,6 +139,9 @@ class DataConfig(Section):
 
     sources: list[SourceConfig] = Field(default=[])
     """Training mixture: one [[data.sources]] table per source."""
+    stages: list[StageConfig] = Field(default=[])
+    """Weights that change on the way: one [[data.stages]] table per part of training, in the place
+    of the sources' own weights."""
     validation: list[SourceConfig] = Field(default=[])
     """Held-out sources: one [[data.validation]] table per source."""
     workers: int = Field(default=2, ge=0)

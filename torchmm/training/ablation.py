@@ -26,7 +26,7 @@ from torchmm.training.build import (
     fill_model,
     open_checkpoints,
 )
-from torchmm.training.validation import validation_loss
+from torchmm.training.validation import held_out_losses
 
 
 def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, float]:
@@ -55,7 +55,7 @@ def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, 
     batches = list(islice(loader, run.recipe.validation.batches))
     ways = {"own": lambda p: p, "blank": torch.zeros_like, "other": lambda p: p.roll(1, dims=0)}
     return {
-        name: validation_loss(pipeline, [change_images(b, way) for b in batches], mesh)
+        name: held_out_losses(pipeline, [change_images(b, way) for b in batches], mesh)["llm"]
         for name, way in ways.items()
     }
 
@@ -71,7 +71,8 @@ def text_only_loss(run: Resolved, mesh: ParallelMesh) -> float:
     pipeline = fill_model(run, model, mesh, cut_model(run, model, tokenizer, mesh.device))
     model.eval()
     loader = build_data(run, model, tokenizer, mesh, validation=True)
-    return validation_loss(pipeline, islice(loader, recipe.validation.batches), mesh)
+    batches = islice(loader, recipe.validation.batches)
+    return held_out_losses(pipeline, batches, mesh)["llm"]
 
 
 def change_images(batch: StepBatch, change: Callable[[Tensor], Tensor]) -> StepBatch:

@@ -10,7 +10,8 @@ import hashlib
 import logging
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from torchmm.common.log import setup_logging
 from torchmm.common.processes import keep_freed_memory
 from torchmm.common.rng import seed_everything
 from torchmm.data.loader import Loader, build_loader
+from torchmm.data.sources.open import Samples, open_samples
 from torchmm.data.step_packs import Arrange
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.load import load_weights
@@ -36,12 +38,12 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder_meshes
 from torchmm.parallel.tensor.apply import tensor_problems
-from torchmm.parallel.unit_mesh import build_units
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.planning.executions import run_costs, run_executions, run_profile, run_tuning
+from torchmm.planning.executions import module_executions, run_costs, run_profile, run_tuning
+from torchmm.planning.forecast import first_step
 from torchmm.planning.reordering import arrangement
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.segments import leaves_segments_open, with_segments
@@ -86,13 +88,6 @@ class ModelCut(NamedTuple):
     parallel: ParallelConfig
     """With segments chosen where the recipe leaves them open."""
     layout: StageLayout
-
-
-class SampleShare(NamedTuple):
-    """Which samples a rank works on, as its mesh says it too."""
-
-    data_parallel_rank: int
-    data_parallel_size: int
 
 
 def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
@@ -142,7 +137,7 @@ def cut_model(
     """
     modules = list(model.modality_modules())
     descriptions = [module.describe() for module in modules]
-    executions = run_executions(run, descriptions)
+    executions = module_executions(run, descriptions)
     parallel = run.recipe.parallel
     if problems := [
         problem
@@ -190,6 +185,7 @@ def build_run(
         write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
         print_summary(console, recipe.name, run_summary(run, model))
+    samples = open_data(run, model, tokenizer)  # weights need not load for data that are none
     pipeline = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
@@ -210,6 +206,7 @@ def build_run(
         mesh,
         state=restored.state["data"] if restored else None,
         arrange=_arrange(run, pipeline, mesh),
+        samples=samples,
     )
     return RunParts(
         run, run_dir, logger, mesh, tokenizer, model, pipeline, tuning, optimizer, checkpoints,
@@ -237,20 +234,46 @@ def _recorder(
 def build_run_mesh(run: Resolved, device: torch.device) -> ParallelMesh:
     """The mesh of the run, or of this rank's module; collective."""
     if run.units:
-        return build_units(dict(run.units), device)
+        return build_units(run.units, device)
     return build_mesh(run.recipe.parallel, device)
 
 
-def build_data(
+def open_data(
     run: Resolved,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
-    mesh: ParallelMesh | SampleShare,
+) -> Samples:
+    """Opens the run's sources, and measures them and those held out; needs no weights.
+
+    Raises:
+        ConfigError, DataError: a source cannot be read, or gives nothing.
+    """
+    recipe = run.recipe
+    how = partial(
+        open_samples,
+        recipe.data,
+        recipe.training,
+        text_spec=model.text_spec(tokenizer),
+        image_specs=model.image_specs(),
+        tokenizer=tokenizer,
+        generator_spec=model.generator_spec(),
+    )
+    if recipe.data.validation and (recipe.validation.interval or recipe.validation.samples):
+        how(validation=True)
+    return how()
+
+
+def build_data(  # noqa: PLR0913 - what a run consists of
+    run: Resolved,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: ParallelMesh,
     *,
     state: dict | None = None,
     validation: bool = False,
     for_prompts: bool = False,
     arrange: Arrange | None = None,
+    samples: Samples | None = None,
 ) -> Loader:
     """This rank's loader of training or held-out samples.
 
@@ -259,6 +282,7 @@ def build_data(
         validation: held-out samples, decoded in this process (they are few and kept).
         for_prompts: the same samples on all ranks, one sequence per microbatch.
         arrange: which packs of a global batch go where; None: in natural order.
+        samples: of the same sources, if they were opened before.
     """
     data = run.recipe.data
     training = run.recipe.training
@@ -279,6 +303,7 @@ def build_data(
         generator_spec=model.generator_spec(),
         arrange=arrange,
         resume_changed=run.recipe.checkpoint.resume_changed_data,
+        samples=samples,
     )
 
 
@@ -328,10 +353,10 @@ def _typical_microbatches(
     if not run.is_cut:
         return empty
     sources = recipe.data.sources or recipe.data.validation
-    data = recipe.data.model_copy(update={"workers": 0, "sources": sources})
-    first = replace(run, recipe=recipe.model_copy(update={"data": data}))
-    loader = build_data(first, model, tokenizer, SampleShare(0, run.shares))
-    return [meta for rank in loader.next_metas() or [] for meta in rank] or empty
+    data = recipe.data.model_copy(update={"sources": sources})
+    sampled = recipe.model_copy(update={"data": data})
+    shares = first_step(sampled, model, tokenizer, run.shares)
+    return [meta for share in shares for meta in share] or empty
 
 
 def _quiet_libraries() -> None:

@@ -28,11 +28,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal, get_args
-
-import torch
-import torch.distributed as dist
 
 from torchmm.common.errors import CheckpointError, ConfigError, PeerError, Preempted, TorchmmError
 from torchmm.common.files import allocated_bytes, canonical_json, overwrite, replace_atomically
@@ -58,26 +55,9 @@ class StopSignal:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-    def as_float(self) -> float:
-        """1.0 if this rank was asked to stop, else 0.0: to travel in a reduction the step does
-        anyway (`health.gather_floats`), where one rank's 1.0 stops all."""
-        return 0.0 if self.received is None else 1.0
-
-    def agreed(self, device: torch.device) -> bool:
-        """Whether any rank was asked to stop, by an all_reduce of its own (outside of steps)."""
-        flag = torch.tensor(self.as_float(), device=device)
-        if dist.is_initialized():
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -233,14 +213,9 @@ def write_failure(
         if isinstance(error, Preempted):
             state = "preempted"
         status = Status(state, step, rank, error.exit_code, str(error))
-        error.reported = not _tell(run_dir, status)
+        error.reported = not tell(run_dir, status)
     else:
-        _tell(run_dir, Status("failed", step, rank, 1, "".join(traceback.format_exception(error))))
-
-
-def write_end(run_dir: Path, step: int) -> None:
-    """STATUS.json of a run that did all it should, by rank 0."""
-    _tell(run_dir, Status("done", step, 0, 0))
+        tell(run_dir, Status("failed", step, rank, 1, "".join(traceback.format_exception(error))))
 
 
 def _write_problem(error: Exception, run_dir: Path) -> str | None:
@@ -258,8 +233,8 @@ def _is_below(error: OSError, run_dir: Path) -> bool:
     return isinstance(name, str) and Path(name).absolute().is_relative_to(run_dir.absolute())
 
 
-def _tell(run_dir: Path, status: Status) -> bool:
-    """Whether it was written; false if the same is known already."""
+def tell(run_dir: Path, status: Status) -> bool:
+    """`write_status`, also where it cannot be written: whether nobody else has told the same."""
     try:
         return write_status(run_dir, status)
     except OSError as error:

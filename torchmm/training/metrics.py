@@ -146,7 +146,7 @@ class StepMeter:
         mesh = self._mesh
         llm_ms, generator_ms = (outcome.module_ms.get(m, 0.0) for m in (LLM, GENERATOR))
         counts = {"skipped_samples": skipped if mesh.rank == 0 else 0}
-        if mesh.mesh.get_local_rank("tensor") == 0 and mesh.pipeline_rank == 0:
+        if mesh.is_first_of_samples:
             metas = [m.meta for m in batch.microbatches]
             flops = [
                 microbatch_flops(self._modules, m.meta, m.target_count) for m in batch.microbatches
@@ -188,7 +188,6 @@ def make_record(
     grad_norm: float,
     lr: float,
     peak_flops: float | None,
-    validation_loss: float | None = None,
 ) -> StepRecord:
     """Combine what all ranks measured. `peak_flops` of one device per second; None: unknown."""
     step_ms = max(r.step_ms for r in ranks)
@@ -199,7 +198,7 @@ def make_record(
         step=step,
         epoch=epoch,
         loss=loss,
-        validation_loss=validation_loss,
+        validation_loss=None,
         grad_norm=grad_norm,
         lr=lr,
         tokens_per_s=sum(r.tokens for r in ranks) * per_s,
@@ -303,11 +302,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
     return _measure_matmul_flops(dtype)
 
 
-def _measure_matmul_flops(dtype: torch.dtype, size: int = 768) -> float:
+def _measure_matmul_flops(dtype: torch.dtype) -> float:
     """Best of several square matrix products; bfloat16 is slow on CPUs without support.
 
     In CPU time, all threads busy: what other programs take is not a lower peak.
     """
+    size = 768
     a = torch.ones(size, size, dtype=dtype)
     best_s = float("inf")
     deadline = time.perf_counter() + 0.3

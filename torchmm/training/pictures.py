@@ -57,7 +57,8 @@ def save_timeline(
     dist.all_gather_object(gathered, own)
     if mesh.rank:
         return
-    shown = [rank for rank in gathered if rank.rank in mesh.pipeline_ranks]
+    first = {alike[0] for alike in mesh.plan_ranks}
+    shown = [rank for rank in gathered if rank.rank in first]
     aligned = _align(shown)
     directory.mkdir(exist_ok=True)
     graph = outcome.plan.graph

@@ -17,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
-from torchmm.balance.rates import ActionKind
-from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.common.module_names import GENERATOR
 from torchmm.models.generator import GeneratorModule
@@ -41,7 +40,7 @@ from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
 from torchmm.pipelining.run.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
-from torchmm.planning.step import Purpose, Search, plan_layout, plan_step, step_graph
+from torchmm.planning.step import Choices, Purpose, plan_layout, plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 
@@ -96,13 +95,14 @@ class Pipeline:
         """What adds the losses that keep the experts' loads equal."""
         channels = None
         if mesh.pipeline_size > 1:
-            channels = P2PChannels(mesh.device, mesh.channel_ranks, config.timeout_s)
+            channels = P2PChannels(mesh.device, mesh.plan_ranks, config.timeout_s)
             channels.warm_up(channel_pairs(layout))
-        self._runtime = PipelineRuntime(mesh.pipeline_rank, stages, channels, mesh.device)
-        rank = mesh.pipeline_rank
-        device = mesh.device
-        self._writer = PipelineRuntime(rank, _with_next_token(stages), channels, device)
-        self._drawer = PipelineRuntime(rank, _with_velocities(stages), channels, device)
+        runtime = partial(
+            PipelineRuntime, mesh.pipeline_rank, channels=channels, device=mesh.device
+        )
+        self._runtime = runtime(stages)
+        self._writer = runtime(_with_last(NextTokenStage, stages))
+        self._drawer = runtime(_with_last(VelocityStage, stages))
 
     def _sharding_of(self, module: LayeredModule) -> StepSharding | LayerSharding | None:
         if not isinstance(module, FSDPModule):
@@ -114,16 +114,12 @@ class Pipeline:
         metas: Sequence[MicrobatchMeta],
         targets: Sequence[int] | None = None,
         purpose: Purpose = "training",
-        *,
-        factors: Mapping[ActionKind, float] | None = None,
-        search: Search | None = None,
-        tuning: LayerTuning | None = None,
+        **choices: Unpack[Choices],
     ) -> PipelinePlan:
         """The plan of a step with these microbatches.
 
         Args:
             targets: positions that count in the loss, by microbatch; None: all text.
-            factors, search, tuning: see `plan_step`.
 
         Raises:
             PlanError: the schedule cannot run them, or they do not fit into memory.
@@ -137,27 +133,20 @@ class Pipeline:
             specs=self._specs(metas),
             sharding=self.sharding,
             purpose=purpose,
-            factors=factors,
-            search=search,
-            tuning=tuning,
+            **choices,
         )
 
     def plan_training(
-        self,
-        microbatches: Sequence[Microbatch],
-        *,
-        factors: Mapping[ActionKind, float] | None = None,
-        search: Search | None = None,
-        tuning: LayerTuning | None = None,
+        self, microbatches: Sequence[Microbatch], **choices: Unpack[Choices]
     ) -> PipelinePlan:
-        """The plan of a training step on these microbatches; arguments as of `plan_step`.
+        """The plan of a training step on these microbatches.
 
         Raises:
             PlanError: as `plan`.
         """
         metas = [m.meta for m in microbatches]
         targets = [m.target_count for m in microbatches]
-        return self.plan(metas, targets, factors=factors, search=search, tuning=tuning)
+        return self.plan(metas, targets, **choices)
 
     def read_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
         """The plan of a training step that another process has encoded (`encode_plan`)."""
@@ -234,23 +223,16 @@ def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
     return found
 
 
-def _with_next_token(stages: dict[int, PipelineStage]) -> dict[int, PipelineStage]:
-    """The same stages, but the LLM's last gives logits instead of the loss."""
+def _with_last(
+    kind: type[NextTokenStage | VelocityStage], stages: dict[int, PipelineStage]
+) -> dict[int, PipelineStage]:
+    """The same stages, but the last of the LLM gives logits, or that of the generator velocities,
+    instead of the loss."""
+    family = LlmModule if issubclass(kind, NextTokenStage) else GeneratorModule
 
-    def generating(stage: PipelineStage) -> PipelineStage:
-        last = isinstance(stage.module, LlmModule) and stage.module.is_last
-        return NextTokenStage(stage.module, stage.sharding) if last else stage
+    def replaced(stage: PipelineStage) -> PipelineStage:
+        module: Any = stage.module
+        last = isinstance(module, family) and module.is_last
+        return kind(module, stage.sharding) if last else stage
 
-    return {index: generating(stage) for index, stage in stages.items()}
-
-
-def _with_velocities(stages: dict[int, PipelineStage]) -> dict[int, PipelineStage]:
-    """The same stages, but the generator's last gives velocities instead of the loss."""
-
-    def drawing(stage: PipelineStage) -> PipelineStage:
-        module = stage.module
-        if isinstance(module, GeneratorModule) and module.is_last:
-            return VelocityStage(module, stage.sharding)
-        return stage
-
-    return {index: drawing(stage) for index, stage in stages.items()}
+    return {index: replaced(stage) for index, stage in stages.items()}

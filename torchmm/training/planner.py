@@ -359,11 +359,11 @@ class _PlannedAhead:
 def _pipeline_group(mesh: ParallelMesh) -> tuple[dist.ProcessGroup, int, int]:
     """The ranks that work on the same samples, on the CPU, the first of them, and how many of such
     first ranks this machine has; collective."""
-    ranks = mesh.mesh.mesh  # pipeline, replicate, shard, tensor
     here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))  # torchrun's
     own: tuple[dist.ProcessGroup, int] | None = None
     leaders = 0
-    for members in ranks.permute(1, 2, 0, 3).flatten(2, 3).flatten(0, 1).tolist():
+    for share in mesh.shares:
+        members = [rank for alike in share for rank in alike]
         group = dist.new_group(members, backend="gloo")
         leaders += members[0] // here == mesh.rank // here
         if mesh.rank in members:

@@ -26,8 +26,8 @@ from torchmm.training.ending import (
     Status,
     StopSignal,
     starting,
+    tell,
     training,
-    write_end,
     write_failure,
     write_status,
 )
@@ -62,7 +62,7 @@ def train(recipe: Recipe) -> int:
             with training(run_dir):
                 trainer.run()
         if rank == 0:
-            write_end(run_dir, trainer.step)
+            tell(run_dir, Status("done", trainer.step, 0, 0))
     except BaseException as error:
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         raise

@@ -45,14 +45,9 @@ class StepOutcome:
     span_ms: float
 
     @property
-    def text_loss(self) -> Tensor:
-        """The LLM's."""
-        return self.losses[LLM]
-
-    @property
-    def image_loss(self) -> Tensor:
-        """The generator's."""
-        return self.losses[GENERATOR]
+    def loss_of_each(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The weighted sum, the text's and the drawn images' loss."""
+        return self.loss, self.losses[LLM], self.losses[GENERATOR]
 
     @property
     def compute_ms(self) -> float:

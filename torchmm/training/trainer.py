@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from torchmm.common.batch import StepBatch
 from torchmm.common.errors import DataError, Preempted
 from torchmm.common.rng import restore_rng
-from torchmm.data.sources.corrupt import CorruptLimit
+from torchmm.data.corrupt import CorruptLimit
 from torchmm.models.hf.export import export_hf
 from torchmm.parallel.health import Health, check_finite, gather_floats
 from torchmm.training.build import RunParts
@@ -221,7 +221,7 @@ class Trainer:
             sum(len(m.meta.samples) for m in microbatches),
             len(batch.skipped) if batch is not None else 0,
         ]
-        wishes = [self._stop.as_float(), parts.checkpoints.failed, batch is None]
+        wishes = [self._stop.received is not None, parts.checkpoints.failed, batch is None]
         if batch is None:
             parts.logger.warning("step %d had no data: %s", self.step + 1, parts.loader.overdue)
         try:
@@ -244,8 +244,8 @@ class Trainer:
             NonFiniteError: one of them is no number on some rank; nothing was updated.
         """
         grad_norm = self._updates.grad_norm()
-        parts = (outcome.loss, outcome.text_loss, outcome.image_loss)
-        loss, text, image = (part.item() / self.parts.mesh.tensor_size for part in parts)
+        alike = self.parts.mesh.own.sizes.tensor  # ranks that have the same losses
+        loss, text, image = (value.item() / alike for value in outcome.loss_of_each)
         rows = gather_floats([loss, grad_norm, text, image])
         check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
         loss, _, text, image = (sum(column) for column in zip(*rows, strict=True))

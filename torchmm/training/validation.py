@@ -31,6 +31,7 @@ from torchmm.common.batch import IGNORE_TARGET, Microbatch, SampleMeta, StepBatc
 from torchmm.common.files import replace_atomically
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
 from torchmm.common.module_names import GENERATOR
+from torchmm.data.loader import Loader
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.build import RunParts, build_data
 from torchmm.training.metrics import StepRecord
@@ -69,15 +70,10 @@ def held_out_losses(
         images += sum(m.generated_count for m in batch.microbatches)
     # Of ranks with the same samples, only one tensor-parallel group has a module's losses, while
     # all have counted targets.
-    share = mesh.samples_ranks / mesh.tensor_size
+    share = mesh.samples_ranks / mesh.own.sizes.tensor
     local = [*(loss.item() * share for loss in sums.values()), targets, images]
     text, drawn, all_targets, all_images = mesh.sum_over_data(local)
     return {"llm": text / max(1.0, all_targets), GENERATOR: drawn / max(1.0, all_images)}
-
-
-def validation_loss(pipeline: Pipeline, batches: Iterable[StepBatch], mesh: ParallelMesh) -> float:
-    """Mean text loss per target over all held-out batches and ranks."""
-    return held_out_losses(pipeline, batches, mesh)["llm"]
 
 
 @torch.no_grad()
@@ -365,10 +361,7 @@ class HeldOut:
         config = self._parts.run.recipe.validation
         parts.model.eval()
         if self._batches is None:
-            loader = build_data(
-                parts.run, parts.model, parts.tokenizer, parts.mesh, validation=True
-            )
-            self._batches = list(islice(loader, config.batches))
+            self._batches = list(islice(self._loader(), config.batches))
         losses = held_out_losses(parts.pipeline, self._batches, parts.mesh)
         if config.samples:
             texts = self._generate(step)
@@ -386,16 +379,25 @@ class HeldOut:
             validation_loss_image=losses[GENERATOR],
         )
 
+    def _loader(self, *, for_prompts: bool = False) -> Loader:
+        """From the first held-out sample on."""
+        parts = self._parts
+        return build_data(
+            parts.run,
+            parts.model,
+            parts.tokenizer,
+            parts.mesh,
+            validation=True,
+            for_prompts=for_prompts,
+        )
+
     def _draw(self, step: int) -> None:
         """Drawings for held-out texts into a picture of this step."""
         parts = self._parts
         config = self._parts.run.recipe.validation
-        loader = build_data(
-            parts.run, parts.model, parts.tokenizer, parts.mesh, validation=True, for_prompts=True
-        )
         spec = parts.model.generator_spec()
         assert spec is not None
-        prompts = held_out_drawings(loader, config.drawings)
+        prompts = held_out_drawings(self._loader(for_prompts=True), config.drawings)
         drawn = draw_samples(parts.pipeline, prompts, spec, parts.mesh, config.denoising_steps)
         if parts.mesh.rank == 0 and drawn:
             directory = parts.run_dir / "drawings"
@@ -408,9 +410,7 @@ class HeldOut:
         """Text for held-out images and sounds into samples.json and captions.png."""
         parts = self._parts
         config = self._parts.run.recipe.validation
-        loader = build_data(
-            parts.run, parts.model, parts.tokenizer, parts.mesh, validation=True, for_prompts=True
-        )
+        loader = self._loader(for_prompts=True)
         prompts = held_out_prompts(loader, config.samples)
         texts = generate_samples(
             parts.pipeline, prompts, parts.tokenizer, parts.mesh, config.max_new_tokens

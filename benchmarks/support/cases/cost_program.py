@@ -92,7 +92,7 @@ class CaseProgram:
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         plan = self.pipeline.plan_training(self.microbatches)
         outcome = self._train_step.run(plan, self.microbatches, self.targets)
-        group = self.mesh.pipeline.get_group() if self.mesh.pipeline_size > 1 else None
+        group = self.mesh.norm_ranks
         norm = global_grad_norm(self._parameters, self._copies, group).item()
         scale_gradients(self._parameters, clip_factor(norm, 1.0))
         self._optimizer.step()
@@ -109,10 +109,10 @@ class CaseProgram:
         metas = [m.meta for m in self.microbatches]
         targets = [m.target_count for m in self.microbatches]
         execution = Execution(
-            tensor=mesh.tensor_size,
+            tensor=mesh.own.sizes.tensor,
             sequence_parallel=config.sequence_parallel,
-            shard=mesh.shard_size,
-            replicate=mesh.replicate_size,
+            shard=mesh.own.sizes.shard,
+            replicate=mesh.own.sizes.replicate,
             recompute=self.case.recompute,
         )
         layerwise = mesh.pipeline_size == 1 and reshards_after_forward(config)

@@ -8,6 +8,7 @@ less where there is room. The faster one that fits counts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from support.models.kernel_steps import SEARCHED, optimus_kernels
@@ -124,12 +125,12 @@ class Colocated(NamedTuple):
         """The recipe's first step."""
         changes = {"placement": "colocated", "schedule": "optimus"}
         parallel = recipe.parallel.model_copy(
-            update={**changes, "pipeline": forecaster.ranks.pipeline}
+            update={**changes, "pipeline": forecaster.run.llm.pipeline}
         )
         modules, metas = forecaster.modules, forecaster.workload.microbatches
-        executions = module_executions(
-            parallel, recipe.activation_checkpoint, modules, forecaster.ranks, {}
-        )
+        colocated = recipe.model_copy(update={"parallel": parallel})
+        run = replace(forecaster.run, recipe=colocated, units={})
+        executions = module_executions(run, modules)
         sharded = any(execution.shard > 1 for execution in executions.values())
         graph = step_graph(plan_layout(parallel, modules, metas), parallel, metas)
         model = CostModel(forecaster.profile, recipe.training.dtype, executions)
@@ -238,7 +239,7 @@ def disttrain(recipe: Recipe, gpus: int, profile: Profile) -> tuple[Result | Non
             found = plan_recipe(lean, gpus, profile, alternatives=ALTERNATIVES).found
         except ConfigError:
             continue
-        plans += [found.best, *(other.plan for other in found.alternatives)]
+        plans += [found.best, *found.alternatives]
     first = [
         (made, plan)
         for plan in plans

@@ -22,6 +22,7 @@ from math import ceil, prod
 
 import numpy as np
 
+from support.models.layer_pieces import layer_pieces
 from support.papers.paper_figures import OPTIMUS_STRONG_SCALING
 from torchmm.balance.bubbles.encoder_sizes import EncoderPlan, ParallelSizes
 from torchmm.balance.bubbles.encoder_work import EncoderWork
@@ -200,9 +201,9 @@ class Llm:
             self.graph,
             self.order,
             _stage_costs(model, self.order, lambda stage: compute, lambda stage: wires),
+            lambda action: merged[action.type],
             sharding="step",
             reduction_hides=True,
-            pieces=lambda action: merged[action.type],
         )
 
 
@@ -249,7 +250,8 @@ def _chain_s(model: Model, virtual: int, stages: Sequence[Sequence[tuple[float, 
     graph, order = _interleaved(model, virtual)
     sums = [tuple(map(sum, zip(*stage, strict=True))) for stage in stages]
     costs = _stage_costs(model, order, lambda s: sums[s][0], lambda s: sums[s][1])
-    found = llm_timeline(graph, order, costs, sharding="step", defer=False)
+    pieces = layer_pieces(graph, costs)
+    found = llm_timeline(graph, order, costs, pieces, sharding="step", defer=False)
     return found.llm_ps / PICOSECONDS_PER_MS / 1e3
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from support.models.layer_pieces import layer_pieces
 from torchmm.balance.bubbles.encoder_work import EncoderWork, encoder_work, pipeline_stages
 from torchmm.balance.bubbles.llm_timeline import RankActions, llm_timeline
 from torchmm.balance.bubbles.optimus import order_of, place_encoders, sequences, whole_actions
@@ -100,13 +101,14 @@ def optimus_kernels(
     for sequence in sequences(graph, costs):
         schedule = _schedule(llm_schedule, costs, sequence, evaluations)
         order = backbone_order(graph, schedule, sequence)
-        timeline = llm_timeline(graph, order, costs, sharding=sharding)
+        pieces = layer_pieces(graph, costs)
+        timeline = llm_timeline(graph, order, costs, pieces, sharding=sharding)
         found = fill_bubbles(timeline, works, evaluations=evaluations)
         if best is None or found.total_ms < best.total_ms:
             best = found
     assert best is not None
     placed = place_encoders(graph, best)
-    actions = whole_actions(best, [encoder_work(graph, costs, name) for name in names])
+    actions = whole_actions(best, [encoder_work(graph, costs, name) for name in names], kernel=-1)
     return KernelStep(placed, order_of(actions, placed), best, hidden_ms(best, placed))
 
 

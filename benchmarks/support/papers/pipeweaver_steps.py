@@ -103,13 +103,7 @@ class Setting:
         """Whether orders have to fit into memory."""
         self.typical = self.metas
         """Microbatches by whose sizes modules are cut."""
-        self._executions = module_executions(
-            self.recipe.parallel,
-            self.recipe.activation_checkpoint,
-            self.modules,
-            forecaster.ranks,
-            forecaster.units,
-        )
+        self._executions = module_executions(forecaster.run, self.modules)
         self.parallel: ParallelConfig = self.recipe.parallel
         if leaves_segments_open(self.parallel):
             own = CostModel(self.profile, self.recipe.training.dtype, self._executions)
@@ -210,7 +204,7 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
     yield names[1], timed(setting.lowered(graph, interleaved_1f1b(graph)), costs)
     dispatcher = Dispatcher(graph, costs)
     natural = dispatcher.dispatch()
-    if natural.feasible:
+    if not natural.blocked:
         yield names[2], timed(setting.lowered(graph, natural.order), costs)
     found = search(dispatcher, Budget(evaluations=evaluations), seed=SEED)
     if not found.fits:
@@ -245,6 +239,6 @@ def systems(setting: Setting, evaluations: int) -> dict[str, Timed]:
     segments = dispatcher.segments
     coarse = sorted(range(len(segments)), key=lambda i: place[segments[i].module])
     dispatched = dispatcher.dispatch(np.array(coarse, np.uint32))
-    if dispatched.feasible and len({own.module for own in segments}) > 1:
+    if not dispatched.blocked and len({own.module for own in segments}) > 1:
         found[COARSE] = timed(setting.lowered(graph, dispatched.order), dispatcher.costs)
     return found | {name: steps[row] for name, row in names.items() if row in steps}

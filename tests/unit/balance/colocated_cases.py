@@ -7,6 +7,7 @@ from bisect import bisect_right
 from itertools import pairwise
 
 import numpy as np
+from support.models.layer_pieces import layer_pieces
 
 from torchmm.balance.bubbles.encoder_work import EncoderWork
 from torchmm.balance.bubbles.llm_timeline import LlmTimeline, llm_timeline
@@ -35,7 +36,7 @@ def llm_step(
     compute = {Action(k, *task): ms for task in graph.tasks() for k, ms in durations.items()}
     costs = options.pop("costs", PlanCosts(compute))
     order = backbone_order(graph, ORDERS[schedule])
-    return llm_timeline(graph, order, costs, **options)
+    return llm_timeline(graph, order, costs, layer_pieces(graph, costs), **options)
 
 
 def random_timeline(rng: random.Random, ranks: int, microbatches: int) -> LlmTimeline:
@@ -68,6 +69,7 @@ def random_timeline(rng: random.Random, ranks: int, microbatches: int) -> LlmTim
         graph,
         order,
         costs,
+        layer_pieces(graph, costs),
         sharding=rng.choice(("none", "step")),
         reduction_hides=rng.random() < 0.5,
     )

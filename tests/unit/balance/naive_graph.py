@@ -1,6 +1,6 @@
 """A simulator of operator graphs that is slow and plain, and random graphs to try it on.
 
-A graph is a list of `Operator`s and a list of `Tensor`s. Time goes on in steps from one end to the
+A graph is a list of `Operator`s. Time goes on in steps from one end to the
 next; in every step each queue looks whether its next operator can start.
 """
 
@@ -16,18 +16,6 @@ class Operator(NamedTuple):
     queue: object
     duration_ps: int
     after: list[int]
-
-
-class Tensor(NamedTuple):
-    device: int
-    nbytes: int
-    producer: int
-    consumers: list[int]
-
-
-class Case(NamedTuple):
-    operators: list[Operator]
-    tensors: list[Tensor]
 
 
 def naive_times(operators: list[Operator]) -> tuple[list[int], list[int]]:
@@ -59,22 +47,7 @@ def naive_times(operators: list[Operator]) -> tuple[list[int], list[int]]:
     return [start[n] for n in range(len(operators))], [end[n] for n in range(len(operators))]
 
 
-def naive_peaks(case: Case, start: list[int], end: list[int]) -> dict[int, int]:
-    """By device: the most bytes alive at any instant, where no operator takes zero time."""
-    lives = [
-        (t.device, t.nbytes, start[t.producer], max(end[n] for n in (t.producer, *t.consumers)))
-        for t in case.tensors
-    ]
-    return {
-        device: max(
-            sum(n for d, n, begin, stop in lives if d == device and begin <= now < stop)
-            for now in start
-        )
-        for device in {t.device for t in case.tensors}
-    }
-
-
-def random_case(seed: int, size: int = 24, least_ps: int = 0) -> Case:
+def random_case(seed: int, size: int = 24) -> list[Operator]:
     """Operators on a few queues or none, each after some earlier ones."""
     rng = random.Random(seed)
     count, queues = rng.randint(1, size), rng.randint(1, 4)
@@ -84,23 +57,12 @@ def random_case(seed: int, size: int = 24, least_ps: int = 0) -> Case:
         wanted = rng.choice((0, 1, 1, 2, 3))
         after = [rng.randrange(node) for _ in range(wanted)] if node else []
         # Few different durations, so that many operators end at the same time.
-        operators.append(Operator(queue, rng.randint(least_ps, 4) * 10**9 + least_ps, after))
-    tensors = [
-        Tensor(
-            rng.randrange(2),
-            rng.randint(0, 9),
-            producer := rng.randrange(count),
-            [rng.randrange(producer, count) for _ in range(rng.randint(0, 3))],
-        )
-        for _ in range(rng.randint(0, count))
-    ]
-    return Case(operators, tensors)
+        operators.append(Operator(queue, rng.randint(0, 4) * 10**9, after))
+    return operators
 
 
-def build(case: Case) -> OperatorGraph:
+def build(operators: list[Operator]) -> OperatorGraph:
     graph = OperatorGraph()
-    for operator in case.operators:
+    for operator in operators:
         graph.add(operator.queue, operator.duration_ps / 10**9, operator.after)
-    for tensor in case.tensors:
-        graph.add_tensor(*tensor)
     return graph

@@ -13,6 +13,7 @@ import torch
 from pipeline_cases import Case
 from random_orders import random_order
 from support.integer_program import solve_exactly
+from support.memory_needs import memory_needs
 from test_plan_costs import Step
 
 from torchmm.balance.costs.execution import Execution
@@ -31,7 +32,6 @@ from torchmm.balance.recomputation.costs import (
 from torchmm.balance.recomputation.tuning import (
     LayerTuning,
     TunedPlan,
-    memory_needs,
     rank_problems,
     tune_layers,
 )
@@ -310,9 +310,7 @@ def test_published_models_cost_what_one_mode_for_all_costs(name, mode):
     recipe = load_recipe(path, [*overrides, "--activation_checkpoint.modules", "{}"]).recipe
     recipe.activation_checkpoint.modules.clear()
     of = Forecaster(recipe, recipe.simulation.gpus, load_profile(recipe.simulation.device))
-    executions = module_executions(
-        recipe.parallel, recipe.activation_checkpoint, of.modules, of.ranks, of.units
-    )
+    executions = module_executions(of.run, of.modules)
     metas = of.workload.microbatches
     parallel = recipe.parallel.model_copy(update={"schedule": "separated"})
     graph = step_graph(plan_layout(parallel, of.modules, metas), parallel, metas)

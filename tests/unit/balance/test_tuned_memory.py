@@ -7,12 +7,13 @@ import pytest
 import torch
 from allocations import CountPeak, held_in_a_step
 from pipeline_cases import KINDS, LLM, Case, varied_microbatch
+from support.memory_needs import memory_needs
 from test_model_stages import built
 
 from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs, tune_layers
+from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model

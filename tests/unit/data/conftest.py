@@ -1,14 +1,21 @@
-"""A tiny tokenizer, made on the spot."""
+"""A tiny tokenizer, made on the spot, and a reader of samples that has it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import datasets
 import pytest
-from data_cases import WORDS
+from data_cases import CLIP, WORDS
+from layout_cases import FILES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from torchmm.common.batch import TextSpec
+from torchmm.data.layouts.sample import Record
+from torchmm.data.sources.reader import MeasuredSample, SampleReader
+from torchmm.recipe.data_section import DataConfig
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
@@ -55,3 +62,26 @@ def text_spec(tokenizer: PreTrainedTokenizerFast) -> TextSpec:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A source's directory with the files of `layout_cases`."""
+    directory = tmp_path_factory.mktemp("set")
+    for name, content in FILES.items():
+        file = directory / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def reader(tokenizer: PreTrainedTokenizerFast, text_spec: TextSpec) -> SampleReader:
+    """Reads records for a model with one encoder."""
+    return SampleReader(DataConfig(), 2048, text_spec, {"vision": CLIP}, tokenizer)
+
+
+@pytest.fixture
+def read(reader: SampleReader, root: str) -> Callable[[dict[str, Any]], MeasuredSample]:
+    """A record's columns as a sample."""
+    return lambda columns: reader.read(Record(columns, root))

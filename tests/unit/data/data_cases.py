@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import datasets
@@ -51,6 +53,33 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_shard(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
+    """A tar file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, body in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+    return path
+
+
+def write_meta(
+    directory: Path, kind: str, fields: dict | None = None, split: object = None, **more: object
+) -> Path:
+    """What `energon prepare` writes next to shards."""
+    meta = directory / ".nv-meta"
+    meta.mkdir(parents=True, exist_ok=True)
+    described = {"sample_type": {"__module__": "megatron.energon", "__class__": kind}, **more}
+    if fields is not None:
+        described["field_map"] = fields
+    (meta / "dataset.yaml").write_text(json.dumps(described))  # which is YAML too
+    shards = sorted(str(f.relative_to(directory)) for f in directory.rglob("*.tar"))
+    (meta / "split.yaml").write_text(json.dumps(split or {"split_parts": {"train": shards}}))
+    (meta / ".info.yaml").write_text("shard_counts: {}")
+    return directory
 
 
 CLIP = ImageSpec(

@@ -6,7 +6,7 @@ import pytest
 from data_cases import training
 
 from torchmm.common.batch import SampleMeta
-from torchmm.data.order import FeedOptions, Item
+from torchmm.data.order import FeedOptions, Item, Mixture, Stage
 from torchmm.data.step_packs import Planner
 
 
@@ -27,16 +27,8 @@ class Endless:
         return {"draws": self.draws}
 
 
-class Only:
-    """A mixture of one feed."""
-
-    def __init__(self):
-        self.feeds, self.bases = [Endless()], [0]
-        self.next = self.feeds[0].next
-
-
 def planner(arrange=None, **sizes):
-    return Planner(Only(), training(**sizes), 3, 2, 0, None, arrange)
+    return Planner(Mixture([Endless()], [Stage([1.0])]), training(**sizes), 3, 2, 0, None, arrange)
 
 
 def names(step):

@@ -123,6 +123,19 @@ def test_changed_data_are_refused_by_name_unless_accepted(site, name, caplog):
     assert names(again) == names(batches[5:8])
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_chats_that_count_otherwise_are_refused_by_name(site, streaming):
+    turns = [{"role": role, "content": caption(5)} for role in ("user", "assistant")]
+    site.rows = [{"messages": turns * 2} for _ in range(ROWS)]
+    site.write()
+    state = take(site.loader(streaming=streaming), 2)[-1].state
+    change = {"train_on": "last"}
+    with pytest.raises(
+        CheckpointError, match=r'train_on of source .shown. "?assistant"? -> "?last'
+    ):
+        site.loader(state, streaming=streaming, first=change)
+
+
 @pytest.mark.parametrize("change", [{"shuffle_window": 5}, {"first": {"prompt": "a picture"}}])
 def test_changed_streams_begin_anew(site, change, caplog):
     state = take(site.loader(streaming=True), 2)[-1].state

@@ -22,9 +22,10 @@ from PIL import Image
 
 from torchmm.common.batch import even_ranges
 from torchmm.common.generated import GeneratedMeta, GeneratorSpec
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.sample import SampleOptions
 from torchmm.data.loader import build_loader
 from torchmm.data.media.generated_images import TargetPreprocessor
-from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.recipe.data_section import SourceConfig
 
 SPEC = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
@@ -199,7 +200,9 @@ def test_an_unknown_column_is_told(make, tmp_path):
     loader = make(sources=[SourceConfig(path=str(path))])
     record = loader._decoder._sources[0].read(0)
     with pytest.raises(CorruptSampleError, match="'picture'"):
-        loader._decoder._reader.read(type(record)(record.columns, generate="picture"), "")
+        loader._decoder._reader.read(
+            type(record)(record.columns, options=SampleOptions(generate="picture"))
+        )
 
 
 def test_without_a_generator_the_image_is_left_out(make):

@@ -13,8 +13,8 @@ from PIL import Image
 
 from torchmm.common.batch import ImageSpec
 from torchmm.common.errors import ConfigError
+from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb, read_size
-from torchmm.data.sources.corrupt import CorruptSampleError
 
 LIMIT = 64_000_000
 

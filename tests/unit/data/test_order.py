@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from torchmm.data.order import FeedOptions, IndexFeed, Mixture, Skip, permutation
+from torchmm.data.order import FeedOptions, IndexFeed, Mixture, Skip, Stage, permutation
 from torchmm.data.sources.length_index import LengthIndex
 
 
@@ -58,7 +58,7 @@ def test_corrupt_samples_are_reported_once_and_then_left_out():
 
 
 def test_mixture_hits_its_weights_in_every_stretch():
-    mixture = Mixture([feed(0), feed(1), feed(2)], [3.0, 1.0, 0.5])
+    mixture = Mixture([feed(0), feed(1), feed(2)], [Stage([3.0, 1.0, 0.5])])
     drawn = [mixture.next().feed for _ in range(900)]
     for start in range(0, 900, 90):
         counts = Counter(drawn[start : start + 90])
@@ -66,6 +66,36 @@ def test_mixture_hits_its_weights_in_every_stretch():
 
 
 def test_mixture_of_one_epoch_gives_everything_once():
-    mixture = Mixture([feed(0, 5, one_epoch=True), feed(1, 20, one_epoch=True)], [1.0, 1.0])
+    mixture = Mixture(
+        [feed(0, 5, one_epoch=True), feed(1, 20, one_epoch=True)], [Stage([1.0, 1.0])]
+    )
     drawn = iter(mixture.next, None)
     assert Counter(item.feed for item in drawn) == {0: 5, 1: 20}
+
+
+def staged(*stages):
+    mixture = Mixture([feed(0), feed(1), feed(2)], [Stage(*stage) for stage in stages])
+    for step in range(1, 13):
+        mixture.begin_step(step)
+        yield [mixture.next().feed for _ in range(30)]
+
+
+def test_every_stage_hits_its_weights_from_its_first_step_on():
+    steps = list(staged(([3.0, 1.0, 0.0], 4), ([0.0, 1.0, 1.0], 8), ([1.0, 1.0, 8.0],)))
+    for numbers, shares in (
+        (range(4), (22.5, 7.5, 0)),
+        (range(4, 8), (0, 15, 15)),
+        (range(8, 12), (3, 3, 24)),
+    ):
+        for number in numbers:
+            counts = [steps[number].count(n) for n in range(3)]
+            assert all(abs(c - s) <= 1 for c, s in zip(counts, shares, strict=True)), number
+
+
+def test_a_source_of_a_later_stage_does_not_hold_up_the_count_of_epochs():
+    mixture = Mixture([feed(0), feed(1)], [Stage([1.0, 0.0], 1), Stage([1.0, 1.0])])
+    for _ in range(25):
+        mixture.next()
+    assert mixture.epoch == 2
+    mixture.begin_step(2)
+    assert mixture.epoch == 0

@@ -5,25 +5,27 @@ import socket
 import pytest
 
 from torchmm.common.errors import DataError
-from torchmm.data.sources.corrupt import CorruptLimit, CorruptSampleError
-from torchmm.data.sources.records import (
+from torchmm.data.corrupt import CorruptLimit, CorruptSampleError
+from torchmm.data.layouts.recognise import parse_record
+from torchmm.data.layouts.sample import (
     AudioSegment,
     ImageSegment,
     Record,
     Sample,
+    SampleOptions,
     TextSegment,
     VideoSegment,
     limit_images,
-    parse_record,
 )
 
 
-def no_chat(messages, images):
+def no_chat(conversation, options):
     raise AssertionError
 
 
 def parse(columns, root=None, prompt=""):
-    return parse_record(Record(columns, root), prompt, no_chat).segments
+    record = Record(columns, root, SampleOptions(prompt=prompt))
+    return parse_record(record, no_chat).segments
 
 
 def text(value, loss=True):
@@ -60,29 +62,37 @@ def test_interleaved_keeps_the_order():
 
 
 def test_chat_gets_its_images_in_order():
-    def render(messages, images, audios, videos):
-        return Sample((*images, *audios, *videos, TextSegment(messages[0], True)))
+    def render(conversation, options):
+        return Sample(conversation.turns[0].parts)
 
-    columns = {"messages": ["hello"], "images": [b"1", {"bytes": b"2"}], "audios": [b"3"]}
-    record = Record({**columns, "videos": [b"4"]})
-    made = parse_record(record, "", render)
-    files = (ImageSegment(data=b"1"), ImageSegment(data=b"2"), AudioSegment(data=b"3"))
-    assert made.segments == (*files, VideoSegment(data=b"4"), text("hello"))
+    kinds = ("image", "audio", "video", "image")
+    messages = [{"role": "user", "content": [{"type": kind} for kind in kinds]}]
+    columns = {"images": [b"1", {"bytes": b"2"}], "audios": [b"3"], "videos": [b"4"]}
+    made = parse_record(Record({"messages": messages, **columns}), render)
+    first, second = ImageSegment(data=b"1"), ImageSegment(data=b"2")
+    assert made.segments == (first, AudioSegment(data=b"3"), VideoSegment(data=b"4"), second)
 
 
-@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]', {"f": {"type": "object"}}])
+@pytest.mark.parametrize(
+    "tools", [[{"name": "f"}], '[{"name": "f"}]', [{"type": "function", "function": {"name": "f"}}]]
+)
 @pytest.mark.parametrize("column", ["tools", "functions"])
-def test_chats_with_tools_are_corrupt(column, tools):
-    with pytest.raises(CorruptSampleError, match=f"column {column} is not empty"):
-        parse({"messages": [], column: tools})
+def test_chats_get_their_tools(column, tools):
+    def render(conversation, options):
+        assert conversation.tools == ({"type": "function", "function": {"name": "f"}},)
+        return Sample(())
+
+    messages = [{"role": "user", "content": "a"}]
+    parse_record(Record({"messages": messages, column: tools}), render)
 
 
 @pytest.mark.parametrize("tools", [None, [], "[]", "", [None], {"name": None}])
 def test_empty_columns_of_tools_change_nothing(tools):
-    def render(messages, *files):
-        return Sample((text(messages[0]),))
+    def render(conversation, options):
+        return Sample(conversation.turns[0].parts)
 
-    assert parse_record(Record({"messages": ["a"], "tools": tools}), "", render).segments
+    messages = [{"role": "user", "content": "a"}]
+    assert parse_record(Record({"messages": messages, "tools": tools}), render).segments
     assert parse({"text": "dog", "tools": "hammer"}) == (text("dog"),)
 
 
@@ -98,7 +108,7 @@ def test_clips_are_columns_and_elements():
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"label": 3}, "no format for columns"),
+        ({"label": 3}, r"no format for columns \['label'\]"),
         ({"image": b"x", "text": 3}, "not a string"),
         ({"image": 3, "text": "dog"}, "not bytes or a path"),
         ({"images": [b"x"], "texts": []}, "1 images but 0 texts"),

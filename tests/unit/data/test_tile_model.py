@@ -22,11 +22,11 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 from torchmm.common.batch import IGNORE_TARGET
+from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.decode import DecodedStep
 from torchmm.data.loader import build_loader
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.order import Item
-from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.wire import pack_step, unpack_step
 from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.model_section import ModelConfig

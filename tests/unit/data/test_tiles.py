@@ -21,12 +21,12 @@ from tile_cases import (
 )
 
 from torchmm.common.errors import ConfigError
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.data.media.images import decode_rgb, make_processor
 from torchmm.data.media.tile_schemes import joined
 from torchmm.data.media.tiles import Tile
-from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.data.sources.reader import SampleReader
-from torchmm.data.sources.records import Record
 from torchmm.data.step_packs import Packer
 from torchmm.models.registry import build_model
 from torchmm.recipe.data_section import DataConfig
@@ -76,10 +76,12 @@ def expected(family, processor, files, text=PROMPT + CAPTION, **settings):
 def found(reader, *files, prompt=PROMPT, text=CAPTION):
     """The same as a run makes them, without begin and end tokens."""
     if len(files) == 1:
-        sample = reader.read(Record({"image": files[0], "text": text}), prompt)
+        sample = reader.read(
+            Record({"image": files[0], "text": text}, options=SampleOptions(prompt))
+        )
     else:
         columns = {"images": [*files, None], "texts": [None] * len(files) + [prompt + text]}
-        sample = reader.read(Record(columns), "")
+        sample = reader.read(Record(columns))
     pairs = list(zip(sample.files, sample.images, strict=True))
     pixels = np.stack([reader.pixels(file, image) for file, image in pairs])
     assert sample.text.ids.count(reader.text_spec.image_token_id) == sum(
@@ -182,8 +184,8 @@ def test_a_budget_lowers_the_resolution_of_all_pictures_of_a_sample(family, budg
     reader, _, _ = opened(family, {"max_tiles_per_sample": budget}, recipe)
     for files in ([png(90, 40)], [png(90, 40), png(64, 64)], [png(30, 90)] * 3):
         text = {"images": [*files, None], "texts": [None] * len(files) + ["red"]}
-        sample = reader.read(Record(text), "")
-        wanted = free.read(Record(text), "")
+        sample = reader.read(Record(text))
+        wanted = free.read(Record(text))
         assert len(files) <= len(sample.images) <= max(budget, len(files))
         placeholder = sample.text.ids.count(reader.text_spec.image_token_id)
         if family not in LINES:
@@ -193,7 +195,7 @@ def test_a_budget_lowers_the_resolution_of_all_pictures_of_a_sample(family, budg
         for file, image in zip(sample.files, sample.images, strict=True):
             side = (SIDES | LINES)[family]
             assert reader.pixels(file, image).shape == (3, side, side)
-        again = reader.read(Record(text), "")
+        again = reader.read(Record(text))
         assert (again.text.ids, again.images) == (sample.text.ids, sample.images)
 
 
@@ -207,7 +209,7 @@ def test_a_picture_that_does_not_fit_is_dropped_whole(length, tmp_path):
         "images": [None, png(90, 40), None, png(40, 90), None],
         "texts": ["red", None, "green", None, "blue"],
     }
-    sample = reader.read(Record(columns), "")
+    sample = reader.read(Record(columns))
     assert len(sample.text.ids) <= length
     assert len(sample.images) == len(sample.files) in (0, 3, 6)
     image = reader.text_spec.image_token_id
@@ -227,7 +229,7 @@ def test_a_pair_cuts_pictures_if_the_recipe_says_so(tmp_path):
     model = build_model(settings, FreezeConfig())
     specs = model.image_specs()
     reader = SampleReader(DataConfig(), 10_000, model.text_spec(tokenizer), specs, tokenizer)
-    sample = reader.read(Record({"image": png(90, 40), "text": "red"}), "")
+    sample = reader.read(Record({"image": png(90, 40), "text": "red"}))
     assert len(sample.images) == 3
     assert sample.text.ids.count(reader.text_spec.image_token_id) == 3 * 64
     assert sample.text.image_starts == [1, 65, 129]
@@ -235,7 +237,7 @@ def test_a_pair_cuts_pictures_if_the_recipe_says_so(tmp_path):
 
 def test_torn_pixels_are_found_when_a_tile_is_decoded(opened):
     reader, _, _ = opened("internvl")
-    sample = reader.read(Record({"image": png(200, 90)[:400], "text": "red"}), "")
+    sample = reader.read(Record({"image": png(200, 90)[:400], "text": "red"}))
     with pytest.raises(CorruptSampleError, match="cannot be decoded"):
         reader.pixels(sample.files[0], sample.images[0])
 
@@ -274,7 +276,7 @@ def test_line_feeds_before_gemmas_images_join_those_of_the_chat(opened):
     file = png(64, 64)
     parts = [{"type": "image"}, {"type": "text", "text": "\nLook."}]
     turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]
-    sample = reader.read(Record({"messages": turns, "images": [file]}), "")
+    sample = reader.read(Record({"messages": turns, "images": [file]}))
     written = "user\n<start_of_image>\nLook.</s>assistant\nred</s>"
     theirs = processor(images=[decode_rgb(file, 10**6)], text=written)["input_ids"][0]
     assert sample.text.ids == theirs
@@ -284,7 +286,7 @@ def test_line_feeds_before_gemmas_images_join_those_of_the_chat(opened):
 
 def test_pixels_do_not_depend_on_which_tile_is_read_first(opened):
     reader, _, _ = opened("smolvlm")
-    sample = reader.read(Record({"image": png(90, 40), "text": "red"}), "")
+    sample = reader.read(Record({"image": png(90, 40), "text": "red"}))
     tiles = list(zip(sample.files, sample.images, strict=True))
     backwards = [reader.pixels(*tile) for tile in reversed(tiles)]
     for ours, again in zip(reversed(backwards), [reader.pixels(*t) for t in tiles], strict=True):

@@ -27,6 +27,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from torchmm.common.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.layered import StageRange
 
 QWEN = {
     "qwen2_vl_vision": Qwen2VisionTransformerPretrainedModel,
@@ -136,7 +137,7 @@ def test_three_stages_equal_the_whole(family: str) -> None:
     seen = set()
     hidden = None
     for index, stage in enumerate(stages):
-        stage.keep_layers(index, index + 1)
+        stage.keep_stages([StageRange(index, index + 1, index == 0, index == 2)])
         stage.load_state_dict(encoder.state_dict(), strict=False, assign=True)
         for name, parameter in stage.named_parameters():
             seen.add(name)

@@ -234,7 +234,8 @@ def test_sizes_of_stages_and_messages(model):
     first.is_last = False
     state = first(inputs, features)
     metas = [GeneratedMeta(g, c) for g, c in zip(MIXED_GRIDS, MIXED_CONTEXTS, strict=True)]
-    assert tuple(state.hidden_NPD.shape) == model.generator.hidden_shape(metas)
+    size = model.generator.spec.hidden_size
+    assert state.hidden_NPD.shape == (len(metas), max(m.patches for m in metas), size)
     assert state.time_NE.shape == (3, model.generator.time_features())
 
 

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.errors import ConfigError
+from torchmm.models.layered import StageRange
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.experts import COMPILES_FROM, check_compiles
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
@@ -77,7 +78,7 @@ def test_three_stages_equal_the_whole(family: str) -> None:
     stages = []
     for start, stop in ((0, 1), (1, 2), (2, 3)):
         stage = model.llm.rebuild()
-        stage.keep_layers(start, stop)
+        stage.keep_stages([StageRange(start, stop, start == 0, stop == 3)])
         weights = {n: p.detach().clone() for n, p in model.llm.state_dict().items()}
         stage.load_state_dict(weights, strict=False, assign=True)
         stage.requires_grad_()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchmm.parallel.mesh import ParallelMesh
+from torchmm.parallel.mesh import ModuleMesh
 from torchmm.recipe.sizes import AXES
 
 
@@ -21,7 +21,7 @@ from torchmm.recipe.sizes import AXES
 def test_coordinates_follow_the_order_of_process_groups(ranks: list, wrong: str | None) -> None:
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=AXES, _init_backend=False, _rank=0)
     if wrong is None:
-        assert ParallelMesh(torch.device("cpu"), mesh).mesh is mesh
+        assert ModuleMesh(mesh).mesh is mesh
     else:
         with pytest.raises(AssertionError, match=f"along {wrong} do not ascend"):
-            ParallelMesh(torch.device("cpu"), mesh)
+            ModuleMesh(mesh)

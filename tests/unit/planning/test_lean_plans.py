@@ -6,12 +6,13 @@ from functools import partial
 import pytest
 import torch
 from pipeline_cases import Case, varied_microbatch
+from support.memory_needs import memory_needs
 
 from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.costs import costs_of_plan
-from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs
+from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.errors import PlanError
 from torchmm.pipelining.plan.lowering import lower_plan

@@ -103,7 +103,7 @@ def test_the_best_plan_beats_the_others(planned):
     assert best.fits and best.devices <= 12 and 0 < planned.mfu(best) < 1
     assert planned.found.bound_s <= best.step_s
     assert len(planned.baselines) == 3
-    for other in (*(a.plan for a in planned.found.alternatives), *planned.baselines.values()):
+    for other in (*planned.found.alternatives, *planned.baselines.values()):
         assert isinstance(other, str) or other.step_s >= best.step_s
 
 
@@ -150,7 +150,7 @@ def test_placements_are_simulated_and_sorted(recipe, planned):
 
 def test_colocated_encoders_are_tried_in_all_pipelines(recipe):
     forecaster = Forecaster(recipe, 4, PROFILE)
-    ranks = forecaster.ranks.pipeline
+    ranks = forecaster.run.llm.pipeline
     found = list(_colocated(recipe, forecaster, 4, "sizes", "optimus"))
     pipelines = [c.recipe.parallel.sizes_given("vision")["pipeline"] for c in found]
     assert pipelines == [n for n in range(1, ranks + 1) if ranks % n == 0] and len(pipelines) > 1

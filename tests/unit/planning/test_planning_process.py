@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 from pipeline_cases import Case, step_of
+from support.memory_needs import memory_needs
 
 from torchmm.balance.costs.flops import module_layers, task_durations
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.costs import costs_of_plan
-from torchmm.balance.recomputation.tuning import LayerTuning, memory_needs
+from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action, ActionType

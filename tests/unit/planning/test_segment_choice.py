@@ -18,7 +18,6 @@ from torchmm.planning.resolved import resolve
 from torchmm.planning.segments import (
     STAGES,
     _predicted_ms,
-    describe,
     leaves_segments_open,
     with_segments,
 )
@@ -45,13 +44,11 @@ def described() -> tuple:
 
 def test_everything_is_decided_where_nothing_is_given():
     found = chosen(pipeline=2, schedule="searched")
-    modules, metas = described()
+    _, metas = described()
     assert set(found.modules) == {"vision", "llm"}
     most = max(meta.images_of("vision") for meta in metas)
     assert 1 <= found.sub_microbatch_images("vision") <= most
     assert 1 in (found.segments("vision"), found.segments("llm"))
-    assert f"llm: {found.segments('llm')} segments" in describe(found, modules)
-    assert f"at most {found.sub_microbatch_images('vision')} images" in describe(found, modules)
 
 
 def test_what_is_given_stays():

@@ -253,6 +253,40 @@ def test_value_checks_name_the_key_and_a_remedy(valid, arguments, key, text):
     assert text in problem
 
 
+A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'
+
+
+@pytest.mark.parametrize(
+    ("sources", "stages", "key", "text"),
+    [
+        ([A + ", epochs = 2.0, weight = 2.0}"], "", "data.sources[0].epochs", "weight = 2.0 too"),
+        ([A + ", epochs = 2.0, streaming = true}"], "", "data.sources[0].epochs", "give it a wei"),
+        ([A + ", epochs = 2.0}", B + "}"], "", "data.sources[1].epochs", "other sources have"),
+        (
+            [A + ", filter = {min_tokens = 9, max_tokens = 8}}"],
+            "",
+            "data.sources[0].filter.min_tokens",
+            "max_tokens = 8",
+        ),
+        ([A + "}"], "{until_step = 2, weights = {a = 1.0}}", "data.stages[0].until_step", "last"),
+        (
+            [A + "}"],
+            "{weights = {a = 1.0}}, {weights = {a = 1.0}}",
+            "data.stages[0].until_step",
+            "after 0",
+        ),
+        ([A + "}"], "{weights = {a = 1.0, aa = 1.0}}", "data.stages[0].weights.aa", '"a"?'),
+        ([A + "}"], "{weights = {a = -1.0}}", "data.stages[0].weights", "above 0"),
+        ([A + "}", B + "}"], "{weights = {a = 1.0}}", "data.stages", 'draws from "b"'),
+        ([A + ", weight = 2.0}"], "{weights = {a = 1.0}}", "data.sources[0].weight", "no effect"),
+    ],
+)
+def test_shares_of_sources_are_checked(valid, sources, stages, key, text):
+    overrides = [f"--data.sources=[{', '.join(sources)}]", f"--data.stages=[{stages}]"]
+    problems = problems_of(valid, *overrides, world_size=1)
+    assert any(f": {key}" in p and text in p for p in problems), problems
+
+
 def test_a_composite_has_llm_vision_and_its_connector(write):
     names = '["vision", "vision.connector"]'
     path = write(

@@ -14,9 +14,7 @@ import numpy as np
 
 from torchmm.balance.compiled import Int64s
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action
-from torchmm.pipelining.plan.graph import StageGraph
 
 ALWAYS_PS = 1 << 60
 """Farther from the step than anything in it."""
@@ -54,25 +52,6 @@ class Spans(NamedTuple):
 
     communication_ps: Int64s
     computation_ps: Int64s
-
-
-def layer_pieces(graph: StageGraph, costs: PlanCosts) -> Pieces:
-    """Actions as equal layers; each gathers, computes, scatters, gathers, computes and scatters."""
-
-    def pieces(action: Action) -> Sequence[float]:
-        whole_ms = costs.compute_ms[action]
-        tensor_ms = costs.tensor_ms.get(action, 0.0)
-        if tensor_ms == 0:
-            return 0.0, whole_ms
-        stage = graph.layout.stages[action.stage]
-        halves = 2 * (stage.stop - stage.start)
-        collective_ms = tensor_ms / (2 * halves)
-        compute_ms = (whole_ms - tensor_ms) / halves
-        # A half ends with a scatter, the next begins with a gather: one bubble of both.
-        inner = [2 * collective_ms, compute_ms] * (halves - 1)
-        return [collective_ms, compute_ms, *inner, collective_ms]
-
-    return pieces
 
 
 def spans_of(actions: Sequence[Action], start_ps: Int64s, end_ps: Int64s, pieces: Pieces) -> Spans:

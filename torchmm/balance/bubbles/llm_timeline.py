@@ -13,7 +13,7 @@ they could have.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -25,17 +25,16 @@ from torchmm.balance.bubbles.free_time import (
     Pieces,
     Spans,
     complement,
-    layer_pieces,
     spans_of,
 )
 from torchmm.balance.compiled import Int32s, Int64s, compiled
-from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError, to_picoseconds
+from torchmm.balance.picoseconds import SimulationError, to_picoseconds
+from torchmm.balance.simulation.graph_kernels import time_nodes
 from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
-from torchmm.pipelining.view.timeline import Bubble, BubbleClass
 
 # [Note: deferred forwards]
 #
@@ -45,8 +44,8 @@ from torchmm.pipelining.view.timeline import Bubble, BubbleClass
 # in topological order: operator n is at `place[n]`, and what place i waits for is
 # `sources[pointers[i] : pointers[i + 1]]`. Two walks along it give all times:
 #
-#     _earliest, first to last:  start = latest of its release and the ends of what it waits for
-#     _defer, last to first:     movable ones end when the first that waits for them starts
+#     time_nodes, first to last:  start = latest of its release and the ends of what it waits for
+#     _defer, last to first:      movable ones end when the first that waits for them starts
 #
 # Movable are forwards and transfers of their outputs. All others keep their earliest times, so no
 # backward moves and the step stays as long as it was. 1F1B of three microbatches on two ranks:
@@ -79,7 +78,6 @@ class LlmTimeline:
         needed_ps: by microbatch: F_i.
         returned_ps: by microbatch: B_i; -1 without one.
         gathered_ps: by rank: when the encoders' parameters are there.
-        llm_gathered_ps: by rank: when all parameters are.
         reduce_ps: by rank: reduction of gradients after the last action.
         reduction_hides: whether encoders may compute while the LLM's gradients are reduced.
         pieces: what actions consist of.
@@ -91,7 +89,6 @@ class LlmTimeline:
     needed_ps: Int64s
     returned_ps: Int64s
     gathered_ps: Int64s
-    llm_gathered_ps: Int64s
     reduce_ps: Int64s
     reduction_hides: bool
     pieces: Pieces
@@ -137,40 +134,14 @@ class LlmTimeline:
         first = [[int(own.start_ps[0]), int(own.end_ps[-1])] for own in self.ranks]
         return complement([np.array(both, np.int64).reshape(2, 1) for both in first])
 
-    def bubbles(self) -> list[Bubble]:
-        """Idle time of all ranks by class (Optimus, Table 1), in order."""
-        return [b for rank in range(len(self.ranks)) for b in self._bubbles(rank)]
-
-    def _bubbles(self, rank: int) -> Iterator[Bubble]:
-        own = self.ranks[rank]
-        end_ps = self.llm_ps
-        first, last = int(own.start_ps[0]), int(own.end_ps[-1])
-        gathered = int(self.llm_gathered_ps[rank])
-        reduced = last + int(self.reduce_ps[rank])
-        spans: list[tuple[BubbleClass, int, int]] = [
-            ("dp_all_gather", 0, min(gathered, first)),
-            ("warmup", min(gathered, first), first),
-        ]
-        inside: list[tuple[BubbleClass, int, int]] = [
-            ("tp", start, end) for start, end in self.spans[rank].communication_ps.T.tolist()
-        ]
-        for start, end in zip(own.end_ps[:-1].tolist(), own.start_ps[1:].tolist(), strict=True):
-            until = min(max(start, gathered), end)  # it waits for a later stage's parameters
-            inside += [("dp_all_gather", start, until), ("other", until, end)]
-        spans += sorted(inside, key=lambda span: span[1:])
-        spans += [("dp_reduce_scatter", last, reduced), ("cooldown", reduced, end_ps)]
-        for kind, start, end in spans:
-            if end > start:
-                yield Bubble(rank, kind, start / PICOSECONDS_PER_MS, end / PICOSECONDS_PER_MS)
-
     def waiting(self, released_ps: Mapping[Action, int]) -> LlmTimeline:
         """The timeline as early as possible when some actions may not start before given times."""
         graph = self.compiled
-        release = np.zeros(len(graph.duration_ps), np.int64)
+        start_ps = np.zeros(len(graph.duration_ps), np.int64)
         for action, time_ps in released_ps.items():
-            release[graph.place[self.nodes[action]]] = time_ps
-        start_ps, end_ps = np.empty_like(release), np.empty_like(release)
-        _earliest(graph.duration_ps, graph.pointers, graph.sources, release, start_ps, end_ps)
+            start_ps[graph.place[self.nodes[action]]] = time_ps
+        end_ps = np.empty_like(start_ps)
+        time_nodes(graph.duration_ps, graph.pointers, graph.sources, start_ps, end_ps)
         order = [own.actions for own in self.ranks]
         ranks = tuple(_by_rank(order, self.nodes, graph, start_ps, end_ps))
         needed, returned, _ = _dependency_points(self.graph, ranks)
@@ -187,11 +158,11 @@ def llm_timeline(
     graph: StageGraph,
     order: ComputeOrder,
     costs: PlanCosts,
+    pieces: Pieces,
     *,
     sharding: Gathering = "none",
     reduction_hides: bool = False,
     defer: bool = True,
-    pieces: Pieces | None = None,
 ) -> LlmTimeline:
     """Times of an LLM's actions.
 
@@ -199,12 +170,12 @@ def llm_timeline(
         graph: of the step.
         order: by rank: of all stages but the encoders'.
         costs: of the graph. Transfers take their time, and never wait for each other.
+        pieces: what actions consist of.
         sharding: "step" if parameters are gathered before and gradients reduced after all
             computation; encoders' parameters come first, as their stages do.
         reduction_hides: whether reductions of the LLM overlap encoder computation (Optimus); if
             not, as in `lower_plan`, they come after all computation, encoders' included.
         defer: whether forwards run as late as no backward moves, or as early as possible.
-        pieces: what actions consist of; None: `layer_pieces` of the costs.
 
     Raises:
         SimulationError: the order cannot run, or a cost is missing or no duration.
@@ -217,10 +188,10 @@ def llm_timeline(
         builder.add_gathers()
     builder.add_actions()
     compiled = builder.compile()
-    start_ps, end_ps = np.empty_like(compiled.duration_ps), np.empty_like(compiled.duration_ps)
-    none = np.zeros(len(start_ps), np.int64)
-    _earliest(compiled.duration_ps, compiled.pointers, compiled.sources, none, start_ps, end_ps)
-    gathered, encoders_gathered = builder.gathered(compiled, end_ps)
+    start_ps = np.zeros_like(compiled.duration_ps)
+    end_ps = np.empty_like(start_ps)
+    time_nodes(compiled.duration_ps, compiled.pointers, compiled.sources, start_ps, end_ps)
+    gathered_ps = builder.gathered(compiled, end_ps)
     if defer:
         movable = np.array(builder.movable, bool)[compiled.node_at]
         _defer(compiled.pointers, compiled.sources, movable, start_ps, end_ps)
@@ -233,11 +204,10 @@ def llm_timeline(
         entry,
         needed,
         returned,
-        encoders_gathered,
-        gathered,
+        gathered_ps,
         builder.reductions(reduction_hides) * (sharding == "step"),
         reduction_hides,
-        pieces or layer_pieces(graph, costs),
+        pieces,
         compiled,
         nodes,
     )
@@ -251,9 +221,7 @@ class _Builder:
         self.operators = OperatorGraph()
         self.movable: list[bool] = []  # by operator: whether it may be deferred
         self.nodes: dict[Action, int] = {}
-        ranks = range(len(order))
-        self.gathers: list[list[int]] = [[] for _ in ranks]
-        self.encoder_gathers: list[list[int]] = [[] for _ in ranks]
+        self.encoder_gathers: list[list[int]] = [[] for _ in order]
         self._gather_of: dict[tuple[int, int], int] = {}
         self._own = {action.stage for program in order for action in program}
         self._problems: list[str] = []
@@ -274,7 +242,6 @@ class _Builder:
                 duration_ms = self.costs.gather_ms.get(stage, 0.0)
                 node = self._add(("gather", rank), duration_ms, movable=False)
                 self._gather_of[rank, stage] = node
-                self.gathers[rank].append(node)
                 if stage not in self._own:
                     self.encoder_gathers[rank].append(node)
 
@@ -333,13 +300,10 @@ class _Builder:
             raise SimulationError(self._problems)
         return self.operators.compile()
 
-    def gathered(self, graph: CompiledGraph, end_ps: Int64s) -> list[Int64s]:
-        """By rank: when all parameters are there, and when those of encoders are."""
-        every = [
-            [[end_ps[graph.place[node]] for node in nodes] for nodes in of_ranks]
-            for of_ranks in (self.gathers, self.encoder_gathers)
-        ]
-        return [np.array([max(e, default=0) for e in ends], np.int64) for ends in every]
+    def gathered(self, graph: CompiledGraph, end_ps: Int64s) -> Int64s:
+        """By rank: when the parameters of encoders are there."""
+        ends = [end_ps[graph.place[nodes]].max(initial=0) for nodes in self.encoder_gathers]
+        return np.array(ends, np.int64)
 
     def reductions(self, hides: bool) -> Int64s:
         stages = self.graph.layout.stages
@@ -384,24 +348,6 @@ def _by_rank(
         places = graph.place[[nodes[action] for action in program]]
         found.append(RankActions(tuple(program), start_ps[places], end_ps[places]))
     return found
-
-
-@compiled
-def _earliest(
-    duration_ps: Int64s,
-    pointers: Int32s,
-    sources: Int32s,
-    release_ps: Int64s,
-    start_ps: Int64s,
-    end_ps: Int64s,
-) -> None:
-    """Earliest times not before a release; arrays in topological order."""
-    for node in range(len(duration_ps)):
-        start = release_ps[node]
-        for edge in range(pointers[node], pointers[node + 1]):
-            start = max(start, end_ps[sources[edge]])
-        start_ps[node] = start
-        end_ps[node] = start + duration_ps[node]
 
 
 @compiled

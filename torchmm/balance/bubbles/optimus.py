@@ -67,7 +67,6 @@ def optimus(
     granularity: Granularity = "fine",
     sharding: Gathering = "none",
     evaluations: int = 256,
-    reorder: bool = True,
     inside: bool = False,
 ) -> OptimusStep:
     """The shortest step found.
@@ -79,7 +78,6 @@ def optimus(
         granularity: coarse: encoders before and after the LLM only.
         sharding: as the plan will be lowered.
         evaluations: as for `fill_bubbles`.
-        reorder: whether the LLM may take microbatches in another order.
         inside: whether encoders may run while an LLM action communicates, for its `tensor_ms`.
 
     Raises:
@@ -95,9 +93,9 @@ def optimus(
         return tensor_ms, costs.compute_ms[action] - tensor_ms
 
     best: BubbleSchedule | None = None
-    for sequence in sequences(graph, costs) if reorder else [range(graph.microbatches)]:
+    for sequence in sequences(graph, costs):
         order = backbone_order(graph, order_named(llm_schedule), sequence)
-        timeline = llm_timeline(graph, order, costs, sharding=sharding, pieces=pieces)
+        timeline = llm_timeline(graph, order, costs, pieces, sharding=sharding)
         found = fill_bubbles(timeline, placed_works, granularity, evaluations=evaluations)
         if best is None or found.total_ms < best.total_ms:
             best = found
@@ -109,14 +107,14 @@ def optimus(
 
 
 def whole_actions(
-    schedule: BubbleSchedule, works: Sequence[EncoderWork], kernel: int = -1
+    schedule: BubbleSchedule, works: Sequence[EncoderWork], kernel: int
 ) -> BubbleSchedule:
     """The schedule with actions in place of kernels: each starts when one of its kernels does.
 
     Args:
         schedule: of works whose actions are cut into kernels (`in_pieces`).
         works: the same encoders' `encoder_work`s.
-        kernel: which: the last or, 0, the first.
+        kernel: 0: the first, -1: the last.
     """
 
     def chosen(start_ps: Int64s, ms_NSK: Array) -> Int64s:

@@ -73,7 +73,6 @@ def search_assignment(
     *,
     evaluations: int,
     enough: int = 0,
-    seed: int = 0,
 ) -> Int32s:
     """The cheapest assignment found.
 
@@ -94,7 +93,7 @@ def search_assignment(
     free = [task for task, places in enumerate(choices) if len(places) > 1]
     if not free:
         return best
-    rng = random.Random(seed)
+    rng = random.Random(0)
     costs = {best.tobytes(): least}
     current, height = best, least
     steps = evaluations * REPEATS
@@ -302,7 +301,8 @@ class BubbleFiller:
         count = len(self.keys)
         ranks = self._pipelines.rank
         room = self._room(granularity)
-        start, end = np.zeros(len(self._forward.duration_ps), np.int64), np.zeros(count, np.int64)
+        start = np.zeros(len(self._forward.duration_ps), np.int64)
+        end = np.zeros(count, np.int64)
         unbound = np.full(len(ranks), -ALWAYS_PS)
         mirrored = Pass(self._forward, self._pipelines, self._room(granularity, True), True, True)
         cursor = start_cursor(mirrored.room, unbound)

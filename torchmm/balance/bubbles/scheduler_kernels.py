@@ -122,12 +122,15 @@ def _place_row(
     row: int, device: int, ready_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
 ) -> int:
     """Places a row's kernels; its end, or NEVER_PS if there is no room."""
-    tasks, room = way.tasks, way.room
+    tasks = way.tasks
+    room = way.room
     now = max(ready_ps, cursor.time_ps[device])
     first = tasks.pointers[row]
     last = tasks.pointers[row + 1]
-    compute, link = cursor.compute[device], cursor.link[device]
-    last_compute, last_link = room.compute_pointers[device + 1], room.link_pointers[device + 1]
+    compute = cursor.compute[device]
+    link = cursor.link[device]
+    last_compute = room.compute_pointers[device + 1]
+    last_link = room.link_pointers[device + 1]
     empty = True
     for index in range(last - first):
         kernel = last - 1 - index if way.mirrored else first + index
@@ -165,7 +168,9 @@ def _place_task(
     task: int, pipeline: int, release_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
 ) -> int:
     """Places a task's rows in the order of stages, or against it; when its result is there."""
-    tasks, pipelines, upstream = way.tasks, way.pipelines, way.upstream
+    tasks = way.tasks
+    pipelines = way.pipelines
+    upstream = way.upstream
     first = tasks.first[task]
     last = tasks.first[task + 1]
     now = release_ps
@@ -231,7 +236,8 @@ def assign_tasks(
     Returns:
         Whether all deadlines are met; if not, tasks after the first late one keep theirs.
     """
-    tasks, pipelines = way.tasks, way.pipelines
+    tasks = way.tasks
+    pipelines = way.pipelines
     for task in tasks.order:
         count = tasks.first[task + 1] - tasks.first[task]
         encoder = tasks.encoder[task]
@@ -276,7 +282,8 @@ def _busy(
             pointers[device + 1] += tasks.pointers[row + 1] - tasks.pointers[row]
     pointers = np.cumsum(pointers)
     at = pointers[:-1].copy()
-    starts, ends = np.empty(pointers[-1], np.int64), np.empty(pointers[-1], np.int64)
+    starts = np.empty(pointers[-1], np.int64)
+    ends = np.empty(pointers[-1], np.int64)
     for task in tasks.order:
         for row in range(tasks.first[task], tasks.first[task + 1]):
             device = pipelines.device[pipeline_of[task], row - tasks.first[task]]
@@ -305,7 +312,8 @@ def _subtract(
     devices = len(pointers) - 1
     most = len(start) + len(busy_start)
     new_pointers = np.zeros(devices + 1, np.int64)
-    new_start, new_end = np.empty(most, np.int64), np.empty(most, np.int64)
+    new_start = np.empty(most, np.int64)
+    new_end = np.empty(most, np.int64)
     count = 0
     for device in range(devices):
         busy = busy_pointers[device]

@@ -66,7 +66,7 @@ class SplitLayers(NamedTuple):
     work, layers too small to compute anything."""
 
     operators: Sequence[Operator]
-    """Of a rank, collectives and what Python does beside them included."""
+    """Of a rank, with collectives and what Python does for them."""
     seconds: float
 
 

@@ -10,7 +10,7 @@ an operator reaches is another matter: see `torchmm.balance.costs.operators` and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Link = Literal["node", "network"]
@@ -79,34 +79,6 @@ class Device:
         return self.node_bytes_per_s if link == "node" else self.network_bytes_per_s
 
 
-def _gpu(  # noqa: PLR0913 - what a data sheet prints
-    name: str,
-    *,
-    bf16_tflops: float,
-    fp32_tflops: float,
-    memory_gb: float,
-    memory_gb_per_s: float,
-    nvlink_gb_per_s: float,
-    network_gb_per_s: float,
-    pcie_gb_per_s: float,
-    source: str,
-) -> Device:
-    """A GPU in a node of eight; NVLink and PCIe as printed: both directions together."""
-    return Device(
-        name=name,
-        peak_flops={"bfloat16": bf16_tflops * 1e12, "float32": fp32_tflops * 1e12},
-        memory_bytes_per_s=memory_gb_per_s * 1e9,
-        memory_bytes=memory_gb * 1e9,
-        node_bytes_per_s=nvlink_gb_per_s * 1e9 / 2,
-        network_bytes_per_s=network_gb_per_s * 1e9,
-        devices_per_node=8,
-        asynchronous=True,
-        source=source,
-        host_bytes_per_s=pcie_gb_per_s * 1e9 / 2,
-        host_memory_bytes=2e12 / 8,
-    )
-
-
 _HOPPER_NETWORK = (
     "DGX H100/H200: one 400 Gb/s port per GPU, 2 TB of host memory (NVIDIA DGX H100 data sheet), "
     "PCIe 5 x16"
@@ -116,63 +88,54 @@ _AMPERE_NETWORK = (
     "PCIe 4 x16"
 )
 
+# Data sheets print NVLink and PCIe with both directions together: halves of that.
+_H100 = Device(
+    name="h100",
+    peak_flops={"bfloat16": BF16_TFLOPS["H100"] * 1e12, "float32": 66.9e12},
+    memory_bytes_per_s=3350e9,
+    memory_bytes=80e9,
+    node_bytes_per_s=900e9 / 2,
+    network_bytes_per_s=50e9,
+    devices_per_node=8,
+    asynchronous=True,
+    source="NVIDIA H100 SXM5 data sheet and Hopper white paper; " + _HOPPER_NETWORK,
+    host_bytes_per_s=128e9 / 2,
+    host_memory_bytes=2e12 / 8,
+)
+_A100 = replace(
+    _H100,
+    name="a100",
+    peak_flops={"bfloat16": BF16_TFLOPS["A100"] * 1e12, "float32": 19.5e12},
+    memory_bytes_per_s=2039e9,
+    node_bytes_per_s=600e9 / 2,
+    network_bytes_per_s=25e9,
+    source="NVIDIA A100 80GB SXM data sheet; " + _AMPERE_NETWORK,
+    host_bytes_per_s=64e9 / 2,
+)
+
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _gpu(
-            "h100",
-            bf16_tflops=BF16_TFLOPS["H100"],
-            fp32_tflops=66.9,
-            memory_gb=80,
-            memory_gb_per_s=3350,
-            nvlink_gb_per_s=900,
-            network_gb_per_s=50,
-            pcie_gb_per_s=128,
-            source="NVIDIA H100 SXM5 data sheet and Hopper white paper; " + _HOPPER_NETWORK,
-        ),
-        _gpu(
-            "h200",
-            bf16_tflops=BF16_TFLOPS["H200"],
-            fp32_tflops=66.9,
-            memory_gb=141,
-            memory_gb_per_s=4800,
-            nvlink_gb_per_s=900,
-            network_gb_per_s=50,
-            pcie_gb_per_s=128,
+        _H100,
+        replace(
+            _H100,
+            name="h200",
+            memory_bytes_per_s=4800e9,
+            memory_bytes=141e9,
             source="NVIDIA H200 SXM data sheet; " + _HOPPER_NETWORK,
         ),
-        _gpu(
-            "h800",
-            bf16_tflops=BF16_TFLOPS["H800"],
-            fp32_tflops=66.9,
-            memory_gb=80,
-            memory_gb_per_s=3350,
-            nvlink_gb_per_s=400,
-            network_gb_per_s=50,
-            pcie_gb_per_s=128,
+        replace(
+            _H100,
+            name="h800",
+            node_bytes_per_s=400e9 / 2,
             source="H100 SXM5 with NVLink cut to 400 GB/s (DeepSeek-V3, arXiv 2412.19437, and "
             "2505.09343, section 4.1); network as DGX H100",
         ),
-        _gpu(
-            "a100",
-            bf16_tflops=BF16_TFLOPS["A100"],
-            fp32_tflops=19.5,
-            memory_gb=80,
-            memory_gb_per_s=2039,
-            nvlink_gb_per_s=600,
-            network_gb_per_s=25,
-            pcie_gb_per_s=64,
-            source="NVIDIA A100 80GB SXM data sheet; " + _AMPERE_NETWORK,
-        ),
-        _gpu(
-            "a800",
-            bf16_tflops=BF16_TFLOPS["A800"],
-            fp32_tflops=19.5,
-            memory_gb=80,
-            memory_gb_per_s=2039,
-            nvlink_gb_per_s=400,
-            network_gb_per_s=25,
-            pcie_gb_per_s=64,
+        _A100,
+        replace(
+            _A100,
+            name="a800",
+            node_bytes_per_s=400e9 / 2,
             source="NVIDIA A800 80GB data sheet: A100 with NVLink cut to 400 GB/s; "
             + _AMPERE_NETWORK,
         ),

@@ -8,7 +8,7 @@ of `torch.utils.flop_counter` and of PaLM's formula (arXiv 2204.02311, appendix 
 
 Backward costs once the forward per gradient that is needed: weight gradients (trainable module),
 input gradients (something upstream is trainable). Attention products have two inputs and no
-weights: twice. So a frozen encoder has no backward, and a frozen LLM behind a trainable encoder
+weights: twice. So a frozen encoder has no backward, and a frozen LLM after a trainable encoder
 has only input gradients.
 
 Cutting modules and ordering tasks need no more than that: FLOPs are a unit that all modules share.

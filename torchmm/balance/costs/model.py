@@ -51,7 +51,7 @@ CHECKPOINT_CALLS: dict[str, tuple[int, int]] = {
     "full": (27, 55),
     "selective": (119, 180),
 }
-"""What activation checkpointing itself takes per layer, in forward and in backward, beside running
+"""What activation checkpointing itself takes per layer, in forward and in backward, besides running
 operators again: hooks for every tensor that is kept and, where only some results are, every call
 through Python. In calls of an operator, as measured on layers too small to compute anything."""
 
@@ -87,13 +87,13 @@ class StageCosts(NamedTuple):
     def sharded(self, gather_ms: float, reduce_ms_N: Array, pieces: int, hides: bool) -> StageCosts:
         """The same where FSDP2 gathers parameters layer by layer in every forward and backward.
 
-        Where communication runs beside computing, nothing hides the first piece to be gathered and
-        the last to be reduced, nor what takes longer than computing.
+        Where communication overlaps with computing, nothing hides the first piece to be gathered
+        and the last to be reduced, nor what takes longer than computing.
 
         Args:
             reduce_ms_N: reducing gradients, in the backwards that do; else 0.
             pieces: in which the stage is gathered.
-            hides: whether communication runs beside computing.
+            hides: whether communication overlaps with computing.
         """
 
         def longer(times: Times, sent_ms: Array | float) -> Times:
@@ -247,7 +247,7 @@ class CostModel:
         return cache[key]
 
     def setting(self, module: ModuleDescription, tasks: int) -> Setting:
-        """What a module's operators depend on beside sizes."""
+        """What a module's operators depend on besides sizes."""
         execution = self.execution_of(module)
         return Setting(
             execution,
@@ -272,7 +272,7 @@ class CostModel:
         return self.element_bytes * sizes.units_N * width * has_backward
 
     def _link(self, ranks: int) -> Link:
-        """What connects so many neighbouring ranks."""
+        """What connects this many neighbouring ranks."""
         return "node" if ranks <= self.profile.device.devices_per_node else "network"
 
     def gather_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
@@ -359,7 +359,7 @@ class CostModel:
         """Weights, gradients and optimizer state of a stage on one rank, while it computes.
 
         float32 master weights, AdamW with two moments and gradients that stay whole during a step;
-        beside them, where parameters are sharded or computing is not in float32, the gathered ones.
+        besides, where parameters are sharded or computing is not in float32, the gathered ones.
 
         Args:
             layerwise: whether FSDP2 gathers layer by layer, so that a layer and the next are there.

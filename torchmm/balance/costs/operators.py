@@ -47,7 +47,7 @@ Kind = Literal[
 ]
 """Classes of operators. attention: fused kernels; activation: element-wise with an exponential;
 gelu_tanh: GELU in its tanh form, on CPUs five times as much work per element as others. The last
-four are what the host does beside operators: for a linear of DTensors, for gathering or scattering
+four are what the host does besides operators: for a linear of DTensors, for gathering or scattering
 slices of the sequence, for gathering or reducing a unit of FSDP2; for any call of a forward, which
 comes from Python, while those of backwards come from autograd's C++."""
 STAND_INS: dict[Kind, Kind] = {"gelu_tanh": "activation", "gelu_tanh_backward": "activation"}
@@ -191,23 +191,6 @@ class Operators(NamedTuple):
             own.extend(more)
 
 
-class Quantities(NamedTuple):
-    """What operators do in all, on one rank, by task."""
-
-    flops: Array | float
-    memory_bytes: Array | float
-    network_bytes: Array | float
-    calls: Array | float
-
-    @classmethod
-    def of(cls, operators: Iterable[Operator]) -> Quantities:
-        """Sums over operators."""
-        rows = [(o.flops, o.memory_bytes, o.network_bytes, o.calls) for o in operators]
-        return (
-            cls(*(sum(column) for column in zip(*rows, strict=True))) if rows else cls(0, 0, 0, 0)
-        )
-
-
 class Times(NamedTuple):
     """Time of operators that follow each other, by task."""
 
@@ -221,7 +204,7 @@ class Work(NamedTuple):
 
     compute_ms: Array
     matmul_ms: Array
-    """Of `compute_ms`: matrix products, beside which communication may run."""
+    """Of `compute_ms`: matrix products, during which communication may run."""
     network_ms: Array
     host_ms: Array
     """What the host takes to queue it, on asynchronous devices."""
@@ -257,7 +240,7 @@ class Work(NamedTuple):
         """How long it takes.
 
         Args:
-            hidden_share: how much of communication may run beside matrix products.
+            hidden_share: how much of communication may run during matrix products.
         """
         hidden_ms = np.minimum(hidden_share * self.network_ms, self.matmul_ms)
         exposed_ms = self.network_ms - hidden_ms

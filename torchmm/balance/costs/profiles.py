@@ -49,7 +49,7 @@ HOST_US: dict[Kind, float] = {
     "sequence_exchange": 300.0,
     "shard_unit": 800.0,
 }
-"""What Python takes beside CPUs that compute, as measured (torch 2.13). Assumed GPUs have none: the
+"""What Python takes while CPUs compute, as measured (torch 2.13). Assumed GPUs have none: the
 papers' systems know no DTensors, and how fast a host is, only calibration tells."""
 
 

@@ -77,7 +77,7 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
         recompute: activation checkpointing mode by module name.
         pipeline: ranks among which the layers are divided.
         sequence_parallel: whether activations between tensor-parallel regions are split too.
-        own: by module with a shorter pipeline on the same ranks. Such pipelines share out the
+        own: by module with a shorter pipeline on the same ranks. Such pipelines divide the
             microbatches, so a rank keeps as much of them as it would in a whole pipeline.
         in_flight: microbatches whose activations a module's first rank keeps, where modules have
             ranks of their own, which gather weights once per step; None: as many as pipeline ranks.

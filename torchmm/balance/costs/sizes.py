@@ -34,12 +34,12 @@ class TaskSizes:
 
     Attributes:
         inputs_N: units before the layers: patches, or the LLM's tokens.
-        outputs_N: units behind the layers: an encoder's tokens for the LLM, positions with a
+        outputs_N: units after the layers: an encoder's tokens for the LLM, positions with a
             target, a generator's patches.
         images_N: images or clips.
         lengths_S: positions in the layers, by segment in which attention works, task after task.
         task_S: which task a segment belongs to; rises.
-        contexts_S: generators: tokens a segment attends to beside its own; else zeros.
+        contexts_S: generators: tokens a segment attends to besides its own; else zeros.
     """
 
     inputs_N: Array

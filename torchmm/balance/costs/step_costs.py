@@ -1,4 +1,4 @@
-"""What a step's plan costs, as data: the one thing a simulator needs beside the plan itself.
+"""What a step's plan costs, as data: the one thing a simulator needs besides the plan itself.
 
 Durations, bytes and FLOPs are kept by action, task, stage, message and rank of the plan, so that
 whoever simulates, searches or draws a plan knows nothing of devices or layers, and tests can write
@@ -37,13 +37,12 @@ def plan_costs(
     """Costs of all actions that a step can consist of.
 
     Args:
-        graph: of the step.
+        graph, microbatches: of the step.
         modules: encoders, LLM and generator, whole.
-        microbatches: of the graph.
         model: of the device all stages run on; its memory is the limit.
         targets: positions that count in the loss, by microbatch; None: all text.
         layerwise: whether FSDP2 gathers layer by layer, in every forward and backward, and reduces
-            in the last backward, not once per step; beside computing where devices queue work.
+            in the last backward, not once per step; while computing where devices queue work.
 
     Raises:
         ValueError: the graph has another number of microbatches, more sub-microbatches than there
@@ -55,7 +54,7 @@ def plan_costs(
         raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
     tasks = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
     caches: dict[str, BlockCache] = {name: {} for name in tasks}
-    collected, gather, reduce = _Collected(), {}, {}
+    collected = _Collected()
     workspace = [0.0] * layout.rank_count
     static = [sum(map(_input_bytes, tasks.values()))] * layout.rank_count
     for stage in layout.stages:
@@ -63,7 +62,8 @@ def plan_costs(
         span = own.module, stage.start, stage.stop
         arrives_N = own.gradient_arrives_N(graph, stage.index)
         found = model.stage_costs(*span, own.sizes, arrives_N, own.useful, caches[stage.module])
-        gather[stage.index], reduce[stage.index] = model.gather_ms(*span), model.reduce_ms(*span)
+        collected.gather[stage.index] = model.gather_ms(*span)
+        collected.reduce[stage.index] = model.reduce_ms(*span)
         if layerwise:
             found = _sharded(found, graph, stage, own, model)
         collected.add(graph, stage, own, found, arrives_N)
@@ -74,8 +74,8 @@ def plan_costs(
     return PlanCosts(
         compute_ms=collected.compute_ms,
         tensor_ms=collected.tensor_ms,
-        gather_ms=gather,
-        reduce_ms=reduce,
+        gather_ms=collected.gather,
+        reduce_ms=collected.reduce,
         tied_ms=_tied(graph, tasks, model),
         transfer_ms=_transfers(graph, tasks, model),
         kept_bytes=collected.kept,
@@ -90,7 +90,7 @@ def plan_costs(
 def slowest_update_ms(
     layout: StageLayout, modules: Sequence[ModuleDescription], model: CostModel
 ) -> float:
-    """The optimizer's time behind a plan, on the rank where it takes longest.
+    """The optimizer's time after a plan, on the rank where it takes longest.
 
     Args:
         modules: of the layout, whole.
@@ -108,14 +108,16 @@ def _sharded(
     costs: StageCosts, graph: StageGraph, stage: StageSpec, tasks: ModuleTasks, model: CostModel
 ) -> StageCosts:
     """A stage's costs with the communication of FSDP2 layer by layer in them."""
-    span = tasks.module, stage.start, stage.stop
     execution = model.execution(stage.module)
     if execution.shard * execution.replicate == 1:
         return costs
-    gather_ms = model.gather_ms(*span) if execution.shard > 1 else 0.0
+    gather_ms = 0.0
+    if execution.shard > 1:
+        gather_ms = model.gather_ms(tasks.module, stage.start, stage.stop)
     reduce_ms_N = np.zeros(len(tasks.keys))
     back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
-    reduce_ms_N[back[-1:]] = model.reduce_ms(*span)  # the step's last backward reduces
+    # The step's last backward reduces.
+    reduce_ms_N[back[-1:]] = model.reduce_ms(tasks.module, stage.start, stage.stop)
     hides = model.profile.device.asynchronous
     return costs.sharded(gather_ms, reduce_ms_N, stage.stop - stage.start + 1, hides)
 
@@ -129,6 +131,9 @@ class _Collected:
     flops: dict[Action, float] = field(default_factory=dict)
     kept: dict[Task, int] = field(default_factory=dict)
     kept_for_weights: dict[Task, int] = field(default_factory=dict)
+    gather: dict[int, float] = field(default_factory=dict)
+    """By stage, as `reduce`."""
+    reduce: dict[int, float] = field(default_factory=dict)
 
     def add(
         self,
@@ -174,7 +179,7 @@ def _keep_features(
     kept: dict[Task, int], graph: StageGraph, tasks: Mapping[str, ModuleTasks], element_bytes: int
 ) -> None:
     """Adds encoders' outputs to what the LLM's first stage keeps: they are leaves, and those of
-    several sub-microbatches are also kept behind each other."""
+    several sub-microbatches are also kept as one tensor."""
     stages = graph.layout.stages
     for source, destination in graph.layout.edges:
         module = tasks[stages[source].module].module

@@ -141,7 +141,8 @@ def least_times(
         single layer takes.
     """
     units = len(tables.layers_U)
-    warmup_U, work_U = np.full(units, np.inf), np.full(units, np.inf)
+    warmup_U = np.full(units, np.inf)
+    work_U = np.full(units, np.inf)
     layer_s = 0.0
     for unit in range(units):
         least = np.inf
@@ -175,7 +176,8 @@ def list_options(
         most -= int(llm[:, DEVICES].min()) - 1
         warmup_U[setting.llm] = llm[:, WARMUP_S].min()
         layer_s = max(layer_s, llm[:, STAGE_S].min())
-    warmup_s, work = warmup_U.sum() - warmup_U[unit], work_U.sum() - work_U[unit]
+    warmup_s = warmup_U.sum() - warmup_U[unit]
+    work = work_U.sum() - work_U[unit]
     most = min(tables.limit_U[unit], most)
     found = np.empty((64, 8))
     count = 0
@@ -216,7 +218,8 @@ def data_sizes(tables: UnitTables, setting: PlanSetting) -> tuple[Int64s, Float6
 
     The most promising comes first.
     """
-    sizes, bounds = np.empty(setting.batch, np.int64), np.empty(setting.batch)
+    sizes = np.empty(setting.batch, np.int64)
+    bounds = np.empty(setting.batch)
     count = 0
     for data in range(1, min(setting.batch, setting.devices) + 1):
         if setting.batch % data:
@@ -285,7 +288,9 @@ def list_others(
     behind = np.array([place < units - 1 - setting.llm for place in range(units - 1)], np.bool_)
     begin = np.zeros(units, np.int64)
     options = np.empty((0, 8))
-    devices, work, warmup = np.zeros(units), np.zeros(units), np.zeros(units)
+    devices = np.zeros(units)
+    work = np.zeros(units)
+    warmup = np.zeros(units)
     for place in range(units - 1):
         unit = units - 1 - place if behind[place] else units - 2 - place
         own = drop_dominated(list_options(tables, setting, data, unit, limit_s, llm))

@@ -66,7 +66,8 @@ class UnitCosts:
     flops: float = 0.0
 
     def __post_init__(self) -> None:
-        sizes, kept = sorted(self.seconds), sorted(self.activation_bytes)
+        sizes = sorted(self.seconds)
+        kept = sorted(self.activation_bytes)
         others = {*self.workspace_bytes, *self.surge_bytes, *self.peak_bytes}
         if not sizes or sizes != kept or sizes[0] < 1 or not others <= set(kept):
             raise ValueError(

@@ -23,7 +23,8 @@ from torchmm.balance.orchestration.tables import PlanSetting, UnitTables
 def relaxed_seconds(tables: UnitTables, setting: PlanSetting) -> float:
     """Least time over all data- and tensor-parallel sizes; infinite if memory rules out all."""
     units, sizes = tables.seconds_UT.shape
-    work_U, floors_U = np.empty(units), np.empty(units)
+    work_U = np.empty(units)
+    floors_U = np.empty(units)
     best = np.inf
     for data in range(1, min(setting.batch, setting.devices) + 1):
         if setting.batch % data:

@@ -128,14 +128,6 @@ class OrchestrationPlan:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """A plan that is not the best, and why."""
-
-    plan: OrchestrationPlan
-    reason: str
-
-
-@dataclass(frozen=True)
 class Orchestration:
     """The result of a search.
 
@@ -147,7 +139,7 @@ class Orchestration:
 
     best: OrchestrationPlan
     bound_s: float
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[OrchestrationPlan, ...]
 
 
 def orchestrate(
@@ -175,12 +167,7 @@ def orchestrate(
     ]
     if not plans:
         raise ValueError(_why_nothing_fits(problem, tables))
-    best = plans[0]
-    return Orchestration(
-        best,
-        float(relaxed_seconds(tables, setting)),
-        tuple(Alternative(plan, compare_plans(plan, best)) for plan in plans[1:]),
-    )
+    return Orchestration(plans[0], float(relaxed_seconds(tables, setting)), tuple(plans[1:]))
 
 
 def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> OrchestrationPlan:
@@ -233,7 +220,8 @@ def compare_plans(plan: OrchestrationPlan, best: OrchestrationPlan) -> str:
 
 
 def _pace(plan: OrchestrationPlan, best: OrchestrationPlan) -> str:
-    slow, fast = plan.bottleneck, best.bottleneck
+    slow = plan.bottleneck
+    fast = best.bottleneck
     return (
         f" ({plan.microbatches - 1} x {slow.stage_s:.4g} s on {slow.name} against "
         f"{best.microbatches - 1} x {fast.stage_s:.4g} s on {fast.name})"

@@ -102,7 +102,8 @@ class StepSearch:
             name, segments, makespan_ms = "natural", None, natural_ms
         if makespan_ms <= static_ms and makespan_ms < inf:
             best = dispatcher.dispatch(segments)
-            order, peak_bytes = best.order, best.peak_bytes
+            order = best.order
+            peak_bytes = best.peak_bytes
         elif self._static is not None:
             name, order, (makespan_ms, peak_bytes, _) = self._static
         else:

@@ -32,7 +32,8 @@ Edges = Sequence[Sequence[tuple[int, int]]]
 def lower_bound_ms(dispatcher: Dispatcher) -> float:
     """A time that no order of the step's F and B undercuts, whatever the memory."""
     tables = dispatcher.tables
-    pointers, targets = tables.pointers.tolist(), tables.target.tolist()
+    pointers = tables.pointers.tolist()
+    targets = tables.target.tolist()
     wires = tables.wire_ps.tolist()
     edges = [
         [(targets[edge], wires[edge]) for edge in range(pointers[a], pointers[a + 1])]
@@ -50,7 +51,8 @@ def _any_ranks(dispatcher: Dispatcher, edges: Edges, order: Sequence[int]) -> in
     """Longest path, and by rank: shortest way to it + work + shortest way from it."""
     durations = dispatcher.tables.duration_ps.tolist()
     ranks = (dispatcher.tables.queue // 2).tolist()
-    before, behind = [0] * len(order), [0] * len(order)
+    before = [0] * len(order)
+    behind = [0] * len(order)
     for action in order:
         for target, wire in edges[action]:
             before[target] = max(before[target], before[action] + durations[action] + wire)

@@ -12,7 +12,7 @@ What the paper leaves open is decided so:
 - Segments that are not ready block nobody: the best *ready* one is taken.
 - Backwards have the priority of their segment's forwards.
 - A rank with something ready and allowed is never idle, not even for something better to come.
-- If no rank may go on because of memory, that is a result (`feasible` is False), not an error: a
+- If no rank may go on because of memory, that is a result (`blocked` says why), not an error: a
   search has to learn which priorities do that.
 
 `evaluate` is for search: it takes a quarter of a millisecond for a step of 7,000 tasks. A plan
@@ -98,14 +98,13 @@ def segments_of(graph: StageGraph) -> tuple[list[Segment], dict[Task, int]]:
 
 
 def build_tables(
-    graph: StageGraph, costs: PlanCosts, units: Mapping[Task, int], training: bool
+    graph: StageGraph, costs: PlanCosts, units: Mapping[Task, int]
 ) -> tuple[list[Action], DispatchTables]:
     """Numbers the F and B of a step.
 
     Args:
         costs: of the graph; split backwards are not used.
         units: by task: its segment's number.
-        training: False for forwards only.
 
     Returns:
         The actions by number, and the arrays.
@@ -116,9 +115,9 @@ def build_tables(
     actions: list[Action] = []
     for task in graph.tasks():
         actions.append(Action(ActionType.F, *task))
-        if training and graph.needs_backward(task.stage, task.microbatch):
+        if graph.needs_backward(task.stage, task.microbatch):
             actions.append(Action(ActionType.B, *task))
-    travels = list(transfers(graph, training))
+    travels = list(transfers(graph))
     _check(graph, costs, actions, travels)
     number = {action: index for index, action in enumerate(actions)}
     tasks = [Task(*action[1:4]) for action in actions]
@@ -239,11 +238,6 @@ class Dispatched:
     peak_bytes: tuple[int, ...]
     blocked: tuple[str, ...] = ()
 
-    @property
-    def feasible(self) -> bool:
-        """Whether the step can be finished within memory."""
-        return not self.blocked
-
 
 class Dispatcher:
     """Times a step under any priorities of its segments.
@@ -254,7 +248,6 @@ class Dispatcher:
     Args:
         graph: of the step, on any layout.
         costs: of the graph. An action takes at least one picosecond.
-        training: False for a step of forwards only.
 
     Attributes:
         segments: in natural order; priorities are given as a permutation of their indices.
@@ -265,18 +258,19 @@ class Dispatcher:
         SimulationError: a cost is missing, negative or no number; all such are listed.
     """
 
-    def __init__(self, graph: StageGraph, costs: PlanCosts, training: bool = True) -> None:
+    def __init__(self, graph: StageGraph, costs: PlanCosts) -> None:
         self.graph, self.costs = graph, costs
         segments, of_task = segments_of(graph)
         self.segments: tuple[Segment, ...] = tuple(segments)
-        self.actions, self.tables = build_tables(graph, costs, of_task, training)
+        self.actions, self.tables = build_tables(graph, costs, of_task)
         groups: dict[tuple[str, int], list[int]] = {}
         for index, segment in enumerate(segments):
             groups.setdefault(segment[:2], []).append(index)
         self.groups: tuple[tuple[int, ...], ...] = tuple(map(tuple, groups.values()))
         ranks = graph.layout.rank_count
         self._sequence = np.empty(len(self.actions), np.uint32)
-        self._peak_bytes, self._used_bytes = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+        self._peak_bytes = np.empty(ranks, np.int64)
+        self._used_bytes = np.empty(ranks, np.int64)
 
     @cached_property
     def natural_order(self) -> Uint32s:

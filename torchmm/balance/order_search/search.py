@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -72,16 +71,6 @@ class Budget:
         return max(shares)
 
 
-class Improvement(NamedTuple):
-    """A new best order."""
-
-    evaluations: int
-    """By all workers, up to the exchange in which it came up."""
-    seconds: float
-    makespan_ms: float
-    """Infinite while nothing fits into memory."""
-
-
 @dataclass(frozen=True)
 class SearchResult:
     """What a search came to.
@@ -91,16 +80,12 @@ class SearchResult:
         makespan_ms: of the step in this order; infinite if it does not fit into memory.
         natural_ms: in natural order; infinite if that does not fit.
         evaluations: that were made.
-        seconds: that passed.
-        history: every new best, the natural order first.
     """
 
     order: Uint32s
     makespan_ms: float
     natural_ms: float
     evaluations: int
-    seconds: float
-    history: tuple[Improvement, ...]
 
     @property
     def fits(self) -> bool:
@@ -117,7 +102,6 @@ def search(
     workers: int = 1,
     bound_ms: float = 0.0,
     on_round: Callable[[SearchResult], bool] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> SearchResult:
     """The best order of segments that a strategy finds.
 
@@ -130,7 +114,6 @@ def search(
         bound_ms: a time that no order undercuts (`lower_bound_ms`): the search ends there.
         on_round: called between rounds with what was found so far; the search ends if it returns
             False.
-        clock: what seconds are counted with; `time.process_time` for those of an idle core.
 
     Raises:
         ValueError: there is no such strategy, or workers is less than 1.
@@ -139,7 +122,7 @@ def search(
         raise ValueError(f"no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
     if workers < 1:
         raise ValueError(f"workers = {workers}; give 1 or more")
-    run = _Run(dispatcher, budget, bound_ms, clock)
+    run = _Run(dispatcher, budget, bound_ms)
     count = min(workers, max(1, (os.cpu_count() or 1) // 2))
     evaluators = [Evaluator(dispatcher) for _ in range(count)]
     seeds = np.random.SeedSequence(seed).spawn(count)
@@ -155,7 +138,7 @@ def search(
                 made[0].advance(each[0], share)
             else:
                 list(pool.map(lambda own, n, share=share: own.advance(n, share), made, each))
-            best = run.exchange(evaluators)
+            best = run.best(evaluators)
             if on_round is not None and not on_round(run.found(evaluators)):
                 break
             for own in made:
@@ -164,28 +147,19 @@ def search(
 
 
 class _Run:
-    """Budget and history of one search."""
+    """Budget and begin of one search."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        budget: Budget,
-        bound_ms: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self.budget, self.bound_ms, self.clock = budget, bound_ms, clock
-        self.begin_s = clock()
+    def __init__(self, dispatcher: Dispatcher, budget: Budget, bound_ms: float) -> None:
+        self.budget, self.bound_ms = budget, bound_ms
+        self.begin_s = time.perf_counter()
         self.natural_ms = dispatcher.evaluate()
-        self.history = [Improvement(1, 0.0, self.natural_ms)]
 
     def evaluations(self, evaluators: list[Evaluator]) -> int:
         return sum(evaluator.evaluations for evaluator in evaluators)
 
-    def seconds(self) -> float:
-        return self.clock() - self.begin_s
-
     def share(self, evaluators: list[Evaluator]) -> float:
-        return self.budget.spent_share(self.evaluations(evaluators), self.seconds())
+        seconds = time.perf_counter() - self.begin_s
+        return self.budget.spent_share(self.evaluations(evaluators), seconds)
 
     def goes_on(self, evaluators: list[Evaluator]) -> bool:
         exhausted = all(evaluator.exhausted for evaluator in evaluators)
@@ -204,22 +178,7 @@ class _Run:
         """The evaluator with the best order; the first of several."""
         return min(evaluators, key=lambda evaluator: evaluator.best_score)
 
-    def exchange(self, evaluators: list[Evaluator]) -> Evaluator:
-        """The evaluator with the best order so far, which is noted if it is new."""
-        best = self.best(evaluators)
-        if best.best_ms < self.history[-1].makespan_ms:
-            self.history.append(
-                Improvement(self.evaluations(evaluators), self.seconds(), best.best_ms)
-            )
-        return best
-
     def found(self, evaluators: list[Evaluator]) -> SearchResult:
         best = self.best(evaluators)
-        return SearchResult(
-            best.best.copy(),
-            best.best_ms,
-            self.natural_ms,
-            self.evaluations(evaluators),
-            self.seconds(),
-            tuple(self.history),
-        )
+        evaluations = self.evaluations(evaluators)
+        return SearchResult(best.best.copy(), best.best_ms, self.natural_ms, evaluations)

@@ -5,7 +5,7 @@
 changes: a longer backward, fewer bytes kept, no backward in two halves, and the layer's own
 activations once more while its backward runs.
 
-Layers in front are the best to recompute: when their turn comes, those behind them have let go of
+The first layers are the best to recompute: when their turn comes, those after them have released
 theirs. So only a task that recomputes its last layers needs memory beyond what it kept.
 
 Where a device has memory of its own, a recomputed layer's input may wait in the host's ("offload").
@@ -14,7 +14,7 @@ received stays on the device all the same, as the runtime holds it: its first la
 
 Candidates of a stage, the ways to run its layers worth choosing from, are a multiple-choice
 knapsack: each layer takes one mode, times and bytes add up, and what is neither faster nor leaner
-than something else is dropped (the Pareto front). Equal layers are counted instead of told apart,
+than something else is dropped (the Pareto front). Equal layers are counted, not distinguished,
 so the front of a stage is exact and small. Of a long front, the fastest and the leanest stay, and
 of each of K - 2 equal ranges of bytes the fastest (PipeWeaver §6.3).
 
@@ -77,23 +77,11 @@ class StageRecompute:
 
     def extra_ms_N(self, modes: Modes) -> Float64s:
         """What modes of all layers add to forward and backward together."""
-        return self.extra_forward_ms_N(modes) + self.extra_backward_ms_N(modes)
-
-    def extra_forward_ms_N(self, modes: Modes) -> Float64s:
-        """What they add to the forward."""
-        return self._sum(self.forward_ms_KMN, modes)
-
-    def extra_backward_ms_N(self, modes: Modes) -> Float64s:
-        """What they add to the backward."""
-        return self._sum(self.again_ms_KMN, modes)
-
-    def extra_tensor_ms_N(self, modes: Modes) -> Float64s:
-        """Of it, exposed tensor-parallel communication."""
-        return self._sum(self.tensor_ms_KMN, modes)
+        return self.sum_N(self.forward_ms_KMN, modes) + self.sum_N(self.again_ms_KMN, modes)
 
     def saved_bytes_N(self, modes: Modes) -> Float64s:
         """What is not kept, compared with keeping everything."""
-        saved_N = self._sum(self.kept_bytes_KMN[:, :1] - self.kept_bytes_KMN, modes)
+        saved_N = self.sum_N(self.kept_bytes_KMN[:, :1] - self.kept_bytes_KMN, modes)
         return saved_N - self.received_bytes_N * (modes[0] == "offload")
 
     def host_bytes_N(self, modes: Modes) -> Float64s:
@@ -102,7 +90,7 @@ class StageRecompute:
             return np.zeros(len(self.tasks))
         inputs_KMN = np.zeros_like(self.kept_bytes_KMN)
         inputs_KMN[:, ALL_MODES.index("offload")] = self.kept_bytes_KMN[:, ALL_MODES.index("full")]
-        return self._sum(inputs_KMN, modes)
+        return self.sum_N(inputs_KMN, modes)
 
     def passing_bytes_N(self, modes: Modes) -> Float64s:
         """What backward needs beyond what was kept, while it runs."""
@@ -117,7 +105,8 @@ class StageRecompute:
             behind_N = behind_N + kept_N
         return most_N
 
-    def _sum(self, table_KMN: Float64s, modes: Modes) -> Float64s:
+    def sum_N(self, table_KMN: Float64s, modes: Modes) -> Float64s:
+        """What a table says of modes of all layers together."""
         if len(modes) != len(self.kinds):
             raise ValueError(f"{len(modes)} modes for {len(self.kinds)} layers")
         found_N = np.zeros(len(self.tasks))
@@ -184,7 +173,7 @@ def _stage(
     distinct = list(dict.fromkeys(layers))
     arrives_N = own.gradient_arrives_N(graph, stage.index)
     if stage.start == 0 and module.kind == "generator" and module.connector_trainable:
-        arrives_N = np.ones_like(arrives_N)  # to the connector, in front of the layers
+        arrives_N = np.ones_like(arrives_N)  # to the connector, before the layers
     rows = []
     for layer in distinct:
         key = module.name, layer, arrives_N.tobytes()
@@ -298,11 +287,10 @@ def charged(
     places = {index: {t: i for i, t in enumerate(own.tasks)} for index, own in choices.items()}
     for (stage, modes), tasks in _alike(recompute).items():
         own = choices[stage]
-        times = own.extra_forward_ms_N(modes), own.extra_backward_ms_N(modes)
-        rows = *times, own.extra_tensor_ms_N(modes), own.saved_bytes_N(modes)
-        before, extra, exposed, saved, passing = (
-            row.tolist() for row in (*rows, own.passing_bytes_N(modes))
-        )
+        tables = (own.forward_ms_KMN, own.again_ms_KMN, own.tensor_ms_KMN)
+        before, extra, exposed = (own.sum_N(table, modes).tolist() for table in tables)
+        saved = own.saved_bytes_N(modes).tolist()
+        passing = own.passing_bytes_N(modes).tolist()
         for task in tasks:
             place = places[stage][task]
             whole, half, rest = (Action(kind, *task) for kind in _BACKWARDS)
@@ -316,7 +304,8 @@ def charged(
                 temporary[half] = temporary[whole]
             if rest in compute:
                 compute[rest] = tensor[rest] = 0.0
-            kept[task], waiting[task] = max(0, kept[task] - round(saved[place])), 0
+            kept[task] = max(0, kept[task] - round(saved[place]))
+            waiting[task] = 0
     return replace(
         costs,
         compute_ms=compute,
@@ -344,7 +333,7 @@ MOST_CANDIDATES = 16
 MOST_PARTIAL = 256
 """Points of a front of some of the layers."""
 FROM_THE_FRONT = tuple(map(ALL_MODES.index, ("full", "offload", "selective", "none")))
-"""Which of equal layers have which mode. Those in front recompute more; the first one may be given
+"""Which of equal layers have which mode. The first ones recompute more; the first one may be given
 by the stage before, and then gains nothing from being offloaded."""
 
 

@@ -103,7 +103,7 @@ def solve_quickly(problem: TuningProblem, gap: float = 0.045) -> TuningSolution 
         problem.later_bytes_NC,
         problem.free_bytes_T,
     )
-    bound_ms = _search(tables, gap, ROUNDS, REPAIR_EVERY, choice_N)
+    bound_ms = _search(tables, gap, choice_N)
     return TuningSolution(choice_N, problem.extra_ms(choice_N), bound_ms)
 
 
@@ -273,7 +273,7 @@ def _change_prices(tables, used_T, aim, pace, prices):  # type: ignore[no-untype
 
 
 @compiled
-def _search(tables: _Tables, gap: float, rounds: int, repair_every: int, best_N: Int64s) -> float:
+def _search(tables: _Tables, gap: float, best_N: Int64s) -> float:
     """Improves `best_N`, which fits, in place; the bound on the time that any choice adds."""
     pairs = len(tables.start_N)
     positions = len(tables.free_T)
@@ -286,13 +286,13 @@ def _search(tables: _Tables, gap: float, rounds: int, repair_every: int, best_N:
     bound = 0.0
     pace = 1.0
     stalled = 0
-    for round_ in range(rounds):
+    for round_ in range(ROUNDS):
         found = _answer(tables, prices, choice_N, used_T)
         stalled = 0 if found > bound else stalled + 1
         bound = max(bound, found)
         if stalled >= PATIENCE:
             pace, stalled = pace / 2, 0
-        if round_ % repair_every == 0:
+        if round_ % REPAIR_EVERY == 0:
             trial_N = choice_N.copy()
             fixed_T = used_T.copy()
             if _repair(tables, prices, trial_N, fixed_T, open_N):

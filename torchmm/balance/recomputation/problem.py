@@ -33,7 +33,7 @@ class TuningProblem:
         extra_ms_NC: what a candidate adds to the pair's time.
         kept_bytes_NC: kept from `start` to `middle`.
         passing_bytes_NC: more, at `middle` only.
-        later_bytes_NC: kept behind `middle`, to `end`.
+        later_bytes_NC: kept after `middle`, to `end`.
         free_bytes_T: what all pairs together may keep at a position.
 
     Raises:

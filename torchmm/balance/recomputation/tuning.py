@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -106,8 +105,8 @@ class TunedPlan:
         plan: with `recompute`.
         costs: of this plan.
         peak_bytes: by rank: no more than this is in use at any time.
-        extra_ms: what is recomputed takes so long, by rank.
-        bound_ms: what would fit takes at least so long, by rank.
+        extra_ms: how long what is recomputed takes, by rank.
+        bound_ms: the least that anything that fits takes, by rank.
         host_bytes: by rank: no more than this waits in the host's memory.
     """
 
@@ -212,37 +211,6 @@ def tune_layers(
         tuple(bounds),
         tuple(hosts),
     )
-
-
-class MemoryNeeds(NamedTuple):
-    """Peaks of one rank, in bytes."""
-
-    least_bytes: int
-    """With everything recomputed that may be."""
-    most_bytes: int
-    """With everything kept that may be."""
-
-
-def memory_needs(
-    plan: PipelinePlan,
-    modules: Sequence[ModuleDescription],
-    microbatches: Sequence[MicrobatchMeta],
-    tuning: LayerTuning,
-    targets: Sequence[int] | None = None,
-) -> list[MemoryNeeds]:
-    """Between what limits there is something to choose, by rank; arguments as of `tune_layers`."""
-    given = plan.graph, modules, microbatches
-    costs = plan_costs(*given, tuning.model, targets=targets, layerwise=tuning.layerwise)
-    choices = tuning.choices(*given, targets)
-    found = []
-    for each in rank_problems(plan, costs, choices, 0, tuning.candidates):
-        problem = each.problem
-        peaks = [
-            int((problem.used_bytes_T(choice_N) - problem.free_bytes_T).max())
-            for choice_N in (problem.leanest_N, problem.fastest_N)
-        ]
-        found.append(MemoryNeeds(*peaks))
-    return found
 
 
 def rank_problems(

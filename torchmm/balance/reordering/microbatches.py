@@ -46,23 +46,6 @@ START_HEAT = 0.01
 """What the search accepts at first, as a share of a microbatch's time on the slowest rank."""
 
 
-@dataclass(frozen=True, eq=False)
-class MicrobatchOrders:
-    """Orders of G groups, and what they are worth.
-
-    Attributes:
-        orders_GM: microbatch of each slot.
-        makespan_ms_G: with these orders.
-        natural_ms_G: with microbatches in turn.
-        interval_ms_G: with Algorithm 3's orders.
-    """
-
-    orders_GM: Int64s
-    makespan_ms_G: Float64s
-    natural_ms_G: Float64s
-    interval_ms_G: Float64s
-
-
 @dataclass(frozen=True)
 class SearchEffort:
     """Swaps tried per group.
@@ -94,7 +77,7 @@ def reorder_microbatches(
     *,
     effort: SearchEffort | None = None,
     seed: int = 0,
-) -> MicrobatchOrders:
+) -> Int64s:
     """Good orders for all groups of a step.
 
     Args:
@@ -102,6 +85,9 @@ def reorder_microbatches(
         forward_ms_GSM, backward_ms_GSM: by group, stage and microbatch.
         effort: None: `SearchEffort.default`.
         seed: of the search.
+
+    Returns:
+        (G, M): microbatch of each slot.
 
     Raises:
         ValueError: as `StepProgram.checked`.
@@ -112,7 +98,7 @@ def reorder_microbatches(
     lanes = _lanes(program, costs_GKM)
     groups, _, slots = costs_GKM.shape
     natural = np.tile(np.arange(slots), (groups, 1))
-    tried = [natural, _interval_orders(program, costs_GKM)]
+    tried = [natural, interval_orders(program, costs_GKM)]
     times_ms = [_makespans_ms(program, lanes, costs_GKM, orders) for orders in tried]
     exact = False
     if program.lag:
@@ -128,35 +114,26 @@ def reorder_microbatches(
         times_ms.append(_makespans_ms(program, lanes, costs_GKM, tried[-1]))
     best_G = np.argmin(times_ms, axis=0)
     orders_GM = np.stack(tried)[best_G, np.arange(groups)]
-    makespan_ms_G = np.min(times_ms, axis=0)
     if not exact and effort.exact:
         fill_lanes(lanes, costs_GKM, orders_GM)
         heat_ms_G = START_HEAT * rank_ms_GRM.mean(axis=2).max(axis=1)
-        orders_MG, makespan_ms_G = anneal(
-            program.tables, lanes, orders_GM.T.copy(), heat_ms_G, effort.exact, seed
-        )
+        orders_MG = anneal(program.tables, lanes, orders_GM.T.copy(), heat_ms_G, effort.exact, seed)
         orders_GM = orders_MG.T.copy()
-    return MicrobatchOrders(orders_GM, makespan_ms_G, times_ms[0], times_ms[1])
+    return orders_GM
 
 
-def interval_orders(
-    program: StepProgram, forward_ms_GSM: Float64s, backward_ms_GSM: Float64s
-) -> Int64s:
+def interval_orders(program: StepProgram, costs_GKM: Float64s) -> Int64s:
     """Algorithm 3 for each group.
 
     The intervals are those of the first rank, and the size of a microbatch is its time on all
     ranks: only what differs between microbatches matters.
 
+    Args:
+        costs_GKM: from `StepProgram.checked`.
+
     Returns:
         (G, M): microbatch of each slot.
-
-    Raises:
-        ValueError: as `StepProgram.checked`.
     """
-    return _interval_orders(program, program.checked(forward_ms_GSM, backward_ms_GSM))
-
-
-def _interval_orders(program: StepProgram, costs_GKM: Float64s) -> Int64s:
     total_GM = costs_GKM.sum(axis=1)
     forward_GM, backward_GM = _first_rank(program, costs_GKM)
     return fill_intervals(

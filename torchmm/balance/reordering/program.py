@@ -4,7 +4,7 @@ A classic schedule fixes what each rank does with the first, second, ... microba
 microbatch has which place, a *slot*, is open. So a schedule is compiled once per run, and what
 changes from step to step are durations: an action starts when the one before it on its rank and
 those whose results it needs have ended, as in `torchmm.pipelining.view.timeline.uniform_timeline`,
-whose times `StepProgram.makespan_ms` gives to the last bit.
+whose times follow to the last bit.
 
 Actions are sorted by the last slot that they depend on, so what precedes the first action of a
 slot does not change when that slot and later ones do: a search need not look at it again.
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s
-from torchmm.balance.reordering.program_kernels import ProgramTables, program_makespan
+from torchmm.balance.reordering.program_kernels import ProgramTables
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
@@ -61,28 +61,6 @@ class StepProgram:
     rank_S: Int64s
     lag: int
 
-    def makespan_ms(
-        self, forward_ms_SM: Float64s, backward_ms_SM: Float64s, order: Sequence[int] | None = None
-    ) -> float:
-        """End of the last action.
-
-        Args:
-            forward_ms_SM, backward_ms_SM: by stage and microbatch; backwards that the schedule
-                does not have are ignored.
-            order: microbatch of each slot; None: in turn.
-
-        Raises:
-            ValueError: shapes differ from the program's, or `order` is no permutation.
-        """
-        costs_KM = self.checked(forward_ms_SM[None], backward_ms_SM[None])[0]
-        if order is not None:
-            if sorted(order) != list(range(self.microbatches)):
-                raise ValueError(
-                    f"order {list(order)}: must hold each of 0..{self.microbatches - 1} once"
-                )
-            costs_KM = costs_KM[:, np.asarray(order)]
-        return float(program_makespan(self.tables, np.append(costs_KM.ravel(), 0.0)))
-
     def checked(self, forward_ms_GSM: Float64s, backward_ms_GSM: Float64s) -> Float64s:
         """Durations of G groups as (G, K, M).
 
@@ -104,7 +82,7 @@ class StepProgram:
         return costs
 
 
-def compile_order(order: ComputeOrder, graph: StageGraph, transfer_ms: float = 0.0) -> StepProgram:
+def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
     """Compile a schedule.
 
     Args:
@@ -112,7 +90,6 @@ def compile_order(order: ComputeOrder, graph: StageGraph, transfer_ms: float = 0
         graph: all stages trained, or frozen ones, but without sub-microbatches: their number
             differs between microbatches, and a slot's actions would depend on what is in it.
             An encoder's sub-microbatches are one task here, as long as all of them.
-        transfer_ms: from the end of an action to the start of one on another rank.
 
     Raises:
         ValueError: the order cannot be executed, splits backwards, or has sub-microbatches.
@@ -131,7 +108,7 @@ def compile_order(order: ComputeOrder, graph: StageGraph, transfer_ms: float = 0
     # Times of 1 give an order along dependencies, by which neighbouring ranks take turns.
     records = uniform_timeline(rows, graph, lambda action: 1.0)
     for record in sorted(records, key=lambda r: (r.start_ms, r.rank)):
-        numbering.add(record.action, transfer_ms)
+        numbering.add(record.action)
     return StepProgram(
         tables=numbering.tables(),
         stages=len(graph.layout.stages),
@@ -172,11 +149,10 @@ class _Numbering:
         self.before = [0]
         self.need = [0]
         self.slot = [-1]
-        self.delay_ms = [0.0]
         self.row = [0]
         self._last = [0] * len(rows)
 
-    def add(self, action: Action, transfer_ms: float) -> None:
+    def add(self, action: Action) -> None:
         """The next action; what it waits for has been added."""
         result = _result(action)
         rank = self._rank[result]
@@ -186,10 +162,8 @@ class _Numbering:
         needs = list(_needs(action, self._graph))
         for index in range(max(1, len(needs))):
             need = needs[index] if needs else None
-            far = need is not None and self._rank[need] != rank
             self.before.append(self._last[rank])
             self.need.append(self.number[need] if need is not None else 0)
-            self.delay_ms.append(transfer_ms if far else 0.0)
             self.row.append(own if index + 1 >= len(needs) else 2 * stages * slots)
             waits = (self.slot[self.before[-1]], self.slot[self.need[-1]], action.microbatch)
             self.slot.append(max(waits))
@@ -206,7 +180,6 @@ class _Numbering:
         return ProgramTables(
             before_N=place[np.array(self.before)[by_slot]].astype(np.uint64),
             need_N=place[np.array(self.need)[by_slot]].astype(np.uint64),
-            delay_ms_N=np.array(self.delay_ms)[by_slot],
             row_N=np.array(self.row)[by_slot].astype(np.uint64),
             begin_M=np.searchsorted(slots[by_slot], np.arange(self._graph.microbatches + 1)),
             last_R=place[self._last].astype(np.uint64),

@@ -1,4 +1,4 @@
-"""Compiled loops over a step's program; `program` and `reorder_microbatches` call them."""
+"""Compiled loops over a step's program; `program` and `microbatches` say what they are for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchmm.balance.compiled import (
 #
 # Step 0 is the start and ends at 0. Every other step waits for two others, and that is all:
 #
-#     end[n] = max(end[before[n]], end[need[n]] + delay[n]) + cost[row[n]]
+#     end[n] = max(end[before[n]], end[need[n]]) + cost[row[n]]
 #
 # `before` is the one before it on its rank, `need` the one whose result it uses; 0 where there is
 # none. An action that uses more results is preceded by steps that take no time, one for each
@@ -63,8 +63,6 @@ class ProgramTables(NamedTuple):
     """By step: the one before on its rank."""
     need_N: Words
     """By step: the one whose result it uses."""
-    delay_ms_N: Float64s
-    """By step: from the end of the needed one to its start at the earliest."""
     row_N: Words
     """By step: its place in the durations."""
     begin_M: Int64s
@@ -78,26 +76,11 @@ class ProgramTables(NamedTuple):
 
 
 @without_nans
-def program_makespan(tables: ProgramTables, costs: Float64s) -> float:
-    """Makespan.
-
-    Args:
-        costs: durations by row, and a last one of 0.
-    """
-    ends = np.zeros(len(tables.before_N))
-    advance(tables, costs, ends, 1, len(ends))
-    makespan = 0.0
-    for step in tables.last_R:
-        makespan = max(makespan, ends[step])
-    return makespan
-
-
-@without_nans
 def advance(tables: ProgramTables, costs: Float64s, ends: Float64s, start: int, stop: int) -> None:
     """Ends of the steps from `start` on."""
     for step in range(start, stop):
         free = ends[tables.before_N[step]]
-        ready = ends[tables.need_N[step]] + tables.delay_ms_N[step]
+        ready = ends[tables.need_N[step]]
         ends[step] = (free if free > ready else ready) + costs[tables.row_N[step]]
 
 
@@ -202,10 +185,8 @@ def advance_lanes(
         ready = ends_NG[tables.need_N[step]]
         cost = lanes.costs_RG[lanes.place_N[step]]
         end = ends_NG[step]
-        delay_ms = tables.delay_ms_N[step]
         for g in range(groups):
-            arrives = ready[g] + delay_ms
-            end[g] = (free[g] if free[g] > arrives else arrives) + cost[g]
+            end[g] = (free[g] if free[g] > ready[g] else ready[g]) + cost[g]
     makespan_G[:] = 0.0
     for step in tables.last_R:
         for g in range(groups):
@@ -242,7 +223,7 @@ def anneal(
     heat_G: Float64s,
     steps: int,
     seed: int,
-) -> tuple[Int64s, Float64s]:
+) -> Int64s:
     """Swap slots, worse orders being accepted ever more seldom.
 
     Args:
@@ -251,7 +232,7 @@ def anneal(
         steps: swaps tried; the last ones at a fiftieth of the heat.
 
     Returns:
-        The best orders (M, G) and their makespans.
+        The best orders (M, G).
     """
     slots, groups = orders_MG.shape
     ends = np.zeros((len(tables.before_N), groups))
@@ -287,4 +268,4 @@ def anneal(
                 if now[g] < best[g]:
                     best[g] = now[g]
                     best_orders[:, g] = orders_MG[:, g]
-    return best_orders, best
+    return best_orders

@@ -165,8 +165,8 @@ class StepReorder:
                 np.moveaxis(of_N[:, microbatches].sum(axis=-1), 0, 1)
                 for of_N in (forward_SN, backward_SN)
             ]
-            found = reorder_microbatches(program, *durations, seed=SEED)
-            microbatches = np.take_along_axis(microbatches, found.orders_GM[:, :, None], axis=1)
+            orders_GM = reorder_microbatches(program, *durations, seed=SEED)
+            microbatches = np.take_along_axis(microbatches, orders_GM[:, :, None], axis=1)
         by_group = microbatches.reshape(self._groups, self._waves, count, -1)
         in_turn = np.swapaxes(by_group, 1, 2).reshape(self._groups, self._waves * count, -1)
         return in_turn.tolist()

@@ -5,14 +5,14 @@
   direction: a transfer starts when its send and its receive are posted and the one before it is
   through, and never waits for another channel.
 - Gathers of parameters run on a queue of their own; the first action of a stage waits for its
-  gather. Reductions stand in the program, behind all computation.
+  gather. Reductions stand in the program, after all computation.
 
-- Where the device can (`PlanCosts.runs_beside`), fillers have a queue of their own beside the LLM
-  actions they fill (`torchmm.pipelining.run.runtime`). They compute while those communicate, so
+- Where the device can (`PlanCosts.runs_beside`), fillers have a queue of their own, the side queue
+  (`torchmm.pipelining.run.runtime`). They compute while the LLM actions they fill communicate, so
   they take longer by the ratio of both; LLM actions take no longer for it.
 
 Posting takes no time, so SEND and RECV are no operators: they happen when the action before them
-ends. Rejected: one queue for all transfers of a rank. The order in which they come to the wire
+ends. Rejected: one queue for all transfers of a rank. The order in which they reach the wire
 depends on other ranks, and a fixed one could make a plan that runs wait for ever.
 """
 
@@ -84,7 +84,7 @@ class PlanGraph:
     compute: dict[Action, int]
     transfers: dict[TransferKey, int]
     stretch: Mapping[Action, float]
-    """By filler that runs beside: by how much longer it takes there."""
+    """By filler with a queue of its own: by how much longer it takes there."""
 
 
 def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
@@ -142,7 +142,7 @@ class _Builder:
     def add_program(self, rank: int) -> None:
         """The actions of one rank."""
         previous = NONE  # the last operator of the program
-        side: list[int] = []  # the last one beside it, until the program waits for that
+        side: list[int] = []  # the last one on the side queue, until the program waits for it
         for action in self.plan.actions[rank]:
             kind = action.type
             aside = self._is_aside(action)
@@ -183,12 +183,12 @@ class _Builder:
         return node
 
     def _is_aside(self, action: Action) -> bool:
-        """Whether it runs beside the program: a filler, its waits and sends."""
+        """Whether it runs on the side queue: a filler, its waits and sends."""
         kind = _COMPUTED_BY.get(action.type, action.type)
         return bool(self.stretch) and Action(kind, *action[1:4]) in self.stretch
 
     def _joins(self, action: Action, aside: bool) -> bool:
-        """Whether the program waits for what runs beside it before an action (`SideStream`)."""
+        """Whether the program waits for the side queue before an action (`SideStream`)."""
         return (
             action in self.first
             if aside
@@ -196,7 +196,7 @@ class _Builder:
         )
 
     def _needs(self, rank: int, action: Action, previous: int) -> list[int]:
-        """What an action waits for beside the one before it."""
+        """What an action waits for besides the one before it."""
         if action.type in _WAITS:
             return self._transfer(rank, action)
         if action.type is ActionType.REDUCE_TIED:

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.compiled import Int64s
+from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError, duration_problem
-from torchmm.balance.simulation.incremental import Checkpoint, IncrementalTimes
-from torchmm.balance.simulation.operator_graph import MemoryTimeline
+from torchmm.balance.simulation.graph_kernels import Times
+from torchmm.balance.simulation.incremental import IncrementalTimes
 from torchmm.balance.simulation.plan_graph import PlanGraph, TransferKey, build_plan_graph
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
@@ -37,6 +37,24 @@ from torchmm.pipelining.view.timeline import Bubble, Timeline, analyze_timeline
 
 
 @dataclass(frozen=True)
+class MemoryTimeline:
+    """Memory of one device over time.
+
+    Attributes:
+        times_ms: of each change, ascending.
+        used_bytes: from that change to the next. At equal times the order is that of execution.
+    """
+
+    times_ms: Float64s
+    used_bytes: Int64s
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is used at once."""
+        return int(self.used_bytes.max(initial=0))
+
+
+@dataclass(frozen=True)
 class SimulatedStep:
     """What a step does, as predicted.
 
@@ -44,7 +62,7 @@ class SimulatedStep:
         plan: that was simulated.
         costs: that it was simulated with.
         records: of all ranks, each in the order of its program, as `PipelineRuntime` gives them.
-            UNSHARD lasts as long as the gather, which runs beside computation.
+            UNSHARD lasts as long as the gather, which overlaps with computation.
         memory: by rank of the plan: used bytes over time.
     """
 
@@ -91,7 +109,7 @@ class SimulatedStep:
         return replace(timeline, busy_ms=tuple(busy_ms), bubbles=tuple(bubbles))
 
     def _filled_share(self) -> dict[Action, float]:
-        """By LLM action: the share of its communication beside which fillers compute."""
+        """By LLM action: the share of its communication during which fillers compute."""
         shares: dict[Action, float] = {}
         for llm, fillers in filled(self.plan) if self.costs.runs_beside else ():
             tensor_ms = sum(self.costs.tensor_ms.get(action, 0.0) for action in llm)
@@ -117,7 +135,7 @@ def simulate(plan: PipelinePlan, costs: PlanCosts) -> SimulatedStep:
 class PlanCheckpoint(NamedTuple):
     """State of a `PlanSimulation`: times, and the costs that were changed."""
 
-    times: Checkpoint
+    times: Times
     compute_ms: dict[Action, float]
     transfer_ms: dict[TransferKey, float]
 
@@ -230,8 +248,7 @@ def memory_changes(plan: PipelinePlan, costs: PlanCosts) -> list[Int64s]:
         return costs.kept_for_weights_bytes.get(task, costs.kept_bytes.get(task, 0))
 
     memory = MemoryModel(lambda task: costs.kept_bytes.get(task, 0), later_bytes)
-    kinds = {action.type for program in plan.actions for action in program}
-    book = RuleBook(plan.graph, plan.specs, plan.training, kinds, memory)
+    book = RuleBook(plan, memory)
     changes = []
     for rank, program in enumerate(plan.actions):
         rows = np.zeros((len(program), 2), np.int64)
@@ -258,7 +275,7 @@ def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:
 
 
 def _problems(plan: PipelinePlan, costs: PlanCosts) -> list[str]:
-    """What is wrong with costs beside durations, which building the graph finds."""
+    """What is wrong with costs besides durations, which building the graph finds."""
     problems = []
     if costs.static_bytes and len(costs.static_bytes) != len(plan.actions):
         problems.append(

@@ -23,7 +23,7 @@ import transformers
 
 from torchmm.common.batch import ImageMeta, ImageSpec
 from torchmm.common.errors import ConfigError
-from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.corrupt import CorruptSampleError
 
 MAX_RATE = 768_000
 """Samples per second accepted as plausible."""

@@ -1,44 +1,62 @@
-"""Chat messages to segments through the tokenizer's own chat template.
+"""Chats to segments through the tokenizer's own chat template.
 
-The template is rendered with a marker instead of every content part, and the result is split
-at the markers: the text between them is scaffolding, where special tokens are special; the contents
-are put back as plain text, so that no message can forge a turn. Answers of the assistant count in
-the loss, and so does the special token that ends them.
+The template is rendered twice: with marks instead of the sample's strings, and with the strings
+(`chat_marks.py`). The first shows where they went, the second that the text is the template's own,
+character by character. A sample of which the template leaves out, moves, repeats or changes
+anything is refused and the message names it.
 
-Rejected: the template's own assistant mask (few templates have the `generation` tag it needs) and
-rendering the first k messages for every k (templates that drop earlier thoughts break it).
+What comes from the sample is encoded as plain text, together with the template's text around it,
+as far as that has no special tokens: so ids are those of the whole text, and no message can forge
+a turn. What each turn says, and so what counts in the loss, is in `chat_spans.py`.
+
+Rejected: asking the template for the first k messages for every k (templates that drop earlier
+thoughts break it, and long chats take quadratic time): only where nothing else shows a boundary.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchmm.data.media.chat_keys import check_part, check_turn
-from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.data.sources.records import (
-    AudioSegment,
-    ImageSegment,
-    Sample,
-    TextSegment,
-    VideoSegment,
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.conversation import Conversation, Turn, answered_calls
+from torchmm.data.layouts.sample import FileSegment, Sample, SampleOptions, Segment, TextSegment
+from torchmm.data.media.chat_marks import (
+    Layout,
+    Marks,
+    Plain,
+    Style,
+    after_last_mark,
+    lay_out,
+    messages_of,
+    tools_with,
+    unmarked_strings,
 )
+from torchmm.data.media.chat_spans import Habits, Span, Spans, loss_mask, tagged_by_turn
 
-ROLES = ("system", "user", "assistant", "tool")
 FALLBACK_TEMPLATE = (
     "{{ bos_token or '' }}{% for m in messages %}"
     "{{ m.role }}: {{ m.content }}"
     "{{ eos_token or '' if m.role == 'assistant' else '' }}\n{% endfor %}"
+    "{{ 'assistant: ' if add_generation_prompt else '' }}"
 )
 """Used if the tokenizer has no chat template."""
-MARKER = re.compile("\ue000(\\d+)\ue001")
-"""Private-use characters around a number: survives trimming, occurs in no template."""
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_TROUBLE = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What templates raise when they get something that they were not written for."""
+AS_PYTHON = re.compile(r"(?:[({[]|': )'\\ue000(\d{6})\\ue001'")
+"""A string in a table or list that a template wrote without `tojson`."""
+_INDENTS = (None, 2, 4)
 
-Part = TextSegment | ImageSegment | AudioSegment | VideoSegment
+
+class TemplateRefusalError(CorruptSampleError):
+    """The template itself does not take these messages."""
 
 
 class ChatTemplate:
@@ -51,135 +69,261 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.template = None if tokenizer.chat_template else FALLBACK_TEMPLATE
-        backend = tokenizer.backend_tokenizer
-        self.special = sorted(
-            (t.content for t in backend.get_added_tokens_decoder().values() if t.special),
-            key=len,
-            reverse=True,
-        )
+        self._special = _pattern(tokenizer)
+        self._habits: dict[tuple[Style, bool], Habits] = {}
 
-    def __call__(
-        self,
-        messages: list[Any],
-        images: Sequence[ImageSegment],
-        audios: Sequence[AudioSegment] = (),
-        videos: Sequence[VideoSegment] = (),
-    ) -> Sample:
+    def __call__(self, conversation: Conversation, options: SampleOptions) -> Sample:
         """Segments of a conversation.
 
+        Raises:
+            CorruptSampleError: the template refuses it, or leaves something out.
+        """
+        for string in unmarked_strings(conversation):
+            if self._special.search(string):
+                raise CorruptSampleError(
+                    f"{string!r:.80} in tools or ids of calls contains a special token"
+                )
+        calls = any(turn.tool_calls for turn in conversation.turns)
+        problems: list[CorruptSampleError] = []
+        for json_arguments in (False, True) if calls else (False,):
+            for parts in (False, True):
+                try:
+                    return _Chat(self, conversation, Style(parts, json_arguments)).sample(options)
+                except CorruptSampleError as error:
+                    problems.append(error)
+        ours = [e for e in problems if not isinstance(e, TemplateRefusalError)]
+        # A style that a template cannot read loses contents; the other shows what it cannot say.
+        raise min(ours or problems, key=lambda error: " content of" in str(error))
+
+    def render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
+        """The text of messages.
+
         Args:
-            messages: {"role", "content"}; content is a string or a list of parts
-                {"type": "text", "text": ...}, {"type": "image"}, {"type": "audio"} and
-                {"type": "video"}.
-            images, audios, videos: one per part of their kind, in order.
+            messages: as the template reads them.
+            tools: descriptions of tools; None: there are none.
+            prompt: end it with the prompt for an answer.
 
         Raises:
-            CorruptSampleError: malformed messages, an empty answer, keys that would be lost (see
-                `torchmm.data.media.chat_keys`), or other numbers of images and image parts.
+            TemplateRefusalError: the template does not take them.
         """
-        remaining: dict[str, list[Any]] = {
-            "image": list(images),
-            "audio": list(audios),
-            "video": list(videos),
-        }
-        parts: list[Part] = []
-        marked: list[tuple[str, list[str]]] = []
-        for message in messages:
-            role, content = _role_and_content(message)
-            first = len(parts)
-            parts.extend(_parts(content, role, remaining))
-            marked.append((role, [f"\ue000{i}\ue001" for i in range(first, len(parts))]))
-        for kind, rest in remaining.items():
-            if rest:
-                raise CorruptSampleError(f"{len(rest)} {kind}s more than {kind} parts in messages")
-        return Sample(tuple(self._split(self._render(marked), parts)), False, False)
-
-    def _render(self, marked: list[tuple[str, list[str]]]) -> str:
-        """The conversation as text with markers. Some templates want strings, others parts."""
-        wanted = [m for _, markers in marked for m in markers]
-        flat: list[dict[str, Any]] = [
-            {"role": role, "content": "".join(markers)} for role, markers in marked
-        ]
-        nested: list[dict[str, Any]] = [
-            {"role": role, "content": [{"type": "text", "text": m} for m in markers]}
-            for role, markers in marked
-        ]
-        problem = "leaves out a content"
-        for conversation in (flat, nested):
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    conversation, tokenize=False, chat_template=self.template
-                )
-            except (jinja2.TemplateError, TypeError) as error:
-                problem = f"refuses the messages: {error}"
-                continue
-            assert isinstance(text, str)
-            if [m.group(0) for m in MARKER.finditer(text)] == wanted:
-                return text
-        raise CorruptSampleError(f"the chat template {problem}")
-
-    def _split(self, text: str, parts: list[Part]) -> list[Part]:
-        segments: list[Part] = []
-        answered = False
-        pieces = MARKER.split(text)  # scaffold, number, scaffold, number, ..., scaffold
-        for position, piece in enumerate(pieces):
-            if position % 2:
-                part = parts[int(piece)]
-                segments.append(part)
-                answered = isinstance(part, TextSegment) and part.loss
-                continue
-            end = next((t for t in self.special if answered and piece.startswith(t)), "")
-            for scaffold, loss in ((end, True), (piece[len(end) :], False)):
-                if scaffold:
-                    segments.append(TextSegment(scaffold, loss, scaffold=True))
-        return segments
-
-
-def _role_and_content(message: Any) -> tuple[str, Any]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise CorruptSampleError(f"message {str(message)[:80]} has no role of {ROLES}")
-    check_turn(message)
-    role = message["role"]
-    content = message.get("content")
-    # An empty answer would teach the model to end its turn at once. It is the mark of a record
-    # that has lost something (a tool call, a refusal), never of one worth learning. Empty
-    # instructions and questions do no harm: they are only read.
-    if role == "assistant" and _says_nothing(content):
-        raise CorruptSampleError("assistant message has no content; leave such conversations out")
-    return role, content
-
-
-def _says_nothing(content: Any) -> bool:
-    if isinstance(content, list):
-        return all(
-            isinstance(part, dict)
-            and part.get("type") == "text"
-            and _says_nothing(part.get("text"))
-            for part in content
-        )
-    return content is None or (isinstance(content, str) and not content.strip())
-
-
-def _parts(content: Any, role: str, remaining: dict[str, list[Any]]) -> list[Part]:
-    """Content parts of one message; takes its files from the front of `remaining`."""
-    loss = role == "assistant"
-    if isinstance(content, str):
-        return [TextSegment(content, loss)]
-    if not isinstance(content, list):
-        raise CorruptSampleError(f"content is {type(content).__name__}, not text or a list")
-    parts: list[Part] = []
-    for item in content:
-        kind = item.get("type") if isinstance(item, dict) else None
-        if kind == "text" or kind in remaining:
-            check_part(item, role)
-        if kind == "text" and isinstance(item.get("text"), str):
-            parts.append(TextSegment(item["text"], loss))
-        elif kind in remaining:
-            if not remaining[kind]:
-                raise CorruptSampleError(f"more {kind} parts in messages than {kind}s")
-            parts.append(remaining[kind].pop(0))
-        else:
-            raise CorruptSampleError(
-                f"content part {str(item)[:80]} is none of text, {', '.join(remaining)}"
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                chat_template=self.template,
+                add_generation_prompt=prompt,
             )
-    return parts
+        except _TROUBLE as error:
+            raise TemplateRefusalError(
+                f"the chat template refuses the messages: {error}"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def tagged(self, messages: list[dict[str, Any]], tools: Any) -> list[Span] | None:
+        """The template's own `{% generation %}` spans; None if it has no such tags."""
+        template = self.tokenizer.get_chat_template(self.template, tools)
+        if not GENERATION_TAG.search(template):
+            return None
+        tokens: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
+        rendered: Any = render_jinja_template(
+            [messages],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **tokens,
+        )
+        return [(start, end) for start, end in rendered[1][0]]
+
+    @property
+    def special(self) -> re.Pattern[str]:
+        """Matches special tokens (group "token"), with the blanks that they swallow."""
+        return self._special
+
+    def habits(self, style: Style, with_tools: bool) -> Habits:
+        """What the template does around plain answers, found by a plain chat."""
+        if (style, with_tools) not in self._habits:
+            self._habits[style, with_tools] = self._find_habits(style)
+        return self._habits[style, with_tools]
+
+    def _find_habits(self, style: Style) -> Habits:
+        turns = (Turn("user", ("a",)), Turn("assistant", ("b",)))
+        messages = messages_of(Conversation(turns), style, Marks())
+        eos = self.tokenizer.eos_token
+        try:
+            asked = self.render(messages[:1], None)
+            prompted = self.render(messages[:1], None, prompt=True)
+            answered = self.render(messages, None)
+        except TemplateRefusalError:
+            return Habits("", (str(eos),) if eos else ())
+        prompt = prompted.removeprefix(asked) if prompted.startswith(asked) else ""
+        # Without a prompt: all between question and answer, except what ends the question.
+        between = "".join(answered.partition("\ue001")[2].partition("\ue000")[:1])
+        header = prompt or between.removeprefix(after_last_mark(asked))
+        header = header if header.strip() else ""  # a blank is said with the answer
+        ends = [match["token"] for match in self._special.finditer(after_last_mark(answered))]
+        return Habits(header, tuple(ends[-1:]))
+
+
+class _Chat:
+    """One conversation in one style; raises CorruptSampleError where the template fails it."""
+
+    def __init__(self, template: ChatTemplate, conversation: Conversation, style: Style) -> None:
+        self.template = template
+        self.conversation = conversation
+        self.style = style
+        marks = Marks()
+        self.marked = messages_of(conversation, style, marks)
+        self.marked_tools = tools_with(conversation.tools, marks)
+        self.messages = messages_of(conversation, style, Plain())
+        self.tools = tools_with(conversation.tools, Plain())
+        marked = template.render(self.marked, self.marked_tools)
+        written = (marks.marks[int(match[1])].kind for match in AS_PYTHON.finditer(marked))
+        if any(kind in ("arguments", "content") for kind in written):
+            raise TemplateRefusalError(
+                "the chat template writes tables as Python does, not as JSON"
+            )
+        answered = answered_calls(conversation.turns)
+        named = {
+            k
+            for k, (call, _) in answered.items()
+            if call is not None and call["function"]["name"] == conversation.turns[k].name
+        }
+        plain = template.render(self.messages, self.tools)
+        self.layout = lay_out(marked, plain, marks.marks, named)
+        self._check_ids([k for k, (_, in_order) in answered.items() if not in_order])
+        self._check_tools()
+
+    def sample(self, options: SampleOptions) -> Sample:
+        """Its segments."""
+        turns = self.conversation.turns
+        layout = self.layout
+        tagged = self.template.tagged(self.messages, self.tools)
+        by_turn = tagged_by_turn(layout, tagged or ())
+        around = Spans(
+            layout,
+            turns,
+            self.template.habits(self.style, self.tools is not None),
+            self.template.special,
+            str(self.template.tokenizer.bos_token or ""),
+            self._tail,
+        )
+
+        def spans(turn: int) -> Sequence[Span]:
+            if tagged is None or turns[turn].role != "assistant":
+                return around(turn)
+            return by_turn.get(turn, [])
+
+        mask = loss_mask(turns, options.train_on, len(layout.text), spans)
+        return Sample(tuple(_segments(layout, mask, self.template.special)), False, False)
+
+    def _tail(self, count: int) -> str | None:
+        try:
+            return after_last_mark(self.template.render(self.marked[:count], self.marked_tools))
+        except TemplateRefusalError:
+            return None
+
+    def _check_ids(self, out_of_order: Sequence[int]) -> None:
+        """Results in another order than their calls are only understood by ids: does the text
+        change if they do?"""
+        for turn in out_of_order:
+            name = self.conversation.turns[turn].tool_call_id or ""
+            other = "".join("1" if letter == "0" else "0" for letter in name)
+            answer = {**self.messages[turn], "tool_call_id": other}
+            calls = [_with_other_id(message, name, other) for message in self.messages]
+            for messages in ([*self.messages[:turn], answer, *self.messages[turn + 1 :]], calls):
+                if self.template.render(messages, self.tools) == self.layout.text:
+                    raise CorruptSampleError(
+                        f"the chat template leaves out tool_call_id of message {turn + 1}, whose "
+                        "result is not in the order of the calls"
+                    )
+
+    def _check_tools(self) -> None:
+        """Numbers and the like in tools have no marks: does the text change if they do?"""
+        for number, tool in enumerate(self.tools or ()):
+            whole = (
+                json.dumps(t, ensure_ascii=False, indent=i)
+                for t in (tool, tool["function"])
+                for i in _INDENTS
+            )
+            if any(text in self.layout.text for text in whole):
+                continue
+            assert self.tools is not None
+            for path, value, changed in _changed_scalars(tool):
+                others = [*self.tools[:number], changed, *self.tools[number + 1 :]]
+                if self.template.render(self.messages, others) == self.layout.text:
+                    raise CorruptSampleError(
+                        f"the chat template leaves out {path} = {value} of tools"
+                    )
+
+
+def _with_other_id(message: dict[str, Any], name: str, other: str) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {
+        **message,
+        "tool_calls": [{**c, "id": other} if c.get("id") == name else c for c in calls],
+    }
+
+
+def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every value that is no string: where, what, and all of `value` with another one there."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        here = f"{path}.{key}".lstrip(".")
+        if isinstance(item, dict | list):
+            changes = _changed_scalars(item, here)
+        elif item is None or isinstance(item, bool | int | float):
+            changes = iter([(here, item, not item if isinstance(item, bool) else (item or 0) + 1)])
+        else:
+            continue
+        for where, what, other in changes:
+            copy: Any = dict(value) if isinstance(value, dict) else list(value)
+            copy[key] = other
+            yield where, what, copy
+
+
+def _segments(layout: Layout, mask: bytearray, special: re.Pattern[str]) -> list[Segment]:
+    """The text in pieces that are encoded alike, and the files in it."""
+    segments: list[Segment] = []
+    for number in range(len(layout.marks) + 1):
+        begin, end = layout.between(number)
+        for match in special.finditer(layout.text, begin, end):
+            _add_text(segments, layout.text, mask, begin, match.start())
+            loss = bool(mask[match.start("token")])
+            segments.append(TextSegment(match.group(), loss, scaffold=True))
+            begin = match.end()
+        _add_text(segments, layout.text, mask, begin, end)
+        if number < len(layout.marks):
+            value = layout.marks[number].value
+            if isinstance(value, FileSegment):
+                segments.append(value)  # type: ignore[arg-type]
+            else:
+                _add_text(segments, layout.text, mask, *layout.places[number])
+    return segments
+
+
+def _add_text(segments: list[Segment], text: str, mask: bytearray, begin: int, end: int) -> None:
+    """Appends text without special tokens, joined to such text before it that counts alike."""
+    while begin < end:
+        loss = mask[begin]
+        change = mask.find(1 - loss, begin, end)
+        piece = text[begin : change if change >= 0 else end]
+        begin += len(piece)
+        last = segments[-1] if segments else None
+        if isinstance(last, TextSegment) and not last.scaffold and last.loss == bool(loss):
+            segments[-1] = TextSegment(last.text + piece, bool(loss))
+        else:
+            segments.append(TextSegment(piece, bool(loss)))
+
+
+def _pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    tokens = sorted((t for t in added if t.special), key=lambda t: len(t.content), reverse=True)
+    before = "|".join(re.escape(t.content) for t in tokens if t.lstrip)
+    every = "|".join(re.escape(t.content) for t in tokens) or "(?!)"
+    lead = rf"(?:\s+(?={before}))?" if before else ""
+    trail = "".join(rf"(?:(?<={re.escape(t.content)})\s+)?" for t in tokens if t.rstrip)
+    return re.compile(f"{lead}(?P<token>{every}){trail}")

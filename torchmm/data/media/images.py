@@ -30,7 +30,7 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import (
 
 from torchmm.common.batch import ImageMeta, ImageSpec
 from torchmm.common.errors import ConfigError
-from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.corrupt import CorruptSampleError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Pillow decoders that may see untrusted bytes (EPS, for one, would start a PostScript process)."""

@@ -5,6 +5,10 @@ a string of characters and cannot end a sample or claim an image. Only the scaff
 template, which comes with the tokenizer, may contain special tokens. Rejected: the tokenizer's own
 `split_special_tokens` argument, because it flips a switch of the shared tokenizer per call.
 
+What a text may cost is bounded: one that is far longer than a sample can keep is corrupt before a
+tokenizer sees it (they need seconds and hundreds of bytes per character of a long word). Rejected:
+to cut it there, which would move the boundaries of its last tokens.
+
 Shape legend: L tokens of one sample.
 """
 
@@ -20,7 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import IGNORE_TARGET, Marks, TextSpec
 from torchmm.common.errors import ConfigError
-from torchmm.data.sources.records import (
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.sample import (
     FileSegment,
     GeneratedSegment,
     ImageSegment,
@@ -29,6 +34,16 @@ from torchmm.data.sources.records import (
     TextSegment,
     VideoSegment,
 )
+
+MAX_TEXT_CHARACTERS = 500_000
+"""Longest text that is tokenised, unless a sample has room for more: see `longest_text`."""
+CHARACTERS_PER_TOKEN = 16
+"""Far more than tokens of any language have on average."""
+
+
+def longest_text(sequence_length: int) -> int:
+    """Characters of the longest text that is tokenised for samples of so many tokens."""
+    return max(MAX_TEXT_CHARACTERS, CHARACTERS_PER_TOKEN * sequence_length)
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,9 @@ class TextEncoder:
         Args:
             sample: segments in order.
             image_tokens: placeholders of each image, tile, clip or sound.
+
+        Raises:
+            CorruptSampleError: a text is far too long, or has half a character.
         """
         spec = self.spec
         limit = self.sequence_length
@@ -114,8 +132,20 @@ class TextEncoder:
         return out
 
     def _encode_text(self, segment: TextSegment) -> list[int]:
-        # A lone surrogate cannot be encoded; "?" takes its place.
-        text = segment.text.encode("utf-8", "replace").decode("utf-8")
+        text = segment.text
+        longest = longest_text(self.sequence_length)
+        if len(text) > longest:
+            raise CorruptSampleError(
+                f"text of {len(text)} characters, at most {longest} for training.sequence_length "
+                f"= {self.sequence_length}; split it into several samples"
+            )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise CorruptSampleError(
+                f"text has a lone surrogate, {text[error.start]!r}, at character {error.start}: "
+                "half of a character that was cut in two, or wrongly decoded; write it anew"
+            ) from error
         backend = self._scaffold if segment.scaffold else self._plain
         return backend.encode(text, add_special_tokens=False).ids
 

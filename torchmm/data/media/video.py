@@ -40,8 +40,8 @@ from PIL import Image
 
 from torchmm.common.batch import ImageMeta
 from torchmm.common.errors import ConfigError
+from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import MAX_ASPECT_RATIO, ImagePreprocessor, to_rgb
-from torchmm.data.sources.corrupt import CorruptSampleError
 from torchmm.recipe.data_section import VideoConfig
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,ogg,flv,asf,gif,apng"

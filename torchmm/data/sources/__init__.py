@@ -1,7 +1,7 @@
 """Where records come from: files, folders, the hub; with random access or as streams.
 
-Begin with `open.py`. A record that cannot be used is corrupt with a reason (`corrupt.py`), skipped
-and counted.
+Begin with `open.py`. A record that cannot be used is corrupt with a reason (`corrupt.py`, one
+floor below), skipped and counted.
 """
 
 from torchmm.common.faces import public
@@ -10,7 +10,5 @@ __all__, __getattr__ = public(
     __name__,
     {
         "open": ("open_samples",),
-        "corrupt": ("CorruptLimit", "CorruptSampleError"),
-        "records": ("Sample",),
     },
 )

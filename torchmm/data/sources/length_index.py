@@ -14,8 +14,7 @@ import json
 import logging
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,16 +22,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, __version__
 
 from torchmm.common.batch import ImageMeta, SampleMeta
-from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.errors import DataError
 from torchmm.common.files import check_writable, replace_atomically
 from torchmm.common.generated import GeneratedMeta
-from torchmm.data.identity import SamplesDigest
-from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.corrupt import CorruptSampleError, first_of
+from torchmm.data.identity import SamplesDigest, causes_of
 from torchmm.data.sources.local_and_hub import MapSource
+from torchmm.data.sources.packed import naming_the_cache
 from torchmm.data.sources.reader import SampleReader
-from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.data_section import DataConfig, LengthFilter, SourceConfig
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 8
 """Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
 
@@ -57,6 +57,13 @@ class LengthIndex:
     generated_G4: np.ndarray
     corrupt: dict[int, str]
     content: str = ""
+
+    def kept_by(self, wanted: LengthFilter) -> np.ndarray:
+        """Indices of the usable samples that a filter leaves in, ascending."""
+        kept = self.tokens_N >= wanted.min_tokens  # at least 1, so without the corrupt ones
+        if wanted.max_tokens is not None:
+            kept &= self.tokens_N <= wanted.max_tokens
+        return np.flatnonzero(kept)
 
     def meta(self, source: str, index: int, encoders: Sequence[str]) -> SampleMeta:
         """Metadata of sample `index` for a model with these encoders."""
@@ -87,8 +94,7 @@ def cache_key(
         "format": FORMAT_VERSION,
         "transformers": __version__,
         "source": source.fingerprint,
-        "prompt": config.prompt,
-        "generate": config.generate,
+        "config": causes_of(config),
         "generated": dataclasses.asdict(reader.targets.spec) if reader.targets else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
         "tiles": [data.max_tiles_per_sample, data.max_tiles_per_sequence],
@@ -101,40 +107,62 @@ def cache_key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def load_or_build(
-    name: str, source: MapSource, prompt: str, reader: SampleReader, path: Path
-) -> LengthIndex:
+def load_or_build(name: str, source: MapSource, reader: SampleReader, path: Path) -> LengthIndex:
     """The cached index, or a new one that is then cached.
 
     Args:
         name: the source's name, for messages.
         source: its records.
-        prompt: the source's caption prompt.
         reader: measures records.
         path: cache file.
 
     Raises:
         ConfigError: there is none, and none can be written.
-        DataError: no sample of the source is usable.
     """
     index = _load(path)
     if index is None:
-        with _naming_the_cache(path.parent):
+        with naming_the_cache(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             check_writable(path.parent)  # measuring may take hours, in vain
-        index = _build(name, source, prompt, reader)
-        with _naming_the_cache(path.parent):
+        index = _build(name, source, reader)
+        with naming_the_cache(path.parent):
             _save(index, path)
-    if not index.tokens_N.any():
-        first = [f"{name}[{i}]: {reason}" for i, reason in list(index.corrupt.items())[:3]]
-        raise DataError(
-            f"source {name!r}: none of its {len(index.tokens_N)} samples is usable. "
-            + "; ".join(first)
-        )
     return index
 
 
-def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> LengthIndex:
+def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
+    """Tells how many samples of a source take part.
+
+    Raises:
+        DataError: none does.
+    """
+    kept = len(index.kept_by(config.filter))
+    total = len(index.tokens_N)
+    corrupt = len(index.corrupt)
+    counts = f"{corrupt} are corrupt, {total - corrupt - kept} are outside of its `filter`"
+    if not kept:
+        lengths = index.tokens_N[index.tokens_N > 0]
+        found = (
+            f" (the others have {lengths.min()} to {lengths.max()} tokens)"
+            if corrupt < total
+            else ""
+        )
+        messages = [f"{name}[{i}]: {reason}" for i, reason in index.corrupt.items()]
+        raise nothing_usable(name, f"none of its {total} samples: {counts}{found}", messages)
+    if kept < total:
+        logger.info("source %r gives %d of its %d samples: %s", name, kept, total, counts)
+
+
+def nothing_usable(name: str, found: str, messages: Sequence[str]) -> DataError:
+    """The error of a source that gives nothing."""
+    return DataError(
+        f"source {name!r} gives {found}{first_of(messages)}\nCorrect the source in the recipe "
+        "(`columns` maps names of columns, `filter` limits lengths), repair its samples, or leave "
+        "it out"
+    )
+
+
+def _build(name: str, source: MapSource, reader: SampleReader) -> LengthIndex:
     tokens: list[int] = []
     offsets = [0]
     images: list[tuple[int, ...]] = []
@@ -145,7 +173,7 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
     last = time.monotonic()
     for i in range(len(source)):
         try:
-            sample = reader.read(source.read(i), prompt)
+            sample = reader.read(source.read(i))
         except CorruptSampleError as error:
             tokens.append(0)
             corrupt[i] = str(error)
@@ -169,17 +197,6 @@ def _build(name: str, source: MapSource, prompt: str, reader: SampleReader) -> L
         corrupt,
         digest.hexdigest(),
     )
-
-
-@contextmanager
-def _naming_the_cache(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"data.index_cache = {str(directory)!r}: cannot write {error.filename or directory}: "
-            f"{error.strerror}; name a directory that can be written and has room"
-        ) from error
 
 
 def _row(image: ImageMeta, encoders: Sequence[str]) -> tuple[int, ...]:

@@ -1,10 +1,11 @@
 """Sources with random access: local files and hub data sets.
 
 Arrow-backed formats go through Hugging Face `datasets` and are read as raw Arrow rows, so that it
-never decodes an image or a sound: bytes stay bytes until a worker needs the pixels. JSON lines have
-a separate reader, because rows of one file may have different types ("content" is a string in one
-message and a list in the next), because a broken line must cost one sample and not the file, and
-because image paths are relative to the file a row came from.
+never decodes an image or a sound: bytes stay bytes until a worker needs the pixels. JSON and CSV
+have a reader of their own (`text_files.py`), because rows of one file may have different types
+("content" is a string in one message and a list in the next), because a broken line must cost one
+sample and not the file, and because image paths are relative to the file a row came from. So have
+Energon's folders (`energon.py`), whose samples may have different parts.
 
 Every source of a recipe is opened on every rank; nothing here knows ranks.
 """
@@ -13,132 +14,127 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.parquet as pq
 
-from torchmm.common.errors import DataError
+from torchmm.common.errors import ConfigError, DataError
+from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.archives import check_tars
-from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.data.sources.records import Record
-from torchmm.recipe.data_section import SourceConfig
+from torchmm.data.sources.configured import MapSource, SourceAsConfigured
+from torchmm.data.sources.energon import EnergonSource, is_energon, open_folder
+from torchmm.data.sources.packed import PACKED, plain_suffix, unpacked
+from torchmm.data.sources.text_files import Table, TextSource, open_json
+from torchmm.recipe.data_section import DataConfig, SourceConfig
 
 SUFFIXES = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "json": (".jsonl", ".ndjson", ".json"),
     "webdataset": (".tar",),
+    "csv": (".csv", ".tsv"),
     "imagefolder": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
     "videofolder": (".mp4", ".webm", ".mkv", ".mov", ".avi"),
 }
+TEXT_FILES = {"json": open_json, "csv": Table}
+"""Formats of files that may be packed."""
+INDEX_CACHE = DataConfig().index_cache
 FOLDERS = ("imagefolder", "videofolder")
 """Formats of files that a metadata.jsonl describes."""
 
 
-class MapSource(Protocol):
-    """Random access to the records of one source."""
-
-    fingerprint: str
-    """Changes when the content may have changed."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> Record:
-        """Raises CorruptSampleError if this record cannot be read."""
-        ...
-
-
 class ArrowSource:
-    """Records of a `datasets.Dataset` as raw Arrow values."""
+    """Records of a `datasets.Dataset` as raw Arrow values.
 
-    def __init__(self, dataset: datasets.Dataset, root: str | None, fingerprint: str) -> None:
+    Args:
+        dataset: the rows of all files, one file after another.
+        root: directory that image paths are relative to.
+        fingerprint: of the files.
+        files: where the rows are, as far as it is known: files and their numbers of rows.
+    """
+
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        root: str | None,
+        fingerprint: str,
+        files: Sequence[tuple[Path, int]] = (),
+    ) -> None:
         self._rows = dataset.with_format("arrow")
         self._root = root
         self.fingerprint = fingerprint
+        self._files = [str(file) for file, _ in files]
+        self._ends = np.cumsum([rows for _, rows in files])
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, index: int) -> Record:
         """Record `index`."""
-        return Record(self._rows[index].to_pylist()[0], self._root)
+        columns = self._rows[index].to_pylist()[0]
+        return Record(columns, self._root, where=sample_key(columns) or self._row(index))
+
+    def _row(self, index: int) -> str:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        if number >= len(self._files):
+            return ""
+        before = int(self._ends[number - 1]) if number else 0
+        return f"{self._files[number]} row {index - before}"
 
 
-class JsonLinesSource:
-    """Records of JSON-lines files, found by the byte offsets of their lines."""
-
-    def __init__(self, files: Sequence[Path], fingerprint: str) -> None:
-        self._files = list(files)
-        self.fingerprint = fingerprint
-        self._offsets = [_line_offsets(path) for path in self._files]
-        self._ends = np.cumsum([len(o) for o in self._offsets])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def read(self, index: int) -> Record:
-        """Record `index`, counted through all files."""
-        file = int(np.searchsorted(self._ends, index, side="right"))
-        offsets = self._offsets[file]
-        with self._files[file].open("rb") as stream:
-            stream.seek(int(offsets[index - int(self._ends[file])]))
-            return parse_json_line(stream.readline(), self._files[file])
+def sample_key(columns: dict[str, Any]) -> str:
+    """ "SHARD:KEY" of a webdataset's sample; empty for others."""
+    return f"{columns['__url__']}:{columns['__key__']}" if "__url__" in columns else ""
 
 
-class GeneratingSource:
-    """A source with a column of images or clips to be drawn."""
-
-    def __init__(self, source: MapSource, column: str) -> None:
-        self._source = source
-        self._column = column
-        self.fingerprint = source.fingerprint
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def read(self, index: int) -> Record:
-        """Record `index`."""
-        return replace(self._source.read(index), generate=self._column)
-
-
-def parse_json_line(line: bytes, path: Path) -> Record:
-    """One line of a JSON-lines file.
-
-    Raises:
-        CorruptSampleError: not a JSON object.
-    """
-    try:
-        columns = json.loads(line)
-    except ValueError as error:
-        raise CorruptSampleError(f"line of {path}: {error}") from error
-    if not isinstance(columns, dict):
-        raise CorruptSampleError(f"line of {path} is {type(columns).__name__}, not an object")
-    return Record(columns, str(path.parent))
-
-
-def open_map_source(config: SourceConfig) -> MapSource:
+def open_map_source(config: SourceConfig, cache: str = INDEX_CACHE) -> MapSource:
     """Open a source for random access.
 
+    Args:
+        config: the source.
+        cache: directory in which packed files are unpacked.
+
     Raises:
-        DataError: nothing readable there.
+        ConfigError: the cache cannot be written.
+        DataError: nothing readable there, or no such columns.
     """
-    source = _open_map_source(config)
-    return source if config.generate is None else GeneratingSource(source, config.generate)
+    return SourceAsConfigured(_open(config, cache), config)
 
 
-def _open_map_source(config: SourceConfig) -> MapSource:
+def _open(config: SourceConfig, cache: str) -> MapSource:
     kind, files = resolve_files(config)
-    if kind == "json":
-        return JsonLinesSource(files, _files_fingerprint(files))
+    if kind in TEXT_FILES or kind == "energon":
+        return open_file_source(config, kind, files, cache)
     dataset = load(config, kind, files, streaming=False)
     fingerprint = _files_fingerprint(files) if files else str(dataset._fingerprint)
-    return ArrowSource(dataset, source_root(config, files), fingerprint)
+    rows = [(file, pq.read_metadata(file).num_rows) for file in files] if kind == "parquet" else []
+    return ArrowSource(dataset, source_root(config, files), fingerprint, rows)
+
+
+def open_file_source(
+    config: SourceConfig, kind: str, files: Sequence[Path], cache: str
+) -> MapSource:
+    """Open a source that this package reads without `datasets`.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+        DataError: a file cannot be read.
+    """
+    fingerprint = _files_fingerprint(files)
+    if kind == "energon":
+        folder = open_folder(Path(config.path).expanduser(), config.split)
+        return EnergonSource(folder, fingerprint)
+    try:
+        opened = [TEXT_FILES[kind](file, unpacked(file, Path(cache))) for file in files]
+    except OSError as error:
+        text = f"source {config.path!r}: cannot read {error.filename}: {error.strerror}"
+        raise DataError(text) from error
+    return TextSource(opened, fingerprint)
 
 
 def load(config: SourceConfig, kind: str, files: Sequence[Path], streaming: bool) -> Any:
@@ -151,7 +147,9 @@ def load(config: SourceConfig, kind: str, files: Sequence[Path], streaming: bool
         check_tars(files)
     try:
         if kind == "hub":
-            return datasets.load_dataset(config.path, split=config.split, streaming=streaming)
+            return datasets.load_dataset(
+                config.path, config.config, split=config.split, streaming=streaming
+            )
         # Names are patterns to `datasets`. The split is named, or it would guess one from them.
         names = [glob.escape(str(f)) for f in files]
         options: dict[str, Any] = {}
@@ -173,11 +171,22 @@ def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
     """Format of a source and its local files, sorted; no files for a hub data set.
 
     Raises:
+        ConfigError: a local source has a subset.
         DataError: the path looks local but has no readable files.
     """
     candidates = _local_candidates(config)
     if config.format == "hub" or (candidates is None and config.format == "auto"):
         return "hub", []
+    if config.config is not None:
+        raise ConfigError(
+            f"source {config.path!r}: config = {config.config!r} names a subset of a hub data set, "
+            "but this one is local; remove it, or name the subset's directory or files in `path`"
+        )
+    folder = Path(config.path).expanduser()
+    if config.format == "energon" or (config.format == "auto" and is_energon(folder)):
+        if not is_energon(folder):
+            raise DataError(f"source {config.path!r}: no directory with .nv-meta; correct `path`")
+        return "energon", open_folder(folder, config.split).files
     if not candidates:
         raise DataError(
             f"source {config.path!r}: no such file, directory or glob. Prepare it "
@@ -185,7 +194,7 @@ def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
         )
     kinds = [config.format] if config.format != "auto" else _kinds_by_suffix(candidates)
     for kind in kinds:
-        files = [f for f in candidates if f.suffix.lower() in SUFFIXES[kind]]
+        files = [f for f in candidates if _suffix(f, kind) in SUFFIXES[kind]]
         if files and kind in FOLDERS:
             files += [f for f in candidates if _is_metadata(f)]
         if files:
@@ -195,6 +204,10 @@ def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
         f"{config.format if config.format != 'auto' else 'a known format'}; known are "
         f"{', '.join(s for suffixes in SUFFIXES.values() for s in suffixes)}"
     )
+
+
+def _suffix(path: Path, kind: str) -> str:
+    return plain_suffix(path) if kind in TEXT_FILES else path.suffix.lower()
 
 
 def _kinds_by_suffix(files: Sequence[Path]) -> list[str]:
@@ -224,7 +237,7 @@ def _local_candidates(config: SourceConfig) -> list[Path] | None:
 def _may_be_hub_id(name: str) -> bool:
     """NAME or OWNER/NAME, and OWNER is no directory here."""
     path = Path(name)
-    known_suffix = any(path.suffix in suffixes for suffixes in SUFFIXES.values())
+    known_suffix = path.suffix in PACKED or any(path.suffix in s for s in SUFFIXES.values())
     is_pattern = any(c in name for c in "*?[")
     if name.startswith((".", "/", "~")) or len(path.parts) > 2 or known_suffix or is_pattern:
         return False
@@ -244,31 +257,6 @@ def source_root(config: SourceConfig, files: Sequence[Path]) -> str | None:
         inside = path / config.split
         return str((inside if inside.is_dir() else path).absolute())
     return os.path.commonpath([str(f.parent) for f in files])
-
-
-def unique_names(configs: Sequence[SourceConfig]) -> list[str]:
-    """One name per source, from the recipe or the path, numbered where they repeat."""
-    names: list[str] = []
-    for config in configs:
-        parts = [p for p in Path(config.path).parts if "*" not in p]
-        name = config.name or "/".join(parts[-2:])
-        copies = sum(n == name or n.startswith(f"{name}#") for n in names)
-        names.append(f"{name}#{copies + 1}" if copies else name)
-    return names
-
-
-def _line_offsets(path: Path) -> np.ndarray:
-    """int64: start of every line that is not blank."""
-    offsets: list[int] = []
-    position = 0
-    with path.open("rb") as stream:
-        for line in stream:
-            if not offsets and line.lstrip().startswith(b"["):
-                raise DataError(f"{path} is a JSON array; write one object per line (JSONL)")
-            if line.strip():
-                offsets.append(position)
-            position += len(line)
-    return np.asarray(offsets, np.int64)
 
 
 def _files_fingerprint(files: Sequence[Path]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,17 +22,16 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.media.generated_images import TargetPreprocessor
-from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture
-from torchmm.data.sources.length_index import cache_key, load_or_build
+from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
+from torchmm.data.sources.length_index import cache_key, check_usable, load_or_build
 from torchmm.data.sources.local_and_hub import (
     MapSource,
     open_map_source,
     resolve_files,
-    unique_names,
 )
 from torchmm.data.sources.reader import SampleReader
-from torchmm.data.sources.streams import StreamFeed, open_stream
-from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.data.sources.streams import StreamFeed, check_stream, open_stream
+from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 
 VALIDATION_SEED = 0
@@ -62,11 +61,20 @@ class Samples:
     seed: int
     identity: dict[str, Any] = field(default_factory=dict)
     """See `torchmm.data.identity`."""
+    stages: Sequence[StageConfig] = ()
+    """Weights in the place of the sources' own; none: there is one stage."""
 
     def mixture(self) -> Mixture:
         """Their global order, from the start."""
         feeds = [source.make_feed() for source in self.sources]
-        return Mixture(feeds, [source.config.weight for source in self.sources])
+        stages = [
+            Stage(
+                [stage.weights.get(source.name, 0.0) for source in self.sources], stage.until_step
+            )
+            for stage in self.stages
+        ]
+        own = [_weight(s.config, f.size) for s, f in zip(self.sources, feeds, strict=True)]
+        return Mixture(feeds, stages or [Stage(own)])
 
     def feeds(self) -> dict[str, int]:
         """Number of each source by its name."""
@@ -121,9 +129,17 @@ def open_samples(
     sources = _open_sources(data, training, reader, tokenizer, validation, settings)
     contents = [(source.name, source.config, source.content) for source in sources]
     whole = identity(data, training, reader, settings, contents)
-    records = [s.records for s in sources]
-    prompts = [s.config.prompt for s in sources]
-    return Samples(sources, StepDecoder(reader, records, prompts, length), seed, whole)
+    decoder = StepDecoder(reader, [s.records for s in sources], length)
+    return Samples(sources, decoder, seed, whole, () if validation else data.stages)
+
+
+def _weight(config: SourceConfig, size: int | None) -> float:
+    """Its share in the mixture: with `epochs`, so that all sources are seen as often as theirs
+    say in the same time."""
+    if config.epochs is None:
+        return config.weight
+    assert size is not None, "streams have no epochs: see torchmm.recipe.check"
+    return config.epochs * size
 
 
 def _open_sources(
@@ -143,17 +159,19 @@ def _open_sources(
         # Held-out samples have the same order in every run, and a shuffled one: files are often
         # sorted by topic, and the first samples are to represent all of them.
         seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
-        options = FeedOptions(number, name, seed, shuffle, one_epoch=validation)
+        options = FeedOptions(number, name, seed, shuffle, validation, config.filter)
         if config.streaming:
-            stream = open_stream(name, config)
-            make = partial(StreamFeed, options, stream, config.prompt, reader, data.shuffle_window)
+            stream = open_stream(name, config, data.index_cache)
+            check_stream(name, config, stream, reader, data.max_corrupt_samples)
+            make = partial(StreamFeed, options, stream, reader, data.shuffle_window)
             content = stream_content(config, resolve_files(config)[1], settings)
             opened.append(OpenSource(name, config, None, make, "", content))
             continue
-        records = open_map_source(config)
+        records = open_map_source(config, data.index_cache)
         key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
         path = Path(data.index_cache) / f"{key}.npz"
-        index = load_or_build(name, records, config.prompt, reader, path)
+        index = load_or_build(name, records, reader, path)
+        check_usable(name, config, index)
         make_feed = partial(IndexFeed, options, index, reader.encoders)
         opened.append(OpenSource(name, config, records, make_feed, key, index.content))
     return opened

@@ -6,7 +6,7 @@ Lengths that planning saw and tensors that training gets cannot disagree, becaus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,14 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import ImageMeta, ImageSpec, SampleMeta, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta
-from torchmm.data.media.chat import ChatTemplate
-from torchmm.data.media.generated_images import TargetPreprocessor
-from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
-from torchmm.data.media.text import EncodedSample, TextEncoder, TiledSegment
-from torchmm.data.media.tiles import Tile, TiledMedia, TiledPicture, cut_within
-from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
-from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.data.sources.records import (
+from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.layouts.recognise import parse_record
+from torchmm.data.layouts.sample import (
     FileSegment,
     GeneratedSegment,
     ImageSegment,
@@ -34,9 +29,14 @@ from torchmm.data.sources.records import (
     VideoSegment,
     assign_encoders,
     limit_images,
-    parse_record,
     without_generated,
 )
+from torchmm.data.media.chat import ChatTemplate
+from torchmm.data.media.generated_images import TargetPreprocessor
+from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
+from torchmm.data.media.text import EncodedSample, TextEncoder, TiledSegment
+from torchmm.data.media.tiles import Tile, TiledMedia, TiledPicture, cut_within
+from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
 from torchmm.recipe.data_section import DataConfig
 
 EncodedFile = bytes | ClipFrames | Tile
@@ -55,6 +55,14 @@ class MeasuredSample:
     generated: list[GeneratedMeta] = field(default_factory=list)
     """Images to be drawn."""
     generated_files: list[bytes] = field(default_factory=list)
+
+
+def placeholders(files: Sequence[EncodedFile], images: Sequence[ImageMeta]) -> list[int]:
+    """In the text, of every image; tiles of AnyRes stand in those of the first one."""
+    return [
+        file.placeholders if isinstance(file, Tile) else image.tokens
+        for file, image in zip(files, images, strict=True)
+    ]
 
 
 class SampleReader:
@@ -113,23 +121,23 @@ class SampleReader:
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
         self._chat = ChatTemplate(tokenizer)
 
-    def read(self, record: Record, prompt: str) -> MeasuredSample:
+    def read(self, record: Record) -> MeasuredSample:
         """Parse, check headers of files, tokenise, truncate.
 
         Raises:
             ConfigError: it has clips, and no library reads them.
-            CorruptSampleError: the sample cannot be used, with the reason.
+            CorruptSampleError: the sample cannot be used, with place and reason.
         """
-        sample = limit_images(parse_record(record, prompt, self._chat), self._max_images)
+        with naming_place(record.where):
+            return self._read(record)
+
+    def _read(self, record: Record) -> MeasuredSample:
+        sample = limit_images(parse_record(record, self._chat), self._max_images)
         sample = assign_encoders(sample, self._readers)
         if self.targets is None:
             sample = without_generated(sample)
         sample, files, metas = self._open_files(sample)
-        counts = [
-            file.placeholders if isinstance(file, Tile) else meta.tokens
-            for file, meta in zip(files, metas, strict=True)
-        ]
-        text = self._text.encode(sample, counts)
+        text = self._text.encode(sample, placeholders(files, metas))
         generated, generated_files = self._measure_generated(sample, text)
         if not any(text.loss[1:]) and not generated:
             raise CorruptSampleError(

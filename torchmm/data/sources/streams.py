@@ -14,41 +14,36 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tarfile import TarError
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
 
 from torchmm.common.errors import DataError
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.sample import Record
 from torchmm.data.order import FeedOptions, Item, Skip, permutation
-from torchmm.data.sources.corrupt import CorruptSampleError
-from torchmm.data.sources.local_and_hub import load, parse_json_line, resolve_files, source_root
-from torchmm.data.sources.reader import SampleReader
-from torchmm.data.sources.records import Record
+from torchmm.data.sources.configured import MapSource, RecordStream, StreamAsConfigured
+from torchmm.data.sources.length_index import nothing_usable
+from torchmm.data.sources.local_and_hub import (
+    INDEX_CACHE,
+    TEXT_FILES,
+    load,
+    open_file_source,
+    resolve_files,
+    sample_key,
+    source_root,
+)
+from torchmm.data.sources.packed import unpacked
+from torchmm.data.sources.reader import MeasuredSample, SampleReader
+from torchmm.data.sources.text_files import MAX_RECORD_BYTES, is_array, parse_object, too_long
 from torchmm.recipe.data_section import SourceConfig
 
 _UNREADABLE = (
     OSError, EOFError, ValueError, TarError, pa.ArrowException, datasets.exceptions.DatasetsError,
 )  # fmt: skip
-
-
-class RecordStream(Protocol):
-    """Reads one source from the start or from a position."""
-
-    def restart(self, position: Any) -> None:
-        """Continue at a position, from the start if it is None."""
-        ...
-
-    def position(self) -> Any:
-        """JSON-able position of the next record."""
-        ...
-
-    def next(self) -> Record | CorruptSampleError | None:
-        """The next record, or why it is unreadable; None at the end."""
-        ...
 
 
 class ArrowStream:
@@ -77,77 +72,155 @@ class ArrowStream:
             table = next(self._iterator, None)
         except _UNREADABLE as error:
             raise DataError(f"source {self._name!r} cannot be read further: {error}") from error
-        return None if table is None else Record(table.to_pylist()[0], self._root)
+        if table is None:
+            return None
+        columns = table.to_pylist()[0]
+        return Record(columns, self._root, where=sample_key(columns))
 
 
 class JsonLinesStream:
-    """Records of JSON-lines files."""
+    """Records of JSON-lines files, which are never read twice."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = list(files)
         self._file, self._offset = 0, 0
+        self._line: int | None = 1
 
     def restart(self, position: Any) -> None:
-        """Continue at [file, byte offset]."""
-        self._file, self._offset = position or (0, 0)
+        """Continue at [file, byte offset, line]."""
+        self._file, self._offset, *line = position or (0, 0, 1)
+        self._line = line[0] if line else None  # missing in old checkpoints
 
     def position(self) -> Any:
-        """[file, byte offset] of the next line."""
-        return [self._file, self._offset]
+        """[file, byte offset, number] of the next line."""
+        return [self._file, self._offset, *([] if self._line is None else [self._line])]
 
     def next(self) -> Record | CorruptSampleError | None:
         """The next line that is not blank."""
         while self._file < len(self._files):
             path = self._files[self._file]
+            place = f"byte {self._offset}" if self._line is None else str(self._line)
             with path.open("rb") as stream:
                 stream.seek(self._offset)
-                line = stream.readline()
-            self._offset += len(line)
-            if not line:
-                self._file, self._offset = self._file + 1, 0
-            elif line.strip():
+                line = stream.readline(MAX_RECORD_BYTES)
+                size = len(line)
+                while not line.endswith(b"\n") and (rest := stream.readline(MAX_RECORD_BYTES)):
+                    size += len(rest)
+                    line = rest
+            self._offset += size
+            if not size:
+                self._file, self._offset, self._line = self._file + 1, 0, 1
+                continue
+            if self._line is not None:
+                self._line += 1
+            where = f"{path}:{place}"
+            if size > MAX_RECORD_BYTES:
+                return too_long(where, "line", size)
+            if line.strip():
                 try:
-                    return parse_json_line(line, path)
+                    return Record(parse_object(line, where), str(path.parent), where=where)
                 except CorruptSampleError as error:
                     return error
         return None
 
 
-class GeneratingStream:
-    """A stream with a column of images or clips to be drawn."""
+class IndexedStream:
+    """The records of a source with random access, in order."""
 
-    def __init__(self, stream: RecordStream, column: str) -> None:
-        self._stream = stream
-        self._column = column
+    def __init__(self, source: MapSource) -> None:
+        self._source = source
+        self._next = 0
 
     def restart(self, position: Any) -> None:
-        """Continue at a position of the stream."""
-        self._stream.restart(position)
+        """Continue at a record."""
+        self._next = position or 0
 
     def position(self) -> Any:
-        """Position of the next record."""
-        return self._stream.position()
+        """Number of the next record."""
+        return self._next
 
     def next(self) -> Record | CorruptSampleError | None:
         """The next record."""
-        record = self._stream.next()
-        return replace(record, generate=self._column) if isinstance(record, Record) else record
+        if self._next >= len(self._source):
+            return None
+        self._next += 1
+        try:
+            return self._source.read(self._next - 1)
+        except CorruptSampleError as error:
+            return error
 
 
-def open_stream(name: str, config: SourceConfig) -> RecordStream:
+def open_stream(name: str, config: SourceConfig, cache: str = INDEX_CACHE) -> RecordStream:
     """Open a source for reading in order.
 
+    Args:
+        name: of the source, for messages.
+        config: the source.
+        cache: directory in which packed files are unpacked.
+
     Raises:
-        DataError: nothing readable there.
+        ConfigError: the cache cannot be written.
+        DataError: nothing readable there, or no such columns.
     """
+    return StreamAsConfigured(_open(name, config, cache), config)
+
+
+def _open(name: str, config: SourceConfig, cache: str) -> RecordStream:
     kind, files = resolve_files(config)
-    stream: RecordStream
     if kind == "json":
-        stream = JsonLinesStream(files)
-    else:
-        dataset = load(config, kind, files, streaming=True)
-        stream = ArrowStream(name, dataset, source_root(config, files))
-    return stream if config.generate is None else GeneratingStream(stream, config.generate)
+        contents = [unpacked(file, Path(cache)) for file in files]
+        if not any(is_array(content) for content in contents) and contents == files:
+            return JsonLinesStream(files)
+    if kind in TEXT_FILES or kind == "energon":
+        return IndexedStream(open_file_source(config, kind, files, cache))
+    dataset = load(config, kind, files, streaming=True)
+    return ArrowStream(name, dataset, source_root(config, files))
+
+
+def check_stream(
+    name: str, config: SourceConfig, stream: RecordStream, reader: SampleReader, max_corrupt: int
+) -> None:
+    """Reads a stream up to its first usable sample.
+
+    Args:
+        name: of the source, for messages.
+        config: the source.
+        stream: left at its beginning.
+        reader: measures records.
+        max_corrupt: how many corrupt samples a run accepts.
+
+    Raises:
+        DataError: there is none, or more are corrupt before it than a run accepts.
+    """
+    refused: list[str] = []
+    outside = 0
+    records: Iterator[Record | CorruptSampleError] = iter(stream.next, None)
+    for number, record in enumerate(records):
+        item = measure(name, number, record, reader)
+        if isinstance(item, str):
+            refused.append(item)
+        elif config.filter.keeps(len(item.text.ids)):
+            stream.restart(None)
+            return
+        else:
+            outside += 1
+        if len(refused) > max_corrupt:
+            break
+    total = len(refused) + outside
+    counts = f"{len(refused)} are corrupt, {outside} are outside of its `filter`"
+    raise nothing_usable(name, f"no sample in its first {total} records: {counts}", refused)
+
+
+def measure(
+    name: str, index: int, record: Record | CorruptSampleError, reader: SampleReader
+) -> MeasuredSample | str:
+    """A sample of a stream, or which one is corrupt and why."""
+    try:
+        if isinstance(record, CorruptSampleError):
+            raise record
+        return reader.read(record)
+    except CorruptSampleError as error:
+        return f"{name}[{index}]: {error}"
 
 
 class _Window(NamedTuple):
@@ -164,24 +237,17 @@ class StreamFeed:
     Args:
         options: name, seed and kind of order.
         stream: reads the records.
-        prompt: caption prompt of the source.
         reader: measures records.
         window: records shuffled together.
     """
 
     def __init__(
-        self,
-        options: FeedOptions,
-        stream: RecordStream,
-        prompt: str,
-        reader: SampleReader,
-        window: int,
+        self, options: FeedOptions, stream: RecordStream, reader: SampleReader, window: int
     ) -> None:
         self.options = options
         self.draws = 0
         self.size: int | None = None
         self._stream = stream
-        self._prompt = prompt
         self._reader = reader
         self._window_size = window
         self.epoch = 0
@@ -195,13 +261,15 @@ class StreamFeed:
         self._given = 0
 
     def next(self) -> Item | Skip | None:
-        """The next sample of the window, or of the next one."""
-        if self._given == len(self._records) and not self._read_window():
-            return None
-        index, record = self._records[self._given]
-        self._given += 1
-        self.draws += 1
-        return self._measure(index, record)
+        """The next sample of the window, or of the next one, that the filter leaves in."""
+        while self._given < len(self._records) or self._read_window():
+            index, record = self._records[self._given]
+            self._given += 1
+            item = self._measure(index, record)
+            if isinstance(item, Skip) or self.options.filter.keeps(item.meta.tokens):
+                self.draws += 1
+                return item
+        return None
 
     def state(self, needed: Sequence[Item]) -> dict[str, Any]:
         """Position of the oldest window still needed, and how far the current one is given out."""
@@ -266,11 +334,9 @@ class StreamFeed:
 
     def _measure(self, index: int, record: Record | CorruptSampleError) -> Item | Skip:
         name = self.options.name
-        try:
-            if isinstance(record, CorruptSampleError):
-                raise record
-            sample = self._reader.read(record, self._prompt)
-        except CorruptSampleError as error:
-            return Skip(f"{name}[{index}]: {error}")
+        sample = measure(name, index, record, self._reader)
+        if isinstance(sample, str):
+            return Skip(sample)
+        assert isinstance(record, Record)
         meta = self._reader.meta(name, index, sample)
         return Item(self.options.feed, self.epoch, meta, record)

@@ -41,7 +41,7 @@ from torchmm.models.families.composites import COMPOSITES, LLAVA_LLM, LLAVA_VISI
 from torchmm.models.families.encoder_family import patches_per_row, side
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
-from torchmm.models.initialize import draw, named_tensors
+from torchmm.models.initialize import named_tensors, random_copy
 from torchmm.models.layered import units
 from torchmm.models.multimodal import MultimodalModel
 
@@ -57,7 +57,7 @@ Prefixes = tuple[tuple[str, str], ...]
 
 
 @dataclass
-class _Target:
+class _Export:
     """One Hugging Face model to be written."""
 
     directory: Path
@@ -81,14 +81,14 @@ def export_hf(
     writes = not dist.is_initialized() or dist.get_rank() == 0
     as_one = model.composite is not None or not model.encoders or _is_llava(model)
     with torch.device("meta"):
-        targets = [_whole(model, directory, tokenizer)] if as_one else _parts(model, directory)
+        exports = [_whole(model, directory, tokenizer)] if as_one else _separately(model, directory)
         if model.generator is not None:
-            targets.append(_generator(model.generator, directory / GENERATOR))
-    connectors = _gather(model, targets, writes)
+            exports.append(_generator(model.generator, directory / GENERATOR))
+    connectors = _gather(model, exports, writes)
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
-        for target in targets:
-            _save(model, target)
+        for export in exports:
+            _save(model, export)
         if model.generator is not None:
             scheduler = model.generator.family.scheduler()
             scheduler.save_pretrained(directory / GENERATOR / "scheduler")
@@ -104,25 +104,25 @@ def export_hf(
 
 
 def _is_llava(model: MultimodalModel) -> bool:
-    encoders = [m for m in model.modality_modules() if isinstance(m, EncoderModule)]
+    encoders = model.encoder_modules()
     if len(encoders) != 1 or model.llm.family.own_logits:
         return False
     return encoders[0].family.layout == "fixed" and encoders[0].merge == 1
 
 
-def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase) -> _Target:
+def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase) -> _Export:
     dtype = model.llm.dtype
     prefixes = {name: p for name, p in hf_prefixes(model).items() if name != GENERATOR}
     if not model.encoders:
         hf = model.llm.family.build(model.llm.config, dtype)
-        return _Target(directory, hf, prefixes, model.llm.weights.source)
+        return _Export(directory, hf, prefixes, model.llm.weights.source)
     if model.composite is not None:
         kind: Any = COMPOSITES[model.composite.model_type].kind
         hf = kind._from_config(model.composite, dtype=dtype)
-        return _Target(directory, hf, prefixes, model.llm.weights.source)
+        return _Export(directory, hf, prefixes, model.llm.weights.source)
     image_token_id = model.image_token_id(tokenizer)
     assert image_token_id is not None
-    (encoder,) = (m for m in model.modality_modules() if isinstance(m, EncoderModule))
+    (encoder,) = model.encoder_modules()
     spec = encoder.spec
     rows = patches_per_row(spec.config)
     config = LlavaConfig(
@@ -138,24 +138,23 @@ def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokeniz
     )
     prefixes = {"llm": LLAVA_LLM.hf_prefixes, encoder.name: LLAVA_VISION.hf_prefixes}
     hf = LlavaForConditionalGeneration._from_config(config, dtype=dtype)
-    return _Target(directory, hf, prefixes, model.llm.weights.source)
+    return _Export(directory, hf, prefixes, model.llm.weights.source)
 
 
-def _parts(model: MultimodalModel, directory: Path) -> list[_Target]:
+def _separately(model: MultimodalModel, directory: Path) -> list[_Export]:
     prefixes = hf_prefixes(model)
     llm = model.llm.family.build(model.llm.config, model.llm.dtype)
     source = model.llm.weights.source
-    targets = [_Target(directory / "llm", llm, {"llm": prefixes["llm"]}, source)]
-    for module in model.modality_modules():
-        if isinstance(module, EncoderModule):
-            tower = {module.name: prefixes[module.name]}
-            targets.append(_Target(directory / module.name, module.uncut_tower(), tower))
-    return targets
+    exports = [_Export(directory / "llm", llm, {"llm": prefixes["llm"]}, source)]
+    for module in model.encoder_modules():
+        tower = {module.name: prefixes[module.name]}
+        exports.append(_Export(directory / module.name, module.uncut_tower(), tower))
+    return exports
 
 
-def _generator(module: GeneratorModule, directory: Path) -> _Target:
+def _generator(module: GeneratorModule, directory: Path) -> _Export:
     prefixes = {module.name: module.weights.hf_prefixes}
-    return _Target(directory, module.whole_transformer(), prefixes)
+    return _Export(directory, module.whole_transformer(), prefixes)
 
 
 def hf_prefixes(model: MultimodalModel) -> dict[str, Prefixes]:
@@ -173,9 +172,9 @@ def hf_name(prefixes: dict[str, Prefixes], module: str, name: str) -> str | None
 
 @torch.no_grad()
 def _gather(
-    model: MultimodalModel, targets: list[_Target], writes: bool
+    model: MultimodalModel, exports: list[_Export], writes: bool
 ) -> dict[str, dict[str, Tensor]]:
-    """Fill the targets' weights on the writing rank; returns connectors that are part of none."""
+    """Fill the exports' weights on the writing rank; returns connectors that are part of none."""
     connectors: dict[str, dict[str, Tensor]] = {}
     first_with = _first_ranks_with(model)
     device = next((t.device for t in model.state_dict().values()), torch.device("cpu"))
@@ -191,9 +190,9 @@ def _gather(
             if not writes:
                 continue
             assert value is not None
-            for target in targets:
-                if (theirs := hf_name(target.prefixes, module.name, name)) is not None:
-                    target.weights[theirs] = value
+            for export in exports:
+                if (theirs := hf_name(export.prefixes, module.name, name)) is not None:
+                    export.weights[theirs] = value
                     break
             else:
                 connectors.setdefault(module.name, {})[name] = value
@@ -235,27 +234,26 @@ def _to_rank_0(
     return received.cpu()
 
 
-def _save(model: MultimodalModel, target: _Target) -> None:
-    for module in model.modality_modules():
-        if module.unused and module.name in target.prefixes:
-            assert isinstance(module, EncoderModule)
+def _save(model: MultimodalModel, export: _Export) -> None:
+    for module in model.encoder_modules():
+        if module.unused and module.name in export.prefixes:
             for name, value in _unused_weights(module).items():
-                theirs = hf_name(target.prefixes, module.name, name)
+                theirs = hf_name(export.prefixes, module.name, name)
                 assert theirs is not None
-                target.weights[theirs] = value
-    loaded = target.hf.load_state_dict(target.weights, strict=False, assign=True)
-    if isinstance(target.hf, PreTrainedModel):
-        target.hf.tie_weights()
-    left = [name for name in loaded.missing_keys if target.hf.get_parameter(name).is_meta]
+                export.weights[theirs] = value
+    loaded = export.hf.load_state_dict(export.weights, strict=False, assign=True)
+    if isinstance(export.hf, PreTrainedModel):
+        export.hf.tie_weights()
+    left = [name for name in loaded.missing_keys if export.hf.get_parameter(name).is_meta]
     assert not left and not loaded.unexpected_keys, (left, loaded.unexpected_keys)
-    if target.generation_source is not None and target.hf.can_generate():
+    if export.generation_source is not None and export.hf.can_generate():
         try:
-            found = GenerationConfig.from_pretrained(target.generation_source)
+            found = GenerationConfig.from_pretrained(export.generation_source)
             found.validate(strict=True)
-            target.hf.generation_config = found
+            export.hf.generation_config = found
         except (OSError, ValueError):
             pass  # none, or one that cannot be saved again: what follows from the config stays
-    target.hf.save_pretrained(target.directory)
+    export.hf.save_pretrained(export.directory)
 
 
 def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
@@ -277,15 +275,15 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
     for fqn, unit in units(holder, module.layers_fqn):
         wanted = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)
         if wanted:
-            drawn = draw(unit, module.hf, fqn)
-            values |= {f"{fqn}.{n}": t for n, t in named_tensors(drawn) if f"{fqn}.{n}" in wanted}
+            filled = random_copy(unit, module.hf, fqn)
+            values |= {f"{fqn}.{n}": t for n, t in named_tensors(filled) if f"{fqn}.{n}" in wanted}
     return values
 
 
 def _save_processor(
     model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    encoders = [m for m in model.modality_modules() if isinstance(m, EncoderModule)]
+    encoders = model.encoder_modules()
     if not encoders:
         return
     source = Path(encoders[0].weights.source or "")
@@ -320,9 +318,7 @@ def _image_processor(encoder: EncoderModule) -> Any:
 
 def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
     encoders = {}
-    for module in model.modality_modules():
-        if not isinstance(module, EncoderModule):
-            continue
+    for module in model.encoder_modules():
         _image_processor(module).save_pretrained(directory / module.name)
         spec = module.spec
         encoders[module.name] = {

@@ -20,10 +20,10 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
@@ -39,6 +39,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchmm.common.errors import CheckpointError
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
+
+T = TypeVar("T")
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
@@ -136,15 +138,6 @@ class FileTensor:
     name: str
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """A tensor of the whole model and where its value is stored."""
-
-    name: str
-    shape: list[int]
-    file: FileTensor
-
-
 def load_weights(model: MultimodalModel) -> set[str]:
     """Fill the parameters of all modules that have a source.
 
@@ -160,7 +153,7 @@ def load_weights(model: MultimodalModel) -> set[str]:
     """
     problems: list[str] = []
     filled: set[str] = set()
-    expected: list[_Expected] = []
+    expected: dict[str, tuple[list[int], FileTensor]] = {}
     found: dict[str, tuple[Piece, FileTensor]] = {}
     for source, modules in _by_source(model).items():
         files = open_files(source)
@@ -170,10 +163,7 @@ def load_weights(model: MultimodalModel) -> set[str]:
             claimed |= set(names.values())
             stored, missing = _match(module, names)
             problems += _listed(f"{source}: missing for {module.name!r}", missing)
-            expected += [
-                _Expected(f"{prefix}.{name}", shape, files[s])
-                for name, (shape, s) in stored.items()
-            ]
+            expected |= {f"{prefix}.{n}": (shape, files[s]) for n, (shape, s) in stored.items()}
             targets = _targets(module, stored)
             found |= {f"{prefix}.{n}": (p, files[s]) for n, (p, s) in targets.items()}
             filled |= {f"{prefix}.{piece.owner}" for piece, _ in targets.values()}
@@ -300,29 +290,32 @@ def _listed(what: str, names: list[str]) -> list[str]:
     return [f"{what}: {', '.join(names[:LISTED])}{more}"]
 
 
-def _shape_problems(expected: list[_Expected]) -> list[str]:
-    by_file: dict[Path, list[_Expected]] = defaultdict(list)
-    for entry in expected:
-        by_file[entry.file.path].append(entry)
+def _shape_problems(expected: dict[str, tuple[list[int], FileTensor]]) -> list[str]:
     problems = []
+    by_file = _by_file((stored, (name, shape)) for name, (shape, stored) in expected.items())
     for path, entries in by_file.items():
         with safe_open(path, "pt") as opened:
-            for entry in entries:
-                shape = opened.get_slice(entry.file.name).get_shape()
-                if entry.shape != list(shape):
+            for stored, (name, wanted) in entries:
+                shape = list(opened.get_slice(stored).get_shape())
+                if wanted != shape:
                     problems.append(
-                        f"{path}: {entry.file.name} has shape {list(shape)}, the model's "
-                        f"{entry.name} {entry.shape}"
+                        f"{path}: {stored} has shape {shape}, the model's {name} {wanted}"
                     )
     return problems
 
 
 @torch.no_grad()
 def _read(found: dict[str, tuple[Piece, FileTensor]]) -> None:
-    by_file: dict[Path, list[tuple[Piece, str]]] = defaultdict(list)
-    for piece, stored in found.values():
-        by_file[stored.path].append((piece, stored.name))
+    by_file = _by_file((stored, piece) for piece, stored in found.values())
     for path, entries in by_file.items():
         with safe_open(path, "pt") as opened:
-            for piece, name in entries:
+            for name, piece in entries:
                 piece.fill(opened.get_slice(name))
+
+
+def _by_file(entries: Iterable[tuple[FileTensor, T]]) -> dict[Path, list[tuple[str, T]]]:
+    """What belongs to tensors in files: by file, with the tensor's name there."""
+    found: dict[Path, list[tuple[str, T]]] = defaultdict(list)
+    for stored, content in entries:
+        found[stored.path].append((stored.name, content))
+    return found

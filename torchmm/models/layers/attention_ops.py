@@ -136,9 +136,11 @@ def packed_attention_backward(
     return grads
 
 
-@packed_attention_backward.register_fake
-def _(grad_THD, inputs, *_, **__):  # type: ignore[no-untyped-def]
+def _like_inputs(grad_THD, inputs, *_, **__):  # type: ignore[no-untyped-def]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+packed_attention_backward.register_fake(_like_inputs)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -252,9 +254,7 @@ def capped_attention_backward(
     return grads
 
 
-@capped_attention_backward.register_fake
-def _(grad_THD, inputs, *_, **__):  # type: ignore[no-untyped-def]
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+capped_attention_backward.register_fake(_like_inputs)
 
 
 def _save_capped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

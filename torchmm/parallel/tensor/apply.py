@@ -33,7 +33,12 @@ from torchmm.common.errors import ConfigError
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.parallel.tensor.overlap_styles import AsyncColumn, AsyncRow, AsyncScope, Column
-from torchmm.parallel.tensor.sequence import LocalNorm, SequenceSlices, distribute_parameters
+from torchmm.parallel.tensor.sequence import (
+    LocalNorm,
+    SequenceSlices,
+    change_input,
+    distribute_parameters,
+)
 from torchmm.parallel.tensor.styles import ExpertsOfRanks, PackedGateUp, PackedQkv, ShardedNorm
 
 
@@ -88,7 +93,8 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
     """
     if size == 1:
         return []
-    name, styles = module.name, module.tensor_parallel_plan().values()
+    name = module.name
+    styles = module.tensor_parallel_plan().values()
     problems = []
     for sizes in dict.fromkeys(module.layer_sizes()):
         shared = sizes.kv_heads % size and size % sizes.kv_heads
@@ -209,13 +215,8 @@ class _GatherInput(ParallelStyle):
                 return self._slices.whole(x)
             return DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
 
-        def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-            if args:
-                return (gather(args[0]), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"])}
-
         # In front of a linear's own hook, where the scope is a linear.
-        module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        change_input(module, gather, prepend=True)
         return module
 
 

@@ -64,17 +64,19 @@ class Backend(ABC):
     def start_gather(self, x_SD: Tensor, rows: int) -> Pending:
         """Starts collecting all slices: (T, D), T = `rows`."""
 
-    @abstractmethod
     def gather_linear(
         self, x_SD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
     ) -> list[Tensor]:
         """Products of the whole sequence, (T, F), with each (F, D) weight, plus biases."""
+        whole_TD = self.start_gather(x_SD, rows).wait()
+        return [functional.linear(whole_TD, w, b) for w, b in zip(weights, biases, strict=True)]
 
-    @abstractmethod
     def gather_linear_keeping(
         self, x_SD: Tensor, weight: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
         """The product (T, F) with one weight, and the whole (T, D) input."""
+        whole_TD = self.start_gather(x_SD, rows).wait()
+        return functional.linear(whole_TD, weight), whole_TD
 
     @abstractmethod
     def start_linear_scatter(
@@ -227,18 +229,6 @@ class Collective(Backend):
     def start_gather(self, x_SD: Tensor, rows: int) -> _Started:
         started = torch_private.start_all_gather(x_SD.contiguous(), self.group)
         return _Started(started, rows)
-
-    def gather_linear(
-        self, x_SD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
-    ) -> list[Tensor]:
-        whole_TD = self.start_gather(x_SD, rows).wait()
-        return [functional.linear(whole_TD, w, b) for w, b in zip(weights, biases, strict=True)]
-
-    def gather_linear_keeping(
-        self, x_SD: Tensor, weight: Tensor, rows: int
-    ) -> tuple[Tensor, Tensor]:
-        whole_TD = self.start_gather(x_SD, rows).wait()
-        return functional.linear(whole_TD, weight), whole_TD
 
     def start_linear_scatter(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int

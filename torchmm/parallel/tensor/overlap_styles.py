@@ -34,6 +34,7 @@ from torchmm.parallel.tensor.overlap_linear import gather_linear, linear_scatter
 from torchmm.parallel.tensor.sequence import (
     SequenceSlices,
     batch_first,
+    change_input,
     distribute_parameters,
     sequence_first,
 )
@@ -93,8 +94,8 @@ class AsyncColumn(ParallelStyle):
         return module
 
 
-class AsyncScope(ParallelStyle):
-    """Attention or MLP: gathers its input below the products of its column-wise linears."""
+class _Overlapping(ParallelStyle):
+    """A style with communication below its products."""
 
     def __init__(self, slices: SequenceSlices) -> None:
         super().__init__()
@@ -102,18 +103,16 @@ class AsyncScope(ParallelStyle):
         self._slices = slices
         self._overlap = slices.overlap
 
+
+class AsyncScope(_Overlapping):
+    """Attention or MLP: gathers its input below the products of its column-wise linears."""
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         columns = [m.forward for m in module.modules() if isinstance(m.forward, Column)]
         for index, column in enumerate(columns):
             column.index = index
 
-        def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-            if args:
-                return (self._multiply(args[0], columns), *args[1:]), kwargs
-            hidden = self._multiply(kwargs["hidden_states"], columns)
-            return args, {**kwargs, "hidden_states": hidden}
-
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        change_input(module, lambda hidden: self._multiply(hidden, columns))
         return module
 
     def _multiply(self, x_BSD: Tensor, columns: list[Column]) -> ScopeInput:
@@ -126,14 +125,8 @@ class AsyncScope(ParallelStyle):
         return ScopeInput(shape, [batch_first(product, batch) for product in products])
 
 
-class AsyncRow(ParallelStyle):
+class AsyncRow(_Overlapping):
     """Row-wise linear: columns of the weight are divided; gives slices of the summed output."""
-
-    def __init__(self, slices: SequenceSlices) -> None:
-        super().__init__()
-        assert slices.overlap is not None
-        self._slices = slices
-        self._overlap = slices.overlap
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh, weight=Shard(1))

@@ -9,7 +9,7 @@ may be empty, and collectives then hang (DTensor on torch 2.13 with gloo).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -114,6 +114,17 @@ def sequence_first(hidden: Tensor) -> tuple[Tensor, torch.Size]:
 def batch_first(rows: Tensor, batch: torch.Size) -> Tensor:
     """The reverse of `sequence_first`: a view of shape (*batch, tokens, features)."""
     return rows.view(-1, *batch, rows.shape[-1]).movedim(0, SEQUENCE_DIM)
+
+
+def change_input(module: nn.Module, change: Callable[[Any], Any], *, prepend: bool = False) -> None:
+    """Lets a layer's part run on a changed input: its first argument, or its `hidden_states`."""
+
+    def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
 
 
 class LocalNorm(ParallelStyle):

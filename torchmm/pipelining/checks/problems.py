@@ -20,7 +20,6 @@ ProblemKind = Literal[
     "channel",
     "deadlock",
     "recompute",
-    "memory",
 ]
 """The most serious first: later kinds may be consequences of earlier ones."""
 
@@ -57,13 +56,9 @@ class PlanReport:
 
     Attributes:
         problems: the most serious first.
-        peak_bytes: by rank: the most memory it holds at any time.
-        peak_positions: by rank: the action during which it does.
     """
 
     problems: tuple[PlanProblem, ...]
-    peak_bytes: tuple[int, ...]
-    peak_positions: tuple[int, ...]
 
     def raise_for_problems(self) -> None:
         """Does nothing if there are no problems.

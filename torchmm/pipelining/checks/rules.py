@@ -21,18 +21,14 @@ plan is one dictionary look-up and a few list operations per action.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchmm.pipelining.plan.actions import Action, ActionType
-from torchmm.pipelining.plan.graph import Message, StageGraph, Task
-from torchmm.pipelining.plan.plan import MessageSpecs
-from torchmm.pipelining.plan.transfers import (
-    Transfer,
-    tied_reductions,
-    transfers,
-)
+from torchmm.pipelining.plan.graph import Message, Task
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.plan.transfers import Transfer, tied_reductions, transfers
 
 SHARDED = {ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD}
 
@@ -82,17 +78,15 @@ class TaskFacts:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes a rank holds besides the messages.
+    """Bytes a rank holds besides the messages, and besides parameters and their states.
 
     Attributes:
         kept_bytes: what a task's F keeps for its backward, its inputs included.
         kept_for_weights_bytes: what is kept between I and W, which may be more; None for the same.
-        static_bytes: by rank of the plan: parameters, gradients, optimizer state.
     """
 
     kept_bytes: Callable[[Task], int]
     kept_for_weights_bytes: Callable[[Task], int] | None = None
-    static_bytes: Sequence[int] = ()
 
 
 class RuleBook:
@@ -107,24 +101,20 @@ class RuleBook:
         messages: all messages of the step.
     """
 
-    def __init__(
-        self,
-        graph: StageGraph,
-        specs: MessageSpecs,
-        training: bool,
-        kinds: Set[ActionType],
-        memory: MemoryModel | None,
-    ) -> None:
-        """The rules of a graph.
+    def __init__(self, plan: PipelinePlan, memory: MemoryModel | None = None) -> None:
+        """The rules of a plan's graph.
+
+        Messages take memory from posting a receive to the end of the consumer, from a send to its
+        WAIT_SEND, on one rank from the producer to the end of the consumer; without specs, none.
 
         Args:
-            graph: the step.
-            specs: sizes of the messages.
-            training: whether there are backwards.
-            kinds: types of the actions in the plan.
-            memory: sizes of what tasks keep.
+            memory: sizes of what tasks keep, between F and B, or I and W; None: nothing.
         """
-        self.graph, self.specs, self.training, self.memory = graph, specs, training, memory
+        self.memory = memory
+        self.specs = plan.specs
+        self.training = plan.training
+        graph = self.graph = plan.graph
+        kinds = {action.type for program in plan.actions for action in program}
         ranks = range(graph.layout.rank_count)
         self._split = ActionType.I in kinds or ActionType.W in kinds
         self.rules: list[dict[Action, Rule]] = [{} for _ in ranks]
@@ -136,7 +126,7 @@ class RuleBook:
         self._tied_pairs: dict[int, int] = {}
         self._bytes: dict[tuple, tuple[int, int]] = {}
         self.tasks = {task: self._add_task(task) for task in graph.tasks()}
-        for transfer in transfers(graph, training):
+        for transfer in transfers(graph, plan.training):
             self._add_transfer(transfer)
         self._gathered = {
             (rank, stage): self._fact(rank, Action(ActionType.UNSHARD, stage))

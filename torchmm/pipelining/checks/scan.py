@@ -1,4 +1,4 @@
-"""One pass over the programs of a plan: facts, memory, and what is left for all ranks together.
+"""One pass over the programs of a plan: facts, and what is left for all ranks together.
 
 `find_stuck` then asks whether all ranks can reach the end. Computation never blocks, so only posts
 and waits are played. A transfer is complete when both its ends are posted and not before, as with
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from torchmm.pipelining.checks.problems import PlanProblem, ProblemKind
-from torchmm.pipelining.checks.rules import Rule, RuleBook
+from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -68,12 +67,10 @@ def find_stuck(events: Sequence[Sequence[Event]], counters: int) -> dict[int, Ev
 Finding = tuple[ProblemKind, str, str]
 """Kind, text and remedy of a problem."""
 FORWARDS_ONLY = ("the plan is for forwards only", "remove it, or lower with training=True")
-Program = dict[int, Rule]
-"""By position: the rules of the known actions of a rank, in order."""
 
 
 class Scan:
-    """One pass over every rank: facts, memory, and the events for the ranks' common play."""
+    """One pass over every rank: facts, and the events for the ranks' common play."""
 
     def __init__(self, book: RuleBook, plan: PipelinePlan) -> None:
         self.book, self.plan = book, plan
@@ -82,64 +79,49 @@ class Scan:
         self.events: list[list[Event]] = []
         self.posts: dict[int, list[int]] = defaultdict(list)
         """By counter: the pairs posted, in order."""
-        static = book.memory.static_bytes if book.memory else ()
-        self.static_bytes = [n for n, _ in zip_longest(static, plan.actions, fillvalue=0)]
-        self.peak_bytes: list[int] = []
-        self.peak_positions: list[int] = []
 
     def run(self, rank: int) -> None:
         """Goes through the actions of a rank."""
         rules = self.book.rules[rank] if rank < len(self.book.rules) else {}
-        program: Program = {}
+        established = self.established
+        moves: list[tuple[int, int | None, int | None, int]] = []
         for position, action in enumerate(self.plan.actions[rank]):
             rule = rules.get(action)
             if rule is None:
                 self._report(rank, position, explain_foreign(self.book, rank, action))
-            else:
-                program[position] = rule
-        self._check_facts(rank, program)
-        self._measure(rank, program)
-        events = self._play(program)
+                continue
+            needs, gives, _, _, raises, awaits, pair = rule  # far quicker than by name
+            for fact in needs:
+                if not established[fact]:
+                    self._report(rank, position, self._unmet(fact))
+            for fact in gives:
+                if established[fact]:
+                    self._report(rank, position, self._again(rank, position, fact))
+                established[fact] = 1
+            if pair is not None:
+                moves.append((position, raises, awaits, pair))
+        events = self._play(moves)
         if self.book.together:
             # Stable: what an action posts and waits for itself comes first.
             events = sorted(events + self._meetings(rank), key=lambda event: event[2])
         self.events.append(events)
 
-    def _check_facts(self, rank: int, program: Program) -> None:
-        established = self.established
-        for position, rule in program.items():
-            for fact in rule.needs:
-                if not established[fact]:
-                    self._report(rank, position, self._unmet(fact))
-            for fact in rule.gives:
-                if established[fact]:
-                    self._report(rank, position, self._again(rank, position, fact))
-                established[fact] = 1
+    def _play(self, moves: Sequence[tuple[int, int | None, int | None, int]]) -> list[Event]:
+        """Posts and waits of a rank.
 
-    def _measure(self, rank: int, program: Program) -> None:
-        used = peak = self.static_bytes[rank]
-        peak_position = 0
-        for position, rule in program.items():
-            used += rule.allocates
-            if used > peak:
-                peak, peak_position = used, position
-            used -= rule.frees
-        self.peak_bytes.append(peak)
-        self.peak_positions.append(peak_position)
-
-    def _play(self, program: Program) -> list[Event]:
+        Args:
+            moves: position in the program, and `raises`, `awaits` and `pair` of its rule.
+        """
         events: list[Event] = []
         index: dict[int, int] = {}
-        for position, rule in program.items():
-            if rule.pair is None:
-                continue
-            if rule.raises is not None:
-                posted = self.posts[rule.raises]
-                posted.append(rule.pair)
-                index[rule.pair] = len(posted)
-                events.append((rule.raises, 0, position))
-            if rule.awaits is not None and rule.pair in index:
-                events.append((rule.awaits, index[rule.pair], position))
+        for position, raises, awaits, pair in moves:
+            if raises is not None:
+                posted = self.posts[raises]
+                posted.append(pair)
+                index[pair] = len(posted)
+                events.append((raises, 0, position))
+            if awaits is not None and pair in index:
+                events.append((awaits, index[pair], position))
         return events
 
     def _meetings(self, rank: int) -> list[Event]:

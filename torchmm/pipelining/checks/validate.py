@@ -1,4 +1,4 @@
-"""Checks a plan before it runs: what is wrong on which rank, and how much memory it takes.
+"""Checks a plan before it runs: what is wrong on which rank.
 
 A plan that is wrong does not fail, it hangs thousands of GPUs, or trains with the gradients of
 another microbatch. So every plan is checked where it is made and before it is sent to anyone.
@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import get_args
 
 from torchmm.pipelining.checks.problems import PlanProblem, PlanReport, ProblemKind
-from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
+from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.checks.scan import Scan, find_stuck
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan, TensorSpec
@@ -24,26 +24,13 @@ COLLECTIVES = (ActionType.UNSHARD, ActionType.REDUCE_GRAD, ActionType.REDUCE_TIE
 WAITS = (ActionType.WAIT_F, ActionType.WAIT_B, ActionType.WAIT_SEND_F, ActionType.WAIT_SEND_B)
 
 
-def validate_plan(
-    plan: PipelinePlan,
-    *,
-    memory: MemoryModel | None = None,
-    memory_limit_bytes: int | Sequence[int] | None = None,
-) -> PlanReport:
+def validate_plan(plan: PipelinePlan) -> PlanReport:
     """Checks that a plan does the whole step, on each rank in a possible order, without deadlock.
 
-    Memory counts the messages (from posting a receive to the end of the consumer, from a send to
-    its WAIT_SEND, on one rank from the producer to the end of the consumer) and, with a model,
-    what tasks keep between F and B, or I and W. Parameters are held from begin to end. If any
-    stage of the plan is gathered or reduced, all must be.
-
-    Args:
-        plan: without specs, messages take no memory.
-        memory: what tasks keep.
-        memory_limit_bytes: of every rank, or by rank; more is a problem.
+    If any stage of the plan is gathered or reduced, all must be. How much memory a plan takes the
+    simulator says, by the same `RuleBook`.
     """
-    kinds = {action.type for program in plan.actions for action in program}
-    book = RuleBook(plan.graph, plan.specs, plan.training, kinds, memory)
+    book = RuleBook(plan)
     scan = Scan(book, plan)
     for rank in range(len(plan.actions)):
         scan.run(rank)
@@ -57,11 +44,10 @@ def validate_plan(
         *_channels(plan, book, scan),
         *_deadlocks(plan, book, scan),
         *_recompute(plan),
-        *_memory(plan, scan, memory_limit_bytes),
     ]
     order = get_args(ProblemKind)
     problems.sort(key=lambda p: (order.index(p.kind), p.position < 0, p.rank, p.position))
-    return PlanReport(tuple(problems), tuple(scan.peak_bytes), tuple(scan.peak_positions))
+    return PlanReport(tuple(problems))
 
 
 def _specs(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
@@ -243,18 +229,3 @@ def _recompute(plan: PipelinePlan) -> Iterator[PlanProblem]:
             action = Action(ActionType.F, *task)
             position = _position(plan, rank, action)
             yield PlanProblem("recompute", rank, position, action, text, remedy)
-
-
-def _memory(
-    plan: PipelinePlan, scan: Scan, limit_bytes: int | Sequence[int] | None
-) -> Iterator[PlanProblem]:
-    if limit_bytes is None:
-        return
-    limits = [limit_bytes] * len(plan.actions) if isinstance(limit_bytes, int) else limit_bytes
-    for rank, (peak, limit) in enumerate(zip(scan.peak_bytes, limits, strict=True)):
-        if peak > limit:
-            position = scan.peak_positions[rank]
-            action = plan.actions[rank][position] if plan.actions[rank] else None
-            text = f"memory {peak / 2**30:.3f} GiB of {limit / 2**30:.3f} GiB"
-            remedy = "let fewer microbatches be in flight, make them smaller, or recompute"
-            yield PlanProblem("memory", rank, position, action, text, remedy)

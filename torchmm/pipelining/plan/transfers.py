@@ -60,12 +60,12 @@ class Transfer(NamedTuple):
 
     def actions(self) -> tuple[Action, Action, Action, Action]:
         """Send and its wait, of the source; receive and its wait, of the destination."""
-        return (
-            self.sending(SEND[self.backward]),
-            self.sending(WAIT_SEND[self.backward]),
-            self.receiving(RECV[self.backward]),
-            self.receiving(WAIT[self.backward]),
-        )
+        backward = self.backward
+        send = self.sending(SEND[backward])
+        receive = self.receiving(RECV[backward])
+        # Not by `sending` again: a step has thousands of them.
+        wait_send = Action(WAIT_SEND[backward], *send[1:])
+        return send, wait_send, receive, Action(WAIT[backward], *receive[1:])
 
 
 def transfers(graph: StageGraph, training: bool = True) -> Iterator[Transfer]:

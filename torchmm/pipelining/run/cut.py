@@ -26,7 +26,7 @@ def cut_for_rank(
     found = {stage.module for stage in layout.stages}
     if found != set(sizes):
         raise ValueError(f"the layout has modules {sorted(found)}, the model {sorted(sizes)}")
-    parts: dict[str, list[StageRange]] = {}
+    kept: dict[str, list[StageRange]] = {}
     indices: dict[str, list[int]] = {}
     for name, layers in sizes.items():
         stages = [stage for stage in layout.stages if stage.module == name]
@@ -34,9 +34,9 @@ def cut_for_rank(
         if ranges[-1].stop != layers:
             raise ValueError(f"{name}: stages end at layer {ranges[-1].stop} of {layers}")
         own = [i for i, stage in enumerate(stages) if rank in stage.ranks]
-        parts[name] = [ranges[i % len(ranges)] for i in own]  # mirrors follow each other
+        kept[name] = [ranges[i % len(ranges)] for i in own]  # mirrors follow each other
         indices[name] = [stages[i].index for i in own]
-    model.cut(parts)
+    model.cut(kept)
     return {
         index: stage
         for name, of_module in indices.items()

@@ -58,8 +58,12 @@ def message_sizes(module: LayeredModule) -> MessageSizes:
     """
     if isinstance(module, EncoderModule):
         shape = partial(module.family.hidden_shape, module.spec.config)
-        width, dummy = module.spec.llm_hidden_size, module.dummy_image()
-        return MessageSizes("encoder", hidden_shape=shape, llm_hidden_size=width, dummy=dummy)
+        return MessageSizes(
+            "encoder",
+            hidden_shape=shape,
+            llm_hidden_size=module.spec.llm_hidden_size,
+            dummy=module.dummy_image(),
+        )
     if isinstance(module, LlmModule):
         return MessageSizes("llm", module.text_config.hidden_size)
     if isinstance(module, GeneratorModule):

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,39 +57,32 @@ TOGETHER = (
 """Collectives before and after all computation: on the main stream, of encoders too."""
 
 
-class Streams(Protocol):
-    """A main stream, the current one, and a side stream."""
-
-    def main_waits(self) -> None:
-        """The main stream waits for all that is on the side stream."""
-
-    def side_waits(self) -> None:
-        """The reverse."""
-
-    def on_side(self) -> AbstractContextManager:
-        """What is begun inside goes to the side stream."""
-
-
 class CudaStreams:
-    """Of a device. To be kept: memory belongs to the stream that allocated it."""
+    """A main stream, the current one, and a side stream of a device.
+
+    To be kept: memory belongs to the stream that allocated it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device)
 
     def main_waits(self) -> None:
+        """The main stream waits for all that is on the side stream."""
         torch.cuda.current_stream().wait_stream(self._side)
 
     def side_waits(self) -> None:
+        """The reverse."""
         self._side.wait_stream(torch.cuda.current_stream())
 
     def on_side(self) -> AbstractContextManager:
+        """What is begun inside goes to the side stream."""
         return torch.cuda.stream(self._side)
 
 
 class SideStream:
     """One step of one rank."""
 
-    def __init__(self, plan: PipelinePlan, streams: Streams) -> None:
+    def __init__(self, plan: PipelinePlan, streams: CudaStreams) -> None:
         self._streams = streams
         self._encoders = encoder_stages(plan.graph)
         self._filled: Mapping[Action, tuple[Action, ...]] = plan.fillers
@@ -220,7 +213,10 @@ class PipelineRuntime:
                     for action in actions:
                         named = record_function(str(action)) if annotate else nullcontext()
                         with named, side.around(action) if side else nullcontext():
-                            _timed(clock, handlers[action.type], action)
+                            if clock is None:
+                                handlers[action.type](action)
+                            else:
+                                clock.time(handlers[action.type], action)
             except (RuntimeError, ValueError) as error:
                 error.add_note(f"in action {action} of the plan's rank {self.plan_rank}")
                 raise
@@ -278,8 +274,10 @@ class _Clock:
         event.record()
         return event
 
-    def add(self, action: Action, begin: Any, end: Any) -> None:
-        self._marks.append((action, begin, end))
+    def time(self, handler: Callable[[Action], None], action: Action) -> None:
+        begin = self.mark()
+        handler(action)
+        self._marks.append((action, begin, self.mark()))
 
     def records(self) -> list[ActionRecord]:
         if self._cuda:
@@ -293,12 +291,3 @@ class _Clock:
         if self._cuda:
             return self._begin.elapsed_time(mark)
         return (mark - self._begin) * 1e3
-
-
-def _timed(clock: _Clock | None, handler: Callable[[Action], None], action: Action) -> None:
-    if clock is None:
-        handler(action)
-        return
-    begin = clock.mark()
-    handler(action)
-    clock.add(action, begin, clock.mark())

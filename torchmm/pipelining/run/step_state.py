@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -121,7 +122,8 @@ class StepState:
             loss_scale[s.module] if isinstance(loss_scale, Mapping) else loss_scale
             for s in plan.graph.layout.stages
         ]
-        self._forward_lane, self._backward_lane = _Lane(), _Lane()
+        self._lanes = (_Lane(), _Lane())
+        self._forward_lane, self._backward_lane = self._lanes
         self._kept: dict[Task, _Kept] = {}
         self._split: dict[Task, list[dict[str, Any]] | None] = {}
         """Between I and W: what torch keeps for the weights; None: their gradients are done."""
@@ -137,17 +139,17 @@ class StepState:
             kind.B: self._backward,
             kind.I: self._backward_input,
             kind.W: self._backward_weight,
-            kind.SEND_F: self._send_forward,
-            kind.RECV_F: self._receive_forward,
-            kind.WAIT_F: self._wait_forward,
-            kind.WAIT_SEND_F: self._wait_send_forward,
-            kind.SEND_B: self._send_backward,
-            kind.RECV_B: self._receive_backward,
-            kind.WAIT_B: self._wait_backward,
-            kind.WAIT_SEND_B: self._wait_send_backward,
-            kind.UNSHARD: self._unshard,
-            kind.RESHARD: self._reshard,
-            kind.REDUCE_GRAD: self._reduce_gradients,
+            kind.SEND_F: partial(self._send, False),
+            kind.RECV_F: partial(self._receive, False),
+            kind.WAIT_F: partial(self._wait, False),
+            kind.WAIT_SEND_F: partial(self._wait_send, False),
+            kind.SEND_B: partial(self._send, True),
+            kind.RECV_B: partial(self._receive, True),
+            kind.WAIT_B: partial(self._wait, True),
+            kind.WAIT_SEND_B: partial(self._wait_send, True),
+            kind.UNSHARD: partial(self._drive, StepSharding.unshard),
+            kind.RESHARD: partial(self._drive, StepSharding.reshard),
+            kind.REDUCE_GRAD: partial(self._drive, StepSharding.reduce_gradients),
             kind.REDUCE_TIED: self._reduce_tied,
         }
 
@@ -166,7 +168,7 @@ class StepState:
             ValueError: the plan has left work undone.
         """
         left = [f"{task} has no backward" for task in (*self._kept, *self._split)]
-        for lane in (self._forward_lane, self._backward_lane):
+        for lane in self._lanes:
             for box in (lane.outbox, lane.sending, lane.receiving, lane.inbox):
                 left += [f"{message} was not sent, waited for or used" for message in box]
         if left:
@@ -327,66 +329,42 @@ class StepState:
 
     # Moving data.
 
-    def _send_forward(self, action: Action) -> None:
-        message = _message(action.stage, action.other, action)
-        self._send(self._forward_lane, message, self._specs[message], action)
-
-    def _send_backward(self, action: Action) -> None:
-        message = _message(action.other, action.stage, action)
-        self._send(self._backward_lane, message, self._gradient_specs(message), action)
-
-    def _receive_forward(self, action: Action) -> None:
-        message = _message(action.other, action.stage, action)
-        receive = self._channels.receive(self._specs[message], action.peer, action)
-        self._forward_lane.receiving[message] = receive
-
-    def _receive_backward(self, action: Action) -> None:
-        message = _message(action.stage, action.other, action)
-        receive = self._channels.receive(self._gradient_specs(message), action.peer, action)
-        self._backward_lane.receiving[message] = receive
-
-    def _wait_forward(self, action: Action) -> None:
-        message = _message(action.other, action.stage, action)
-        self._arrive(message, _take(self._forward_lane.receiving, message, action).wait(action))
-
-    def _wait_backward(self, action: Action) -> None:
-        message = _message(action.stage, action.other, action)
-        arrived = _take(self._backward_lane.receiving, message, action).wait(action)
-        self._backward_lane.inbox[message] = arrived
-
-    def _wait_send_forward(self, action: Action) -> None:
-        message = _message(action.stage, action.other, action)
-        _take(self._forward_lane.sending, message, action).wait(action)
-
-    def _wait_send_backward(self, action: Action) -> None:
-        message = _message(action.other, action.stage, action)
-        _take(self._backward_lane.sending, message, action).wait(action)
-
-    def _send(
-        self, lane: _Lane, message: Message, specs: Sequence[TensorSpec], action: Action
-    ) -> None:
+    def _send(self, backward: bool, action: Action) -> None:
+        message = _message(action, backward)
+        lane = self._lanes[backward]
         tensors = _take(lane.outbox, message, action)
+        specs = self._moved(message, backward)
         lane.sending[message] = self._channels.send(tensors, specs, action.peer, action)
 
-    def _gradient_specs(self, message: Message) -> list[TensorSpec]:
-        return [spec for spec in self._specs[message] if spec.requires_grad]
+    def _receive(self, backward: bool, action: Action) -> None:
+        message = _message(action, not backward)
+        specs = self._moved(message, backward)
+        receive = self._channels.receive(specs, action.peer, action)
+        self._lanes[backward].receiving[message] = receive
+
+    def _wait(self, backward: bool, action: Action) -> None:
+        message = _message(action, not backward)
+        arrived = _take(self._lanes[backward].receiving, message, action).wait(action)
+        if backward:
+            self._backward_lane.inbox[message] = arrived
+        else:
+            self._arrive(message, arrived)
+
+    def _wait_send(self, backward: bool, action: Action) -> None:
+        message = _message(action, backward)
+        _take(self._lanes[backward].sending, message, action).wait(action)
+
+    def _moved(self, message: Message, backward: bool) -> Sequence[TensorSpec]:
+        """What travels: the tensors of a message, or gradients of those that need one."""
+        specs = self._specs[message]
+        return [spec for spec in specs if spec.requires_grad] if backward else specs
 
     # Sharded parameters.
 
-    def _unshard(self, action: Action) -> None:
+    def _drive(self, collective: Callable[[StepSharding], None], action: Action) -> None:
         self._weights.pop(action.stage, None)
         if isinstance(sharding := self._stages[action.stage].sharding, StepSharding):
-            sharding.unshard()
-
-    def _reshard(self, action: Action) -> None:
-        self._weights.pop(action.stage, None)
-        if isinstance(sharding := self._stages[action.stage].sharding, StepSharding):
-            sharding.reshard()
-
-    def _reduce_gradients(self, action: Action) -> None:
-        self._weights.pop(action.stage, None)
-        if isinstance(sharding := self._stages[action.stage].sharding, StepSharding):
-            sharding.reduce_gradients()
+            collective(sharding)
 
     def _reduce_tied(self, action: Action) -> None:
         """Both ranks add the other's gradient to their own: the same sum, bit by bit."""
@@ -403,7 +381,10 @@ class StepState:
         own += other
 
 
-def _message(source: int, destination: int, action: Action) -> Message:
+def _message(action: Action, from_other: bool) -> Message:
+    """What an action moves; its source is this stage, or the one at the other end."""
+    ends = (action.stage, action.other)
+    source, destination = ends[::-1] if from_other else ends
     return Message(source, destination, action.microbatch, action.sub_microbatch)
 
 

@@ -19,7 +19,7 @@ from torchmm.common.errors import PlanError
 from torchmm.common.files import replace_atomically
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
-from torchmm.pipelining.plan.orders import inputs_need_gradient, order_problems
+from torchmm.pipelining.plan.orders import needed_action, order_problems
 from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder
 
 _ORDER_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -59,7 +59,7 @@ def read_order(path: Path, graph: StageGraph) -> ComputeOrder:
         return Action(ActionType(match[2]), *chunks[stage][chunk])
 
     order = tuple(
-        tuple(_unsplit(graph, action) for action in row if not _is_extra(graph, action))
+        tuple(new for action in row if (new := _given(graph, action)) is not None)
         for row in _read_rows(path, parse)
     )
     problems = order_problems(graph, order)
@@ -76,20 +76,9 @@ def _chunks(graph: StageGraph) -> list[list[Task]]:
     ]
 
 
-def _is_extra(graph: StageGraph, action: Action) -> bool:
-    """Whether this half of a split backward has nothing to do."""
-    if action.type is ActionType.I:
-        return not inputs_need_gradient(graph, action.stage, action.microbatch)
-    return action.type is ActionType.W and not graph.layout.stages[action.stage].trainable
-
-
-def _unsplit(graph: StageGraph, action: Action) -> Action:
-    """A W whose I has nothing to do is the whole backward."""
-    if action.type is ActionType.W and not inputs_need_gradient(
-        graph, action.stage, action.microbatch
-    ):
-        return action._replace(type=ActionType.B)
-    return action
+def _given(graph: StageGraph, action: Action) -> Action | None:
+    """The action as this step has it; a B that is not needed stays, to be reported."""
+    return action if action.type is ActionType.B else needed_action(graph, action)
 
 
 def _read_rows(path: Path, parse: Callable[[str], Action]) -> tuple[tuple[Action, ...], ...]:
@@ -110,9 +99,7 @@ def _read_rows(path: Path, parse: Callable[[str], Action]) -> tuple[tuple[Action
     return tuple(rows)
 
 
-def write_chrome_trace(
-    path: Path, records: Sequence[ActionRecord], layout: StageLayout | None = None
-) -> None:
+def write_chrome_trace(path: Path, records: Sequence[ActionRecord], layout: StageLayout) -> None:
     """Write a simulated or measured step for Perfetto or chrome://tracing.
 
     A rank is a process; it has one row for computation and one for transfers and waits.
@@ -131,9 +118,8 @@ def write_chrome_trace(
                 {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
             )
     for rank, action, start_ms, end_ms in records:
-        arguments: dict[str, object] = action._asdict() | {"type": action.type.value}
-        if layout is not None:
-            arguments["module"] = layout.stages[action.stage].module
+        module = layout.stages[action.stage].module
+        arguments = action._asdict() | {"type": action.type.value, "module": module}
         computes = action.type in COMPUTE
         events.append(
             {

@@ -20,7 +20,6 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -129,12 +128,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Closes; on the way out with an error only gives a save under way time to finish, as it
         is then the one to resume from. With a lost peer it cannot."""
         if error is None:

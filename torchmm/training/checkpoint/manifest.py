@@ -125,17 +125,17 @@ def read_json(file: Path) -> Any:
         raise CheckpointError(f"{file} cannot be read: {error!r}") from None
 
 
-def find_problems(path: Path, part: int = 0, parts: int = 1) -> list[str]:
+def find_problems(path: Path, share: int = 0, shares: int = 1) -> list[str]:
     """What is wrong with a checkpoint; empty if it is valid.
 
     Args:
-        part: which share of the files to hash, of `parts` shares (ranks divide the work).
+        share: which share of the files to hash, of `shares` (ranks divide the work).
     """
     try:
         files = read_manifest(path)["files"]
     except CheckpointError as error:
         return [str(error)]
-    names = sorted(files)[part::parts]
+    names = sorted(files)[share::shares]
     problems = (_file_problem(path / name, files[name]) for name in names)
     return [problem for problem in problems if problem]
 

@@ -10,24 +10,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchmm.models.multimodal import MultimodalModel
 from torchmm.training.checkpoint.storage import index_dtype
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 OptimizerState = dict[Tensor, dict[str, Tensor]]
-
-
-@runtime_checkable
-class HasCopies(Protocol):
-    """A model that may be a part of one, with copies of what other ranks have."""
-
-    def tied_copies(self) -> dict[str, str]:
-        """FQN of each copy -> FQN of the original."""
-        ...
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -35,7 +27,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     A copy has the name of its original.
     """
-    copies = model.tied_copies() if isinstance(model, HasCopies) else {}
+    copies = model.tied_copies() if isinstance(model, MultimodalModel) else {}
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():

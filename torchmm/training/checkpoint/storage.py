@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    TensorWriteData,
     WriteItem,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
@@ -69,7 +70,19 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class SafetensorsWriter(StorageWriter):
+class _GivenStorage:
+    """What DCP asks of a storage that serves one save or load and is never picked by path."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing to reset."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether a path could be one of this storage."""
+        return isinstance(checkpoint_id, Path)
+
+
+class SafetensorsWriter(_GivenStorage, StorageWriter):
     """DCP storage that writes one file per rank into a new directory next to `target`.
 
     Nobody reads a directory until `commit` renames it, so a save that dies leaves nothing that
@@ -95,9 +108,6 @@ class SafetensorsWriter(StorageWriter):
         self.temporary: Path | None = None
         """The directory being written; known on the coordinator only."""
         self._notes: list[dict[str, Any]] = []
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """A writer serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up."""
@@ -139,21 +149,13 @@ class SafetensorsWriter(StorageWriter):
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """DCP asks this only where it picks a storage by path; ours is always given."""
-        return isinstance(checkpoint_id, Path)
 
-
-class SafetensorsReader(StorageReader):
+class SafetensorsReader(_GivenStorage, StorageReader):
     """DCP storage that reads what `SafetensorsWriter` wrote; `path` must have been verified."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files: dict[MetadataIndex, str] = {}
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """A reader serves one load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Tensor sizes and chunks, from the index."""
@@ -195,11 +197,6 @@ class SafetensorsReader(StorageReader):
         future.set_result(None)
         return future
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """As in the writer."""
-        return isinstance(checkpoint_id, Path)
-
 
 def read_index(path: Path) -> dict[str, Any]:
     """Tensor name -> {"dtype", "shape", "chunks": [{"offsets", "sizes", "file"}]}."""
@@ -235,7 +232,7 @@ def _write_chunks(path: Path, items: list[WriteItem], planner: SavePlanner) -> W
     Only one chunk at a time is copied from the device. Larger element types go first, which
     keeps every chunk aligned.
     """
-    items = sorted(items, key=lambda item: -_properties(item).dtype.itemsize)
+    items = sorted(items, key=lambda item: -_tensor(item).properties.dtype.itemsize)
     header = _header(items)
     digest = hashlib.sha256()
     size_bytes = len(header) + sum(_size_bytes(item) for item in items)
@@ -256,9 +253,9 @@ def _header(items: list[WriteItem]) -> bytes:
     start = 0
     for item in items:
         end = start + _size_bytes(item)
-        dtype = _DTYPE_NAMES[_properties(item).dtype]
-        shape = list(_chunk(item).sizes)
-        name = _chunk_name(item.index.fqn, _chunk(item).offsets)
+        dtype = _DTYPE_NAMES[_tensor(item).properties.dtype]
+        shape = list(_tensor(item).chunk.sizes)
+        name = _chunk_name(item.index.fqn, _tensor(item).chunk.offsets)
         assert name not in entries, name
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
@@ -291,15 +288,10 @@ def _chunk_name(name: str, offsets: Iterable[int]) -> str:
     return f"{name}[{','.join(map(str, offsets))}]"
 
 
-def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+def _tensor(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
-    return item.tensor_data.chunk
-
-
-def _properties(item: WriteItem) -> TensorProperties:
-    assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
-    return item.tensor_data.properties
+    return item.tensor_data
 
 
 def _size_bytes(item: WriteItem) -> int:
-    return math.prod(_chunk(item).sizes) * _properties(item).dtype.itemsize
+    return math.prod(_tensor(item).chunk.sizes) * _tensor(item).properties.dtype.itemsize

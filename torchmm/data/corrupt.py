@@ -7,14 +7,43 @@ ranks) and a limit on consecutive failures (a source that is 30 % broken passes 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from torchmm.common.errors import DataError
 
 MIN_SAMPLES_FOR_FRACTION = 100
 """Below this many samples a fraction says nothing and is not checked."""
 
 
+SHOWN = 10
+"""Corrupt samples of a source that are named; the others are counted."""
+
+
 class CorruptSampleError(ValueError):
     """One sample cannot be used; the message is the reason, without the sample's name."""
+
+
+def first_of(messages: Sequence[str]) -> str:
+    """The first corrupt samples, one per line."""
+    more = len(messages) - SHOWN
+    lines = [*messages[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
+    return "".join(f"\n  - {line}" for line in lines)
+
+
+@contextmanager
+def naming_place(where: str) -> Iterator[None]:
+    """Puts a file and line before the reason why a sample is corrupt, unless it names them.
+
+    Raises:
+        CorruptSampleError: raised in the block.
+    """
+    try:
+        yield
+    except CorruptSampleError as error:
+        if not where or str(error).startswith(where):
+            raise
+        raise CorruptSampleError(f"{where}: {error}") from error
 
 
 class CorruptLimit:
@@ -46,6 +75,6 @@ class CorruptLimit:
             raise DataError(
                 f"{self.corrupt} of {self.seen} samples are corrupt; the limits are "
                 f"data.max_corrupt_samples = {self.max_samples} and "
-                f"data.max_corrupt_fraction = {self.max_fraction}. The log names each of them: "
-                "remove or repair them, or raise the limits"
+                f"data.max_corrupt_fraction = {self.max_fraction}. The log names the first "
+                f"{SHOWN} of every source: remove or repair them, or raise the limits"
             )

@@ -1,6 +1,6 @@
-"""Which keys of a chat record are understood; one that would be lost makes the record corrupt.
+"""Which keys of a chat message are understood; one that would be lost makes the record corrupt.
 
-Public chats carry more than roles and contents: tool calls, thoughts, weights of turns. If they
+Public chats carry more than roles and contents: tool calls, thoughts, refusals, citations. If they
 were silently dropped, an answer that only calls a tool would be learnt as "say nothing", and one
 that follows from thoughts as one without any. Empty values do not count: Parquet and Arrow give
 every turn every key that any turn has, and fill them with None.
@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchmm.data.sources.corrupt import CorruptSampleError
+from torchmm.data.corrupt import CorruptSampleError
 
-RECORD_KEYS = ("tools", "functions")
-"""Columns besides `messages` that a chat template would write into the conversation."""
 METADATA = frozenset(
     {
         "country",
@@ -43,23 +41,15 @@ METADATA = frozenset(
 )
 """Keys of a turn that say where it comes from; no model reads them. `name` distinguishes
 participants of one role, which templates do not write either, except that of a tool."""
-_UNDERSTOOD = {"role", "content"}
+_ALL_ROLES = {"role", "content", "loss", "train", "weight"}
+_UNDERSTOOD = {
+    "assistant": {"reasoning_content", "reasoning", "thinking", "tool_calls", "function_call"},
+    "tool": {"name", "tool_call_id"},
+}
+"""What `tool_use.py` reads besides, by role. A weight says something of answers only, as in
+OpenAI's format."""
 _EMPTY_TEXTS = ("", "[]", "{}", "null")
 _WITH_FILE = {"type", "index", "path", "url", "bytes"}
-
-
-def check_record(columns: Mapping[str, Any]) -> None:
-    """Looks at the columns besides `messages`.
-
-    Raises:
-        CorruptSampleError: one of them belongs in the conversation.
-    """
-    for key in RECORD_KEYS:
-        if not is_empty(columns.get(key)):
-            raise CorruptSampleError(
-                f"column {key} is not empty: descriptions of tools are not supported yet; leave "
-                "such conversations out, or write them into the system message"
-            )
 
 
 def check_turn(message: Mapping[str, Any]) -> None:
@@ -69,15 +59,12 @@ def check_turn(message: Mapping[str, Any]) -> None:
         CorruptSampleError: one of them would be lost.
     """
     role = message["role"]
-    for key in _filled(message, _UNDERSTOOD):
-        if key == "weight" and (role != "assistant" or message[key] == 1):
-            continue  # in OpenAI's format: whether an answer counts in the loss, as all do here
-        if key in METADATA and (role, key) != ("tool", "name"):
-            continue
-        raise CorruptSampleError(
-            f"{role} message has {_shown(key, message[key])}, which is not supported and "
-            "would be lost; write it into the content, or leave such conversations out"
-        )
+    for key in _filled(message, _ALL_ROLES | _UNDERSTOOD.get(role, set())):
+        if key not in METADATA:
+            raise CorruptSampleError(
+                f"{role} message has {shown(key, message[key])}, which is not supported and "
+                "would be lost; write it into the content, or leave such conversations out"
+            )
 
 
 def check_part(part: Mapping[str, Any], role: str) -> None:
@@ -92,7 +79,7 @@ def check_part(part: Mapping[str, Any], role: str) -> None:
     known = {"type", "text", "index"} if kind == "text" else {*_WITH_FILE, kind}
     for key in _filled(part, known):
         raise CorruptSampleError(
-            f"{kind} part of a {role} message has {_shown(key, part[key])}, which is not "
+            f"{kind} part of a {role} message has {shown(key, part[key])}, which is not "
             "supported and would be lost; remove it, or make it a separate part"
         )
 
@@ -118,6 +105,6 @@ def _filled(table: Mapping[str, Any], known: set[str]) -> Iterator[str]:
     return (key for key, value in table.items() if key not in known and not is_empty(value))
 
 
-def _shown(key: str, value: Any) -> str:
-    """The value without the content of tables and lists, which may be nested too deeply."""
+def shown(key: str, value: Any) -> str:
+    """A key and its value, but for tables and lists, which may be nested too deeply."""
     return f"{key} = {value!r:.80}" if isinstance(value, str | float | int) else key

@@ -1,0 +1,267 @@
+"""Samples per second in the layouts that data sets are published in, against our own.
+
+Every layout has the same content as our own (`messages` with parts, files in `images`): a picture,
+a question and its answer, or two of these. Reading is what measuring a source and every worker do
+first: parse the record, look at the file's header, write the chat template, tokenise. Pixels are
+not decoded, as that costs the same in all layouts and would hide what differs. Both are read in
+turns, pair by pair, and compared by CPU time; tokens, labels and files are compared first, and have
+to be the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from support.harness import Row, describe_machine, make_parser, report, time_pairs
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from torchmm.common.batch import ImageSpec, TextSpec
+from torchmm.data.layouts.sample import Record
+from torchmm.data.sources.reader import SampleReader
+from torchmm.recipe.data_section import DataConfig
+
+SEED = 0
+GOAL = 0.9
+"""A layout is read at 90 % of our own layout's speed at least."""
+SENTENCE = "a red green blue small large round square picture of one two three dogs in the sun"
+WORDS = SENTENCE.split()
+CHOOSE = "Answer with the option's letter from the given choices directly."
+SPEC = ImageSpec(
+    encoder="vision",
+    layout="fixed",
+    processor_class="CLIPImageProcessor",
+    processor={"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}},
+    patch_size_px=14,
+)
+
+Message = dict[str, Any]
+
+
+class Content(NamedTuple):
+    """What every layout says in its way."""
+
+    image: bytes
+    question: str
+    answer: str
+    second_question: str
+    second_answer: str
+
+
+def make_contents(count: int) -> list[Content]:
+    """Pictures of one size and random words."""
+    draw = random.Random(SEED)
+    contents = []
+    for number in range(count):
+        stream = io.BytesIO()
+        Image.new("RGB", (320, 240), (number % 256, 100, 50)).save(stream, "JPEG")
+        texts = [" ".join(draw.choices(WORDS, k=size)) for size in (20, 60, 20, 60)]
+        contents.append(Content(stream.getvalue(), *texts))
+    return contents
+
+
+def make_reader() -> SampleReader:
+    """Tokens are words: no tokenizer is faster, so none would show more of what layouts cost."""
+    special = ["<unk>", "<pad>", "<image>", "<|user|>", "<|assistant|>", "</s>"]
+    vocabulary = {word: i for i, word in enumerate([*special, *sorted(set(WORDS))])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        eos_token="</s>",
+        additional_special_tokens=special[2:],
+        chat_template="{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}",
+    )
+    text_spec = TextSpec(vocab_size=len(tokenizer), image_token_id=2)
+    return SampleReader(DataConfig(), 2048, text_spec, {"vision": SPEC}, tokenizer)
+
+
+def turn(role: str, content: Any) -> Message:
+    """A message of our own layout."""
+    return {"role": role, "content": content}
+
+
+def asked(text: str, **file: Any) -> Message:
+    """A question behind a picture."""
+    return turn("user", [{"type": "image", **file}, {"type": "text", "text": text}])
+
+
+def own(content: Content, turns: int = 2, question: str | None = None) -> dict[str, Any]:
+    """The content in our own layout."""
+    messages = [asked(question or content.question), turn("assistant", content.answer)]
+    if turns == 2:
+        messages.append(turn("user", content.second_question))
+        messages.append(turn("assistant", content.second_answer))
+    return {"images": [content.image], "messages": messages}
+
+
+def llava(content: Content) -> dict[str, Any]:
+    """`conversations`."""
+    said = zip(("human", "gpt") * 2, content[1:], strict=True)
+    entries = [{"from": speaker, "value": text} for speaker, text in said]
+    entries[0]["value"] = "<image>" + content.question
+    return {"id": "1", "image": content.image, "conversations": entries}
+
+
+def placeholders(content: Content) -> dict[str, Any]:
+    """`messages` of ms-swift and LLaMA-Factory."""
+    said = zip(("user", "assistant") * 2, content[1:], strict=True)
+    messages = [turn(role, text) for role, text in said]
+    messages[0]["content"] = "<image>" + content.question
+    return {"images": [content.image], "messages": messages}
+
+
+def named_parts(content: Content) -> dict[str, Any]:
+    """`messages` whose parts have their file, as Hugging Face writes them."""
+    messages = own(content)["messages"]
+    return {"messages": [asked(content.question, image=content.image), *messages[1:]]}
+
+
+def openai(content: Content) -> dict[str, Any]:
+    """`messages` with pictures as base64."""
+    address = "data:image/jpeg;base64," + base64.b64encode(content.image).decode()
+    part = {"type": "image_url", "image_url": {"url": address}}
+    first = turn("user", [part, {"type": "text", "text": content.question}])
+    return {"messages": [first, *own(content)["messages"][1:]]}
+
+
+def finevision(content: Content) -> dict[str, Any]:
+    """`texts` of questions and answers, with ratings."""
+    texts = [
+        {"user": content.question, "assistant": content.answer},
+        {"user": content.second_question, "assistant": content.second_answer},
+    ]
+    ratings = {"relevance_ratings": [5, 5], "formatting_ratings": [5, 4], "source": "ai2d"}
+    return {"images": [{"bytes": content.image, "path": None}], "texts": texts, **ratings}
+
+
+def trl(content: Content) -> dict[str, Any]:
+    """`prompt` and `completion` of messages."""
+    return {
+        "images": [content.image],
+        "prompt": [turn("user", content.question)],
+        "completion": [turn("assistant", content.answer)],
+    }
+
+
+def alpaca(content: Content) -> dict[str, Any]:
+    """`instruction` and `output`."""
+    first, _, rest = content.question.partition(" ")
+    return {
+        "instruction": "<image>" + first,
+        "input": rest,
+        "output": content.answer,
+        "images": [content.image],
+    }
+
+
+def alpaca_own(content: Content) -> dict[str, Any]:
+    """Alpaca writes a new line before its input."""
+    return own(content, 1, content.question.replace(" ", "\n", 1))
+
+
+def query(content: Content) -> dict[str, Any]:
+    """`query` and `response` with a history."""
+    return {
+        "history": [["<image>" + content.question, content.answer]],
+        "query": content.second_question,
+        "response": content.second_answer,
+        "images": [content.image],
+    }
+
+
+def vqa(content: Content) -> dict[str, Any]:
+    """`question` and answers of ten people."""
+    answers = [{"answer": content.answer, "answer_id": number} for number in range(10)]
+    return {"image": content.image, "question": content.question, "answers": answers}
+
+
+def choice(content: Content) -> dict[str, Any]:
+    """`question` and `choices`."""
+    choices = [content.second_answer, content.answer]
+    return {
+        "image": content.image,
+        "question": content.question,
+        "choices": choices,
+        "answer": 1,
+    }
+
+
+def choice_own(content: Content) -> dict[str, Any]:
+    """The choices are part of the question."""
+    listed = f"A. {content.second_answer}\nB. {content.answer}"
+    return own(content._replace(answer="B"), 1, f"{content.question}\n{listed}\n{CHOOSE}")
+
+
+def own_once(content: Content) -> dict[str, Any]:
+    """A single question."""
+    return own(content, 1)
+
+
+Writer = Callable[[Content], dict[str, Any]]
+CASES: dict[str, tuple[Writer, Writer]] = {
+    "conversations (LLaVA)": (llava, own),
+    "messages with placeholders (ms-swift)": (placeholders, own),
+    "messages with named files (Hugging Face)": (named_parts, own),
+    "messages with base64 (OpenAI)": (openai, own),
+    "pairs (FineVision)": (finevision, own),
+    "prompt and completion (TRL)": (trl, own_once),
+    "instruction (Alpaca)": (alpaca, alpaca_own),
+    "query (ms-swift)": (query, own),
+    "question (VQA)": (vqa, own_once),
+    "question with choices (ScienceQA)": (choice, choice_own),
+}
+"""Writers of a layout, and of the same content in our own."""
+
+
+def case_rows(name: str, reader: SampleReader, count: int, pairs: int) -> list[Row]:
+    """Speed of one layout.
+
+    Args:
+        count: records that are read at a time.
+        pairs: how often both layouts are read.
+    """
+    contents = make_contents(count)
+    published, ours = ([Record(write(content)) for content in contents] for write in CASES[name])
+    for one, other in zip(published, ours, strict=True):
+        found, expected = reader.read(one), reader.read(other)
+        if (found.text, found.files) != (expected.text, expected.files):
+            raise AssertionError(f"{name} is not the same sample as in our own layout")
+
+    def read_all(records: list[Record]) -> None:
+        for record in records:
+            reader.read(record)
+
+    times = time_pairs(
+        lambda: read_all(published), lambda: read_all(ours), pairs, torch.device("cpu")
+    )
+    found_per_s, own_per_s = count / times.median_ours_s, count / times.median_baseline_s
+    return [
+        Row(name, "samples per second", "1/s", found_per_s, own_per_s),
+        Row(name, "speed against our own layout", "", times.cpu_ratio, 1, None, GOAL),
+    ]
+
+
+def main() -> None:
+    """Prints the table."""
+    arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
+    torch.set_num_threads(1)
+    print(describe_machine(torch.device("cpu")))
+    print(f"seed {SEED}")
+    reader = make_reader()
+    rows: list[Row] = []
+    for name in CASES:
+        rows += case_rows(name, reader, *((50, 5) if arguments.quick else (200, 21)))
+    report("Reading samples, baseline: our own layout", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Between what memory limits layer tuning has something to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.recomputation.tuning import LayerTuning, rank_problems
+from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.pipelining.plan.plan import PipelinePlan
+
+
+class MemoryNeeds(NamedTuple):
+    """Peaks of one rank, in bytes."""
+
+    least_bytes: int
+    """With everything recomputed that may be."""
+    most_bytes: int
+    """With everything kept that may be."""
+
+
+def memory_needs(
+    plan: PipelinePlan,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    tuning: LayerTuning,
+    targets: Sequence[int] | None = None,
+) -> list[MemoryNeeds]:
+    """Between what limits there is something to choose, by rank; arguments as of `tune_layers`."""
+    given = plan.graph, modules, microbatches
+    costs = plan_costs(*given, tuning.model, targets=targets, layerwise=tuning.layerwise)
+    choices = tuning.choices(*given, targets)
+    found = []
+    for each in rank_problems(plan, costs, choices, 0, tuning.candidates):
+        problem = each.problem
+        peaks = [
+            int((problem.used_bytes_T(choice_N) - problem.free_bytes_T).max())
+            for choice_N in (problem.leanest_N, problem.fastest_N)
+        ]
+        found.append(MemoryNeeds(*peaks))
+    return found

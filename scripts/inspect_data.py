@@ -1,0 +1,65 @@
+"""See what a recipe trains on before it trains: layouts, sizes, what is refused, samples.
+
+Reads the recipe's sources as a run would, and needs no GPU and no weights. Prints what it found and
+writes a page with samples as the model sees them: the loss marked in the text, pictures before and
+after preprocessing, packed sequences.
+
+python scripts/inspect_data.py --config recipes/quickstart.toml
+python scripts/inspect_data.py --config my.toml --samples 20 --limit 10000 --out /tmp/page
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import transformers
+from rich.console import Console
+
+from torchmm.common.errors import TorchmmError
+from torchmm.common.files import make_writable_directory
+from torchmm.planning.inspection.findings import inspect_recipe
+from torchmm.planning.inspection.page import write_page
+from torchmm.planning.inspection.table import findings_table, refused_lines
+from torchmm.recipe.read import load_recipe
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Inspects what the command line asks for; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="recipe (TOML)")
+    add("--samples", type=int, default=8, metavar="N", help="shown of each source (8)")
+    add("--limit", type=int, default=1000, metavar="N", help="records read of each source (1000)")
+    add("--out", type=Path, metavar="DIR", help="where the page goes (OUTPUT_DIR/NAME/data)")
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        return _inspect(options, overrides)
+    except TorchmmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
+    transformers.logging.set_verbosity_error()
+    recipe = load_recipe(options.config, overrides).recipe
+    out = options.out or Path(recipe.output_dir) / recipe.name / "data"
+    make_writable_directory(out)
+    console = Console()
+    findings = []
+    for found in inspect_recipe(recipe, options.limit, options.samples):
+        findings.append(found)
+        console.print(findings_table(found))
+        for line in refused_lines(found):
+            console.out(line, highlight=False)
+    page = out / "index.html"
+    write_page(page, recipe, findings)
+    console.out(f"wrote {page}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

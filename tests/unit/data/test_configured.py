@@ -1,0 +1,171 @@
+"""Names of columns, numbers of samples, limits on lengths: as a recipe says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from itertools import islice
+
+import pytest
+from data_cases import (
+    CLIP,
+    caption,
+    caption_rows,
+    data_config,
+    training,
+    write_jsonl,
+    write_parquet,
+)
+
+from torchmm.common.errors import CheckpointError, ConfigError, DataError
+from torchmm.data.loader import build_loader
+from torchmm.data.sources.local_and_hub import load, open_map_source
+from torchmm.recipe.data_section import LengthFilter, SourceConfig
+
+TEXTS = [" ".join(caption(i + j) for j in range(1 + i % 4)) for i in range(24)]
+
+
+@pytest.fixture
+def make(tmp_path, tokenizer, text_spec):
+    """A loader of one source."""
+
+    def make(path, state=None, accept=False, data=None, **source):
+        config = SourceConfig(path=str(path), **{"name": "s", **source})
+        return build_loader(
+            data_config(tmp_path, config, **(data or {})),
+            training(),
+            text_spec=text_spec,
+            image_specs={"vision": CLIP},
+            tokenizer=tokenizer,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=json.loads(json.dumps(state)),
+            resume_changed=accept,
+        )
+
+    return make
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write_jsonl(tmp_path / "texts" / "a.jsonl", [{"text": text} for text in TEXTS])
+
+
+def metas(batches):
+    return [s for b in batches for m in b.microbatches for s in m.meta.samples]
+
+
+def take(loader, count):
+    return list(islice(loader, count))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_are_renamed_before_a_layout_is_recognised(make, tmp_path, streaming):
+    rows = [{"pic": row["image"], "alt": row["text"], "text": "no"} for row in caption_rows(9)]
+    names = {"image": "pic", "text": "alt"}
+    renamed = make(write_parquet(tmp_path / "a", rows), columns=names, streaming=streaming)
+    plain = make(write_parquet(tmp_path / "b", caption_rows(9)), streaming=streaming)
+    assert metas(take(renamed, 4)) == metas(take(plain, 4))
+
+
+def test_columns_inside_of_json_can_be_named(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"json": {"alt": "a", "n": 1}}, {"json": {"n": 2}}])
+    config = SourceConfig(path=str(path), columns={"text": "alt"})
+    source = open_map_source(config)
+    first, second = (source.read(i).columns for i in range(2))
+    assert first["text"] == "a" and first["n"] == 1 and "text" not in second
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_that_do_not_exist_are_refused(make, texts, streaming):
+    with pytest.raises(
+        DataError, match=r"names 'txet', .*did you mean \"text\"\?; its columns are text"
+    ):
+        make(texts, columns={"text": "txet"}, streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_only_the_first_records_take_part(make, texts, streaming):
+    loader = make(texts, max_samples=5, streaming=streaming, data={"shuffle_window": 2})
+    batches = take(loader, 6)
+    assert {s.index for s in metas(batches)} == set(range(5))
+    assert batches[-1].epoch > 1
+    again = make(
+        texts, batches[2].state, max_samples=5, streaming=streaming, data={"shuffle_window": 2}
+    )
+    assert metas(take(again, 3)) == metas(batches[3:])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_samples_outside_of_the_filter_are_left_out_and_told(make, texts, streaming, caplog):
+    lengths = {s.index: s.tokens for s in metas(take(make(texts), 20))}
+    limits = LengthFilter(min_tokens=12, max_tokens=30)
+    kept = {index for index, tokens in lengths.items() if 12 <= tokens <= 30}
+    assert 3 < len(kept) < len(lengths) == len(TEXTS)
+    caplog.set_level(logging.INFO, "torchmm")
+    batches = take(make(texts, filter=limits, streaming=streaming), 8)
+    assert {s.index for s in metas(batches)} == kept
+    assert not any(b.skipped for b in batches)
+    told = f"'s' gives {len(kept)} of its 24 samples: 0 are corrupt, {24 - len(kept)} are outside"
+    assert streaming or told in caplog.text
+    again = make(texts, batches[3].state, filter=limits, streaming=streaming)
+    assert metas(take(again, 4)) == metas(batches[4:])
+    with pytest.raises(CheckpointError, match=r"filter of source 's'"):
+        make(texts, batches[3].state, streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_filter_that_leaves_nothing_ends_the_run(make, texts, streaming):
+    with pytest.raises(DataError, match=r"(?s)24 .*0 are corrupt, 24 are outside of its `filter`"):
+        make(texts, filter=LengthFilter(min_tokens=64, max_tokens=64), streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_source_that_gives_nothing_shows_ten_samples_with_their_lines(make, tmp_path, streaming):
+    rows = [{"labels": i} for i in range(25)]
+    path = write_jsonl(tmp_path / "none" / "a.jsonl", rows)
+    with pytest.raises(DataError) as caught:
+        make(path, streaming=streaming)
+    lines = str(caught.value).splitlines()
+    assert [line for line in lines if "a.jsonl:10: no format" in line]
+    assert len(lines) == 13 and "and 15 more" in lines[-2] and "`columns`" in lines[-1]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_first_ten_corrupt_samples_are_named_and_all_counted(make, tmp_path, streaming, caplog):
+    rows = [{"labels": i} if i % 2 else {"text": caption(i)} for i in range(30)]
+    path = write_jsonl(tmp_path / "half" / "a.jsonl", rows)
+    batches = take(make(path, streaming=streaming), 8)
+    assert sum(len(b.skipped) for b in batches) == 15
+    named = re.findall(r"skipped: s\[(\d+)\]: \S*a\.jsonl:(\d+): no format", caplog.text)
+    assert len(named) == 10 and all(int(line) == int(index) + 1 for index, line in named)
+    assert caplog.text.count("source 's' has more corrupt samples") == 1
+
+
+@pytest.mark.parametrize("change", [{"max_samples": 20}, {"columns": {"text": "caption"}}])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_resume_notices_what_changes_samples(make, tmp_path, change, streaming):
+    rows = [{"text": text, "caption": text[::-1]} for text in TEXTS]
+    path = write_jsonl(tmp_path / "two" / "a.jsonl", rows)
+    state = take(make(path, streaming=streaming), 1)[0].state
+    with pytest.raises(CheckpointError, match=rf"{next(iter(change))} of source 's'"):
+        make(path, state, streaming=streaming, **change)
+
+
+def test_what_was_saved_before_there_were_these_keys_goes_on(make, texts):
+    batches = take(make(texts), 3)
+    state = json.loads(json.dumps(batches[1].state))
+    for key in ("epochs", "filter", "config", "columns", "max_samples"):
+        del state["content"]["sources"][0][key]
+    del state["steps"]
+    assert metas(take(make(texts, state), 1)) == metas(batches[2:])
+
+
+def test_a_subset_is_for_the_hub(make, texts, monkeypatch):
+    with pytest.raises(ConfigError, match=r"config = 'en' names a subset of a hub data set"):
+        make(texts, config="en")
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **more: asked.append(args))
+    load(SourceConfig(path="owner/name", config="en"), "hub", [], streaming=False)
+    assert asked == [("owner/name", "en")]

@@ -1,0 +1,336 @@
+"""Every layout gives the tokens, labels and files of the same content in our own."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+from data_cases import write_parquet
+from layout_cases import CASES, COCO, DATA_ADDRESS, FILES, FIRST, SECOND, Case, own_layout, said
+from layout_cases import turn as message
+
+from torchmm.data.layouts.recognise import LAYOUTS, parse_record, recognise
+from torchmm.data.layouts.sample import (
+    AudioSegment,
+    ImageSegment,
+    Record,
+    Sample,
+    SampleOptions,
+    TextSegment,
+    VideoSegment,
+)
+from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.recipe.data_section import SourceConfig
+
+
+def conversation(columns, root=None):
+    """What a record says, before any template."""
+    record = Record(columns, root)
+    return recognise(record).read(record)
+
+
+def parts(columns, root=None):
+    """Everything that is said, in one row."""
+    return [part for turn in conversation(columns, root).turns for part in turn.parts]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_published_records_equal_our_own_layout(read, name):
+    case = CASES[name]
+    found, expected = read(copy.deepcopy(case.record)), read(own_layout(case))
+    assert found.text.ids == expected.text.ids
+    assert found.text.loss == expected.text.loss
+    assert found.text.image_starts == expected.text.image_starts
+    assert found.images == expected.images
+    assert found.files == expected.files == [FILES[name] for name in case.images]
+
+
+def test_the_comparison_sees_a_moved_picture_and_another_speaker(read):
+    case = CASES["llama_factory_images"]
+    first, answer, *rest = case.turns
+    others = [
+        [("user", first[1][::-1]), answer, *rest],
+        [(answer[0], first[1]), (first[0], answer[1]), *rest],
+    ]
+    expected = read(own_layout(case)).text
+    for turns in others:
+        other = read(own_layout(Case({}, turns, case.images))).text
+        assert (other.ids, other.loss) != (expected.ids, expected.loss)
+    swapped = read(own_layout(Case({}, case.turns, case.images[::-1])))
+    assert swapped.files != read(copy.deepcopy(case.record)).files
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_answers_count(read, tokenizer, name):
+    case = CASES[name]
+    text = read(copy.deepcopy(case.record)).text
+    learnt = [i for i, loss in zip(text.ids, text.loss, strict=True) if loss]
+    answers = [content for role, content in case.turns if role == "assistant"]
+    if all(isinstance(answer, str) for answer in answers):
+        assert tokenizer.decode(learnt) == "".join(f"{answer}</s>" for answer in answers)
+
+
+def test_records_are_the_same_through_parquet(reader, root, tmp_path):
+    """Parquet gives every record and table all keys that any other has, filled with None."""
+    names = ("finevision", "vqa", "hf_parts", "trl_prompt_completion", "alpaca")
+    keys = {key for name in names for key in CASES[name].record}
+    rows = [{key: CASES[name].record.get(key) for key in sorted(keys)} for name in names]
+    write_parquet(tmp_path / "set", rows)
+    source = open_map_source(SourceConfig(path=str(tmp_path / "set")))
+    for number, name in enumerate(names):
+        record = source.read(number)
+        assert record.columns["messages"] is None or name == "hf_parts"
+        expected = reader.read(Record(CASES[name].record, root))
+        assert reader.read(record) == expected
+
+
+# TRL
+
+
+def test_trl_texts_are_a_caption_with_its_prompt(reader, root):
+    """TRL's dataset_formats: standard prompt-completion."""
+    published = Record({"prompt": "The sky is", "completion": " blue.", "image": FIRST}, root)
+    own = Record({"image": FIRST, "text": " blue."}, root, SampleOptions(prompt="The sky is"))
+    found, expected = reader.read(published), reader.read(own)
+    assert (found.text, found.files) == (expected.text, expected.files)
+    assert parse({"prompt": "The sky is", "completion": " blue."}) == (
+        TextSegment("The sky is", False),
+        TextSegment(" blue.", True),
+    )
+
+
+def test_placeholders_of_a_prompt_are_kept_in_place(root):
+    found = parse({"prompt": "a <image> b", "completion": "c", "images": [FIRST]}, root)
+    assert [type(s).__name__ for s in found] == ["TextSegment", "ImageSegment"] + [
+        "TextSegment"
+    ] * 2
+
+
+def test_answers_in_a_prompt_are_not_learnt():
+    prompt = [message("user", "a"), message("assistant", "b"), message("user", "c")]
+    made = conversation({"prompt": prompt, "completion": [message("assistant", "d")]})
+    assert [turn.train for turn in made.turns] == [False, False, False, None]
+    made = conversation(
+        {"prompt": prompt, "completion": [message("assistant", "d")], "system": "s"}
+    )
+    assert [turn.train for turn in made.turns] == [False] * 4 + [None]
+
+
+def parse(columns, root=None):
+    def no_chat(conversation, options):
+        raise AssertionError
+
+    return parse_record(Record(columns, root), no_chat).segments
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"image": b"1", "video": b"2", "audio": b"3"},
+        {"images": [b"1"], "videos": [b"2"], "audios": [b"3"]},
+        {"jpg": b"1", "mp4": b"2", "flac": b"3", "images": [], "videos": None},
+        {"image": [b"1"], "videos": b"2", "audio": {"bytes": b"3", "path": None}},
+    ],
+)
+@pytest.mark.parametrize("layout", ["conversations", "query", "messages"])
+def test_files_of_all_kinds_and_columns_have_placeholders(columns, layout):
+    asked = "See <video> and <image>, hear <audio>."
+    said_as = {
+        "conversations": {"conversations": [said("human", asked), said("gpt", "yes")]},
+        "query": {"query": asked, "response": "yes"},
+        "messages": {"messages": [message("user", asked), message("assistant", "yes")]},
+    }
+    expected = [
+        "See ", VideoSegment(b"2"), " and ", ImageSegment(b"1"), ", hear ", AudioSegment(b"3"),
+        ".", "yes",
+    ]  # fmt: skip
+    assert parts({**said_as[layout], **columns}) == expected
+
+
+def test_llava_writes_image_for_a_clip():
+    """lmms-lab/LLaVA-Video-178K."""
+    entries = [said("human", "<image>\nWhat happens?"), said("gpt", "A dog digs.")]
+    record = {"id": "1", "video": b"2", "data_source": "0_30_s", "conversations": entries}
+    assert parts(record) == [VideoSegment(b"2"), "\nWhat happens?", "A dog digs."]
+    mixed = [said("human", "<image><video>"), said("gpt", "a")]
+    assert parts({"image": b"1", "video": b"2", "conversations": mixed})[:2] == [
+        ImageSegment(b"1"),
+        VideoSegment(b"2"),
+    ]
+
+
+def test_webdataset_members_make_a_llava_record():
+    inner = {"conversations": [said("human", "<image>\na"), said("gpt", "b")]}
+    seen = []
+
+    def render(conversation, options):
+        seen.extend(conversation.turns[0].parts)
+        return Sample(())
+
+    parse_record(Record({"jpg": b"1", "json": json.dumps(inner).encode()}), render)
+    assert seen == [ImageSegment(b"1"), "\na"]
+
+
+DATA = DATA_ADDRESS.partition(",")[2]
+SOUND = base64.b64encode(b"RIFF").decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"type": "image", "image": FIRST}, "path"),
+        ({"type": "image", "path": FIRST}, "path"),
+        ({"type": "image", "url": FIRST}, "path"),
+        ({"type": "image", "base64": DATA}, "data"),
+        ({"type": "image", "bytes": FILES[FIRST], "path": "x.png"}, "data"),
+        ({"type": "image", "image": {"bytes": FILES[FIRST], "path": "x.png"}}, "data"),
+        ({"type": "image", "image": FILES[FIRST]}, "data"),
+        ({"image": FIRST, "text": None}, "path"),
+        ({"type": "image_url", "image_url": {"url": DATA_ADDRESS}}, "data"),
+        ({"type": "image_url", "image_url": {"url": FIRST, "detail": "high"}}, "path"),
+        ({"type": "image_url", "image_url": FIRST}, "path"),
+        ({"type": "input_image", "image_url": DATA_ADDRESS}, "data"),
+        (
+            {
+                "type": "image",
+                "source": {"type": "base64", "media_type": "image/png", "data": DATA},
+            },
+            "data",
+        ),
+    ],
+)
+def test_every_spelling_of_an_image_in_a_message(root, part, expected):
+    content = [part, {"type": "text", "text": "What?"}]
+    found = parts({"messages": [message("user", content)]}, root)
+    image = (
+        ImageSegment(FILES[FIRST]) if expected == "data" else ImageSegment(None, f"{root}/{FIRST}")
+    )
+    assert found == [image, "What?"]
+
+
+def test_addresses_of_files_are_paths_below_the_source(root):
+    content = [{"image": f"file://{root}/{FIRST}"}]
+    assert parts({"messages": [message("user", content)]}, root) == [
+        ImageSegment(None, f"{root}/{FIRST}")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"type": "video", "video": "a.mp4"}, VideoSegment(None, "/set/a.mp4")),
+        ({"video": "a.mp4"}, VideoSegment(None, "/set/a.mp4")),
+        ({"type": "video_url", "video_url": {"url": "a.mp4"}}, VideoSegment(None, "/set/a.mp4")),
+        ({"type": "audio", "audio": "a.wav"}, AudioSegment(None, "/set/a.wav")),
+        ({"type": "audio_url", "audio_url": {"url": "a.wav"}}, AudioSegment(None, "/set/a.wav")),
+        (
+            {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}},
+            AudioSegment(b"RIFF"),
+        ),
+        ({"type": "audio", "url": f"data:audio/wav;base64,{SOUND}"}, AudioSegment(b"RIFF")),
+    ],
+)
+def test_clips_and_sounds_in_a_message(part, expected):
+    assert parts({"messages": [message("user", [part])]}, "/set") == [expected]
+
+
+def test_named_files_and_columns_may_take_turns(root):
+    content = [{"type": "image", "image": FIRST}, {"type": "image"}]
+    first = ImageSegment(None, f"{root}/{FIRST}")
+    second = ImageSegment(None, f"{root}/{SECOND}")
+    one = {"messages": [message("user", content)], "images": [SECOND]}
+    assert parts(one, root) == [first, second]
+    both = {"messages": [message("user", content)], "images": [SECOND, COCO]}
+    assert parts(both, root) == [second, ImageSegment(None, f"{root}/{COCO}")]
+
+
+def test_words_that_look_like_placeholders_stay_words(read):
+    for columns in (
+        {"messages": [message("user", "<image> <video>"), message("assistant", "a")]},
+        {
+            "images": [FIRST],
+            "messages": [
+                message("user", [{"type": "image"}, {"type": "text", "text": "<image>"}]),
+                message("assistant", "<image> <video>"),
+            ],
+        },
+        {"images": [FIRST], "texts": [{"user": "<image>", "assistant": "<image>"}]},
+        {"image": FIRST, "text": "an <image> tag"},
+    ):
+        sample = read(columns)
+        assert len(sample.images) == ("images" in columns or "image" in columns)
+
+
+def test_captions_take_any_number_of_images(root):
+    found = parse({"images": [FIRST, SECOND], "text": "two"}, root)
+    assert [type(s).__name__ for s in found] == ["ImageSegment", "ImageSegment", "TextSegment"]
+
+
+# Tools in ShareGPT
+
+
+def test_calls_of_tools_become_calls_and_answers():
+    """LLaMA-Factory, data/README.md: function_call and observation."""
+    calls = [{"name": "tall", "arguments": {"a": 1}}, {"name": "wide", "arguments": "{}"}]
+    entries = [
+        said("human", "How large?"),
+        said("function_call", json.dumps(calls[0])),
+        said("function_call", json.dumps([calls[1]])),
+        said("observation", '{"size": 3}'),
+        said("gpt", "Three."),
+    ]
+    tools = '[{"name": "tall"}, {"name": "wide"}]'
+    found = conversation({"conversations": entries, "tools": tools})
+    own = [
+        message("user", "How large?"),
+        {
+            **message("assistant", None),
+            "tool_calls": [{"type": "function", "function": call} for call in calls],
+        },
+        message("tool", '{"size": 3}'),
+        message("assistant", "Three."),
+    ]
+    expected = conversation({"messages": own, "tools": tools})
+    assert found == expected
+    assert [len(turn.tool_calls) for turn in found.turns] == [0, 2, 0, 0]
+    assert [tool["function"]["name"] for tool in found.tools] == ["tall", "wide"]
+
+
+def test_answers_in_a_prompt_stay_out_of_the_loss(read, tokenizer):
+    prompt = [message("user", "a"), message("assistant", "red"), message("user", "c")]
+    text = read({"prompt": prompt, "completion": [message("assistant", "blue")]}).text
+    learnt = [i for i, loss in zip(text.ids, text.loss, strict=True) if loss]
+    assert tokenizer.decode(learnt) == "blue</s>"
+
+
+def test_calls_that_parquet_filled_in_are_none():
+    filled = {**message("assistant", "a"), "tool_calls": None}
+    assert parts({"conversations": [filled, filled]}) == ["a", "a"]
+
+
+def test_every_layout_is_in_the_documents():
+    table = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    for layout in LAYOUTS:
+        assert re.search(rf"^\| {layout.name} \|", table, re.MULTILINE), layout.name
+        for group in layout.needs:
+            assert all(f"`{name}`" in table for name in group), group
+
+
+def test_the_examples_of_the_documents_are_read():
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    text = page.partition("One record of each:\n\n```json\n")[2].partition("```")[0]
+    found = []
+    while text.strip():
+        record, end = json.JSONDecoder().raw_decode(text)
+        text = text[end:].lstrip()
+        layout = recognise(Record(record, "/set"))
+        layout.read(Record(record, "/set"))
+        found.append(layout.name)
+    assert found == [layout.name for layout in LAYOUTS]

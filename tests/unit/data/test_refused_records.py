@@ -1,0 +1,222 @@
+"""Records that are refused, with what is wrong: numbers, keys, entries."""
+
+from __future__ import annotations
+
+import copy
+import socket
+
+import pytest
+from layout_cases import FIRST, SECOND, said
+from layout_cases import turn as message
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts import columns as columns_module
+from torchmm.data.layouts.recognise import recognise
+from torchmm.data.layouts.sample import Record
+
+
+def chat(*entries, **columns):
+    return {"conversations": [*entries], **columns}
+
+
+def messages(*said, **columns):
+    return {"messages": [*said], **columns}
+
+
+def asked(part, **columns):
+    return messages(message("user", [part]), message("assistant", "a"), **columns)
+
+
+Q, A = said("human", "<image>\nWhat?"), said("gpt", "A bus.")
+SKY = {"prompt": "The sky is", "completion": " blue."}
+ASK = {"question": "What?", "choices": ["red", "blue"]}
+
+REFUSED = [
+    # numbers of files
+    (chat(Q, A), "1 <image> placeholders but 0 images"),
+    (chat(said("human", "What?"), A, image=FIRST), "0 <image> placeholders but 1 images"),
+    (chat(Q, A, image=[FIRST, SECOND]), "1 <image> placeholders but 2 images"),
+    (chat(Q, said("gpt", "<image>"), image=FIRST), "2 <image> placeholders but 1 images"),
+    (chat(Q, A, image=FIRST, video="a.mp4"), "0 <video> placeholders but 1 videos"),
+    (chat(Q, Q, A, video="a.mp4"), "2 <video> placeholders but 1 videos"),
+    (chat(Q, said("human", "<video>"), A, video="a.mp4"), "1 <image> placeholders but 0 images"),
+    (chat(said("human", "<audio>?"), A), "1 <audio> placeholders but 0 audios"),
+    (chat(Q, A, image=FIRST, images=[SECOND]), "columns images and image both have images"),
+    (
+        messages(message("user", "<image> <image>"), message("assistant", "a"), images=[FIRST]),
+        "2 <image> placeholders but 1 images",
+    ),
+    (
+        messages(message("user", "What?"), message("assistant", "a"), image=FIRST),
+        "0 <image> placeholders but 1 images",
+    ),
+    ({"query": "<image>?", "response": "a"}, "1 <image> placeholders but 0 images"),
+    (
+        {"instruction": "a", "output": "b", "images": [FIRST]},
+        "0 <image> placeholders but 1 images",
+    ),
+    ({**SKY, "prompt": "<image><image>", "image": FIRST}, "2 <image> placeholders but 1 images"),
+    ({"question": "<image> <image>?", "answer": "a", "image": FIRST}, "2 <image> placeholders"),
+    (asked({"type": "image"}), "1 image parts in messages, 0 of them with a file, but 0 images"),
+    (asked({"type": "image"}, images=[FIRST, SECOND]), "1 image parts .* but 2 images"),
+    (
+        messages(
+            message("user", [{"type": "image", "image": FIRST}] * 2 + [{"type": "image"}]),
+            message("assistant", "a"),
+            images=[FIRST, SECOND],
+        ),
+        "3 image parts in messages, 2 of them with a file, but 2 images",
+    ),
+    # nearly a layout
+    (
+        chat(Q, A, {"speaker": "human", "utterance": "x"}, image=FIRST),
+        "`conversations` found, but entry 3 has neither from/value nor role/content, but speaker",
+    ),
+    (chat(Q, {}, image=FIRST), "entry 2 has neither from/value nor role/content: it is empty"),
+    (chat("a"), "`conversations` found, but entry 1 is str, not a table"),
+    (chat({"from": "human"}), "entry 1 has from but no value"),
+    (chat(said("robot", "a")), "entry 1 has from = 'robot', none of system, human, user"),
+    ({"conversation": [{"human": "a"}]}, "`conversation` found, but entry 1 has neither"),
+    ({"conversations": "a"}, "column conversations is str, not a list"),
+    ({"conversations": []}, "a chat without messages"),
+    ({"question": "a"}, "`question` found, but none of answer, answers, correct_choice_idx"),
+    ({"prompt": "a"}, "`prompt` found, but no completion"),
+    ({"instruction": "a", "input": "b"}, "`instruction` found, but no output"),
+    ({"query": "a", "label": ["b"]}, "`query` found, but no response"),
+    ({"image": FIRST, "id": 3}, "`image` found, but none of text, txt, caption"),
+    ({"images": [FIRST]}, "`images` found, but none of texts, messages, conversations"),
+    ({"texts": [{"user": "a"}]}, "`texts` found, but entry 1 has no assistant text"),
+    ({"texts": [{"user": "a", "assistant": "b"}, None]}, "`texts` found, but entry 2 has no user"),
+    ({"label": 3}, r"no format for columns \['label'\]"),
+    # wrong values
+    (chat(Q, said("gpt", " "), image=FIRST), "assistant message has no content"),
+    (chat(said("human", 3), A), "content is int, not text or a list"),
+    (chat(said("function_call", "f(x)")), "entry 1 calls a tool, but is no JSON"),
+    (chat(said("function_call", "{}")), "entry 1 calls a tool without a name"),
+    (chat(said("function_call", '{"name": "f"}')), "entry 1 calls f without arguments"),
+    (chat(said("system", "a"), Q, A, image=FIRST, system="b"), r"column system \('b'\) and a"),
+    ({"query": 3, "response": "a"}, "column query is int, not a string"),
+    ({"query": "a", "response": ["b"]}, "column response is list, not a string"),
+    ({"query": "a", "response": "b", "history": [["c"]]}, "history entry 1 is list of 1, not"),
+    ({"query": "a", "response": "b", "history": ["c"]}, "history entry 1 is str, not"),
+    ({"query": "a", "response": "b", "history": [["c", None]]}, "history entry 1 is NoneType"),
+    ({"question": "a", "answer": 3}, "column answer is int, not text or a list, and there are no"),
+    ({"question": "a", "answers": []}, "column answers is an empty list"),
+    ({"question": "a", "answers": {"text": ["b"]}}, "column answers is dict, not text or a list"),
+    ({"question": "a", "answers": ["b", 3]}, "an answer in column answers is int"),
+    ({**ASK, "answer": 2}, "answer = 2 is none of 2 choices: no number from 0 to 1"),
+    ({**ASK, "answer": "C"}, "answer = 'C' is none of 2 choices"),
+    ({**ASK, "answer": True}, "answer = True is none of 2 choices"),
+    ({**ASK, "answer": -1}, "answer = -1 is none of 2 choices"),
+    ({**ASK, "choices": ["B", "A"], "answer": "A"}, "answer = 'A' may be choice 0 or 1 of 2"),
+    ({**ASK, "choices": "['a']", "answer": 0}, "column choices is str, not a list"),
+    ({**ASK, "choices": ["a"] * 27, "answer": 0}, "column choices has 27 choices, at most 26"),
+    ({**ASK, "answers": ["a"]}, "`choices` found, but none of answer, correct_choice_idx"),
+    ({**SKY, "completion": [message("assistant", "a")]}, "prompt is str and completion list"),
+    ({**SKY, "completion": " "}, "completion is empty"),
+    (
+        {"prompt": [message("user", "a")], "completion": [message("user", "b")]},
+        "1 messages in completion, none of which is an assistant's",
+    ),
+    ({"prompt": ["a"], "completion": [message("assistant", "b")]}, "message 1 of 2 .* is str"),
+    (
+        {"prompt": [], "completion": [message("assistant", "b")], "images": [FIRST]},
+        "1 files but no user message to put them into",
+    ),
+    (
+        {"prompt": [message("user", 3)], "completion": [message("assistant", "b")],
+         "image": FIRST},
+        "content part a table of type, text is none of text, image, video, audio",
+    ),
+    # preferences
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "column chosen belongs to a set of pref"),
+    (
+        messages(message("user", "a"), message("assistant", "b"), rejected_response="c"),
+        "column rejected_response belongs to a set of preferences",
+    ),
+    ({**SKY, "label": False}, "column label belongs to a set of preferences"),
+    ({"instruction": "a", "output": "b", "kto_tag": True}, "column kto_tag belongs to a set"),
+    # files inside of messages
+    (asked({"type": "image", "image": "http://a/b.png"}), "never fetched"),
+    (asked({"type": "image_url", "image_url": {"url": "https://a/b.png"}}), "never fetched"),
+    (asked({"type": "image", "image": "../b.png"}), "leaves"),
+    (asked({"image": "file:///etc/passwd"}), "leaves"),
+    (asked({"type": "image_url", "image_url": {"url": "data:image/png,x"}}), "not data:TYPE;"),
+    (asked({"type": "image", "image": "data:image/png;base64,?"}), "image data is no base64"),
+    (asked({"type": "image", "image": "data:video/mp4;base64,AA"}), "data of another kind"),
+    (asked({"type": "image", "source": {"type": "file", "file_id": "f1"}}), "file_id 'f1'"),
+    (asked({"type": "video", "video": ["1.jpg", "2.jpg"]}), "a list of 2, not one file"),
+    (
+        asked({"type": "image", "image": FIRST, "url": SECOND}),
+        "image part of a user message names its file as image and url; keep one",
+    ),
+    (asked({"type": "image", "image": 3}), "image is int, not bytes or a path"),
+    (asked({"type": "image", "image": FIRST, "max_pixels": 9}), "image part of a user message has"),
+    (asked({"type": "audio", "audio": {"path": None, "data": 3}}), "audio data is int, not base64"),
+    (asked({"type": "document", "title": "x"}), "none of text, image, video, audio"),
+    (asked({"image": FIRST, "video": "a.mp4"}), "none of text, image, video, audio"),
+    (asked({"type": "text", "text": None}), "none of text, image, video, audio"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "reason"), REFUSED)
+def test_what_is_refused_says_why(read, columns, reason, monkeypatch):
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("connected"))
+    with pytest.raises(CorruptSampleError, match=reason):
+        read(copy.deepcopy(columns))
+
+
+def test_the_neighbours_of_what_is_refused_are_fine(read):
+    """What is wrong with the records above is what they are refused for."""
+    assert len(REFUSED) >= 40
+    for columns in (
+        chat(Q, A, image=FIRST),
+        chat(said("human", "What?"), A),
+        messages(message("user", "<image> <image>"), message("assistant", "a"),
+                 images=[FIRST, SECOND]),
+        {"query": "<image>?", "response": "a", "image": FIRST, "history": [["c", "d"]]},
+        asked({"type": "image"}, images=[FIRST]),
+        asked({"type": "image", "image": FIRST}),
+        {**ASK, "answer": 1}, {**ASK, "answer": "(B)"}, {**ASK, "answer": "blue"},
+        {**ASK, "answer": "0"}, {"question": "a", "answer": "b"},
+        {**SKY, "label": 1}, SKY,
+        {"prompt": [], "completion": [message("assistant", "b")]},
+    ):  # fmt: skip
+        assert any(read(columns).text.loss)
+
+
+def test_files_inside_of_records_have_a_limit(monkeypatch):
+    monkeypatch.setattr(columns_module, "MAX_INLINE_BYTES", 10)
+    record = asked({"type": "image", "image": "data:image/png;base64," + "A" * 16})
+    with pytest.raises(CorruptSampleError, match="image of 12 bytes inside the record, at most 10"):
+        recognise(Record(record)).read(Record(record))
+
+
+def nested(levels):
+    deep: list = ["x"]
+    for _ in range(levels):
+        deep = [deep]
+    return deep
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"messages": [message("user", [{"type": "x", "y": nested(100_000)}])]},
+        {"messages": [message("user", [{"type": "image", "image": nested(100_000)}])]},
+        {"messages": [message(nested(100_000), "a")]},
+        chat({"from": nested(100_000), "value": "a"}),
+        chat(said("function_call", "[" * 100_000)),
+        {**ASK, "answer": nested(100_000)},
+        {"query": "a", "response": "b", "history": nested(100_000)},
+        {"texts": [{"user": nested(100_000), "assistant": "b"}]},
+    ],
+)
+def test_deeply_nested_values_cost_one_sample(columns, read):
+    with pytest.raises(CorruptSampleError):
+        read(columns)
+
+
+def test_a_million_placeholders_are_counted_not_split(read):
+    with pytest.raises(CorruptSampleError, match="1000000 <image> placeholders but 1 images"):
+        read(chat(said("human", "<image>" * 1_000_000), A, image=FIRST))

@@ -1,0 +1,46 @@
+"""Layouts without turns: files with their text, files and texts in reading order, text alone."""
+
+from __future__ import annotations
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.columns import (
+    FILE_KINDS,
+    TEXT_COLUMNS,
+    file_segment,
+    files_of,
+    list_of,
+    text_of,
+)
+from torchmm.data.layouts.sample import Record, Sample, Segment, TextSegment
+
+
+def read_caption(record: Record) -> Sample:
+    """Files in the order of FILE_KINDS, the source's prompt, the text."""
+    columns = record.columns
+    files = files_of(columns, record.root)
+    segments: list[Segment] = [file for kind in FILE_KINDS for file in files[kind]]  # type: ignore[misc]
+    if record.options.prompt and segments:
+        segments.append(TextSegment(record.options.prompt, loss=False))
+    text = next(columns[c] for c in TEXT_COLUMNS if columns.get(c) is not None)
+    return Sample((*segments, TextSegment(text_of(text), loss=True)))
+
+
+def read_interleaved(record: Record) -> Sample:
+    """Lists of one length, each with None where another has the element."""
+    texts = list_of(record.columns, "texts")
+    given = {kind: list_of(record.columns, f"{kind}s") for kind in FILE_KINDS}
+    files = {kind: values for kind, values in given.items() if values}
+    if any(len(values) != len(texts) for values in files.values()):
+        found = ", ".join(f"{len(values)} {kind}s" for kind, values in files.items())
+        raise CorruptSampleError(
+            f"{found} but {len(texts)} texts; all lists need one entry per element, None where "
+            "another list has it"
+        )
+    segments: list[Segment] = []
+    for number, text in enumerate(texts):
+        for kind, values in files.items():
+            if values[number] is not None:
+                segments.append(file_segment(kind, values[number], record.root))
+        if text is not None:
+            segments.append(TextSegment(text_of(text), loss=True))
+    return Sample(tuple(segments))

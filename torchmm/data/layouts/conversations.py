@@ -1,0 +1,120 @@
+"""Chats as `conversations`: from and value, as ShareGPT, LLaVA and LLaMA-Factory write them.
+
+    {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"},
+                                         {"from": "gpt", "value": "A cat."}]}
+
+Files have placeholders in the texts, in any turn, and stay where these are. (LLaVA's own loader
+moves them to the front of their turn, where its data have them anyway.) LLaVA's sets of clips write
+`<image>` for a clip: so it is read in records with clips, but without images and `<video>`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.columns import brief, files_of, list_of
+from torchmm.data.layouts.conversation import Conversation
+from torchmm.data.layouts.messages import chat_of
+from torchmm.data.layouts.sample import Record
+
+COLUMNS = ("conversations", "conversation")
+_SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "call",
+}
+"""Our roles by those of the data; a "call" is an assistant that calls a tool."""
+_KEYS = (("from", "value"), ("role", "content"))
+_PAIR = {"human": "user", "assistant": "assistant"}
+"""Keys of ms-swift's entries, which hold a question and its answer each."""
+
+
+def read_conversations(record: Record) -> Conversation:
+    """Entries with from and value, or role and content, or human and assistant (ms-swift).
+
+    Raises:
+        CorruptSampleError: an entry is none of these, has an unknown speaker, or what it becomes
+            is refused (see `messages.py`).
+    """
+    column = next(name for name in COLUMNS if record.columns.get(name) is not None)
+    messages: list[dict[str, Any]] = []
+    for number, entry in enumerate(list_of(record.columns, column), start=1):
+        where = f"`{column}` found, but entry {number}"
+        for message in _messages_of(entry, where):
+            if messages and _is_call(message) and _is_call(messages[-1]):
+                messages[-1]["tool_calls"] += message["tool_calls"]  # several at a time
+            else:
+                messages.append(message)
+    files = files_of(record.columns, record.root)
+    if files["video"] and not files["image"]:
+        _mark_clips(messages)
+    return chat_of(record, messages, placeholders=True, files=files)
+
+
+def _is_call(message: dict[str, Any]) -> bool:
+    """Whether it is what an entry of "function_call" became, with no keys of its own."""
+    calls = message.get("tool_calls")
+    return len(message) == 3 and message["content"] == "" and isinstance(calls, list)
+
+
+def _mark_clips(messages: list[dict[str, Any]]) -> None:
+    """Writes `<video>` for `<image>`, if there is none yet."""
+    texts = [message for message in messages if isinstance(message["content"], str)]
+    if not any("<video>" in message["content"] for message in texts):
+        for message in texts:
+            message["content"] = message["content"].replace("<image>", "<video>")
+
+
+def _messages_of(entry: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(entry, dict):
+        raise CorruptSampleError(f"{where} is {type(entry).__name__}, not a table")
+    for speaker, said in _KEYS:
+        if entry.get(speaker) is not None:
+            if said not in entry:
+                raise CorruptSampleError(f"{where} has {speaker} but no {said}")
+            return [_message(entry, speaker, said, where)]
+    if all(entry.get(key) is not None for key in _PAIR):
+        rest = {key: value for key, value in entry.items() if key not in _PAIR}
+        return [{**rest, "role": role, "content": entry[key]} for key, role in _PAIR.items()]
+    keys = ", ".join(sorted(map(str, entry)))
+    raise CorruptSampleError(
+        f"{where} has neither from/value nor role/content, but {keys:.80}"
+        if keys
+        else f"{where} has neither from/value nor role/content: it is empty"
+    )
+
+
+def _message(entry: dict[str, Any], speaker: str, said: str, where: str) -> dict[str, Any]:
+    role = _SPEAKERS.get(entry[speaker]) if isinstance(entry[speaker], str) else None
+    if role is None:
+        raise CorruptSampleError(
+            f"{where} has {speaker} = {brief(entry[speaker])}, none of {', '.join(_SPEAKERS)}"
+        )
+    rest = {key: value for key, value in entry.items() if key not in (speaker, said)}
+    if role == "call":
+        calls = _calls(entry[said], where)
+        return {**rest, "role": "assistant", "content": "", "tool_calls": calls}
+    return {**rest, "role": role, "content": entry[said]}
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of tools: JSON text of {"name", "arguments"}, or of a list of these."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise CorruptSampleError(f"{where} calls a tool, but is no JSON: {error}") from error
+    calls = given if isinstance(given, list) else [given]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise CorruptSampleError(f"{where} calls a tool without a name: {brief(call)}")
+        if "arguments" not in call:
+            raise CorruptSampleError(f"{where} calls {call['name']} without arguments")
+    return [{"type": "function", "function": call} for call in calls]

@@ -1,0 +1,55 @@
+"""Instructions and their answers in columns: Alpaca's, LLaMA-Factory's, ms-swift's.
+
+    {"instruction": "Translate.", "input": "Ein Hund.", "output": "A dog.", "system": "Be brief.",
+     "history": [["Hello", "Hi."]]}
+    {"query": "<image>What is it?", "response": "A cat.", "images": ["a.jpg"]}
+
+They are laid out by the chat template, as LLaMA-Factory and ms-swift do (Alpaca's own sentence
+"Below is an instruction that describes a task" is not written). Answers in the history count too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.columns import list_of, optional_text, text_of
+from torchmm.data.layouts.conversation import Conversation
+from torchmm.data.layouts.messages import chat_of
+from torchmm.data.layouts.sample import Record
+
+
+def read_instruction(record: Record) -> Conversation:
+    """instruction, input and output; raises CorruptSampleError."""
+    asked = optional_text(record.columns, "instruction")
+    more = optional_text(record.columns, "input")
+    return _chat(record, "\n".join(text for text in (asked, more) if text), "output")
+
+
+def read_query(record: Record) -> Conversation:
+    """query and response; raises CorruptSampleError."""
+    return _chat(record, optional_text(record.columns, "query"), "response")
+
+
+def _chat(record: Record, asked: str, answer_column: str) -> Conversation:
+    answer = text_of(record.columns[answer_column], f"column {answer_column}")
+    turns = [*_history(record.columns), (asked, answer)]
+    return chat_of(record, [m for turn in turns for m in turn_messages(*turn)], placeholders=True)
+
+
+def turn_messages(asked: Any, answered: Any) -> list[dict[str, Any]]:
+    """A question and its answer as messages."""
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+
+
+def _history(columns: dict[str, Any]) -> list[tuple[str, str]]:
+    pairs = []
+    for number, pair in enumerate(list_of(columns, "history"), start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            size = f" of {len(pair)}" if isinstance(pair, list | tuple) else ""
+            raise CorruptSampleError(
+                f"history entry {number} is {type(pair).__name__}{size}, not [question, answer]"
+            )
+        name = f"history entry {number}"
+        pairs.append((text_of(pair[0], name), text_of(pair[1], name)))
+    return pairs

@@ -1,0 +1,152 @@
+"""Contents of messages to their parts: texts, and every file where it belongs.
+
+A file is named in its part, or is the next one of the record's columns, or has a placeholder in
+the text (`<image>`, `<video>`, `<audio>`). Numbers have to agree: a file too many would be learnt
+as a text without it, one too few would shift all that follow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.columns import FILE_KINDS
+from torchmm.data.layouts.conversation import Part
+from torchmm.data.layouts.inline_files import FilePart, read_part
+from torchmm.data.layouts.sample import FileSegment
+
+PLACEHOLDER = re.compile(f"<({'|'.join(FILE_KINDS)})>")
+
+Content = str | list[str | FilePart]
+"""Of one message: plain text, or parts."""
+
+
+def read_contents(
+    contents: Sequence[tuple[str, Any]],
+    files: Mapping[str, Sequence[FileSegment]],
+    root: str | None,
+    placeholders: bool,
+) -> list[tuple[Part, ...]]:
+    """The parts of all messages of a record.
+
+    Args:
+        contents: role and content of each; a content is text or a list of parts.
+        files: by kind: those of the record's columns, in order.
+        root: directory that paths in parts are relative to.
+        placeholders: the layout always marks files in its texts. Otherwise "<image>" in a text is
+            a placeholder only in records with images and without parts for them; in all others it
+            stays the text it is.
+
+    Raises:
+        CorruptSampleError: malformed contents, or numbers that do not agree.
+    """
+    read = [_read_content(content, role) for role, content in contents]
+    columns = {kind: list(files.get(kind, ())) for kind in FILE_KINDS}
+    marked = _marked_kinds(read, columns, placeholders)
+    by_order = {kind: _check_numbers(kind, read, columns[kind], marked) for kind in FILE_KINDS}
+    queues = {kind: iter(columns[kind]) for kind in FILE_KINDS}
+    made = []
+    for content in read:
+        if isinstance(content, str):
+            made.append(_split(content, marked, queues))
+            continue
+        parts: list[Any] = []
+        for part in content:
+            if isinstance(part, str):
+                parts.append(part)
+            elif by_order[part.kind] or part.named is None:
+                parts.append(next(queues[part.kind]))
+            else:
+                parts.append(part.open(root))
+        made.append(tuple(parts))
+    return made
+
+
+def with_files_first(content: Any, files: Mapping[str, Sequence[FileSegment]]) -> Any:
+    """A content, text or parts of texts, after parts for all files of a record."""
+    if not any(files.values()):
+        return content
+    parts = [{"type": kind} for kind in FILE_KINDS for _ in files[kind]]
+    said = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return [*parts, *said]
+
+
+def has_marks(contents: Sequence[Any], files: Mapping[str, Sequence[FileSegment]]) -> bool:
+    """Whether messages say where their files belong: by parts, or by placeholders."""
+    marks = [f"<{kind}>" for kind, found in files.items() if found]
+    return any(
+        any(mark in content for mark in marks)
+        if isinstance(content, str)
+        else isinstance(content, list)
+        and any(isinstance(part, dict) and part.get("type") != "text" for part in content)
+        for content in contents
+    )
+
+
+def _read_content(content: Any, role: str) -> Content:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise CorruptSampleError(f"content is {type(content).__name__}, not text or a list")
+    return [read_part(item, role) for item in content]
+
+
+def _file_parts(read: Sequence[Content], kind: str) -> list[FilePart]:
+    return [
+        part
+        for content in read
+        if not isinstance(content, str)
+        for part in content
+        if isinstance(part, FilePart) and part.kind == kind
+    ]
+
+
+def _marked_kinds(
+    read: Sequence[Content], columns: Mapping[str, Sequence[Any]], always: bool
+) -> set[str]:
+    """Kinds of files whose placeholders in plain texts are placeholders."""
+    return {
+        kind for kind in FILE_KINDS if (always or columns[kind]) and not _file_parts(read, kind)
+    }
+
+
+def _check_numbers(
+    kind: str, read: Sequence[Content], files: Sequence[FileSegment], marked: set[str]
+) -> bool:
+    """Whether the columns have a file for every part, also for those that name one."""
+    parts = _file_parts(read, kind)
+    if kind in marked:
+        found = sum(content.count(f"<{kind}>") for content in read if isinstance(content, str))
+        if found != len(files):
+            raise CorruptSampleError(
+                f"{found} <{kind}> placeholders but {len(files)} {kind}s; each needs the other"
+            )
+        return True
+    unnamed = sum(part.named is None for part in parts)
+    if len(files) not in (len(parts), unnamed):
+        raise CorruptSampleError(
+            f"{len(parts)} {kind} parts in messages, {len(parts) - unnamed} of them with a file, "
+            f"but {len(files)} {kind}s in columns"
+        )
+    return len(files) == len(parts)
+
+
+def _split(text: str, marked: set[str], queues: Mapping[str, Any]) -> tuple[Part, ...]:
+    """A plain text, cut at its placeholders."""
+    if not marked or "<" not in text:
+        return (text,)
+    parts: list[Part] = []
+    begin = 0
+    for found in PLACEHOLDER.finditer(text):
+        kind = found.group(1)
+        if kind not in marked:
+            continue
+        if found.start() > begin:
+            parts.append(text[begin : found.start()])
+        parts.append(next(queues[kind]))
+        begin = found.end()
+    if begin < len(text) or not parts:
+        parts.append(text[begin:])
+    return tuple(parts)

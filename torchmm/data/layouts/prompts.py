@@ -1,0 +1,76 @@
+"""Prompts and completions, as TRL publishes them: two texts, or two lists of messages.
+
+    {"prompt": "The sky is", "completion": " blue."}
+    {"prompt": [{"role": "user", "content": "What is it?"}], "images": [...],
+     "completion": [{"role": "assistant", "content": "A cat."}]}
+
+The completion counts in the loss, the prompt does not, answers in it included. Texts are written
+one after the other, without a chat template.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.columns import files_of, text_of
+from torchmm.data.layouts.conversation import Conversation
+from torchmm.data.layouts.messages import chat_of
+from torchmm.data.layouts.parts import has_marks, read_contents, with_files_first
+from torchmm.data.layouts.sample import Record, Sample, Segment, TextSegment
+
+
+def read_prompt(record: Record) -> Sample | Conversation:
+    """Both columns; raises CorruptSampleError."""
+    prompt = record.columns["prompt"]
+    completion = record.columns["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _read_messages(record, prompt, completion)
+    if isinstance(prompt, str | bytes) and isinstance(completion, str | bytes):
+        return _read_texts(record, text_of(prompt), text_of(completion))
+    raise CorruptSampleError(
+        f"prompt is {type(prompt).__name__} and completion {type(completion).__name__}; both "
+        "have to be texts, or both lists of messages"
+    )
+
+
+def _read_texts(record: Record, prompt: str, completion: str) -> Sample:
+    if not completion.strip():
+        raise CorruptSampleError("completion is empty")
+    files = files_of(record.columns, record.root)
+    content = prompt if has_marks([prompt], files) else with_files_first(prompt, files)
+    (parts,) = read_contents([("user", content)], files, record.root, placeholders=False)
+    segments: list[Segment] = [
+        TextSegment(part, loss=False) if isinstance(part, str) else part for part in parts
+    ]
+    return Sample((*segments, TextSegment(completion, loss=True)))
+
+
+def _read_messages(record: Record, prompt: list[Any], completion: list[Any]) -> Conversation:
+    messages = [*prompt, *completion]
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise CorruptSampleError(
+                f"message {number} of {len(messages)} of prompt and completion is "
+                f"{type(message).__name__}, not a table"
+            )
+    if not any(message.get("role") == "assistant" for message in completion):
+        raise CorruptSampleError(
+            f"{len(completion)} messages in completion, none of which is an assistant's"
+        )
+    files = files_of(record.columns, record.root)
+    if any(files.values()) and not has_marks([m.get("content") for m in messages], files):
+        messages = _with_files(messages, files)
+    return chat_of(record, messages, placeholders=False, read_only=len(prompt), files=files)
+
+
+def _with_files(messages: list[dict[str, Any]], files: Any) -> list[dict[str, Any]]:
+    """All files before the first question, as TRL puts them where nothing says otherwise."""
+    number = next((n for n, m in enumerate(messages) if m.get("role") == "user"), None)
+    if number is None:
+        raise CorruptSampleError(
+            f"{sum(map(len, files.values()))} files but no user message to put them into"
+        )
+    content = with_files_first(messages[number].get("content"), files)
+    first = {**messages[number], "content": content}
+    return [*messages[:number], first, *messages[number + 1 :]]

@@ -1,0 +1,143 @@
+"""Questions about files, which come first: FineVision's pairs, VQA, multiple choice.
+
+    {"images": [...], "texts": [{"user": "What is it?", "assistant": "A cat."}], "source": "ai2d"}
+    {"image": ..., "question": "What is it?", "answers": ["cat", "cat", "kitten"]}
+    {"image": ..., "question": "What is it?", "choices": ["a dog", "a cat"], "answer": 1}
+
+Other columns (ratings, ids, lectures) are not read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from string import ascii_uppercase
+from typing import Any
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.columns import brief, files_of, list_of, optional_text, text_of
+from torchmm.data.layouts.conversation import Conversation
+from torchmm.data.layouts.instructions import turn_messages
+from torchmm.data.layouts.messages import chat_of
+from torchmm.data.layouts.parts import has_marks, with_files_first
+from torchmm.data.layouts.sample import Record
+
+CHOICES = ("choices", "options")
+ANSWERS = ("answer", "answers", "correct_choice_idx")
+CHOOSE = "Answer with the option's letter from the given choices directly."
+"""LLaVA-1.5's wording, which evaluations use too."""
+
+
+def has_pairs(record: Record) -> bool:
+    """Whether `texts` are tables, not texts."""
+    texts = record.columns.get("texts")
+    return isinstance(texts, list) and any(isinstance(text, dict) for text in texts)
+
+
+def read_pairs(record: Record) -> Conversation:
+    """FineVision and the Cauldron: all images, then every question with its answer.
+
+    Raises:
+        CorruptSampleError: an entry lacks one of them, or what it becomes is refused.
+    """
+    messages: list[dict[str, Any]] = []
+    for number, pair in enumerate(record.columns["texts"], start=1):
+        for key in ("user", "assistant"):
+            if not isinstance(pair, dict) or not isinstance(pair.get(key), str):
+                raise CorruptSampleError(f"`texts` found, but entry {number} has no {key} text")
+        messages += turn_messages(pair["user"], pair["assistant"])
+    # As nanoVLM, FineVision's loader, which removes placeholders from texts; here they stay text.
+    files = files_of(record.columns, record.root)
+    messages[0]["content"] = with_files_first(messages[0]["content"], files)
+    return chat_of(record, messages, placeholders=False, files=files)
+
+
+def read_question(record: Record) -> Conversation:
+    """A question, perhaps with choices, and its answer or several people's answers.
+
+    Raises:
+        CorruptSampleError: there is no answer, it is no choice, or what it becomes is refused.
+    """
+    columns = record.columns
+    question = text_of(columns["question"], "column question")
+    # Without the hint (ScienceQA's name for it) many questions have no answer.
+    for name in ("hint", "context"):
+        if optional_text(columns, name).strip():
+            question = f"Context: {optional_text(columns, name)}\n{question}"
+    column, choices = _choices(columns)
+    if choices:
+        letters = ascii_uppercase[: len(choices)]
+        answer = letters[_choice(columns, choices, column)]
+        listed = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
+        question = "\n".join((question, *listed, CHOOSE))
+    else:
+        answer = _open_answer(columns)
+    files = files_of(columns, record.root)
+    marked = has_marks([question], files)
+    content = question if marked else with_files_first(question, files)
+    return chat_of(record, turn_messages(content, answer), placeholders=False, files=files)
+
+
+def _choices(columns: dict[str, Any]) -> tuple[str, list[str]]:
+    """The column with choices, and these; [] if there are none."""
+    column = next((name for name in CHOICES if columns.get(name) is not None), CHOICES[0])
+    given = list_of(columns, column)
+    if len(given) > len(ascii_uppercase):
+        raise CorruptSampleError(
+            f"column {column} has {len(given)} choices, at most {len(ascii_uppercase)} have letters"
+        )
+    return column, [text_of(choice, f"a choice in column {column}") for choice in given]
+
+
+def _choice(columns: dict[str, Any], choices: list[str], column: str) -> int:
+    """Which choice is right: published as its number from 0, its letter, or its text."""
+    names = ("answer", "correct_choice_idx")
+    name = next((n for n in names if columns.get(n) is not None), None)
+    if name is None:
+        raise CorruptSampleError(f"`{column}` found, but none of {', '.join(names)}")
+    value = columns[name]
+    meant = set()
+    if isinstance(value, int) and not isinstance(value, bool):
+        meant = {value}
+    elif isinstance(value, str):
+        letter = value.strip("(). ")
+        if value in choices:
+            meant.add(choices.index(value))
+        if len(letter) == 1 and letter in ascii_uppercase[: len(choices)]:
+            meant.add(ascii_uppercase.index(letter))
+        if len(letter) <= 2 and letter.isdecimal() and int(letter) < len(choices):
+            meant.add(int(letter))
+    if len(meant) > 1:
+        raise CorruptSampleError(
+            f"{name} = {brief(value)} may be choice {' or '.join(map(str, sorted(meant)))} of "
+            f"{len(choices)}, counted from 0: its number or letter is another choice's text"
+        )
+    if not meant or not 0 <= min(meant) < len(choices):
+        raise CorruptSampleError(
+            f"{name} = {brief(value)} is none of {len(choices)} choices: no number from 0 to "
+            f"{len(choices) - 1}, no letter, no text of one"
+        )
+    return meant.pop()
+
+
+def _open_answer(columns: dict[str, Any]) -> str:
+    """The answer; of several people's the most common, of equally common ones the first."""
+    name = next((n for n in ANSWERS if columns.get(n) is not None), ANSWERS[0])
+    value = columns.get(name)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise CorruptSampleError(
+            f"column {name} is {type(value).__name__}, not text or a list, and there are no choices"
+        )
+    if not value:
+        raise CorruptSampleError(f"column {name} is an empty list")
+    # VQA has tables of "answer", "answer_confidence" and "answer_id".
+    given: Counter[str] = Counter()
+    for item in value:
+        answer = item.get("answer") if isinstance(item, dict) else item
+        if not isinstance(answer, str):
+            raise CorruptSampleError(
+                f"an answer in column {name} is {type(answer).__name__}, not a string"
+            )
+        given[answer] += 1
+    return max(given, key=given.__getitem__)  # the first of equals

@@ -1,0 +1,154 @@
+"""Which layout a record has, by its columns (see `docs/data.md`), and what it becomes.
+
+LAYOUTS is the table of all. An image or clip that the generator has to draw (see
+`SampleOptions.generate`) is taken out of any of them and put after everything else, so that all
+of the sample is its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.captions import read_caption, read_interleaved
+from torchmm.data.layouts.chat_keys import is_empty
+from torchmm.data.layouts.columns import (
+    FILE_KINDS,
+    TEXT_COLUMNS,
+    file_segment,
+    with_json_columns,
+)
+from torchmm.data.layouts.conversation import Conversation
+from torchmm.data.layouts.conversations import COLUMNS as CONVERSATIONS
+from torchmm.data.layouts.conversations import read_conversations
+from torchmm.data.layouts.instructions import read_instruction, read_query
+from torchmm.data.layouts.messages import read_chat
+from torchmm.data.layouts.prompts import read_prompt
+from torchmm.data.layouts.questions import ANSWERS, has_pairs, read_pairs, read_question
+from torchmm.data.layouts.sample import GeneratedSegment, Record, Sample, SampleOptions, Segment
+
+ChatRenderer = Callable[[Conversation, SampleOptions], Sample]
+"""See `torchmm.data.media.chat.ChatTemplate`."""
+
+
+class Layout(NamedTuple):
+    """How the records of many data sets are arranged."""
+
+    name: str
+    needs: tuple[tuple[str, ...], ...]
+    """Columns: of each group one that is not None."""
+    read: Callable[[Record], Sample | Conversation]
+    """Raises CorruptSampleError for a malformed value."""
+    when: Callable[[Record], bool] | None = None
+    """What else has to hold."""
+
+    def missing(self, filled: set[str]) -> list[tuple[str, ...]]:
+        """Groups of which a record with these columns has none."""
+        return [group for group in self.needs if filled.isdisjoint(group)]
+
+    def matches(self, record: Record, filled: set[str]) -> bool:
+        """Whether it reads the record, of which these columns are not None."""
+        lacks = any(map(filled.isdisjoint, self.needs))
+        return not lacks and (self.when is None or self.when(record))
+
+
+LAYOUTS = (
+    Layout("messages", (("messages",),), read_chat),
+    Layout("conversations", (CONVERSATIONS,), read_conversations),
+    Layout("prompt and completion", (("prompt",), ("completion",)), read_prompt),
+    Layout("instruction", (("instruction",), ("output",)), read_instruction),
+    Layout("query", (("query",), ("response",)), read_query),
+    Layout("question", (("question",), ANSWERS), read_question),
+    Layout("question and answer pairs", (("texts",),), read_pairs, has_pairs),
+    Layout("interleaved", (("texts",),), read_interleaved),
+    Layout("caption", (TEXT_COLUMNS,), read_caption),
+)
+"""Tried in this order: the first that matches reads the record. Turns come before captions, as
+data sets with turns often have them once more as one `text`."""
+_SUGGEST = {name: TEXT_COLUMNS for names, _ in FILE_KINDS.values() for name in names} | {
+    f"{kind}s": ("texts", "messages", "conversations", *TEXT_COLUMNS) for kind in FILE_KINDS
+}
+"""Columns that say what is read, and those that would say what is learnt from it."""
+_PREFERENCES = ("chosen", "rejected", "rejected_response", "kto_tag")
+"""Columns of sets that say which answers are better: TRL's, LLaMA-Factory's, ms-swift's."""
+
+
+def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
+    """Recognise the layout of a record and cut it into segments.
+
+    Raises:
+        CorruptSampleError: no known layout, or a malformed value.
+    """
+    columns = with_json_columns(record.columns)
+    drawn: tuple[Segment, ...] = ()
+    if record.options.generate is not None:
+        columns, drawn = _take_generated(columns, record.options.generate, record.root)
+    record = replace(record, columns=columns)
+    _refuse_preferences(columns)
+    layout = recognise(record)
+    content = layout.read(record)
+    if isinstance(content, Conversation):
+        content = render_chat(content, record.options)
+    return replace(content, segments=(*content.segments, *drawn))
+
+
+def recognise(record: Record) -> Layout:
+    """The first layout that the columns match.
+
+    Raises:
+        CorruptSampleError: there is none; what the nearest one lacks is said.
+    """
+    columns = record.columns
+    filled = {name for name, value in columns.items() if value is not None}
+    for layout in LAYOUTS:
+        if layout.matches(record, filled):
+            return layout
+    for layout in LAYOUTS:
+        missing = layout.missing(filled)
+        if len(missing) < len(layout.needs):
+            has = next(name for group in layout.needs for name in group if name in filled)
+            raise CorruptSampleError(f"`{has}` found, but {_none_of(missing[0])}")
+    for name, learnt in _SUGGEST.items():
+        if name in filled:
+            raise CorruptSampleError(f"`{name}` found, but {_none_of(learnt)}")
+    known = ", ".join(" and ".join("/".join(g) for g in layout.needs) for layout in LAYOUTS)
+    raise CorruptSampleError(
+        f"no format for columns {sorted(columns)}: known ones have {known}; see docs/data.md"
+    )
+
+
+def _none_of(names: tuple[str, ...]) -> str:
+    return f"no {names[0]}" if len(names) == 1 else f"none of {', '.join(names)}"
+
+
+def _refuse_preferences(columns: dict[str, Any]) -> None:
+    """A worse answer must not be learnt, nor a better one without what makes it better."""
+    found = [name for name in _PREFERENCES if not is_empty(columns.get(name))]
+    judged = "completion" in columns or "messages" in columns
+    if judged and isinstance(columns.get("label"), bool):  # TRL's and ms-swift's for KTO
+        found.append("label")
+    if found:
+        raise CorruptSampleError(
+            f"column {found[0]} belongs to a set of preferences, for which there is no loss here; "
+            "keep the better answers only, under the name of answers"
+        )
+
+
+def layout_of(record: Record) -> str:
+    """Name of a record's layout, for people; raises CorruptSampleError if it has none."""
+    return recognise(replace(record, columns=with_json_columns(record.columns))).name
+
+
+def _take_generated(
+    columns: dict[str, Any], name: str, root: str | None
+) -> tuple[dict[str, Any], tuple[Segment, ...]]:
+    """The other columns, and the content of the one to be drawn, if it is not empty."""
+    if name not in columns:
+        raise CorruptSampleError(
+            f"has columns {sorted(columns)}, but `generate` names {name!r}; name one of them"
+        )
+    others = {key: value for key, value in columns.items() if key != name}
+    value = columns[name]
+    return others, () if value is None else (GeneratedSegment(file_segment("image", value, root)),)

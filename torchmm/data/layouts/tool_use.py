@@ -1,0 +1,273 @@
+"""Thoughts, tool calls and their results, tools, flags: the ways in which data sets write them.
+
+Everything becomes what templates expect: calls with a name and a table of arguments, tools with a
+JSON schema. What has no place there makes the record corrupt. Tables from Parquet and Arrow have
+every key that any row has, with None where theirs has none: such keys are dropped. In arguments
+and tools that are JSON text, null is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.chat_keys import is_empty, shown
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+MAX_DEPTH = 64
+"""Levels of tables and lists inside arguments and tools."""
+_BY_PARTS = ("thinking", "tool_use", "tool_result")
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str | None:
+    """What an assistant thought before its answer; raises CorruptSampleError."""
+    texts = [message[key] for key in REASONING_KEYS if _given(message.get(key))]
+    if not texts:
+        return None
+    if not all(isinstance(text, str) and text == texts[0] for text in texts):
+        raise CorruptSampleError(
+            f"assistant message has {' and '.join(REASONING_KEYS)} that are not one text"
+        )
+    return str(texts[0])
+
+
+def tool_calls_of(message: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The calls of an answer, from `tool_calls` or OpenAI's older `function_call`.
+
+    Returns:
+        {"type": "function", "function": {"name", "arguments"}}, with "id" where there is one.
+
+    Raises:
+        CorruptSampleError: one is no call of a function with a table of arguments.
+    """
+    calls = message.get("tool_calls")
+    if not is_empty(message.get("function_call")):
+        if not is_empty(calls):
+            raise CorruptSampleError("assistant message has both tool_calls and function_call")
+        calls = [message["function_call"]]
+    if is_empty(calls):
+        return ()
+    return tuple(_call(call) for call in _list_of(calls, "tool_calls"))
+
+
+def tools_of(columns: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The tools that a record describes, in its column `tools` or OpenAI's older `functions`.
+
+    Returns:
+        {"type": "function", "function": {"name", "description", "parameters", ...}}.
+
+    Raises:
+        CorruptSampleError: they are not tables that describe functions.
+    """
+    given = [key for key in ("tools", "functions") if not is_empty(columns.get(key))]
+    if len(given) > 1:
+        raise CorruptSampleError("columns tools and functions are both given; keep one of them")
+    return tuple(_tool(tool) for key in given for tool in _list_of(columns[key], f"column {key}"))
+
+
+def train_of(message: Mapping[str, Any]) -> bool | None:
+    """Whether a message's own flags say that it counts in the loss; None: they do not say.
+
+    `loss` and `train` are read on every message, OpenAI's `weight` on answers only.
+
+    Raises:
+        CorruptSampleError: a flag is neither true nor false (1 nor 0), or they disagree.
+    """
+    keys = ("loss", "train", "weight") if message["role"] == "assistant" else ("loss", "train")
+    flags = {key: message[key] for key in keys if message.get(key) is not None}
+    for key, value in flags.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise CorruptSampleError(
+                f"{message['role']} message has {shown(key, value)}; a message counts in the loss "
+                "or does not: give true or false"
+            )
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise CorruptSampleError(
+            f"{message['role']} message has {' and '.join(flags)} that disagree; keep one of them"
+        )
+    return bool(next(iter(flags.values()))) if flags else None
+
+
+def expand(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A message whose content has Anthropic's parts as messages in OpenAI's way, in order.
+
+    {"type": "thinking"} becomes the answer's thoughts, {"type": "tool_use"} a call, and every
+    {"type": "tool_result"} of a user message a message of a tool.
+
+    Raises:
+        CorruptSampleError: they stand in an order that roles and keys cannot express.
+    """
+    content = message.get("content")
+    if not isinstance(content, list) or not any(_kind(part) in _BY_PARTS for part in content):
+        return [message]
+    return _user_parts(message) if message["role"] == "user" else [_answer_parts(message)]
+
+
+def _answer_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] != "assistant":
+        raise CorruptSampleError(f"{message['role']} message has parts of an answer: {_BY_PARTS}")
+    stages = {"thinking": 0, "tool_use": 2}
+    order = [stages.get(_kind(part), 1) for part in message["content"]]
+    if order != sorted(order):
+        raise CorruptSampleError(
+            "assistant message has thoughts after text, or text after tool_use parts, which no "
+            "template can keep in order; make several messages of it"
+        )
+    thoughts, rest, calls = [], [], []
+    for part in message["content"]:
+        if _kind(part) == "thinking":
+            _only(part, {"type", "thinking", "signature"}, "thinking part")
+            thoughts.append(_text(part.get("thinking"), "thinking part"))
+        elif _kind(part) == "tool_use":
+            _only(part, {"type", "id", "name", "input"}, "tool_use part")
+            function = {"name": part.get("name"), "arguments": part.get("input")}
+            calls.append({"id": part.get("id"), "function": function})
+        else:
+            rest.append(part)
+    if len(thoughts) > 1:
+        raise CorruptSampleError("assistant message has several thinking parts; join them to one")
+    parts = {"reasoning_content": thoughts[0] if thoughts else None, "tool_calls": calls or None}
+    for key, value in parts.items():
+        if value is not None and not is_empty(message.get(key)):
+            raise CorruptSampleError(f"assistant message has {key} and the same as parts")
+    return {**message, **{k: v for k, v in parts.items() if v is not None}, "content": rest}
+
+
+def _user_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    messages: list[Mapping[str, Any]] = []
+    flags = {key: message.get(key) for key in ("loss", "train")}
+    for part in message["content"]:
+        if _kind(part) == "tool_result":
+            _only(part, {"type", "tool_use_id", "content"}, "tool_result part")
+            result = {"role": "tool", "tool_call_id": part.get("tool_use_id")}
+            messages.append({**flags, **result, "content": part.get("content")})
+        elif _kind(part) in _BY_PARTS:
+            raise CorruptSampleError(f"user message has a {_kind(part)} part, which is an answer's")
+        elif messages and messages[-1]["role"] == "user":
+            messages[-1]["content"].append(part)
+        else:
+            messages.append({**message, "content": [part]})
+    return messages
+
+
+def _call(call: Any) -> dict[str, Any]:
+    if not isinstance(call, Mapping) or call.get("type") not in (None, "function"):
+        raise CorruptSampleError(f"tool call {str(call)[:80]} is no table of type function")
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        _only(call, {"id", "type", "index", "function"}, "tool call")
+    else:
+        function = {key: value for key, value in call.items() if key not in ("id", "type", "index")}
+    _only(function, {"name", "arguments"}, "tool call")
+    name = _text(function.get("name"), "name of a tool call")
+    made: dict[str, Any] = {"type": "function"}
+    if _given(call.get("id")):
+        made["id"] = _text(call["id"], "id of a tool call")
+    return {**made, "function": {"name": name, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    value = _parsed(value, "arguments of a tool call")
+    if not isinstance(value, Mapping):
+        raise CorruptSampleError(
+            f"arguments of a tool call are {type(value).__name__}, not a table with their names"
+        )
+    return dict(value)
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    tool = _parsed(tool, "description of a tool")
+    if not isinstance(tool, Mapping):
+        raise CorruptSampleError(f"description of a tool is {type(tool).__name__}, not a table")
+    function = tool.get("function", tool)
+    if tool.get("type") not in (None, "function") or not isinstance(function, Mapping):
+        raise CorruptSampleError(f"tool {shown('type', tool.get('type'))} is not a function")
+    if function is not tool:
+        _only(tool, {"type", "function"}, "description of a tool")
+    function = {key: value for key, value in function.items() if key != "type"}
+    if "input_schema" in function:  # Anthropic's name for it
+        function["parameters"] = function.pop("input_schema")
+    _text(function.get("name"), "name of a tool")
+    return {"type": "function", "function": function}
+
+
+def _list_of(value: Any, what: str) -> Sequence[Any]:
+    value = _parsed(value, what)
+    if not isinstance(value, list | tuple):
+        raise CorruptSampleError(f"{what} is {type(value).__name__}, not a list")
+    return value
+
+
+def _parsed(value: Any, what: str) -> Any:
+    """A value that may be JSON text; tables that are not lose their keys without a value."""
+    if not isinstance(value, str):
+        return _without_none(value, what, MAX_DEPTH)
+    try:
+        made = json.loads(value, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptSampleError(f"{what}: {value[:80]!r} is not valid JSON: {error}") from error
+    _check_depth(made, what, MAX_DEPTH)
+    return made
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a key is given twice")
+    return table
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _without_none(value: Any, what: str, depth: int) -> Any:
+    if depth == 0:
+        raise CorruptSampleError(f"{what} is nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, Mapping):
+        items = value.items()
+        return {str(k): _without_none(v, what, depth - 1) for k, v in items if v is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(item, what, depth - 1) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CorruptSampleError(f"{what} has {value}, which is no number of JSON")
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise CorruptSampleError(f"{what} has a value of type {type(value).__name__}, not of JSON")
+
+
+def _check_depth(value: Any, what: str, depth: int) -> None:
+    if depth == 0:
+        raise CorruptSampleError(f"{what} is nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, what, depth - 1)
+
+
+def _only(table: Mapping[str, Any], known: set[str], what: str) -> None:
+    for key, value in table.items():
+        if key not in known and not is_empty(value):
+            raise CorruptSampleError(
+                f"{what} has {shown(key, value)}, which is not supported and would be lost"
+            )
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        found = f"{value!r:.80}" if isinstance(value, str | float | int) else type(value).__name__
+        raise CorruptSampleError(f"{what} is {found}, not a text")
+    return value
+
+
+def _given(value: Any) -> bool:
+    """Unlike what is not empty, "{}" and "null" are texts."""
+    return bool(value.strip()) if isinstance(value, str) else not is_empty(value)
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type") if isinstance(part, Mapping) else None

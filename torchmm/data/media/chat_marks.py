@@ -1,0 +1,323 @@
+"""A conversation as the messages that templates read, once as it is and once with marks in it.
+
+A mark is a number between private-use characters instead of a string of the sample. The template
+rendered with marks shows where each string went, whatever the strings say; what lies between is
+the template's own text. Where the same text results with the strings themselves, nothing was lost,
+moved or changed, and every character is known to be the template's or the data's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.conversation import Conversation, Turn
+from torchmm.data.layouts.sample import FileSegment
+
+FILE = "\ufffc"
+"""Stands for a file in a text without marks."""
+_MARK = re.compile(r"(?:\ue000|\\ue000)(\d{6})(?:\ue001|\\ue001)")
+"""Also as JSON may escape it. All of one length, so that sorting keeps their order."""
+_STEERING = ("type",)
+"""Keys in a tool's schema by whose values templates decide what to write."""
+
+
+class Style(NamedTuple):
+    """What differs between the messages that templates accept."""
+
+    parts: bool
+    """Contents are lists of parts, not strings."""
+    json_arguments: bool
+    """Arguments of calls are JSON text, not tables."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A string or file of the sample."""
+
+    value: str | FileSegment
+    kind: str
+    turn: int | None = None
+    """None: it belongs to the description of a tool."""
+    scalars: list[Any] = field(default_factory=list)
+    """Values of arguments that are no strings, between this one and the next."""
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        if self.turn is None:
+            return f"{self.value!r:.80} of tools"
+        kind = "tool_calls" if self.kind in ("call", "arguments") else self.kind
+        return f"{kind} of message {self.turn + 1}"
+
+    @property
+    def exact(self) -> bool:
+        """Whether it has to be written once and in order; a name may be repeated."""
+        return self.kind in ("content", "reasoning_content", "arguments")
+
+
+class Plain:
+    """Writes a sample as it is."""
+
+    def put(self, value: str | FileSegment, kind: str, turn: int | None) -> str:
+        """What the template gets to see of a string or file.
+
+        Args:
+            value: the string or file.
+            kind: what it is in its turn; see `Mark`.
+            turn: whose it is; None: it describes a tool.
+        """
+        return value if isinstance(value, str) else FILE
+
+    def scalar(self, value: Any) -> Any:
+        """The same for a value of arguments that is no string."""
+        return value
+
+
+class Marks(Plain):
+    """Writes marks instead of strings, and knows them afterwards."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+        self._of_tools: dict[str, str] = {}
+
+    def put(self, value: str | FileSegment, kind: str, turn: int | None) -> str:
+        """A mark; blanks stay: templates ask whether there is anything, and nothing is lost."""
+        if isinstance(value, str) and not value.strip():
+            return value
+        if turn is None and value in self._of_tools:  # as templates look up names in lists
+            return self._of_tools[str(value)]
+        mark = f"\ue000{len(self.marks):06d}\ue001"
+        self.marks.append(Mark(value, kind, turn))
+        if turn is None:
+            self._of_tools[str(value)] = mark
+        return mark
+
+    def scalar(self, value: Any) -> Any:
+        """The value itself, remembered with the mark before it."""
+        self.marks[-1].scalars.append(value)
+        return value
+
+
+def messages_of(conversation: Conversation, style: Style, into: Plain) -> list[dict[str, Any]]:
+    """Its turns as templates read them."""
+    return [_message(k, turn, style, into) for k, turn in enumerate(conversation.turns)]
+
+
+def _message(number: int, turn: Turn, style: Style, into: Plain) -> dict[str, Any]:
+    texts = [into.put(part, "content", number) for part in turn.parts]
+    message: dict[str, Any] = {"role": turn.role, "content": "".join(texts)}
+    if style.parts:
+        message["content"] = [{"type": "text", "text": text} for text in texts]
+    if turn.reasoning is not None:
+        reasoning = into.put(turn.reasoning, "reasoning_content", number)
+        # Templates read one of these, as transformers fills in all of them.
+        message |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
+    if turn.tool_calls:
+        message["tool_calls"] = [_call(call, number, style, into) for call in turn.tool_calls]
+    if turn.name is not None:
+        message["name"] = into.put(turn.name, "name", number)
+    if turn.tool_call_id is not None:
+        message["tool_call_id"] = turn.tool_call_id
+    return message
+
+
+def _call(call: dict[str, Any], number: int, style: Style, into: Plain) -> dict[str, Any]:
+    name = into.put(call["function"]["name"], "call", number)
+    arguments = _table(call["function"]["arguments"], number, into)
+    if style.json_arguments:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {"name": name, "arguments": arguments}}
+
+
+def _table(value: Any, number: int, into: Plain) -> Any:
+    """Arguments with every string in them put, keys too."""
+    if isinstance(value, dict):
+        made = {}
+        for key, item in value.items():
+            name = into.put(key, "arguments", number)
+            made[name] = _table(item, number, into)
+        return made
+    if isinstance(value, list):
+        return [_table(item, number, into) for item in value]
+    if isinstance(value, str):
+        return into.put(value, "arguments", number)
+    return into.scalar(value)
+
+
+def tools_with(tools: Sequence[dict[str, Any]], into: Plain) -> list[dict[str, Any]] | None:
+    """Descriptions of tools, every text in them and the names of parameters put."""
+    return [_schema(tool, "", into) for tool in tools] or None
+
+
+def _schema(value: Any, parent: str, into: Plain) -> Any:
+    if isinstance(value, dict):
+        names = parent == "properties"
+        return {
+            into.put(key, "tools", None) if names else key: (
+                item
+                if key in _STEERING and not names and isinstance(item, str)
+                else _schema(item, "" if names else key, into)
+            )
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_schema(item, "", into) for item in value]
+    return into.put(value, "tools", None) if isinstance(value, str) else value
+
+
+def unmarked_strings(conversation: Conversation) -> Iterator[str]:
+    """Strings of a sample that no mark replaces: templates decide by them, or look them up."""
+    for turn in conversation.turns:
+        yield turn.tool_call_id or ""
+        yield from (call.get("id", "") for call in turn.tool_calls)
+    left: list[tuple[Any, str]] = [(tool, "") for tool in conversation.tools]
+    while left:
+        value, parent = left.pop()
+        if isinstance(value, dict):
+            names = parent == "properties"
+            yield from (() if names else value)
+            left.extend((item, "" if names else key) for key, item in value.items())
+        elif isinstance(value, list):
+            left.extend((item, "") for item in value)
+        elif isinstance(value, str) and parent in _STEERING:
+            yield value
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rendered text, and where the strings of the sample are in it."""
+
+    text: str
+    """With the strings themselves, and FILE for files."""
+    marks: list[Mark]
+    """In the order of their places."""
+    places: list[tuple[int, int]]
+    owned: list[bool]
+    """Whether the string is said here, not repeated."""
+
+    def between(self, number: int) -> tuple[int, int]:
+        """The template's own text before the mark of this number."""
+        start = self.places[number - 1][1] if number else 0
+        end = self.places[number][0] if number < len(self.places) else len(self.text)
+        return start, end
+
+
+def lay_out(marked: str, plain: str, marks: Sequence[Mark], optional: set[int]) -> Layout:
+    """Finds the strings of a sample in its rendered text.
+
+    Args:
+        marked: rendered with marks.
+        plain: rendered without.
+        marks: those that were put.
+        optional: turns whose tool's name need not be written.
+
+    Raises:
+        CorruptSampleError: something was left out, moved, repeated or changed.
+    """
+    pieces = _MARK.split(marked)
+    numbers = [int(piece) for piece in pieces[1::2]]
+    if any(number >= len(marks) for number in numbers):
+        raise CorruptSampleError("the chat template writes private-use characters")
+    owned = _check_all_there(numbers, marks, optional)
+    found = [marks[number] for number in numbers]
+    for mark, piece in zip(found, pieces[2::2], strict=True):
+        _check_scalars(mark, piece)
+    places = _places(pieces[0::2], found, plain)
+    return Layout(plain, found, places, owned)
+
+
+def after_last_mark(text: str) -> str:
+    """What a text with marks says after the last of them."""
+    return _MARK.split(text)[-1]
+
+
+def _check_all_there(
+    numbers: Sequence[int], marks: Sequence[Mark], optional: set[int]
+) -> list[bool]:
+    """Which of the marks found is the first with its number."""
+    first: dict[int, int] = {}
+    for position, number in enumerate(numbers):
+        if number in first and marks[number].exact:
+            raise CorruptSampleError(f"the chat template repeats {marks[number].where}")
+        first.setdefault(number, position)
+    for number, mark in enumerate(marks):
+        if number not in first and not (mark.kind == "name" and mark.turn in optional):
+            raise CorruptSampleError(f"the chat template leaves out {mark.where}")
+    order = [n for n in first if marks[n].kind not in ("name", "tools")]
+    last: dict[Any, int] = {}
+    turn = 0
+    for number in order:
+        mark = marks[number]
+        assert mark.turn is not None
+        if mark.turn < turn or number < last.get((mark.turn, mark.kind), 0):
+            raise CorruptSampleError(f"the chat template moves {mark.where}")
+        turn = mark.turn
+        last[turn, mark.kind] = number
+    return [first[number] == position for position, number in enumerate(numbers)]
+
+
+def _check_scalars(mark: Mark, piece: str) -> None:
+    """Numbers and the like carry no mark, but stand after the key or string before them."""
+    position = 0
+    for scalar in mark.scalars:
+        forms = {json.dumps(scalar), str(scalar)}
+        ends = [found + len(form) for form in forms if (found := piece.find(form, position)) >= 0]
+        if not ends:
+            raise CorruptSampleError(
+                f"the chat template leaves out {json.dumps(scalar):.80} in {mark.where}"
+            )
+        position = min(ends)
+
+
+def _places(scaffolds: Sequence[str], found: Sequence[Mark], plain: str) -> list[tuple[int, int]]:
+    places: list[tuple[int, int]] = []
+    position = len(scaffolds[0])
+    if not plain.startswith(scaffolds[0]):
+        raise CorruptSampleError(_changed(found[:1]))
+    for number, (mark, after) in enumerate(zip(found, scaffolds[1:], strict=True)):
+        for text in _readings(mark.value):
+            end = position + len(text)
+            if plain.startswith(text, position) and plain.startswith(after, end):
+                break
+        else:
+            own = any(plain.startswith(text, position) for text in _readings(mark.value))
+            following = found[number + 1 : number + 2]
+            raise CorruptSampleError(_changed(following if own and following else [mark]))
+        places.append((position, end))
+        position = end + len(after)
+    if position != len(plain):
+        raise CorruptSampleError(_changed(found[-1:]))
+    return places
+
+
+def _changed(marks: Sequence[Mark]) -> str:
+    what = marks[0].where if marks else "the conversation"
+    return (
+        f"the chat template changes {what}, or writes something else because of what it says "
+        "(thoughts in a content, for example: give them as reasoning_content)"
+    )
+
+
+def _readings(value: str | FileSegment) -> Iterator[str]:
+    """A string as a template may write it: trimmed or not, then escaped as in JSON or not."""
+    if not isinstance(value, str):
+        yield FILE
+        return
+    core = value.strip()
+    begin = value.index(core)
+    before = value[:begin]
+    after = value[begin + len(core) :]
+    texts = [
+        head + core + tail
+        for head in (before, before.lstrip("\n"), "")
+        for tail in (after, after.rstrip("\n"), "")
+    ]
+    texts = list(dict.fromkeys(texts))
+    yield from texts
+    for ascii_only in (False, True):
+        yield from (json.dumps(text, ensure_ascii=ascii_only)[1:-1] for text in texts)

@@ -1,0 +1,314 @@
+"""Megatron-Energon's folders, read without Energon: shards and what `.nv-meta` says about them.
+
+    .nv-meta/dataset.yaml   the kind of samples; `field_map`: which part of a sample is which field
+    .nv-meta/split.yaml     `split_parts`: shards of each split; `exclude`: shards, SHARD/KEY
+
+`split.json` may be in its place. Fields become the columns of a caption, a chat or an interleaved
+document, so that nothing after this module knows of Energon. Code next to the data
+(`sample_loader`, `part_filter`, classes of other modules) is never run, and nothing is unpickled:
+what depends on either is refused by name. Format: Energon's documentation, "Dataset Format on
+Disk".
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchmm.common.errors import DataError
+from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.layouts.sample import Record
+from torchmm.data.sources.tar_samples import TarSamples
+
+META = ".nv-meta"
+PICKLED = {"jpgs", "mp4s", "videos", "pkl", "pickle", "pyd"}
+"""Parts that webdataset and ChatML loaders unpickle."""
+CHATS = ("ChatML", "MultimodalChat")
+_TEXTS = ("txt", "text", "caption", "transcript")
+_NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_ACCESS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
+
+Columns = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EnergonFolder:
+    """What `.nv-meta` says about one split."""
+
+    directory: Path
+    kind: str
+    """One of KINDS."""
+    fields: dict[str, list[list[str]]]
+    """For every field, where it may be: names of a part and of what is inside of it."""
+    shards: list[Path]
+    left_out: dict[Path, set[str]] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[Path]:
+        """Everything that its samples depend on."""
+        return [file for file in _meta_files(self.directory) if file.exists()] + self.shards
+
+
+class EnergonSource:
+    """Samples of a folder as records.
+
+    Args:
+        folder: what to read.
+        fingerprint: of its files.
+    """
+
+    def __init__(self, folder: EnergonFolder, fingerprint: str) -> None:
+        self._folder = folder
+        self._samples = TarSamples(folder.shards, folder.left_out)
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, index: int) -> Record:
+        """Record `index`; raises CorruptSampleError."""
+        where, parts = self._samples.read(index)
+        fields = self._folder.fields
+        with naming_place(where):
+            given = {name: self._find(name, parts, options) for name, options in fields.items()}
+            columns = KINDS[self._folder.kind](given, parts)
+        return Record(columns, str(self._folder.directory), where=where)
+
+    def _find(self, name: str, parts: Mapping[str, bytes], options: Sequence[Sequence[str]]) -> Any:
+        """The value of a field, from the first of the places where it may be."""
+        for part, *keys in options:
+            if part not in parts:
+                continue
+            value = _decode(part, parts[part])
+            try:
+                for key in keys:
+                    value = value[int(key) if isinstance(value, list) else key]
+            except (KeyError, IndexError, ValueError, TypeError):
+                continue
+            return value
+        if self._folder.kind in CHATS and name != "conversation":
+            return None  # not every chat has files
+        wanted = ", ".join(part + "".join(f"[{k}]" for k in keys) for part, *keys in options)
+        raise CorruptSampleError(f"has no {wanted} for field {name}, only {', '.join(parts)}")
+
+
+def is_energon(path: Path) -> bool:
+    """Whether a directory is one of Energon's."""
+    return (path / META).is_dir()
+
+
+def open_folder(directory: Path, split: str) -> EnergonFolder:
+    """Reads `.nv-meta`.
+
+    Raises:
+        DataError: it is incomplete, has no such split, or needs code that is not run here.
+    """
+    directory = directory.absolute()
+    described, split_json, split_yaml = _meta_files(directory)
+    kind, fields = _read_kind(described)
+    file = split_yaml if split_yaml.exists() else split_json
+    splits = _load(file)
+    parts = splits.get("split_parts")
+    if not isinstance(parts, dict):
+        raise DataError(f"{file} has no table split_parts; run energon prepare again")
+    name = "val" if split == "validation" and split not in parts else split
+    if not parts.get(name):
+        known = ", ".join(key for key, shards in parts.items() if shards)
+        raise DataError(f"{file} has no shards for split {split!r}; set `split` to one of {known}")
+    excluded = set(_expand(splits.get("exclude") or []))
+    shards = [directory / shard for shard in _expand(parts[name]) if shard not in excluded]
+    for shard in shards:
+        if not shard.is_file():
+            raise DataError(
+                f"{file} names {shard}, which does not exist; fetch it, or prepare again"
+            )
+    left_out: dict[Path, set[str]] = {}
+    for entry in excluded:
+        name, _, key = entry.rpartition("/")
+        left_out.setdefault(directory / name, set()).add(key)
+    return EnergonFolder(directory, kind, fields, shards, left_out)
+
+
+def _meta_files(directory: Path) -> list[Path]:
+    return [directory / META / name for name in ("dataset.yaml", "split.json", "split.yaml")]
+
+
+def _read_kind(file: Path) -> tuple[str, dict[str, list[list[str]]]]:
+    """The kind of samples and where their fields are."""
+    described = _load(file)
+    sample_type = described.get("sample_type") or described
+    name = str(sample_type.get("__class__", ""))
+    kind = re.sub(r"(Webdataset|Sample)(Factory)?$", "", name)
+    if code := [key for key in ("sample_loader", "part_filter") if key in described]:
+        raise DataError(
+            f"{file}: {code[0]} = {described[code[0]]!r} is Python code, which is never run from "
+            "data; say with field_map where the fields are, or write __class__: CrudeWebdataset if "
+            "samples have the columns that docs/data.md lists"
+        )
+    if kind not in KINDS:
+        raise DataError(f"{file}: __class__ = {name!r} is not known; known are {', '.join(KINDS)}")
+    mapped = described.get("field_map") or {}
+    if not mapped and kind != "Crude":
+        raise DataError(f"{file}: {name} has no field_map; run energon prepare again")
+    fields = {key: _split_access(str(value)) for key, value in mapped.items()}
+    parts = {option[0].rpartition(".")[2] for options in fields.values() for option in options}
+    if pickled := sorted(parts & PICKLED):
+        raise DataError(
+            f"{file}: field_map reads {pickled[0]!r}, which is pickled; unpickling may run code "
+            "and is never done. Write each image or clip as a part of its own, and their names "
+            "into the sample's json, as in imgs: json[images]"
+        )
+    return kind, fields
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(file.read_bytes())
+    except (OSError, yaml.YAMLError) as error:
+        raise DataError(f"{file} cannot be read: {error}; run energon prepare again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{file} is no table; run energon prepare again")
+    return found
+
+
+def _expand(names: Sequence[str]) -> list[str]:
+    """Names with shell braces written out: part_{000..002}.tar, {a,b}.tar."""
+    expanded = []
+    for name in names:
+        pieces: list[list[str]] = []
+        for number, piece in enumerate(_BRACES.split(str(name))):
+            numbers = _NUMBERS.fullmatch(piece)
+            if number % 2 == 0:
+                pieces.append([piece])
+            elif numbers:
+                first, last = numbers.groups()
+                pieces.append([f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)])
+            else:
+                pieces.append(piece.split(","))
+        expanded += ["".join(chosen) for chosen in itertools.product(*pieces)]
+    return expanded
+
+
+def _split_access(text: str) -> list[list[str]]:
+    """ "jpg,png" as [["jpg"], ["png"]], "json[0][value]" as [["json", "0", "value"]]."""
+    options = []
+    for option in text.split(","):
+        match = _ACCESS.fullmatch(option.strip())
+        if match is None:
+            options.append([option.strip()])
+        else:
+            options.append([match[1], *re.findall(r"\[([^\[\]]+)\]", match[2])])
+    return options
+
+
+def _decode(part: str, data: bytes) -> Any:
+    """A part as webdataset decodes it, files excepted."""
+    suffix = part.rpartition(".")[2]
+    if suffix in ("json", "jsn"):
+        return _parse_json(part, data)
+    return data.decode("utf-8", "replace") if suffix in _TEXTS else data
+
+
+def _parse_json(name: str, text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptSampleError(f"{name}: {error}") from error
+
+
+def _caption(fields: Columns, _: Mapping[str, bytes]) -> Columns:
+    return {"image": fields.get("image"), "text": fields.get("caption")}
+
+
+def _text(fields: Columns, _: Mapping[str, bytes]) -> Columns:
+    return {"image": fields.get("image"), "text": fields.get("text")}
+
+
+def _question(fields: Columns, _: Mapping[str, bytes]) -> Columns:
+    """A question about an image or a clip, and its best answer."""
+    kind = "video" if "video" in fields else "image"
+    answers = fields.get("answers")
+    if isinstance(answers, list):
+        weights = fields.get("answer_weights")
+        best = 0
+        if isinstance(weights, list) and weights:
+            best = weights.index(max(weights))
+        answers = answers[best] if best < len(answers) else None
+    if not isinstance(answers, str):
+        raise CorruptSampleError("has no answer")
+    # Questions converted from LLaVA's format still say where the image is.
+    context = str(fields.get("context") or "").replace(f"<{kind}>", "").strip()
+    content = [{"type": kind}, {"type": "text", "text": context}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answers}]
+    return {"messages": messages, f"{kind}s": [fields.get(kind)]}
+
+
+def _interleaved(fields: Columns, parts: Mapping[str, bytes]) -> Columns:
+    """A sequence of texts and images, or lists of both that fill each other's gaps."""
+    found = fields.get("sequence", fields)
+    if isinstance(found, dict):
+        return _with_members(found, parts)
+    if not isinstance(found, list):
+        raise CorruptSampleError(f"sequence is {type(found).__name__}, not a list")
+    files = [parts.get(item.lower()) if isinstance(item, str) else None for item in found]
+    texts = [item if file is None else None for item, file in zip(found, files, strict=True)]
+    return {"images": files, "texts": texts}
+
+
+def _chat(fields: Columns, parts: Mapping[str, bytes]) -> Columns:
+    """A conversation, and the files that it is about."""
+    conversation = fields.get("conversation")
+    if isinstance(conversation, str | bytes):
+        conversation = _parse_json("conversation", conversation)
+    columns = dict(conversation) if isinstance(conversation, dict) else {}
+    if isinstance(conversation, list):
+        roles = all(isinstance(turn, dict) and "role" in turn for turn in conversation)
+        columns["messages" if roles else "conversations"] = conversation
+    for name, column in (("imgs", "images"), ("videos", "videos"), ("audio", "audios")):
+        value = fields.get(name)
+        if value is not None:
+            columns[column] = value if isinstance(value, list) else [value]
+    return _with_members(columns, parts)
+
+
+def _crude(_: Columns, parts: Mapping[str, bytes]) -> Columns:
+    """Parts as they are, and the columns inside of `json`."""
+    columns = {part: _decode(part, data) for part, data in parts.items()}
+    inner = columns.get("json")
+    if isinstance(inner, dict):
+        columns = {**inner, **{part: value for part, value in columns.items() if part != "json"}}
+    return _with_members(columns, parts)
+
+
+def _with_members(columns: Columns, parts: Mapping[str, bytes]) -> Columns:
+    """Columns with the content of files in the place of their names, if they are parts."""
+    columns = dict(columns)
+    for column in ("images", "videos", "audios"):
+        if isinstance(columns.get(column), list):
+            columns[column] = [
+                parts.get(name.lower(), name) if isinstance(name, str) else name
+                for name in columns[column]
+            ]
+    return columns
+
+
+KINDS: dict[str, Callable[[Columns, Mapping[str, bytes]], Columns]] = {
+    "Captioning": _caption,
+    "Text": _text,
+    "OCR": _text,
+    "VQA": _question,
+    "VidQA": _question,
+    "Interleaved": _interleaved,
+    **dict.fromkeys(CHATS, _chat),
+    "Crude": _crude,
+}
+"""From the fields of a sample, and its parts, to columns; by names of classes without their ends,
+"Webdataset" and "Sample"."""

@@ -1,0 +1,76 @@
+"""An encoder's inputs as pictures again, next to the files they were made from.
+
+Only for people to look at: normalisation is undone with the processor's own mean and deviation,
+patches are put back where they were cut out. Inputs that are no picture (sounds) have none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image
+
+from torchmm.common.batch import ImageMeta
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.media.images import ImagePreprocessor, decode_rgb
+from torchmm.data.media.video import ClipFrames
+from torchmm.data.sources.reader import SampleReader
+
+
+def file_pictures(
+    reader: SampleReader, file: bytes | ClipFrames, image: ImageMeta
+) -> tuple[Image.Image | None, Image.Image | None]:
+    """A file and what its encoder gets, both None for sounds.
+
+    Raises:
+        CorruptSampleError: it cannot be decoded.
+    """
+    medium = reader.media[image.encoder or reader.encoders[0]]
+    preprocessor = getattr(medium, "preprocessor", None)
+    if not isinstance(preprocessor, ImagePreprocessor):
+        return None, None
+    if isinstance(file, ClipFrames):
+        frames = file.images()
+        if not frames:
+            raise CorruptSampleError("a clip without frames")
+        original = frames[0]
+    else:
+        original = decode_rgb(file, reader.max_pixels)
+    return original, as_picture(preprocessor, reader.pixels(file, image), image)
+
+
+def as_picture(
+    preprocessor: ImagePreprocessor, pixels: np.ndarray, image: ImageMeta
+) -> Image.Image | None:
+    """The first frame that an encoder gets.
+
+    Args:
+        pixels: float32, (C, H, W), or (P, D) patches of it.
+    """
+    if pixels.ndim == 3:
+        picture_HWC = pixels.transpose(1, 2, 0)
+    else:
+        grid = preprocessor.grid(image.width_px, image.height_px, image.frame_pixels)
+        picture_HWC = _from_patches(preprocessor, pixels, grid.rows, grid.columns)
+    processor = preprocessor.processor
+    if getattr(processor, "do_normalize", False):
+        deviation, mean = (np.asarray(v) for v in (processor.image_std, processor.image_mean))
+        picture_HWC = picture_HWC * deviation + mean
+    return Image.fromarray(np.rint(picture_HWC.clip(0, 1) * 255).astype(np.uint8))
+
+
+def _from_patches(
+    preprocessor: ImagePreprocessor, pixels_PD: np.ndarray, rows: int, columns: int
+) -> np.ndarray:
+    """(H, W, C) of the first frame."""
+    side = preprocessor.spec.patch_size_px
+    merge = preprocessor.spec.merge
+    first = pixels_PD[: rows * columns]
+    if first.shape[1] == 3 * side * side and merge == 1:  # NaFlex: rows of patches, colours last
+        patches = first.reshape(rows, columns, side, side, 3)
+        return patches.transpose(0, 2, 1, 3, 4).reshape(rows * side, columns * side, 3)
+    # Qwen's: squares of merged patches one after another; colours, then the frames of a patch.
+    frames = preprocessor.frames_per_patch
+    blocks = first.reshape(rows // merge, columns // merge, merge, merge, 3, frames, side, side)[
+        :, :, :, :, :, 0
+    ]
+    return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, 3)

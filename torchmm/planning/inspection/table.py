@@ -1,0 +1,92 @@
+"""Findings in words: a table for each source on a terminal, and the first refused records."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.table import Table
+
+from torchmm.planning.inspection.findings import SourceFindings
+
+REFUSED_SHOWN = 10
+
+
+def findings_table(found: SourceFindings) -> Table:
+    """What is known of a source, a line each."""
+    table = Table(title=found.name, title_justify="left", show_header=False, box=None)
+    for label, text in source_rows(found).items():
+        table.add_row(label, text.replace("\n", ", "))
+    return table
+
+
+def source_rows(found: SourceFindings) -> dict[str, str]:
+    """What is known of a source, by label; several lines where there are several figures."""
+    of_all = "a stream" if found.records is None else f"of {found.records:,} records"
+    work = work_shares(found)
+    return {
+        "read as": f"{found.kind}, {found.section}, {found.config.path}",
+        "layout": layouts_text(found),
+        "looked at": f"{found.read:,} ({of_all}), {len(found.refused):,} refused",
+        "tokens": tokens_text(found),
+        "cut at the sequence length": cut_text(found),
+        "tokens in the loss": f"{loss_share(found):.1%}",
+        "images, sounds, frames": images_text(found),
+        "work (FLOPs of training)": "\n".join(f"{n} {share:.1%}" for n, share in work.items()),
+    }
+
+
+def refused_lines(found: SourceFindings) -> list[str]:
+    """The first refused records of a source, each with its place and reason."""
+    lines = [
+        f"  {refusal.name} ({refusal.where or 'place unknown'}): {refusal.reason}"
+        for refusal in found.refused[:REFUSED_SHOWN]
+    ]
+    more = len(found.refused) - len(lines)
+    return [*lines, f"  and {more} more"] if more else lines
+
+
+def layouts_text(found: SourceFindings) -> str:
+    """Names and counts of the layouts, most first."""
+    if len(found.layouts) == 1:
+        return next(iter(found.layouts))
+    return "\n".join(f"{name} x{count}" for name, count in found.layouts.most_common())
+
+
+def tokens_text(found: SourceFindings) -> str:
+    """Median, 95th percentile and maximum of the samples' lengths before they are cut."""
+    tokens = found.column("whole_tokens")
+    most = f"most {tokens.max():,}"
+    return f"median {np.median(tokens):.0f}\n95 % <= {np.percentile(tokens, 95):.0f}\n{most}"
+
+
+def cut_text(found: SourceFindings) -> str:
+    """How many samples are cut, and how many of all tokens that loses."""
+    whole = found.column("whole_tokens")
+    kept = found.column("tokens")
+    cut = int((whole > kept).sum())
+    if not cut:
+        return "none"
+    return f"{cut / len(whole):.1%} of samples\n{1 - kept.sum() / whole.sum():.1%} of tokens"
+
+
+def loss_share(found: SourceFindings) -> float:
+    """Share of tokens that count in the loss."""
+    return float(found.column("loss_tokens").sum() / found.column("tokens").sum())
+
+
+def images_text(found: SourceFindings) -> str:
+    """Images (tiles, frames, sounds) and their tokens."""
+    images = found.column("images")
+    if not images.any():
+        return "none"
+    tokens = found.column("image_tokens").sum() / images.sum()
+    return f"mean {images.mean():.2f}\nmost {images.max()}\n{tokens:.0f} tokens each"
+
+
+def work_shares(found: SourceFindings) -> dict[str, float]:
+    """Each module's share of the FLOPs of training on these samples."""
+    totals: dict[str, int] = {}
+    for sample in found.samples:
+        for module, flops in sample.flops.items():
+            totals[module] = totals.get(module, 0) + flops
+    whole = max(1, sum(totals.values()))
+    return {module: flops / whole for module, flops in totals.items()}
