@@ -186,6 +186,8 @@ def build_run(
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
         print_summary(console, recipe.name, run_summary(run, model))
     samples = open_data(run, model, tokenizer)  # weights need not load for data that are none
+    if mesh.rank == 0:
+        logger.info("%s\n%s (scripts/inspect_data.py shows them)", *samples.digest())
     pipeline = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)

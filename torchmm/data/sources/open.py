@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import ImageSpec, TextSpec
@@ -23,7 +24,7 @@ from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.media.generated_images import TargetPreprocessor
 from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
-from torchmm.data.sources.length_index import cache_key, check_usable, load_or_build
+from torchmm.data.sources.length_index import LengthIndex, cache_key, check_usable, load_or_build
 from torchmm.data.sources.local_and_hub import (
     MapSource,
     open_map_source,
@@ -50,6 +51,8 @@ class OpenSource:
     """Names all that the sizes of its samples depend on; empty for streams."""
     content: str
     """Identifies its samples, wherever they are; for streams, as far as they are known."""
+    index: LengthIndex | None = None
+    """Sizes of its samples; None for streams."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,21 @@ class Samples:
     def feeds(self) -> dict[str, int]:
         """Number of each source by its name."""
         return {source.name: number for number, source in enumerate(self.sources)}
+
+    def digest(self) -> tuple[str, str]:
+        """What there is to train on, for people: how many samples, and how large they are."""
+        indexed = [(s, s.index, s.index.kept_by(s.config.filter)) for s in self.sources if s.index]
+        counts = [f"{source.name} {len(kept):,}" for source, _, kept in indexed]
+        counts += [f"{source.name} (a stream)" for source in self.sources if not source.index]
+        refused = sum(len(index.corrupt) for _, index, _ in indexed)
+        samples = f"samples: {', '.join(counts)}; {refused:,} corrupt"
+        if not indexed:
+            return samples, "sizes: known as streams are read"
+        tokens = np.concatenate([index.tokens_N[kept] for _, index, kept in indexed])
+        images = np.concatenate([np.diff(index.offsets)[kept] for _, index, kept in indexed])
+        middle, high = np.percentile(tokens, [50, 95])
+        sizes = f"tokens: median {middle:.0f}, 95 % <= {high:.0f}, most {tokens.max():,}"
+        return samples, f"{sizes}; {images.mean():.2f} images, tiles, frames or sounds per sample"
 
     def fingerprint(self) -> str:
         """Equal for those that prepare the same tensors.
@@ -173,5 +191,5 @@ def _open_sources(
         index = load_or_build(name, records, reader, path)
         check_usable(name, config, index)
         make_feed = partial(IndexFeed, options, index, reader.encoders)
-        opened.append(OpenSource(name, config, records, make_feed, key, index.content))
+        opened.append(OpenSource(name, config, records, make_feed, key, index.content, index))
     return opened

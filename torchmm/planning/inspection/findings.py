@@ -29,7 +29,7 @@ from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import TargetPreprocessor
 from torchmm.data.media.text import EncodedSample
-from torchmm.data.sources.local_and_hub import open_map_source, resolve_files, unique_names
+from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
 from torchmm.data.sources.reader import MeasuredSample, SampleReader
 from torchmm.data.sources.streams import RecordStream, open_stream
 from torchmm.data.step_packs import Packer
@@ -37,7 +37,7 @@ from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.planning.inspection.pictures import file_pictures
-from torchmm.recipe.data_section import SourceConfig
+from torchmm.recipe.data_section import SourceConfig, unique_names
 from torchmm.recipe.recipe import Recipe
 
 UNLIMITED_TOKENS = 1 << 24
@@ -118,6 +118,8 @@ class SourceFindings:
     layouts: Counter[str] = field(default_factory=Counter)
     samples: list[SampleSizes] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
+    filtered: int = 0
+    """Samples that the recipe's `filter` leaves out."""
     shown: list[ShownSample] = field(default_factory=list)
     packs: list[list[SampleMeta]] = field(default_factory=list)
     """The first sequences that its samples would be packed into on their own."""
@@ -125,7 +127,7 @@ class SourceFindings:
     @property
     def read(self) -> int:
         """Records that were looked at."""
-        return len(self.samples) + len(self.refused)
+        return len(self.samples) + len(self.refused) + self.filtered
 
     def reasons(self) -> list[tuple[int, Refusal]]:
         """How many records were refused for the same reason, with the first of them, most first.
@@ -204,10 +206,10 @@ class Inspector:
     ) -> tuple[int | None, Iterator[tuple[int, Record | CorruptSampleError]]]:
         """How many there are, and those to be looked at with their index."""
         if config.streaming:
-            stream = open_stream(name, config)
+            stream = open_stream(name, config, self._recipe.data.index_cache)
             stream.restart(None)
             return None, enumerate(_first(stream, self._limit))
-        source = open_map_source(config)
+        source = open_map_source(config, self._recipe.data.index_cache)
         chosen = np.unique(
             np.linspace(0, len(source) - 1, min(self._limit, len(source))).astype(int)
         )
@@ -238,6 +240,9 @@ class Inspector:
                 shown = self._show(name, layout, record, sample)
         except CorruptSampleError as error:
             found.refused.append(Refusal(name, where, str(error)))
+            return
+        if not found.config.filter.keeps(len(sample.text.ids)):
+            found.filtered += 1
             return
         found.layouts[layout] += 1
         meta = self._reader.meta(found.name, index, sample)

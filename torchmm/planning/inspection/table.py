@@ -25,7 +25,8 @@ def source_rows(found: SourceFindings) -> dict[str, str]:
     return {
         "read as": f"{found.kind}, {found.section}, {found.config.path}",
         "layout": layouts_text(found),
-        "looked at": f"{found.read:,} ({of_all}), {len(found.refused):,} refused",
+        "looked at": f"{found.read:,} ({of_all}), {len(found.refused):,} refused, "
+        f"{found.filtered:,} left out by `filter`",
         "tokens": tokens_text(found),
         "cut at the sequence length": cut_text(found),
         "tokens in the loss": f"{loss_share(found):.1%}",
