@@ -317,7 +317,7 @@ def _image_processor(encoder: EncoderModule) -> Any:
 
 
 def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
-    encoders = {}
+    encoders: dict[str, dict[str, Any]] = {}
     for module in model.encoder_modules():
         _image_processor(module).save_pretrained(directory / module.name)
         spec = module.spec

@@ -30,7 +30,7 @@ from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import TargetPreprocessor
 from torchmm.data.media.text import EncodedSample
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
-from torchmm.data.sources.reader import MeasuredSample, SampleReader
+from torchmm.data.sources.reader import MeasuredSample, SampleReader, placeholders
 from torchmm.data.sources.streams import RecordStream, open_stream
 from torchmm.data.step_packs import Packer
 from torchmm.data.tokenizer import load_tokenizer
@@ -274,14 +274,16 @@ class Inspector:
             sizes = f"{size}{time}{image.patches} patches, {image.tokens} tokens"
             label = f"{number}: {sizes}" + (f" ({image.encoder})" if image.encoder else "")
             pictures.append(Picture(label, *file_pictures(self._reader, file, image)))
-        tokens = [image.tokens for image in sample.images]
+        tokens = placeholders(sample.files, sample.images)
         runs = text_runs(sample.text, tokens, self._tokenizer)
         return ShownSample(name, record.where, layout, runs, pictures)
 
     def _pack(self, found: SourceFindings) -> list[list[SampleMeta]]:
-        packer = Packer[SampleMeta](self._length, self._recipe.data.open_packs)
+        packer = Packer[SampleMeta](
+            self._length, self._recipe.data.open_packs, self._recipe.data.max_tiles_per_sequence
+        )
         for sample in found.samples:
-            packer.add(sample.meta, sample.meta.tokens)
+            packer.add(sample.meta, sample.meta.tokens, sample.meta.tiles)
         packer.flush()
         return list(packer.closed)[:PACKS_SHOWN]
 

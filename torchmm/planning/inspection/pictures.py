@@ -12,12 +12,13 @@ from PIL import Image
 from torchmm.common.batch import ImageMeta
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
+from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
-from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.reader import EncodedFile, SampleReader
 
 
 def file_pictures(
-    reader: SampleReader, file: bytes | ClipFrames, image: ImageMeta
+    reader: SampleReader, file: EncodedFile, image: ImageMeta
 ) -> tuple[Image.Image | None, Image.Image | None]:
     """A file and what its encoder gets, both None for sounds.
 
@@ -33,6 +34,8 @@ def file_pictures(
         if not frames:
             raise CorruptSampleError("a clip without frames")
         original = frames[0]
+    elif isinstance(file, Tile):
+        original = file.of.image()
     else:
         original = decode_rgb(file, reader.max_pixels)
     return original, as_picture(preprocessor, reader.pixels(file, image), image)
