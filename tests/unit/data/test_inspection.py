@@ -79,9 +79,9 @@ def test_the_page_shows_samples_and_what_is_refused(inspect, tmp_path, capsys):
     code, page = inspect([*good, *bad])
     assert code == 0
     printed = capsys.readouterr().out
-    assert "8 (of 8 records), 3 refused" in printed and "caption x4, chat x1" in printed
+    assert "8 (of 8 records), 3 refused" in printed and "caption x4, messages x1" in printed
     assert "20.0% of samples" in printed  # the last text is longer than a sequence
-    assert "words" in printed and "b.png" in printed
+    assert "words" in printed and "b.png" in printed and "rows.jsonl:8" in printed
     assert '<span class="loss">a red dog&lt;/s&gt;</span>' in page
     assert "two &lt;b&gt;?" in page and "<b>?" not in page
     assert page.count("data:image/png;base64,") == 6  # before and after preprocessing
