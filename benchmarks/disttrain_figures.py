@@ -34,7 +34,7 @@ from torchmm.balance.orchestration.baselines import ratio_plan, rigid_plan
 from torchmm.balance.orchestration.search import OrchestrationPlan, orchestrate
 from torchmm.balance.reordering.step import StepReorder
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.models.registry import build_model
@@ -112,7 +112,7 @@ def packs_of(case: Case) -> list[MicrobatchMeta]:
     """The global batch."""
     recipe = case.recipe
     length = recipe.training.sequence_length
-    return draw_microbatches(recipe.simulation, case.batch, sequence_length=length)
+    return sample_microbatches(recipe.simulation, case.batch, sequence_length=length)
 
 
 @cache

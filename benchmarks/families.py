@@ -210,7 +210,7 @@ def _batches(
 def _images(ours: MultimodalModel, samples: list[Sample]) -> EncoderInputs:
     (spec,) = ours.image_specs().values()
     settings = dict(spec.processor)
-    if spec.layout == "patches":  # any size: up to as many patches as the others have
+    if spec.inputs == "patches":  # any size: up to as many patches as the others have
         settings["size"] = {"shortest_edge": (IMAGE_PX // 2) ** 2, "longest_edge": IMAGE_PX**2}
     processor = getattr(transformers, f"{spec.processor_class}Pil")(**settings)
     out = processor([decode_rgb(sample.image, 10**9) for sample in samples], return_tensors="pt")

@@ -40,7 +40,7 @@ from support.harness import Row, describe_machine, make_parser, report
 
 from torchmm.balance.costs.profiles import Profile, load_profile
 from torchmm.common.errors import ConfigError
-from torchmm.pipelining.view.draw import Panel, draw_timelines
+from torchmm.pipelining.view.draw import Panel, timelines_svg
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -163,7 +163,7 @@ def draw(case: Case, every: list[Result], directory: Path) -> Path:
         panels[id(found.step)] = Panel(label, found.step.records, found.step.plan.graph.layout)
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"head_to_head_{case.recipe}.svg"
-    file.write_text(draw_timelines(f"{case.title}, simulated", [*panels.values()], join=True))
+    file.write_text(timelines_svg(f"{case.title}, simulated", [*panels.values()], join=True))
     return file
 
 

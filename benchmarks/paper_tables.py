@@ -25,7 +25,7 @@ from support.papers.paper_cells import Comparison, Section, markdown, recipe_nam
 from support.papers.paper_figures import Figure
 
 from torchmm.balance.costs.flops import microbatch_flops
-from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import ModuleDescription
 from torchmm.models.registry import build_model
 from torchmm.pipelining.schedules.layouts import balanced_cuts
@@ -45,7 +45,7 @@ def step_flops(name: str, sequences: int) -> float:
     """Forward and backward FLOPs of a step of that many sequences, without recomputation."""
     recipe = recipe_named(name)
     size = recipe.training.microbatch_size
-    metas = draw_microbatches(
+    metas = sample_microbatches(
         recipe.simulation,
         sequences // size,
         sequence_length=recipe.training.sequence_length,

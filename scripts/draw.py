@@ -26,7 +26,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.disaggregated import UnitSize
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.pipelining.schedules.separated import layer_durations
-from torchmm.pipelining.view.draw import Panel, draw_timelines
+from torchmm.pipelining.view.draw import Panel, timelines_svg
 from torchmm.pipelining.view.exchange import write_chrome_trace, write_order
 from torchmm.pipelining.view.records import read_records
 from torchmm.pipelining.view.timeline import analyze_timeline, uniform_timeline
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             _only_one(panels, "--trace")
             write_chrome_trace(options.trace, panels[0].records, panels[0].layout)
         title = options.title or ", ".join(panel.label for panel in panels)
-        picture = draw_timelines(title, panels, options.width)
+        picture = timelines_svg(title, panels, options.width)
         replace_atomically(options.out, picture.encode())
     except (ValueError, OSError, PlanError) as error:
         print(error, file=sys.stderr)

@@ -126,7 +126,7 @@ class MicrobatchMeta:
 class EncoderInputs:
     """One encoder's share of a microbatch: its images and where their outputs go.
 
-    An encoder uses exactly one pixel layout, see `ImageSpec.layout`: "fixed" has pixels of shape
+    An encoder takes pixels in exactly one way, see `ImageSpec.inputs`: "fixed" has the shape
     (N, C, height, width), "patches" has (P, D), the patches of one image after another; a patch of
     a sound is the mel bins of a few frames. Sizes are plain Python numbers, so that no kernel
     launch waits for the device.
@@ -291,7 +291,7 @@ class ImageSpec:
     `torchmm.data`."""
 
     encoder: str
-    layout: Literal["fixed", "patches"]
+    inputs: Literal["fixed", "patches"]
     processor_class: str
     """Name of the Hugging Face image processor or feature extractor, e.g.
     "CLIPImageProcessor"."""
@@ -303,9 +303,9 @@ class ImageSpec:
     """Rows and columns of patches that become one output token: tokens = patches / merge**2. For
     sounds, merge**2 consecutive patches."""
     drop_class_token: bool = True
-    """Fixed layout: whether the class token, if there is one, is not passed to the LLM."""
+    """Inputs of a fixed size: whether a class token is kept from the LLM."""
     extra_tokens: int = 0
-    """Fixed layout: output tokens beyond one per merged patch (a kept class token)."""
+    """Inputs of a fixed size: output tokens beyond one per merged patch (a kept class token)."""
     modality: Literal["image", "audio"] = "image"
     """What the encoder reads."""
     max_patches: int = 0

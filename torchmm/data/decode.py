@@ -28,7 +28,7 @@ from torchmm.common.batch import (
 from torchmm.common.kept_tokens import Kept
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.sample import Record
-from torchmm.data.media.generated_images import DecodedTarget, TargetRow
+from torchmm.data.media.generated_images import DecodedDrawing, DrawingRow
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.data.media.tiles import Tile
@@ -51,7 +51,7 @@ class DecodedSample:
     """Of each image: what reaches the LLM, if that is not everything."""
     places: list[np.ndarray]
     """Of each image: its tokens, relative to its start."""
-    targets: list[DecodedTarget] = field(default_factory=list)
+    drawings: list[DecodedDrawing] = field(default_factory=list)
     """Images to be drawn."""
 
 
@@ -98,7 +98,7 @@ class _Row:
     cu_seqlens: list[int] = field(default_factory=lambda: [0])
     read: dict[str, _Read] = field(default_factory=dict)
     """By encoder."""
-    generated: TargetRow = field(default_factory=TargetRow)
+    generated: DrawingRow = field(default_factory=DrawingRow)
 
     def append(self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray) -> None:
         self.ids.append(ids_L)
@@ -191,12 +191,12 @@ class StepDecoder(Dataset[DecodedStep]):
             self._reader.pixels(file, image)
             for file, image in zip(sample.files, meta.images, strict=True)
         ]
-        targets = []
+        drawings = []
         drawn = zip(sample.generated_files, meta.generated, sample.text.generated_at, strict=False)
         for number, (data, generated, context_end) in enumerate(drawn):
-            assert self._reader.targets is not None
-            key = _target_key(item, number)
-            targets.append(self._reader.targets.decode(data, generated, context_end, key))
+            assert self._reader.drawings is not None
+            key = _drawing_key(item, number)
+            drawings.append(self._reader.drawings.decode(data, generated, context_end, key))
         ids_L = np.asarray(sample.text.ids, np.int64)
         text = sample.text
         kept = [file.kept if isinstance(file, Tile) else None for file in sample.files]
@@ -205,7 +205,7 @@ class StepDecoder(Dataset[DecodedStep]):
             for file, image in zip(sample.files, meta.images, strict=True)
         ]
         return DecodedSample(
-            ids_L, text.targets_L, text.image_starts, pixels, kept, places, targets
+            ids_L, text.targets_L, text.image_starts, pixels, kept, places, drawings
         )
 
     def _placeholder(self, item: Item) -> DecodedSample:
@@ -221,15 +221,15 @@ class StepDecoder(Dataset[DecodedStep]):
             ids_L[start : start + image.tokens] = spec.image_token_id
             start += image.tokens
             pixels.append(self._reader.medium(image).blank(image))
-        targets = []
+        drawings = []
         for number, drawn in enumerate(meta.generated):
-            assert self._reader.targets is not None
-            targets.append(self._reader.targets.blank(drawn, _target_key(item, number)))
+            assert self._reader.drawings is not None
+            drawings.append(self._reader.drawings.blank(drawn, _drawing_key(item, number)))
         places = [np.arange(image.tokens) for image in meta.images]
         # Any tokens will do, as long as they are as many.
         kept: list[Kept | None] = [Kept(0, 0, 0, 0, i.tokens) for i in meta.images]
         targets_L = np.full_like(ids_L, IGNORE_TARGET)
-        return DecodedSample(ids_L, targets_L, starts, pixels, kept, places, targets)
+        return DecodedSample(ids_L, targets_L, starts, pixels, kept, places, drawings)
 
     def _append(self, row: _Row, sample: DecodedSample, meta: SampleMeta) -> None:
         first = row.cu_seqlens[-1]
@@ -251,8 +251,8 @@ class StepDecoder(Dataset[DecodedStep]):
             if medium.spec.ends_lines:
                 _, rows, columns = medium.block(image)
                 read.kept.append(kept or Kept(0, rows, 0, columns, 0))
-        for target in sample.targets:
-            row.generated.append(target, first)
+        for drawing in sample.drawings:
+            row.generated.append(drawing, first)
         positions = self._positions(len(sample.ids_L), blocks)
         row.append(sample.ids_L, sample.targets_L, positions)
 
@@ -280,7 +280,7 @@ def _pictures(file: EncodedFile, max_pixels: int) -> list[Image.Image]:
     return file.images() if isinstance(file, ClipFrames) else [decode_rgb(file, max_pixels)]
 
 
-def _target_key(item: Item, number: int) -> tuple[object, ...]:
+def _drawing_key(item: Item, number: int) -> tuple[object, ...]:
     """Names an image to be drawn, for its noise: other noise in every epoch."""
     return item.meta.source, item.meta.index, item.epoch, number
 

@@ -148,8 +148,8 @@ def identity(
         f"image processing of {name}": _digest(dataclasses.asdict(medium.spec))
         for name, medium in reader.media.items()
     }
-    if reader.targets is not None:
-        pixels["images to be drawn"] = _digest(dataclasses.asdict(reader.targets.spec))
+    if reader.drawings is not None:
+        pixels["images to be drawn"] = _digest(dataclasses.asdict(reader.drawings.spec))
     described = [
         {
             "name": name,

@@ -35,7 +35,7 @@ from torchmm.common.processes import (
 from torchmm.data.corrupt import SHOWN
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.sources.open import Samples, open_samples
-from torchmm.data.step_packs import Arrange, PackItems, Planner, StepPlan
+from torchmm.data.step_packs import Arrange, PackItems, StepSamples, StepSequence
 from torchmm.data.waiting import Overdue, Waiting
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
@@ -50,26 +50,26 @@ _SAMPLE = re.compile(r"\[\d+\]: .*", re.DOTALL)
 logger = logging.getLogger(__name__)
 
 
-class PlanQueue(Sampler[list[list[PackItems]]]):
+class StepQueue(Sampler[list[list[PackItems]]]):
     """Steps planned and not yet trained on; yields this rank's share of each to the DataLoader.
 
     Args:
-        make_planner: a planner at the starting position.
+        make_sequence: a planner at the starting position.
         rank: this data-parallel rank.
     """
 
-    def __init__(self, make_planner: Callable[[], Planner], rank: int) -> None:
-        self._make_planner = make_planner
+    def __init__(self, make_sequence: Callable[[], StepSequence], rank: int) -> None:
+        self._make_planner = make_sequence
         self._rank = rank
-        self._planner = make_planner()
+        self._steps = make_sequence()
         # Two readers run ahead of training by different distances: the DataLoader, which
         # prefetches, and `peek`, for planning. Steps stay here until training takes them; `_handed`
         # counts those that the DataLoader already has.
-        self._upcoming: deque[StepPlan] = deque()
+        self._upcoming: deque[StepSamples] = deque()
         self._handed = 0
 
     def __iter__(self) -> Iterator[list[list[PackItems]]]:
-        self._planner = self._make_planner()
+        self._steps = self._make_planner()
         self._upcoming.clear()
         self._handed = 0
         while self._handed < len(self._upcoming) or self._plan_one():
@@ -79,19 +79,19 @@ class PlanQueue(Sampler[list[list[PackItems]]]):
     @property
     def notice(self) -> str:
         """What to report about the starting position."""
-        return self._planner.notice
+        return self._steps.notice
 
-    def peek(self) -> StepPlan | None:
+    def peek(self) -> StepSamples | None:
         """The next step to be trained on; None at the end."""
         return self._upcoming[0] if self._upcoming or self._plan_one() else None
 
-    def pop(self) -> StepPlan:
+    def pop(self) -> StepSamples:
         """Take the next step off the queue."""
         self._handed -= 1
         return self._upcoming.popleft()
 
     def _plan_one(self) -> bool:
-        plan = next(self._planner, None)
+        plan = next(self._steps, None)
         if plan is not None:
             self._upcoming.append(plan)
         return plan is not None
@@ -113,7 +113,7 @@ class Loader:
 
     def __init__(
         self,
-        queue: PlanQueue,
+        queue: StepQueue,
         decoder: StepDecoder,
         feeds: Mapping[str, int],
         data: DataConfig,
@@ -220,7 +220,7 @@ class Loader:
         plan = self._queue.peek()
         return plan.metas(self._sequence_length) if plan else None
 
-    def _report(self, plan: StepPlan, step: DecodedStep) -> list[str]:
+    def _report(self, plan: StepSamples, step: DecodedStep) -> list[str]:
         """Corrupt samples not reported before; rank 0 adds what all ranks found while planning."""
         while_planning = plan.skipped if self._rank == 0 else []
         found = [*while_planning, *(f"{name}: {why}" for name, why in step.corrupt.items())]
@@ -314,7 +314,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     )
     position = data_parallel_size, state, arrange, resume_changed
     return Loader(
-        PlanQueue(partial(_plan, samples, data, training, *position), data_parallel_rank),
+        StepQueue(partial(_sequence, samples, data, training, *position), data_parallel_rank),
         samples.decoder,
         samples.feeds(),
         data,
@@ -325,7 +325,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     )
 
 
-def _plan(
+def _sequence(
     samples: Samples,
     data: DataConfig,
     training: TrainingConfig,
@@ -333,8 +333,8 @@ def _plan(
     state: dict[str, Any] | None,
     arrange: Arrange | None,
     resume_changed: bool,
-) -> Planner:
-    return Planner(
+) -> StepSequence:
+    return StepSequence(
         samples.mixture(),
         training,
         open_packs=data.open_packs,

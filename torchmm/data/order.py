@@ -2,9 +2,9 @@
 
 Each source is a feed that yields its samples epoch after epoch, each time in a different order.
 Feeds are mixed by weight through stride scheduling: the next sample comes from the feed whose
-draws lag furthest behind its weight. Unlike a random choice this meets the weights in every
-stretch of the stream, and the number of draws per feed is the only state. Weights may change from
-one step to the next (`Stage`): samples are drawn by those of the step that they are drawn for.
+samples lag furthest behind its weight. Unlike a random choice this meets the weights in every
+stretch of the stream, and the number of samples taken from each is the only state. Weights may
+change from one step to the next (`Stage`): samples are taken by those of the step they are for.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Feed(Protocol):
     """The endless sequence of samples of one source."""
 
     options: FeedOptions
-    draws: int
+    taken: int
     """Samples given so far, corrupt ones included."""
     size: int | None
     """Samples per epoch, where known."""
@@ -88,7 +88,7 @@ class IndexFeed:
 
     def __init__(self, options: FeedOptions, index: LengthIndex, encoders: Sequence[str]) -> None:
         self.options = options
-        self.draws = 0
+        self.taken = 0
         self._index = index
         self._encoders = encoders
         self._usable = index.kept_by(options.filter)
@@ -101,30 +101,30 @@ class IndexFeed:
     @property
     def epoch(self) -> int:
         """Complete passes over the usable samples."""
-        return self.draws // len(self._usable)
+        return self.taken // len(self._usable)
 
     def next(self) -> Item | Skip | None:
         """The next sample in this epoch's order."""
         if self._reports:
             return self._reports.pop(0)
         # Draws are the position: no state but a count, so any position can be restored at once.
-        epoch, position = divmod(self.draws, len(self._usable))
+        epoch, position = divmod(self.taken, len(self._usable))
         if epoch > 0 and self.options.one_epoch:
             return None
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = self._usable[permutation(len(self._usable), self.options, epoch)]
-        self.draws += 1
+        self.taken += 1
         return self._item(epoch, int(self._order[position]))
 
     def state(self, needed: Sequence[Item]) -> dict[str, Any]:
         """Draws are the whole state."""
-        return {"draws": self.draws}
+        return {"draws": self.taken}
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
         """Random access: any item can be named again."""
-        self.draws = state["draws"]
-        if self.draws:
+        self.taken = state["draws"]
+        if self.taken:
             self._reports = []
         return [self._item(epoch, index) for epoch, index in needed if self._has(index)]
 
@@ -185,7 +185,7 @@ class Mixture:
 
     def next(self) -> Item | Skip | None:
         """The next sample of all; None when every feed has ended."""
-        while drawn := self._drawn():
+        while drawn := self._mixed():
             feed = min(drawn, key=self._lead)
             item = self.feeds[feed].next()
             if item is not None:
@@ -209,15 +209,15 @@ class Mixture:
             self._stage = stage
             self.forget_the_past()
 
-    def _drawn(self) -> list[int]:
+    def _mixed(self) -> list[int]:
         return [feed for feed in self._alive if self.stages[self._stage].weights[feed]]
 
     def forget_the_past(self) -> None:
-        """From here on the weights hold, without making up for draws under other weights."""
-        self.bases = [feed.draws for feed in self.feeds]
+        """From here on the weights hold; nothing is made up for that others caused."""
+        self.bases = [feed.taken for feed in self.feeds]
 
     def _lead(self, feed: int) -> float:
-        # Stride scheduling: where the feed's draws, divided by its weight, would be after one more.
+        # Stride scheduling: where the feed's samples, divided by its weight, are with one more.
         # The + 1 makes a feed of weight w come first after 1 / w of the stream, not at its start.
         weight = self.stages[self._stage].weights[feed]
-        return (self.feeds[feed].draws - self.bases[feed] + 1) / weight
+        return (self.feeds[feed].taken - self.bases[feed] + 1) / weight

@@ -6,7 +6,7 @@ or workers, and metadata of all ranks is known before anything is decoded.
 
     mixture of feeds ─ items ─> packer ─ packs ─> global batch ─ assign ─> rank, microbatch
 
-The state after each step (draws per feed, open packs as references) is JSON-able and small.
+The state after each step (samples taken per feed, open packs as references) is JSON-able and small.
 
 Packing is bounded best fit: every sample goes into the fullest open pack that still has room for
 it. If none has, a new one is opened; if too many are open, the fullest is closed first. Unlike
@@ -129,7 +129,7 @@ microbatch."""
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepSamples:
     """One optimizer step of all data-parallel ranks."""
 
     ranks: list[list[list[PackItems]]]
@@ -152,7 +152,7 @@ def microbatch_meta(packs: Sequence[PackItems], sequence_length: int) -> Microba
     return MicrobatchMeta(samples, len(packs) * sequence_length)
 
 
-class Planner:
+class StepSequence:
     """Iterator over step plans, endless unless the feeds last one epoch.
 
     With feeds of one epoch the last step is padded with empty packs.
@@ -200,10 +200,10 @@ class Planner:
         if state is not None:
             self._restore(state, resume_changed)
 
-    def __iter__(self) -> Planner:
+    def __iter__(self) -> StepSequence:
         return self
 
-    def __next__(self) -> StepPlan:
+    def __next__(self) -> StepSamples:
         closed = self._packer.closed
         skipped: list[str] = []
         wanted = self._training.global_batch_size
@@ -225,7 +225,7 @@ class Planner:
                 self._packer.add(item, item.meta.tokens, item.meta.tiles)
         packs = [closed.popleft() for _ in range(wanted)]
         ranks = self._assign(packs)
-        return StepPlan(ranks, skipped, self._state(), self._mixture.epoch)
+        return StepSamples(ranks, skipped, self._state(), self._mixture.epoch)
 
     def _assign(self, packs: list[PackItems]) -> list[list[list[PackItems]]]:
         """Packs by rank and microbatch: the same ones, however they are arranged."""
@@ -364,7 +364,7 @@ class Planner:
             for item in feed.restore(past or {"draws": 0, "oldest": None}, needed if past else []):
                 items[number or 0, item.epoch, item.meta.index] = item
         # Weights or sources may be new: without this, a new source would be drawn from alone until
-        # it had caught up with all the draws of the others.
+        # it had caught up with all that was taken from the others.
         self._mixture.forget_the_past()
         kept = [items[r] for r in _references(state) if r in items]
         for item in kept:  # packed anew, as their sizes may have changed

@@ -29,7 +29,7 @@ def encoder_inputs(
     images = pack.images_read_by(module.name)
     example = module.dummy_inputs(torch.device("meta"))
     spec = module.image_spec()
-    if spec.layout == "fixed":
+    if spec.inputs == "fixed":
         shape = (len(images), *example.pixels.shape[1:])
         grids = example.grids_thw * len(images)
     else:

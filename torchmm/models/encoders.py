@@ -232,7 +232,7 @@ class EncoderModule(LayeredModule):
         kept = self.family.has_class_token and not self.spec.drop_class_token
         return ImageSpec(
             encoder=self.name,
-            layout=self.family.layout,
+            inputs=self.family.inputs,
             processor_class=self.spec.processor_class,
             processor=self.spec.processor,
             patch_size_px=self.family.patch_size(self.spec.config),

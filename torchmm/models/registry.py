@@ -207,7 +207,7 @@ def _connector_problems(
         )
     if section.connector != "pixel_shuffle_mlp" or family.modality == "audio":
         return problems
-    if family.layout != "fixed":
+    if family.inputs != "fixed":
         problems.append(
             f'[{key}] connector = "pixel_shuffle_mlp" needs images of one size, which '
             f'{config.model_type} does not have; use "mlp"'

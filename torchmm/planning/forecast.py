@@ -25,7 +25,7 @@ from torchmm.balance.costs.step_costs import plan_costs, slowest_update_ms
 from torchmm.balance.planners import search_by_costs
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
-from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, PlanError
@@ -243,7 +243,7 @@ def first_microbatches(
     per_rank = training.global_batch_size // (shares * training.microbatch_size)
     if recipe.simulation.sequences or not recipe.data.sources:
         return [
-            draw_microbatches(
+            sample_microbatches(
                 recipe.simulation,
                 per_rank,
                 sequence_length=training.sequence_length,

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.table import Table
 
 from torchmm.common.files import replace_atomically
-from torchmm.pipelining.view.draw import Panel, draw_timelines
+from torchmm.pipelining.view.draw import Panel, timelines_svg
 from torchmm.pipelining.view.exchange import write_chrome_trace
 from torchmm.pipelining.view.records import write_records
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
@@ -111,7 +111,7 @@ def write_picture(path: Path, recipe: str, forecast: Forecast) -> None:
     assert forecast.step is not None
     panel = Panel(forecast.schedule, forecast.step.records, forecast.step.plan.graph.layout)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_atomically(path, draw_timelines(f"{recipe}, simulated", [panel]).encode())
+    replace_atomically(path, timelines_svg(f"{recipe}, simulated", [panel]).encode())
 
 
 def _write_step(directory: Path, recipe: str, forecast: Forecast) -> list[Path]:

@@ -153,7 +153,7 @@ def _check_stages(recipe: Recipe) -> Problems:
             key = f"data.sources[{index}].{own}"
             yield Problem(key, getattr(source, own), text, ("data.stages",))
         if not any(stage.weights.get(name) for stage in data.stages):
-            text = f'no stage draws from "{name}"; name it in one, or remove the source'
+            text = f'no stage takes from "{name}"; name it in one, or remove the source'
             yield Problem("data.stages", NO_VALUE, text, (f"data.sources[{index}]",))
     before = 0
     for index, stage in enumerate(data.stages):
@@ -179,7 +179,7 @@ def _check_stage(key: str, stage: StageConfig, names: list[str], before: int | N
         elif weight < 0:
             yield Problem(f"{key}.weights.{name}", weight, "must be >= 0")
     if not any(weight > 0 for weight in stage.weights.values()):
-        text = "draws from no source; give one a weight above 0"
+        text = "takes from no source; give one a weight above 0"
         yield Problem(f"{key}.weights", stage.weights, text)
 
 

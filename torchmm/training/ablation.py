@@ -41,7 +41,7 @@ def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, 
         ConfigError: images of the recipe's encoder vary in size, so that none can be exchanged.
     """
     model, tokenizer = build_unfilled_model(run)
-    if any(spec.layout != "fixed" for spec in model.image_specs().values()):
+    if any(spec.inputs != "fixed" for spec in model.image_specs().values()):
         raise ConfigError("images can only be exchanged where an encoder's images have one size")
     pipeline = fill_model(run, model, mesh, cut_model(run, model, tokenizer, mesh.device))
     logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.parallel.health import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import MetricsConfig
-from torchmm.training.report import ProgressLine, draw_loss
+from torchmm.training.report import ProgressLine, plot_loss
 from torchmm.training.step import StepOutcome
 from torchmm.training.trackers import Sink, make_trackers
 
@@ -277,7 +277,7 @@ class MetricsRecorder:
                 sink.close()
         picture = self._run_dir / "loss.png"
         try:
-            draw_loss(self._run_dir / "metrics.jsonl", picture)
+            plot_loss(self._run_dir / "metrics.jsonl", picture)
         except OSError as error:
             self._log.warning("cannot draw %s: %s", picture, error)
 

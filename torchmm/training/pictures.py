@@ -30,7 +30,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder, Durations, PipelinePlan
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.pipelining.view.draw import Panel, draw_timelines
+from torchmm.pipelining.view.draw import Panel, timelines_svg
 from torchmm.pipelining.view.exchange import write_chrome_trace
 from torchmm.pipelining.view.records import StepContent, read_records, write_records
 from torchmm.training.step import StepOutcome
@@ -68,7 +68,7 @@ def save_timeline(
     write_records(directory / f"step-{step}.json", aligned, graph, content)
     write_chrome_trace(directory / f"step-{step}.trace.json", aligned, graph.layout)
     panel = Panel("measured", aligned, graph.layout)
-    picture = draw_timelines(f"step {step}", [panel])
+    picture = timelines_svg(f"step {step}", [panel])
     replace_atomically(directory / f"step-{step}.svg", picture.encode())
 
 
@@ -87,7 +87,7 @@ def _align(ranks: list[_RankRecords]) -> list[ActionRecord]:
     return aligned
 
 
-def draw_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Durations) -> None:
+def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Durations) -> None:
     """Draws a step whose records `save_timeline` has written.
 
     Args:
@@ -107,7 +107,7 @@ def draw_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Du
         Panel(label, simulate(lower_plan(order, graph, {}), costs).records, graph.layout)
         for label, order in (("searched (predicted)", chosen), ("separated (predicted)", static))
     ]
-    picture = draw_timelines(
+    picture = timelines_svg(
         f"step {step}: searched and static order",
         [*panels, Panel("searched (measured)", records, graph.layout)],
     )

@@ -61,7 +61,7 @@ from torchmm.planning.ahead import (
     PlanningSetup,
     PlanRequest,
 )
-from torchmm.training.pictures import draw_schedules, save_timeline
+from torchmm.training.pictures import plot_schedules, save_timeline
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.step import StepOutcome
 
@@ -213,7 +213,7 @@ class StepPlanner:
         if self._searches and self._mesh.rank == 0:
             metas = [m.meta for m in microbatches]
             flops = task_durations(outcome.plan.graph, self._pipeline.descriptions, metas)
-            draw_schedules(directory, step, outcome.plan, flops)
+            plot_schedules(directory, step, outcome.plan, flops)
 
     def close(self) -> None:
         """Ends the planning process; not collective."""

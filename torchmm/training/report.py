@@ -114,7 +114,7 @@ def describe_step(record: Record, eta_s: float) -> str:
     return " | ".join(p for p in parts if p is not None)
 
 
-def draw_captions(
+def plot_captions(
     samples: Sequence[tuple[Image.Image, str, str]], title: str, picture: Path
 ) -> None:
     """Draw images with what the model wrote and what they are, as a PNG.
@@ -138,7 +138,7 @@ def draw_captions(
     figure.savefig(picture, dpi=110)
 
 
-def draw_pictures(
+def plot_pictures(
     samples: Sequence[tuple[Sequence[Image.Image], Sequence[Image.Image], str]],
     title: str,
     picture: Path,
@@ -174,7 +174,7 @@ def _side_by_side(frames: Sequence[Image.Image]) -> Image.Image:
     return strip
 
 
-def draw_loss(metrics_file: Path, picture: Path) -> None:
+def plot_loss(metrics_file: Path, picture: Path) -> None:
     """Draw training and held-out loss over the steps in `metrics_file` as a PNG."""
     records = [json.loads(line) for line in metrics_file.read_text().splitlines()]
     figure = Figure(figsize=(7, 4), layout="constrained")

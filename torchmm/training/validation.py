@@ -36,7 +36,7 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.build import RunParts, build_data
 from torchmm.training.metrics import StepRecord
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.report import draw_captions, draw_pictures
+from torchmm.training.report import plot_captions, plot_pictures
 
 
 @dataclass(frozen=True)
@@ -404,7 +404,7 @@ class HeldOut:
             directory.mkdir(exist_ok=True)
             title = f"drawn after step {step} (and the held-out images themselves)"
             shown = [(d.truth, d.drawn, d.text(parts.tokenizer)) for d in drawn]
-            draw_pictures(shown, title, directory / f"step-{step}.png")
+            plot_pictures(shown, title, directory / f"step-{step}.png")
 
     def _generate(self, step: int) -> list[GeneratedText]:
         """Text for held-out images and sounds into samples.json and captions.png."""
@@ -425,7 +425,7 @@ class HeldOut:
         ]
         if shown:
             title = f"held-out images after step {step}"
-            draw_captions(shown, title, parts.run_dir / "captions.png")
+            plot_captions(shown, title, parts.run_dir / "captions.png")
         return texts
 
     def _append_samples(self, step: int, samples: list[dict]) -> None:

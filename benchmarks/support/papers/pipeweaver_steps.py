@@ -24,7 +24,7 @@ from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.search import Budget, search
 from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.balance.simulation.simulator import simulate
-from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import ModuleDescription
 from torchmm.pipelining.checks.validate import validate_plan
@@ -158,7 +158,7 @@ class Setting:
         )
         other = copy(self)
         length = self.recipe.training.sequence_length
-        other.metas = draw_microbatches(simulation, len(self.metas), sequence_length=length)
+        other.metas = sample_microbatches(simulation, len(self.metas), sequence_length=length)
         return other
 
     def lowered(self, graph: StageGraph, order: ComputeOrder) -> PipelinePlan:

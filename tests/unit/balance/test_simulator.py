@@ -18,7 +18,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.pipelining.schedules.names import ORDERS, schedule_layout
-from torchmm.pipelining.view.draw import Panel, draw_timelines
+from torchmm.pipelining.view.draw import Panel, timelines_svg
 from torchmm.pipelining.view.timeline import uniform_timeline
 
 T = ActionType
@@ -189,7 +189,7 @@ def test_model_flops_are_those_of_the_plans_actions():
 def test_a_simulated_step_is_drawn_like_a_measured_one():
     plan = random_plan(3)
     step = simulate(plan, random_costs(plan, 3))
-    picture = draw_timelines("predicted", [Panel("ours", step.records, plan.graph.layout)])
+    picture = timelines_svg("predicted", [Panel("ours", step.records, plan.graph.layout)])
     assert f"{step.makespan_ms:.4g} ms" in picture
 
 

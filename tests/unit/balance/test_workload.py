@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 
-from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import SampleMeta
 from torchmm.recipe.simulation_section import SimulationConfig
 
@@ -22,11 +22,11 @@ VLM = SimulationConfig.model_validate(
 
 def samples_of(config: SimulationConfig, count: int, **settings: int) -> list[SampleMeta]:
     settings = {"sequence_length": 100, **settings}
-    return list(chain(*(m.samples for m in draw_microbatches(config, count, **settings))))
+    return list(chain(*(m.samples for m in sample_microbatches(config, count, **settings))))
 
 
 def test_sequences_are_of_the_mixture_and_full() -> None:
-    microbatches = draw_microbatches(VLM, 2000, sequence_length=100)
+    microbatches = sample_microbatches(VLM, 2000, sequence_length=100)
     counts = [m.image_count for m in microbatches]
     assert set(counts) == {0, 1, 2, *range(5, 13)}
     many = [n for n in counts if n >= 5]
@@ -104,7 +104,7 @@ def test_clips_share_the_frames_of_a_sequence() -> None:
 def test_contradictions_are_refused(changes: dict, key: str, text: str) -> None:
     config = SimulationConfig.model_validate({**VLM.model_dump(), **changes})
     with pytest.raises(ValueError) as caught:
-        draw_microbatches(config, 1, sequence_length=100)
+        sample_microbatches(config, 1, sequence_length=100)
     assert key in str(caught.value) and text in str(caught.value)
 
 
@@ -113,4 +113,4 @@ def test_every_contradiction_is_told() -> None:
         {"sequences": [{"images": [2, 1]}, {"generated": [1, 1]}]}
     )
     with pytest.raises(ValueError, match=r"sequences\[0\]\.images.*sequences\[1\]\.generated"):
-        draw_microbatches(config, 1, sequence_length=100)
+        sample_microbatches(config, 1, sequence_length=100)

@@ -10,10 +10,10 @@ from torchmm.common.batch import EncoderInputs, even_ranges
 GRIDS = [(1, 2, 4), (1, 2, 2), (1, 4, 6), (2, 2, 2), (1, 6, 2)]
 
 
-def inputs_of(layout: str, tokens_per_image: list[int]) -> EncoderInputs:
+def inputs_of(kind: str, tokens_per_image: list[int]) -> EncoderInputs:
     """Pixels that say which image they are of, at positions with gaps between images."""
-    grids = GRIDS if layout == "patches" else [(1, 2, 2)] * 5
-    if layout == "patches":
+    grids = GRIDS if kind == "patches" else [(1, 2, 2)] * 5
+    if kind == "patches":
         pixels = torch.cat([torch.full((prod(g), 3), float(i)) for i, g in enumerate(grids)])
     else:
         pixels = torch.arange(5.0)[:, None, None, None].expand(5, 3, 4, 4)
@@ -31,15 +31,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "tokens"), CASES)
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
 @pytest.mark.parametrize("images", [range(0, 1), range(1, 3), range(4, 5), range(0, 5)])
-def test_selected_images_keep_pixels_grids_and_positions(layout, tokens, images):
-    inputs = inputs_of(layout, tokens)
+def test_selected_images_keep_pixels_grids_and_positions(kind, tokens, images):
+    inputs = inputs_of(kind, tokens)
     selected = inputs.select(images)
     assert selected.grids_thw == [inputs.grids_thw[i] for i in images]
     assert selected.pixels.unique().tolist() == [float(i) for i in images]
     patches = sum(prod(inputs.grids_thw[i]) for i in images)
-    assert len(selected.pixels) == (patches if layout == "patches" else len(images))
+    assert len(selected.pixels) == (patches if kind == "patches" else len(images))
     assert selected.positions_K.tolist() == [100 * i + k for i in images for k in range(tokens[i])]
 
 

@@ -84,7 +84,7 @@ def write_meta(
 
 CLIP = ImageSpec(
     encoder="vision",
-    layout="fixed",
+    inputs="fixed",
     processor_class="CLIPImageProcessor",
     processor={
         "size": {"shortest_edge": 16},
@@ -94,14 +94,14 @@ CLIP = ImageSpec(
 )
 NAFLEX = ImageSpec(
     encoder="vision",
-    layout="patches",
+    inputs="patches",
     processor_class="Siglip2ImageProcessor",
     processor={"patch_size": 8, "max_num_patches": 12},
     patch_size_px=8,
 )
 QWEN = ImageSpec(
     encoder="vision",
-    layout="patches",
+    inputs="patches",
     processor_class="Qwen2VLImageProcessor",
     processor={
         "patch_size": 4,

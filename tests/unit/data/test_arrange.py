@@ -7,7 +7,7 @@ from data_cases import training
 
 from torchmm.common.batch import SampleMeta
 from torchmm.data.order import FeedOptions, Item, Mixture, Stage
-from torchmm.data.step_packs import Planner
+from torchmm.data.step_packs import StepSequence
 
 
 class Endless:
@@ -28,7 +28,9 @@ class Endless:
 
 
 def planner(arrange=None, **sizes):
-    return Planner(Mixture([Endless()], [Stage([1.0])]), training(**sizes), 3, 2, 0, None, arrange)
+    return StepSequence(
+        Mixture([Endless()], [Stage([1.0])]), training(**sizes), 3, 2, 0, None, arrange
+    )
 
 
 def names(step):

@@ -22,7 +22,7 @@ from torchmm.recipe.data_section import SourceConfig
 
 SPEECH = ImageSpec(
     encoder="speech",
-    layout="patches",
+    inputs="patches",
     processor_class="WhisperFeatureExtractor",
     processor={"feature_size": 8},
     patch_size_px=320,

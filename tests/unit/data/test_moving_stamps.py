@@ -11,7 +11,7 @@ from PIL import Image
 
 from torchmm.common.errors import DataError
 from torchmm.common.generated import GeneratorSpec
-from torchmm.data.media.generated_images import TargetPreprocessor
+from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.media.images import decode_frames
 from torchmm.data.prepare import manifest, moving_stamps
 from torchmm.data.prepare.parquet import split_of
@@ -85,7 +85,7 @@ def test_every_stamp_has_two_motions_on_its_side_of_the_split(prepared):
 
 
 def test_a_generator_sees_all_frames(prepared):
-    targets = TargetPreprocessor(GeneratorSpec(16, 8, frames=3), 0, MAX_PIXELS)
+    targets = DrawingPreprocessor(GeneratorSpec(16, 8, frames=3), 0, MAX_PIXELS)
     data = clips(prepared, "train")[0].columns["clip"]
     meta = targets.meta(data, 4)
     assert meta.grid_thw == (3, 2, 2)

@@ -55,7 +55,7 @@ def test_the_processor_of_the_spec_makes_what_the_encoder_reads(family: str) -> 
     inputs = processed(spec, images)
     tokens = sum(prod(grid) for grid in inputs.grids_thw) // spec.merge**2
     assert encoder(inputs).shape == (tokens, 32)
-    assert (inputs.pixels.ndim == 4) == (spec.layout == "fixed")
+    assert (inputs.pixels.ndim == 4) == (spec.inputs == "fixed")
 
 
 def test_settings_of_the_source_and_of_the_recipe_are_taken(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.plan import ActionRecord
-from torchmm.pipelining.view.draw import Panel, draw_timelines
+from torchmm.pipelining.view.draw import Panel, timelines_svg
 from torchmm.pipelining.view.timeline import analyze_timeline, uniform_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -48,7 +48,7 @@ def boxes(group):
 
 def test_each_task_is_drawn_once_on_its_rank_at_its_time():
     graph, records = step(3, 5)
-    root = ET.fromstring(draw_timelines("a step", [Panel("plan", records, graph.layout)]))
+    root = ET.fromstring(timelines_svg("a step", [Panel("plan", records, graph.layout)]))
     rows = root.findall(f"{SVG}g")
     assert len(rows) == 3
     makespan_ms = max(r.end_ms for r in records)
@@ -68,7 +68,7 @@ def test_idle_time_is_hatched_and_summed():
     graph, records = step(3, 5)
     records.append(ActionRecord(1, Action(ActionType.REDUCE_GRAD, 1), 1000.0, 1100.0))
     timeline = analyze_timeline(records, graph.layout)
-    svg = draw_timelines("a step", [Panel("plan", records, graph.layout)])
+    svg = timelines_svg("a step", [Panel("plan", records, graph.layout)])
     root = ET.fromstring(svg)
     patterns = {p.get("id") for p in root.iter(f"{SVG}pattern")}
     for rank, row in enumerate(root.findall(f"{SVG}g")):
@@ -84,15 +84,15 @@ def test_idle_time_is_hatched_and_summed():
 
 def test_labels_are_dropped_where_they_do_not_fit_and_large_steps_stay_small_files():
     graph, records = step(8, 64)
-    svg = draw_timelines("large", [Panel("plan", records, graph.layout)], width_px=1200)
+    svg = timelines_svg("large", [Panel("plan", records, graph.layout)], width_px=1200)
     rows = ET.fromstring(svg).findall(f"{SVG}g")
     assert sum(len(boxes(row)) for row in rows) == len(records)
     assert not any(list(row.iter(f"{SVG}text")) for row in rows)
     assert len(svg) < 200 * len(records)
-    wide = ET.fromstring(draw_timelines("large", [Panel("plan", records, graph.layout)]))
+    wide = ET.fromstring(timelines_svg("large", [Panel("plan", records, graph.layout)]))
     assert 1200 < int(wide.get("width")) <= 4000
     graph, records = step(1, 3)
-    root = ET.fromstring(draw_timelines("small", [Panel("plan", records, graph.layout)]))
+    root = ET.fromstring(timelines_svg("small", [Panel("plan", records, graph.layout)]))
     labels = Counter(t.text for t in root.find(f"{SVG}g").iter(f"{SVG}text"))
     assert labels == {"0": 2, "1": 4, "2": 4, "2.1": 2}
 
@@ -101,7 +101,7 @@ def test_two_steps_share_one_axis_and_the_colours_of_modules():
     graph, fast = step(2, 4)
     slow = [ActionRecord(r.rank, r.action, 2 * r.start_ms, 2 * r.end_ms) for r in fast]
     panels = [Panel("predicted", fast, graph.layout), Panel("measured", slow, graph.layout)]
-    root = ET.fromstring(draw_timelines("both", panels))
+    root = ET.fromstring(timelines_svg("both", panels))
     above, below = (boxes(root.findall(f"{SVG}g")[i]) for i in (0, 2))
     for name in above:
         x_above, x_below = (float(b[name].get("x")) - 64 for b in (above, below))
@@ -117,7 +117,7 @@ def test_modules_and_directions_have_different_fills():
             (kind, stage) for kind in (ActionType.I, ActionType.W) for stage in (0, 1)
         )
     ]
-    svg = draw_timelines("kinds", [Panel("plan", records + split, graph.layout)])
+    svg = timelines_svg("kinds", [Panel("plan", records + split, graph.layout)])
     fills = dict(re.findall(r"\.([FBIW]\d)\{fill:(#[0-9a-f]{6})\}", svg))
     used = {r.get("class") for r in ET.fromstring(svg).iter(f"{SVG}rect")} - {None}
     assert len(used) == 8 == len({fills[name] for name in used})
@@ -126,7 +126,7 @@ def test_modules_and_directions_have_different_fills():
 def test_names_cannot_break_the_file():
     layout = StageLayout((StageSpec(0, 'a<&">b', 0, 1, (0,)),), ())
     records = [ActionRecord(0, Action(ActionType.F, 0, 0), 0.0, 1.0)]
-    root = ET.fromstring(draw_timelines("1 < 2 & 3", [Panel("<x>", records, layout)]))
+    root = ET.fromstring(timelines_svg("1 < 2 & 3", [Panel("<x>", records, layout)]))
     text = [t.text for t in root.iter(f"{SVG}text")]
     assert "1 < 2 & 3" in text and "<x>" in text and 'a<&">b: forward' in text
 
@@ -134,7 +134,7 @@ def test_names_cannot_break_the_file():
 def test_the_legend_breaks_into_lines_and_nothing_leaves_the_picture():
     names = tuple(f"a_module_with_a_long_name_{i}" for i in range(6))
     graph, records = step(2, 3, names)
-    root = ET.fromstring(draw_timelines("many", [Panel("plan", records, graph.layout)]))
+    root = ET.fromstring(timelines_svg("many", [Panel("plan", records, graph.layout)]))
     width, height = float(root.get("width")), float(root.get("height"))
     for text in root.iter(f"{SVG}text"):
         assert 0 <= float(text.get("x")) < width and 0 < float(text.get("y")) < height
@@ -144,6 +144,6 @@ def test_the_legend_breaks_into_lines_and_nothing_leaves_the_picture():
 
 def test_an_empty_step_has_a_picture_and_no_step_has_none():
     layout = StageLayout((StageSpec(0, "llm", 0, 1, (0,)),), ())
-    ET.fromstring(draw_timelines("empty", [Panel("plan", [], layout)]))
+    ET.fromstring(timelines_svg("empty", [Panel("plan", [], layout)]))
     with pytest.raises(ValueError, match="panel"):
-        draw_timelines("none", [])
+        timelines_svg("none", [])

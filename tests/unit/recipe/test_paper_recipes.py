@@ -15,7 +15,7 @@ import pytest
 
 from torchmm.balance.costs.operators import COMPUTE_KINDS
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.simulation.workload import draw_microbatches
+from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.registry import build_model
@@ -118,7 +118,7 @@ def test_recipes_resolve_and_build(name: str, tmp_path: Path) -> None:
 def test_steps_of_recipes_can_be_planned(name: str) -> None:
     recipe = read(name)
     training, ranks = recipe.training, recipe.parallel.pipeline
-    metas = draw_microbatches(
+    metas = sample_microbatches(
         recipe.simulation,
         ranks,
         sequence_length=training.sequence_length,
@@ -149,7 +149,7 @@ def test_images_of_a_recipe_are_those_of_its_modules(name: str) -> None:
             assert size.patches == side**2
             assert size.tokens == (side // module.merge) ** 2 == isqrt(size.tokens) ** 2
     training = recipe.training
-    for meta in draw_microbatches(
+    for meta in sample_microbatches(
         recipe.simulation,
         50,
         sequence_length=training.sequence_length,

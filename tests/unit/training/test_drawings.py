@@ -11,8 +11,8 @@ from PIL import Image
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta, StepBatch
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
-from torchmm.data.media.generated_images import TargetPreprocessor
-from torchmm.training.report import draw_pictures
+from torchmm.data.media.generated_images import DrawingPreprocessor
+from torchmm.training.report import plot_pictures
 from torchmm.training.validation import held_out_drawings, to_frames
 
 GRID = (1, 1, 1)
@@ -61,7 +61,7 @@ def test_patches_become_the_image_they_came_from():
     stream = io.BytesIO()
     Image.fromarray(levels).save(stream, "PNG")
     meta = GeneratedMeta((1, 2, 2), 1)
-    targets = TargetPreprocessor(GeneratorSpec(8, 4), seed=0, max_pixels=100)
+    targets = DrawingPreprocessor(GeneratorSpec(8, 4), seed=0, max_pixels=100)
     decoded = targets.decode(stream.getvalue(), meta, 1, ("s", 0, 0, 0))
     (frame,) = to_frames(torch.from_numpy(decoded.patches_PV), meta.grid_thw, 4)
     assert np.array_equal(np.asarray(frame), levels)
@@ -75,7 +75,7 @@ def test_values_beyond_black_and_white_are_clipped():
 def test_a_picture_shows_drawn_above_true_frames(tmp_path: Path):
     black, white = Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4), "white")
     samples = [([white] * 3, [black] * 3, f"text {i} for $5") for i in range(5)]
-    draw_pictures(samples, "title", tmp_path / "picture.png")
+    plot_pictures(samples, "title", tmp_path / "picture.png")
     with Image.open(tmp_path / "picture.png") as picture:
         dark_rows = (np.asarray(picture.convert("L")) < 30).mean(axis=1) > 0.3
     assert dark_rows.any() and not dark_rows.all()

@@ -9,6 +9,6 @@ __all__, __getattr__ = public(
     __name__,
     {
         "simulator": ("SimulatedStep",),
-        "workload": ("draw_microbatches",),
+        "workload": ("sample_microbatches",),
     },
 )

@@ -32,7 +32,7 @@ SOURCE = "simulation"
 """Name of the source of drawn samples."""
 
 
-def draw_microbatches(
+def sample_microbatches(
     config: SimulationConfig,
     count: int,
     *,
@@ -64,12 +64,12 @@ def draw_microbatches(
         for place in range(start, start + microbatch_size):
             rng = np.random.default_rng([config.seed, place])
             which = min(int(np.searchsorted(bounds, rng.random(), "right")), len(kinds) - 1)
-            samples += _draw_sequence(config, kinds[which], place, sequence_length, rng)
+            samples += _sample_sequence(config, kinds[which], place, sequence_length, rng)
         microbatches.append(MicrobatchMeta(tuple(samples), microbatch_size * sequence_length))
     return microbatches
 
 
-def _draw_sequence(
+def _sample_sequence(
     config: SimulationConfig,
     kind: SimulatedSequences,
     place: int,
@@ -86,7 +86,7 @@ def _draw_sequence(
         image = ImageMeta(0, 0, size.patches, size.tokens)
     text = tokens - images * image.tokens
     most_samples = max(other.samples for other in config.sequences or [kind])
-    clips = _draw_clips(config.generated, _between(kind.generated, rng), rng)
+    clips = _sample_clips(config.generated, _between(kind.generated, rng), rng)
     samples = []
     for index in range(kind.samples):
         own_images = (image,) * _share(images, index, kind.samples)
@@ -111,7 +111,7 @@ def _draw_sequence(
     return samples
 
 
-def _draw_clips(
+def _sample_clips(
     size: SimulatedGeneration | None, count: int, rng: np.random.Generator
 ) -> Sequence[tuple[int, int, int]]:
     """Grids of patches (frames, rows, columns) of `count` clips."""

@@ -33,7 +33,7 @@ ChatRenderer = Callable[[Conversation, SampleOptions], Sample]
 """See `torchmm.data.media.chat.ChatTemplate`."""
 
 
-class Layout(NamedTuple):
+class RecordLayout(NamedTuple):
     """How the records of many data sets are arranged."""
 
     name: str
@@ -55,15 +55,15 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = (
-    Layout("messages", (("messages",),), read_chat),
-    Layout("conversations", (CONVERSATIONS,), read_conversations),
-    Layout("prompt and completion", (("prompt",), ("completion",)), read_prompt),
-    Layout("instruction", (("instruction",), ("output",)), read_instruction),
-    Layout("query", (("query",), ("response",)), read_query),
-    Layout("question", (("question",), ANSWERS), read_question),
-    Layout("question and answer pairs", (("texts",),), read_pairs, has_pairs),
-    Layout("interleaved", (("texts",),), read_interleaved),
-    Layout("caption", (TEXT_COLUMNS,), read_caption),
+    RecordLayout("messages", (("messages",),), read_chat),
+    RecordLayout("conversations", (CONVERSATIONS,), read_conversations),
+    RecordLayout("prompt and completion", (("prompt",), ("completion",)), read_prompt),
+    RecordLayout("instruction", (("instruction",), ("output",)), read_instruction),
+    RecordLayout("query", (("query",), ("response",)), read_query),
+    RecordLayout("question", (("question",), ANSWERS), read_question),
+    RecordLayout("question and answer pairs", (("texts",),), read_pairs, has_pairs),
+    RecordLayout("interleaved", (("texts",),), read_interleaved),
+    RecordLayout("caption", (TEXT_COLUMNS,), read_caption),
 )
 """Tried in this order: the first that matches reads the record. Turns come before captions, as
 data sets with turns often have them once more as one `text`."""
@@ -94,7 +94,7 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
     return replace(content, segments=(*content.segments, *drawn))
 
 
-def recognise(record: Record) -> Layout:
+def recognise(record: Record) -> RecordLayout:
     """The first layout that the columns match.
 
     Raises:

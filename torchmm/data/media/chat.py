@@ -28,12 +28,12 @@ from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.conversation import Conversation, Turn, answered_calls
 from torchmm.data.layouts.sample import FileSegment, Sample, SampleOptions, Segment, TextSegment
 from torchmm.data.media.chat_marks import (
-    Layout,
     Marks,
     Plain,
+    Rendering,
     Style,
     after_last_mark,
-    lay_out,
+    align,
     messages_of,
     tools_with,
     unmarked_strings,
@@ -191,18 +191,18 @@ class _Chat:
             if call is not None and call["function"]["name"] == conversation.turns[k].name
         }
         plain = template.render(self.messages, self.tools)
-        self.layout = lay_out(marked, plain, marks.marks, named)
+        self.rendering = align(marked, plain, marks.marks, named)
         self._check_ids([k for k, (_, in_order) in answered.items() if not in_order])
         self._check_tools()
 
     def sample(self, options: SampleOptions) -> Sample:
         """Its segments."""
         turns = self.conversation.turns
-        layout = self.layout
+        rendering = self.rendering
         tagged = self.template.tagged(self.messages, self.tools)
-        by_turn = tagged_by_turn(layout, tagged or ())
+        by_turn = tagged_by_turn(rendering, tagged or ())
         around = Spans(
-            layout,
+            rendering,
             turns,
             self.template.habits(self.style, self.tools is not None),
             self.template.special,
@@ -215,8 +215,8 @@ class _Chat:
                 return around(turn)
             return by_turn.get(turn, [])
 
-        mask = loss_mask(turns, options.train_on, len(layout.text), spans)
-        return Sample(tuple(_segments(layout, mask, self.template.special)), False, False)
+        mask = loss_mask(turns, options.train_on, len(rendering.text), spans)
+        return Sample(tuple(_segments(rendering, mask, self.template.special)), False, False)
 
     def _tail(self, count: int) -> str | None:
         try:
@@ -233,7 +233,7 @@ class _Chat:
             answer = {**self.messages[turn], "tool_call_id": other}
             calls = [_with_other_id(message, name, other) for message in self.messages]
             for messages in ([*self.messages[:turn], answer, *self.messages[turn + 1 :]], calls):
-                if self.template.render(messages, self.tools) == self.layout.text:
+                if self.template.render(messages, self.tools) == self.rendering.text:
                     raise CorruptSampleError(
                         f"the chat template leaves out tool_call_id of message {turn + 1}, whose "
                         "result is not in the order of the calls"
@@ -247,12 +247,12 @@ class _Chat:
                 for t in (tool, tool["function"])
                 for i in _INDENTS
             )
-            if any(text in self.layout.text for text in whole):
+            if any(text in self.rendering.text for text in whole):
                 continue
             assert self.tools is not None
             for path, value, changed in _changed_scalars(tool):
                 others = [*self.tools[:number], changed, *self.tools[number + 1 :]]
-                if self.template.render(self.messages, others) == self.layout.text:
+                if self.template.render(self.messages, others) == self.rendering.text:
                     raise CorruptSampleError(
                         f"the chat template leaves out {path} = {value} of tools"
                     )
@@ -285,23 +285,23 @@ def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any
             yield where, what, copy
 
 
-def _segments(layout: Layout, mask: bytearray, special: re.Pattern[str]) -> list[Segment]:
+def _segments(rendering: Rendering, mask: bytearray, special: re.Pattern[str]) -> list[Segment]:
     """The text in pieces that are encoded alike, and the files in it."""
     segments: list[Segment] = []
-    for number in range(len(layout.marks) + 1):
-        begin, end = layout.between(number)
-        for match in special.finditer(layout.text, begin, end):
-            _add_text(segments, layout.text, mask, begin, match.start())
+    for number in range(len(rendering.marks) + 1):
+        begin, end = rendering.between(number)
+        for match in special.finditer(rendering.text, begin, end):
+            _add_text(segments, rendering.text, mask, begin, match.start())
             loss = bool(mask[match.start("token")])
             segments.append(TextSegment(match.group(), loss, scaffold=True))
             begin = match.end()
-        _add_text(segments, layout.text, mask, begin, end)
-        if number < len(layout.marks):
-            value = layout.marks[number].value
+        _add_text(segments, rendering.text, mask, begin, end)
+        if number < len(rendering.marks):
+            value = rendering.marks[number].value
             if isinstance(value, FileSegment):
                 segments.append(value)  # type: ignore[arg-type]
             else:
-                _add_text(segments, layout.text, mask, *layout.places[number])
+                _add_text(segments, rendering.text, mask, *rendering.places[number])
     return segments
 
 

@@ -189,7 +189,7 @@ def unmarked_strings(conversation: Conversation) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Rendering:
     """A rendered text, and where the strings of the sample are in it."""
 
     text: str
@@ -207,7 +207,7 @@ class Layout:
         return start, end
 
 
-def lay_out(marked: str, plain: str, marks: Sequence[Mark], optional: set[int]) -> Layout:
+def align(marked: str, plain: str, marks: Sequence[Mark], optional: set[int]) -> Rendering:
     """Finds the strings of a sample in its rendered text.
 
     Args:
@@ -228,7 +228,7 @@ def lay_out(marked: str, plain: str, marks: Sequence[Mark], optional: set[int]) 
     for mark, piece in zip(found, pieces[2::2], strict=True):
         _check_scalars(mark, piece)
     places = _places(pieces[0::2], found, plain)
-    return Layout(plain, found, places, owned)
+    return Rendering(plain, found, places, owned)
 
 
 def after_last_mark(text: str) -> str:

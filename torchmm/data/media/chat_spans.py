@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.conversation import Turn
-from torchmm.data.media.chat_marks import Layout
+from torchmm.data.media.chat_marks import Rendering
 
 Span = tuple[int, int]
 
@@ -52,14 +52,16 @@ def loss_mask(
     return mask
 
 
-def tagged_by_turn(layout: Layout, tagged: Sequence[Span]) -> dict[int, list[Span]]:
+def tagged_by_turn(rendering: Rendering, tagged: Sequence[Span]) -> dict[int, list[Span]]:
     """A template's `{% generation %}` spans by the turn that says something in them.
 
     One without anything belongs to the turn before it.
     """
     said = [
         (begin, mark.turn)
-        for mark, (begin, _), owned in zip(layout.marks, layout.places, layout.owned, strict=True)
+        for mark, (begin, _), owned in zip(
+            rendering.marks, rendering.places, rendering.owned, strict=True
+        )
         if owned and mark.turn is not None
     ]
     begins = [begin for begin, _ in said]
@@ -77,7 +79,7 @@ class Spans:
     """Finds what turns say by what stands around them.
 
     Args:
-        layout: the rendered text.
+        rendering: the rendered text.
         turns: of the conversation.
         habits: of the template.
         special: matches special tokens.
@@ -88,22 +90,22 @@ class Spans:
 
     def __init__(
         self,
-        layout: Layout,
+        rendering: Rendering,
         turns: Sequence[Turn],
         habits: Habits,
         special: re.Pattern[str],
         start_token: str,
         tail: Callable[[int], str | None],
     ) -> None:
-        self.layout = layout
+        self.rendering = rendering
         self.turns = turns
         self.habits = habits
         self.special = special
         self.start_token = start_token
         self.tail = tail
         self._numbers: dict[int | None, list[int]] = {}
-        for number, mark in enumerate(layout.marks):
-            if layout.owned[number]:
+        for number, mark in enumerate(rendering.marks):
+            if rendering.owned[number]:
                 self._numbers.setdefault(mark.turn, []).append(number)
 
     def __call__(self, turn: int) -> list[Span]:
@@ -113,14 +115,14 @@ class Spans:
             return []
         if self.turns[turn].role == "assistant":
             return [(self._start(turn, numbers[0]), self._end(turn, numbers[-1]))]
-        start = self.layout.places[numbers[0]][0]
-        end = self.layout.places[numbers[-1]][1]
-        token = self.special.match(self.layout.text, end)
+        start = self.rendering.places[numbers[0]][0]
+        end = self.rendering.places[numbers[-1]][1]
+        token = self.special.match(self.rendering.text, end)
         return [(start, token.end("token") if token else end)]
 
     def _start(self, turn: int, number: int) -> int:
-        begin, end = self.layout.between(number)
-        before = self.layout.text[begin:end]
+        begin, end = self.rendering.between(number)
+        before = self.rendering.text[begin:end]
         header = self.habits.header
         if header.strip() and (found := before.rfind(header)) >= 0:
             return begin + found + len(header)
@@ -136,8 +138,8 @@ class Spans:
         return begin + len(_common(before[len(closing) :], header))
 
     def _end(self, turn: int, number: int) -> int:
-        begin, end = self.layout.between(number + 1)
-        after = self.layout.text[begin:end]
+        begin, end = self.rendering.between(number + 1)
+        after = self.rendering.text[begin:end]
         found = [at + len(e) for e in self.habits.ends if (at := after.find(e)) >= 0]
         if found:
             return begin + min(found)
@@ -147,7 +149,7 @@ class Spans:
             return begin + tokens[-1]
         begin += len(closing.rstrip())
         # Some models end a turn with the token that begins the next one.
-        following = self.special.match(self.layout.text, begin, end)
+        following = self.special.match(self.rendering.text, begin, end)
         return following.end("token") if following else begin
 
 

@@ -27,7 +27,7 @@ from torchmm.data.media.images import count_frames, decode_frames, read_size
 
 
 @dataclass(frozen=True)
-class DecodedTarget:
+class DecodedDrawing:
     """One image or clip to be drawn, as arrays."""
 
     meta: GeneratedMeta
@@ -39,7 +39,7 @@ class DecodedTarget:
     counted: bool
 
 
-class TargetPreprocessor:
+class DrawingPreprocessor:
     """Prepares what one generator has to draw.
 
     Args:
@@ -56,7 +56,7 @@ class TargetPreprocessor:
     @classmethod
     def of(
         cls, spec: GeneratorSpec | None, seed: int, max_pixels: int
-    ) -> TargetPreprocessor | None:
+    ) -> DrawingPreprocessor | None:
         """None where there is no generator."""
         return None if spec is None else cls(spec, seed, max_pixels)
 
@@ -73,7 +73,7 @@ class TargetPreprocessor:
 
     def decode(
         self, data: bytes, meta: GeneratedMeta, context_end: int, key: tuple[object, ...]
-    ) -> DecodedTarget:
+    ) -> DecodedDrawing:
         """Pixels, with noise and time.
 
         Args:
@@ -86,7 +86,7 @@ class TargetPreprocessor:
         patches_PV = np.concatenate([self._patches(frame) for frame in frames])
         return self._with_noise(meta, patches_PV, context_end, key, counted=True)
 
-    def blank(self, meta: GeneratedMeta, key: tuple[object, ...]) -> DecodedTarget:
+    def blank(self, meta: GeneratedMeta, key: tuple[object, ...]) -> DecodedDrawing:
         """Stands in for an image that cannot be decoded: same sizes, does not count."""
         values = 3 * self.spec.patch_size_px**2
         patches_PV = np.zeros((meta.patches, values), np.float32)
@@ -107,7 +107,7 @@ class TargetPreprocessor:
         context_end: int,
         key: tuple[object, ...],
         counted: bool,
-    ) -> DecodedTarget:
+    ) -> DecodedDrawing:
         digest = hashlib.sha256(json.dumps([self._seed, *key]).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         if self.spec.time_sampling == "uniform":
@@ -115,32 +115,32 @@ class TargetPreprocessor:
         else:
             time = torch.randn((), generator=generator).sigmoid()
         noise_PV = torch.randn(patches_PV.shape, generator=generator).numpy()
-        return DecodedTarget(meta, patches_PV, noise_PV, time.item(), context_end, counted)
+        return DecodedDrawing(meta, patches_PV, noise_PV, time.item(), context_end, counted)
 
 
 @dataclass
-class TargetRow:
+class DrawingRow:
     """What is to be drawn in a microbatch under construction."""
 
-    targets: list[DecodedTarget] = field(default_factory=list)
+    drawings: list[DecodedDrawing] = field(default_factory=list)
     context_positions: list[np.ndarray] = field(default_factory=list)
 
-    def append(self, target: DecodedTarget, sample_start: int) -> None:
+    def append(self, drawing: DecodedDrawing, sample_start: int) -> None:
         """Adds an image of the sample that starts at a position of the microbatch."""
-        self.targets.append(target)
-        end = sample_start + target.context_end
-        self.context_positions.append(np.arange(end - target.meta.context, end))
+        self.drawings.append(drawing)
+        end = sample_start + drawing.context_end
+        self.context_positions.append(np.arange(end - drawing.meta.context, end))
 
     def inputs(self) -> GeneratorInputs | None:
         """All of them; None if there are none."""
-        if not self.targets:
+        if not self.drawings:
             return None
         return GeneratorInputs(
-            patches_PV=torch.from_numpy(np.concatenate([t.patches_PV for t in self.targets])),
-            noise_PV=torch.from_numpy(np.concatenate([t.noise_PV for t in self.targets])),
-            times=[t.time for t in self.targets],
-            grids_thw=[t.meta.grid_thw for t in self.targets],
+            patches_PV=torch.from_numpy(np.concatenate([t.patches_PV for t in self.drawings])),
+            noise_PV=torch.from_numpy(np.concatenate([t.noise_PV for t in self.drawings])),
+            times=[t.time for t in self.drawings],
+            grids_thw=[t.meta.grid_thw for t in self.drawings],
             context_positions_K=torch.from_numpy(np.concatenate(self.context_positions)),
-            contexts=[t.meta.context for t in self.targets],
-            counted=[t.counted for t in self.targets],
+            contexts=[t.meta.context for t in self.drawings],
+            counted=[t.counted for t in self.drawings],
         )

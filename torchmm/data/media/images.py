@@ -176,7 +176,7 @@ class ImagePreprocessor:
         spec: how the encoder wants its images.
 
     Raises:
-        ConfigError: the processor is unknown, or does not fit the spec's layout or patch sizes.
+        ConfigError: the processor is unknown, or does not fit the spec's inputs or patch sizes.
     """
 
     def __init__(self, spec: ImageSpec) -> None:
@@ -184,7 +184,7 @@ class ImagePreprocessor:
         self.processor = make_processor(spec.encoder, spec.processor_class, spec.processor)
         probe = Image.new("RGB", (96, 64))
         outputs = self._run(probe)
-        if spec.layout == "fixed":
+        if spec.inputs == "fixed":
             self._fixed_shape = self._probe_fixed_shape(outputs)
         elif "image_grid_thw" not in outputs and "spatial_shapes" not in outputs:
             raise ConfigError(
@@ -204,7 +204,7 @@ class ImagePreprocessor:
         """
         patch = self.spec.patch_size_px
         limits = self._limits(limit_px)
-        if self.spec.layout == "fixed":
+        if self.spec.inputs == "fixed":
             height, width = self._fixed_shape
         elif self._naflex:
             height, width = get_image_size_for_max_num_patches(
@@ -224,7 +224,7 @@ class ImagePreprocessor:
     def _limits(self, limit_px: int) -> dict[str, Any]:
         """The processor's settings that limit sizes."""
         patch = self.spec.patch_size_px
-        if self.spec.layout == "fixed":
+        if self.spec.inputs == "fixed":
             return {}
         if self._naflex:
             most = self.processor.max_num_patches
@@ -245,7 +245,7 @@ class ImagePreprocessor:
         """Encoder input of one RGB image: float32, (C, H, W) or (P, D), padding removed."""
         outputs = self._run(image, **(self._limits(limit_px) if limit_px else {}))
         values = np.asarray(outputs["pixel_values"])
-        if self.spec.layout == "fixed":
+        if self.spec.inputs == "fixed":
             values = values[0]
         elif self._naflex:
             rows, columns = outputs["spatial_shapes"][0]
@@ -255,7 +255,7 @@ class ImagePreprocessor:
     def blank(self, width_px: int, height_px: int, limit_px: int = 0) -> np.ndarray:
         """Zeros instead of an image that turned out to be undecodable, same shape."""
         grid = self.grid(width_px, height_px, limit_px)
-        if self.spec.layout == "fixed":
+        if self.spec.inputs == "fixed":
             return np.zeros((3, *self._fixed_shape), np.float32)
         return np.zeros((grid.rows * grid.columns, self._patch_values), np.float32)
 
@@ -277,7 +277,7 @@ class ImagePreprocessor:
         spec = self.spec
         settings = self.processor
         problems = []
-        if spec.layout == "patches":
+        if spec.inputs == "patches":
             self._patch_values = self.pixels(probe).shape[1]
             if settings.patch_size != spec.patch_size_px:
                 problems.append(f"patch size {settings.patch_size}, encoder {spec.patch_size_px}")

@@ -55,7 +55,7 @@ class ImageMedia:
 
     def __init__(self, spec: ImageSpec, max_pixels: int) -> None:
         self.spec = spec
-        self.grouped = spec.layout == "fixed"
+        self.grouped = spec.inputs == "fixed"
         self.preprocessor = ImagePreprocessor(spec)
         self._max_pixels = max_pixels
 

@@ -256,7 +256,7 @@ class ClipMedia:
         """The images that a clip becomes, in order."""
         config = self._config
         size = (clip.width_px, clip.height_px)
-        fixed = self.spec.layout == "fixed"
+        fixed = self.spec.inputs == "fixed"
         most = None
         if fixed:  # its frames cannot become smaller
             grid = self._images.grid(*size)

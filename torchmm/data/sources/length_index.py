@@ -95,7 +95,7 @@ def cache_key(
         "transformers": __version__,
         "source": source.fingerprint,
         "config": causes_of(config),
-        "generated": dataclasses.asdict(reader.targets.spec) if reader.targets else None,
+        "generated": dataclasses.asdict(reader.drawings.spec) if reader.drawings else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
         "tiles": [data.max_tiles_per_sample, data.max_tiles_per_sequence],
         "video": data.video.model_dump(),

@@ -22,7 +22,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
-from torchmm.data.media.generated_images import TargetPreprocessor
+from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
 from torchmm.data.sources.length_index import LengthIndex, cache_key, check_usable, load_or_build
 from torchmm.data.sources.local_and_hub import (
@@ -140,9 +140,9 @@ def open_samples(
         DataError: a source cannot be read or has no usable sample.
     """
     seed = VALIDATION_SEED if validation else training.seed
-    targets = TargetPreprocessor.of(generator_spec, seed, data.max_image_pixels)
+    drawings = DrawingPreprocessor.of(generator_spec, seed, data.max_image_pixels)
     length = training.sequence_length
-    reader = SampleReader(data, length, text_spec, image_specs, tokenizer, targets)
+    reader = SampleReader(data, length, text_spec, image_specs, tokenizer, drawings)
     settings = settings_of(data, length, reader, tokenizer)
     sources = _open_sources(data, training, reader, tokenizer, validation, settings)
     contents = [(source.name, source.config, source.content) for source in sources]

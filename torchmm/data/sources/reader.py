@@ -32,7 +32,7 @@ from torchmm.data.layouts.sample import (
     without_generated,
 )
 from torchmm.data.media.chat import ChatTemplate
-from torchmm.data.media.generated_images import TargetPreprocessor
+from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
 from torchmm.data.media.text import EncodedSample, TextEncoder, TiledSegment
 from torchmm.data.media.tiles import Tile, TiledMedia, TiledPicture, cut_within
@@ -75,7 +75,7 @@ class SampleReader:
         image_specs: how encoders want their images, by name. Every image and clip goes to all that
             read images, every sound to all that hear; what none reads is left out.
         tokenizer: the LLM's tokenizer.
-        targets: prepares images to be drawn; without it, they are left out.
+        drawings: prepares images to be drawn; without it, they are left out.
 
     Raises:
         ConfigError: an encoder's processor does not fit, or there is no placeholder.
@@ -88,7 +88,7 @@ class SampleReader:
         text_spec: TextSpec,
         image_specs: Mapping[str, ImageSpec],
         tokenizer: PreTrainedTokenizerBase,
-        targets: TargetPreprocessor | None = None,
+        drawings: DrawingPreprocessor | None = None,
     ) -> None:
         if image_specs and text_spec.image_token_id is None:
             raise ConfigError("model.image_token: the tokenizer has no such token, but an encoder")
@@ -114,7 +114,7 @@ class SampleReader:
         }
         budgets = (data.max_tiles_per_sample, data.max_tiles_per_sequence)
         self._max_tiles = min((b for b in budgets if b is not None), default=None)
-        self.targets = targets
+        self.drawings = drawings
         self.text_spec = text_spec
         self.max_pixels = data.max_image_pixels
         self._max_images = data.max_images_per_sample
@@ -134,7 +134,7 @@ class SampleReader:
     def _read(self, record: Record) -> MeasuredSample:
         sample = limit_images(parse_record(record, self._chat), self._max_images)
         sample = assign_encoders(sample, self._readers)
-        if self.targets is None:
+        if self.drawings is None:
             sample = without_generated(sample)
         sample, files, metas = self._open_files(sample)
         text = self._text.encode(sample, placeholders(files, metas))
@@ -230,11 +230,11 @@ class SampleReader:
         segments = [s.file for s in sample.segments if isinstance(s, GeneratedSegment)]
         metas, files = [], []
         for segment, context_end in zip(segments, text.generated_at, strict=False):
-            assert self.targets is not None
+            assert self.drawings is not None
             if context_end == 0:
                 raise CorruptSampleError("there is nothing before the image to be drawn")
             files.append(segment.read())
-            metas.append(self.targets.meta(files[-1], context_end))
+            metas.append(self.drawings.meta(files[-1], context_end))
         return metas, files
 
     def meta(self, name: str, index: int, sample: MeasuredSample) -> SampleMeta:

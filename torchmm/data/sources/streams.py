@@ -245,7 +245,7 @@ class StreamFeed:
         self, options: FeedOptions, stream: RecordStream, reader: SampleReader, window: int
     ) -> None:
         self.options = options
-        self.draws = 0
+        self.taken = 0
         self.size: int | None = None
         self._stream = stream
         self._reader = reader
@@ -267,7 +267,7 @@ class StreamFeed:
             self._given += 1
             item = self._measure(index, record)
             if isinstance(item, Skip) or self.options.filter.keeps(item.meta.tokens):
-                self.draws += 1
+                self.taken += 1
                 return item
         return None
 
@@ -277,7 +277,7 @@ class StreamFeed:
         while len(self._windows) > 1 and (oldest is None or self._windows[1][:2] <= oldest):
             self._windows.popleft()
         return {
-            "draws": self.draws,
+            "draws": self.taken,
             "given": self._given,
             "windows": len(self._windows),
             "oldest": list(self._windows[0]) if self._windows else None,
@@ -285,7 +285,7 @@ class StreamFeed:
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
         """Read forward from the oldest window; returns the needed items met on the way."""
-        self.draws = state["draws"]
+        self.taken = state["draws"]
         self.epoch = 0
         self._next_index = 0
         self._windows.clear()

@@ -48,7 +48,7 @@ class SoundFamily(EncoderFamily):
     """What audio encoders have in common: the concatenated positions of all sounds."""
 
     modality: Literal["image", "audio"] = "audio"
-    layout = "patches"
+    inputs = "patches"
     has_class_token = False
 
     def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Segments:

@@ -157,8 +157,8 @@ def _part_problems(config: Any) -> list[str]:
             "name encoder and LLM as [model.encoders.NAME] and [model.llm] instead"
         )
     family = ENCODER_FAMILIES.get(vision)
-    if family is None or family.layout != "fixed":
-        fixed = [name for name, f in ENCODER_FAMILIES.items() if f.layout == "fixed"]
+    if family is None or family.inputs != "fixed":
+        fixed = [name for name, f in ENCODER_FAMILIES.items() if f.inputs == "fixed"]
         problems.append(f"vision tower {vision!r} is not supported; supported: {', '.join(fixed)}")
     return problems
 

@@ -47,7 +47,7 @@ class EncoderFamily:
     """CLIP-like towers on images of a fixed size; base of all families."""
 
     modality: Literal["image", "audio"] = "image"
-    layout: Literal["fixed", "patches"] = "fixed"
+    inputs: Literal["fixed", "patches"] = "fixed"
     processor_class = "CLIPImageProcessor"
     layers = "encoder.layers"
     pre: tuple[str, ...] = ("embeddings", "pre_layrnorm")
@@ -185,7 +185,7 @@ class EncoderFamily:
             norm="layer",
             activation=config.hidden_act,
             rotary=False,
-            batched=self.layout == "fixed",
+            batched=self.inputs == "fixed",
         )
 
 

@@ -37,7 +37,7 @@ class SiglipFamily(EncoderFamily):
 class Siglip2Family(SiglipFamily):
     """SigLIP2 NaFlex: patches of images of any size, packed without padding."""
 
-    layout = "patches"
+    inputs = "patches"
     processor_class = "Siglip2ImageProcessor"
 
     def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Segments:

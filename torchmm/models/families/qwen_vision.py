@@ -35,7 +35,7 @@ class QwenContext(NamedTuple):
 class Qwen2VisionFamily(EncoderFamily):
     """Qwen2-VL: patches of images of any size; every frame attends to itself."""
 
-    layout = "patches"
+    inputs = "patches"
     processor_class = "Qwen2VLImageProcessor"
     layers = "blocks"
     pre = ("patch_embed",)

@@ -8,7 +8,7 @@ from torchmm.common.faces import public
 __all__, __getattr__ = public(
     __name__,
     {
-        "draw": ("draw_timelines",),
+        "draw": ("timelines_svg",),
         "timeline": ("analyze_timeline",),
         "records": ("read_records", "write_records"),
     },

@@ -54,7 +54,7 @@ class Panel(NamedTuple):
     layout: StageLayout
 
 
-def draw_timelines(
+def timelines_svg(
     title: str, panels: Sequence[Panel], width_px: int | None = None, *, join: bool = False
 ) -> str:
     """Draw steps below each other on one time axis.

@@ -27,7 +27,7 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
-from torchmm.data.media.generated_images import TargetPreprocessor
+from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.media.text import EncodedSample
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
 from torchmm.data.sources.reader import MeasuredSample, SampleReader, placeholders
@@ -172,12 +172,12 @@ class Inspector:
             m.describe() for m in model.modality_modules()
         ]
         self._length = recipe.training.sequence_length
-        targets = TargetPreprocessor.of(
+        drawings = DrawingPreprocessor.of(
             model.generator_spec(), recipe.training.seed, recipe.data.max_image_pixels
         )
         spec = model.text_spec(tokenizer)
         self._reader, self._whole = (
-            SampleReader(recipe.data, length, spec, model.image_specs(), tokenizer, targets)
+            SampleReader(recipe.data, length, spec, model.image_specs(), tokenizer, drawings)
             for length in (self._length, UNLIMITED_TOKENS)
         )
 
