@@ -9,9 +9,9 @@ cd "$(dirname "$0")/.."
 prepare_environment test
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-draws=60 selected=(-m "not campaign")
+draws=20 selected=(-m "not campaign")
 if [ "${1:-}" = --all ]; then
-    draws=300 selected=()
+    draws=120 selected=()
     shift
 fi
 output=$(mktemp)

@@ -17,14 +17,14 @@ class Endless:
     size, epoch = None, 0
 
     def __init__(self):
-        self.draws = 0
+        self.taken = 0
 
     def next(self):
-        self.draws += 1
-        return Item(0, 0, SampleMeta("numbers", self.draws, 20 + self.draws * 7 % 41))
+        self.taken += 1
+        return Item(0, 0, SampleMeta("numbers", self.taken, 20 + self.taken * 7 % 41))
 
     def state(self, needed):
-        return {"draws": self.draws}
+        return {"draws": self.taken}
 
 
 def planner(arrange=None, **sizes):

@@ -187,7 +187,7 @@ def test_fixed_size_processors_other_than_clip_are_measured_by_trying():
     ("change", "message"),
     [
         ({"processor_class": "NoSuchProcessor"}, "no image processor"),
-        ({"layout": "patches"}, "makes no patches"),
+        ({"inputs": "patches"}, "makes no patches"),
         ({"processor": {"size": {"shortest_edge": 16}, "do_center_crop": False}}, "fixed size"),
         ({"merge": 4}, "not divisible"),
     ],
