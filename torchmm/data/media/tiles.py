@@ -33,7 +33,7 @@ class TiledMedia:
     Args:
         spec: how they are cut.
         images: the encoder's preprocessing of single images.
-        text: what stands beside these.
+        text: what the LLM wants around images.
         vocabulary: of the tokenizer.
         max_pixels: of the largest picture that is decoded.
 
