@@ -277,7 +277,7 @@ A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'
         ),
         ([A + "}"], "{weights = {a = 1.0, aa = 1.0}}", "data.stages[0].weights.aa", '"a"?'),
         ([A + "}"], "{weights = {a = -1.0}}", "data.stages[0].weights", "above 0"),
-        ([A + "}", B + "}"], "{weights = {a = 1.0}}", "data.stages", 'draws from "b"'),
+        ([A + "}", B + "}"], "{weights = {a = 1.0}}", "data.stages", 'takes from "b"'),
         ([A + ", weight = 2.0}"], "{weights = {a = 1.0}}", "data.sources[0].weight", "no effect"),
     ],
 )
