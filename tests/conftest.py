@@ -9,67 +9,65 @@ from train_server import TrainServer
 ROOT = Path(__file__).parents[1]
 
 
-CAMPAIGNS = frozenset(
-    (
-        # Larger worlds and further layouts of tests that also run with fewer ranks.
-        "test_colocated_equality.py::test_colocated_encoders_equal_one_process[4]",
-        "test_disaggregated_equality.py::test_modules_apart_equal_one_process[5]",
-        "test_encoder_tensor_parallel.py::test_split_encoders_equal_the_whole[4]",
-        "test_generator_equality.py::test_generators_equal_one_process[fsdp2]",
-        "test_generator_equality.py::test_generators_equal_one_process[pp2 x fsdp2]",
-        "test_generator_equality.py::test_generators_equal_one_process[pp2 x tp2]",
-        "test_layouts.py::test_layouts_equal_single_process[4-cases1]",
-        "test_runtime_equality.py::test_random_orders_of_random_graphs_equal_one_process[4]",
-        "test_runtime_equality.py::test_real_models_in_random_orders_equal_one_process[4]",
-        "test_runtime_equality.py::test_copies_of_a_tied_weight_have_the_same_gradient_bit_by_bit[4]",
-        "test_runtime_equality.py::test_every_unit_is_gathered_and_reduced_once_per_step[4]",
-        "test_runtime_equality.py::test_mistakes_are_found_by_the_comparison[4]",
-        "test_schedule_equality.py::test_schedules_equal_single_process[pp4]",
-        "test_schedule_equality.py::test_schedules_equal_single_process[pp2 x tp2]",
-        "test_schedule_equality.py::test_schedules_equal_single_process[pp2 x fsdp2]",
-        "test_searched_equality.py::test_searched_plans_equal_the_single_process[pp4 and pp2 x fsdp2]",
-        "test_train.py::test_layouts_give_the_single_process_curve[4]",
-        "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[4]",
-        "test_pipeline_model.py",
-        "test_train.py::test_resume_continues_with_the_same_bits[pipeline-workers1]",
-        # Whole runs of what the equality tests above them compare step by step.
-        "test_train_disaggregated.py",
-        "test_train_generation.py",
-        "test_train_reordering.py",
-        "test_train_searched.py",
-        "test_train_features.py::test_compiled_layers_do_not_recompile_without_end",
-        # Pictures at their real sizes.
-        *(
-            f"test_tiles.py::test_the_same_at_published_sizes[{source}-{family}]"
-            for source in ("tuxpaint_stamps", "gimp_help")
-            for family in (
-                "internvl",
-                "idefics3",
-                "smolvlm",
-                "gemma3",
-                "llava_next",
-                "llava_onevision",
-            )
-        ),
-        # Faults on real processes, which wait for time limits.
-        "test_data_workers.py::test_a_process_with_idle_workers_exits_at_once",
-        "test_data_workers.py::test_a_process_with_stopped_workers_exits_too",
-        "test_data_workers.py::test_workers_end_when_their_process_is_killed",
-        "test_disaggregated_faults.py",
-        "test_faults.py::test_torchrun_restarts_a_killed_rank_and_ends_with_the_same_bits",
-        "test_hung_data.py",
-        "test_train_faults.py::test_kill_while_saving_in_the_background_loses_only_that_save",
-        "test_train_faults.py::test_sigterm_to_torchrun_saves_and_the_rerun_ends_with_the_same_bits",
-        "test_train_faults.py::test_too_many_corrupt_samples_stop_all_ranks",
-        "test_kill_while_saving.py::test_thirty_kills_leave_only_whole_checkpoints",
-        "test_train_faults.py::test_torchrun_recovers_from_five_kills_with_the_same_bits",
-        # Benchmarks that time real ranks.
-        "test_searched_pipeline_benchmark.py::test_ranks_that_compute_write_rows_with_equal_gradients",
-        "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
-        "test_head_to_head_benchmark.py::test_the_best_combination_is_the_best_of_all_that_it_knows",
-        "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
-    )
-)
+CAMPAIGNS = {
+    # Larger worlds and further layouts of tests that also run with fewer ranks.
+    "test_colocated_equality.py::test_colocated_encoders_equal_one_process[4]",
+    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[5]",
+    "test_encoder_tensor_parallel.py::test_split_encoders_equal_the_whole[4]",
+    "test_generator_equality.py::test_generators_equal_one_process[fsdp2]",
+    "test_generator_equality.py::test_generators_equal_one_process[pp2 x fsdp2]",
+    "test_generator_equality.py::test_generators_equal_one_process[pp2 x tp2]",
+    "test_layouts.py::test_layouts_equal_single_process[4-cases1]",
+    "test_runtime_equality.py::test_random_orders_of_random_graphs_equal_one_process[4]",
+    "test_runtime_equality.py::test_real_models_in_random_orders_equal_one_process[4]",
+    "test_runtime_equality.py::test_copies_of_a_tied_weight_have_the_same_gradient_bit_by_bit[4]",
+    "test_runtime_equality.py::test_every_unit_is_gathered_and_reduced_once_per_step[4]",
+    "test_runtime_equality.py::test_mistakes_are_found_by_the_comparison[4]",
+    "test_schedule_equality.py::test_schedules_equal_single_process[pp4]",
+    "test_schedule_equality.py::test_schedules_equal_single_process[pp2 x tp2]",
+    "test_schedule_equality.py::test_schedules_equal_single_process[pp2 x fsdp2]",
+    "test_searched_equality.py::test_searched_plans_equal_the_single_process[pp4 and pp2 x fsdp2]",
+    "test_train.py::test_layouts_give_the_single_process_curve[4]",
+    "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[4]",
+    "test_pipeline_model.py",
+    "test_train.py::test_resume_continues_with_the_same_bits[pipeline-workers1]",
+    # Whole runs of what the equality tests above them compare step by step.
+    "test_train_disaggregated.py",
+    "test_train_generation.py",
+    "test_train_reordering.py",
+    "test_train_searched.py",
+    "test_train_features.py::test_compiled_layers_do_not_recompile_without_end",
+    # Pictures at their real sizes.
+    *(
+        f"test_tiles.py::test_the_same_at_published_sizes[{source}-{family}]"
+        for source in ("tuxpaint_stamps", "gimp_help")
+        for family in (
+            "internvl",
+            "idefics3",
+            "smolvlm",
+            "gemma3",
+            "llava_next",
+            "llava_onevision",
+        )
+    ),
+    # Faults on real processes, which wait for time limits.
+    "test_data_workers.py::test_a_process_with_idle_workers_exits_at_once",
+    "test_data_workers.py::test_a_process_with_stopped_workers_exits_too",
+    "test_data_workers.py::test_workers_end_when_their_process_is_killed",
+    "test_disaggregated_faults.py",
+    "test_faults.py::test_torchrun_restarts_a_killed_rank_and_ends_with_the_same_bits",
+    "test_hung_data.py",
+    "test_train_faults.py::test_kill_while_saving_in_the_background_loses_only_that_save",
+    "test_train_faults.py::test_sigterm_to_torchrun_saves_and_the_rerun_ends_with_the_same_bits",
+    "test_train_faults.py::test_too_many_corrupt_samples_stop_all_ranks",
+    "test_kill_while_saving.py::test_thirty_kills_leave_only_whole_checkpoints",
+    "test_train_faults.py::test_torchrun_recovers_from_five_kills_with_the_same_bits",
+    # Benchmarks that time real ranks.
+    "test_searched_pipeline_benchmark.py::test_ranks_that_compute_write_rows_with_equal_gradients",
+    "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
+    "test_head_to_head_benchmark.py::test_the_best_combination_is_the_best_of_all_that_it_knows",
+    "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
+}
 """Tests and files marked `campaign`: they run with `./scripts/test.sh --all` only, as CI does."""
 
 
