@@ -74,13 +74,11 @@ def _generate(arguments: argparse.Namespace) -> None:
                 index_cache=scratch,
             ),
             TrainingConfig(global_batch_size=1, sequence_length=4096),
-            text_spec=model.text_spec(tokenizer),
-            image_specs=model.image_specs(),
-            tokenizer=tokenizer,
             data_parallel_rank=0,
             data_parallel_size=1,
             state=None,
             validation=True,
+            **model.sample_specs(tokenizer),
         )
         prompts = held_out_prompts(loader, len(rows))
         pipeline = whole_pipeline(model, mesh, torch.float32)

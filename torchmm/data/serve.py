@@ -211,14 +211,7 @@ def open_producer(
     recipe = load_recipe(arguments.config, overrides).recipe
     model = build_model(recipe.model, recipe.freeze)
     tokenizer = load_tokenizer(recipe.model)
-    samples = open_samples(
-        recipe.data,
-        recipe.training,
-        text_spec=model.text_spec(tokenizer),
-        image_specs=model.image_specs(),
-        tokenizer=tokenizer,
-        generator_spec=model.generator_spec(),
-    )
+    samples = open_samples(recipe.data, recipe.training, **model.sample_specs(tokenizer))
     return Producer(samples.decoder, samples.fingerprint(), arguments.workers, token)
 
 

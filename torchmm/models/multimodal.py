@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,15 @@ class TextConventions:
     """Placeholder of clips, if it differs from that of images."""
     tokens_per_second: float | None = None
     """Time positions per second of a clip; None: one per group of frames."""
+
+
+class SampleSpecs(TypedDict):
+    """How data has to prepare samples for a model."""
+
+    text_spec: TextSpec
+    image_specs: dict[str, ImageSpec]
+    tokenizer: PreTrainedTokenizerBase
+    generator_spec: GeneratorSpec | None
 
 
 class MultimodalModel(nn.Module):
@@ -184,6 +194,19 @@ class MultimodalModel(nn.Module):
             size = parameter.numel()
             counts[module] = (every + size, trainable + size * parameter.requires_grad)
         return counts
+
+    def sample_specs(self, tokenizer: PreTrainedTokenizerBase) -> SampleSpecs:
+        """How data has to prepare samples, as `open_samples` and `build_loader` take it.
+
+        Raises:
+            ConfigError: as `text_spec`.
+        """
+        return SampleSpecs(
+            text_spec=self.text_spec(tokenizer),
+            image_specs=self.image_specs(),
+            tokenizer=tokenizer,
+            generator_spec=self.generator_spec(),
+        )
 
     def image_specs(self) -> dict[str, ImageSpec]:
         """By encoder name: how data has to prepare images."""

@@ -273,13 +273,10 @@ def first_step(
     loader = build_loader(
         recipe.data.model_copy(update={"workers": 0}),
         recipe.training,
-        text_spec=model.text_spec(tokenizer),
-        image_specs=model.image_specs(),
-        tokenizer=tokenizer,
         data_parallel_rank=0,
         state=None,
         data_parallel_size=shares,
-        generator_spec=model.generator_spec(),
+        **model.sample_specs(tokenizer),
     )
     return [list(share) for share in loader.next_metas() or ()]
 

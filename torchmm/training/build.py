@@ -11,7 +11,6 @@ import logging
 import os
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,6 +77,8 @@ class RunParts:
     checkpoints: CheckpointManager
     restored: Restored | None
     loader: Loader
+    held_out: Samples | None
+    """What it is validated on."""
     recorder: MetricsRecorder | None
     """On rank 0."""
 
@@ -185,9 +186,9 @@ def build_run(
         write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
         print_summary(console, recipe.name, run_summary(run, model))
-    samples = open_data(run, model, tokenizer)  # weights need not load for data that are none
+    data = open_data(run, model, tokenizer)  # weights need not load for data that are none
     if mesh.rank == 0:
-        logger.info("%s\n%s (scripts/inspect_data.py shows them)", *samples.digest())
+        logger.info("%s\n%s (scripts/inspect_data.py shows them)", *data.training.digest())
     pipeline = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
@@ -208,11 +209,11 @@ def build_run(
         mesh,
         state=restored.state["data"] if restored else None,
         arrange=_arrange(run, pipeline, mesh),
-        samples=samples,
+        samples=data.training,
     )
     return RunParts(
         run, run_dir, logger, mesh, tokenizer, model, pipeline, tuning, optimizer, checkpoints,
-        restored, loader, recorder,
+        restored, loader, data.held_out, recorder,
     )  # fmt: skip
 
 
@@ -240,29 +241,28 @@ def build_run_mesh(run: Resolved, device: torch.device) -> ParallelMesh:
     return build_mesh(run.recipe.parallel, device)
 
 
+class OpenData(NamedTuple):
+    """The sources of a run."""
+
+    training: Samples
+    held_out: Samples | None
+    """None: nothing is validated."""
+
+
 def open_data(
-    run: Resolved,
-    model: MultimodalModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Samples:
-    """Opens the run's sources, and measures them and those held out; needs no weights.
+    run: Resolved, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase
+) -> OpenData:
+    """Opens the run's sources and measures them; needs no weights.
 
     Raises:
         ConfigError, DataError: a source cannot be read, or gives nothing.
     """
     recipe = run.recipe
-    how = partial(
-        open_samples,
-        recipe.data,
-        recipe.training,
-        text_spec=model.text_spec(tokenizer),
-        image_specs=model.image_specs(),
-        tokenizer=tokenizer,
-        generator_spec=model.generator_spec(),
-    )
+    specs = model.sample_specs(tokenizer)
+    held_out = None
     if recipe.data.validation and (recipe.validation.interval or recipe.validation.samples):
-        how(validation=True)
-    return how()
+        held_out = open_samples(recipe.data, recipe.training, validation=True, **specs)
+    return OpenData(open_samples(recipe.data, recipe.training, **specs), held_out)
 
 
 def build_data(  # noqa: PLR0913 - what a run consists of
@@ -295,17 +295,14 @@ def build_data(  # noqa: PLR0913 - what a run consists of
     return build_loader(
         data,
         training,
-        text_spec=model.text_spec(tokenizer),
-        image_specs=model.image_specs(),
-        tokenizer=tokenizer,
         data_parallel_rank=0 if for_prompts else mesh.data_parallel_rank,
         data_parallel_size=1 if for_prompts else mesh.data_parallel_size,
         state=state,
         validation=validation,
-        generator_spec=model.generator_spec(),
         arrange=arrange,
         resume_changed=run.recipe.checkpoint.resume_changed_data,
         samples=samples,
+        **model.sample_specs(tokenizer),
     )
 
 

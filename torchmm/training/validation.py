@@ -389,6 +389,7 @@ class HeldOut:
             parts.mesh,
             validation=True,
             for_prompts=for_prompts,
+            samples=parts.held_out,
         )
 
     def _draw(self, step: int) -> None:

@@ -59,7 +59,7 @@ class SourceAsConfigured:
         self._config = config
         self._options = SampleOptions.of(config)
         self.fingerprint = source.fingerprint
-        _check_columns(config, islice(self._readable(), LOOKED_AT))
+        _check_columns(config, self._readable())
 
     def __len__(self) -> int:
         return min(len(self._source), self._config.max_samples or len(self._source))

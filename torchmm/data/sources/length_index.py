@@ -130,6 +130,12 @@ def load_or_build(name: str, source: MapSource, reader: SampleReader, path: Path
     return index
 
 
+def describe_lengths(tokens_N: np.ndarray) -> list[str]:
+    """Lengths of samples in words: half of them, nearly all, the longest."""
+    middle, high = np.percentile(tokens_N, [50, 95])
+    return [f"median {middle:.0f}", f"95 % <= {high:.0f}", f"most {tokens_N.max():,}"]
+
+
 def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
     """Tells how many samples of a source take part.
 

@@ -24,7 +24,13 @@ from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
-from torchmm.data.sources.length_index import LengthIndex, cache_key, check_usable, load_or_build
+from torchmm.data.sources.length_index import (
+    LengthIndex,
+    cache_key,
+    check_usable,
+    describe_lengths,
+    load_or_build,
+)
 from torchmm.data.sources.local_and_hub import (
     MapSource,
     open_map_source,
@@ -94,9 +100,9 @@ class Samples:
             return samples, "sizes: known as streams are read"
         tokens = np.concatenate([index.tokens_N[kept] for _, index, kept in indexed])
         images = np.concatenate([np.diff(index.offsets)[kept] for _, index, kept in indexed])
-        middle, high = np.percentile(tokens, [50, 95])
-        sizes = f"tokens: median {middle:.0f}, 95 % <= {high:.0f}, most {tokens.max():,}"
-        return samples, f"{sizes}; {images.mean():.2f} images, tiles, frames or sounds per sample"
+        lengths = ", ".join(describe_lengths(tokens))
+        each = f"{images.mean():.2f} images, tiles, frames or sounds per sample"
+        return samples, f"tokens: {lengths}; {each}"
 
     def fingerprint(self) -> str:
         """Equal for those that prepare the same tensors.

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from PIL import Image
@@ -23,15 +24,15 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription, SampleMeta
-from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.media.text import EncodedSample
+from torchmm.data.sources.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
 from torchmm.data.sources.reader import MeasuredSample, SampleReader, placeholders
-from torchmm.data.sources.streams import RecordStream, open_stream
+from torchmm.data.sources.streams import open_stream
 from torchmm.data.step_packs import Packer
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
@@ -193,10 +194,9 @@ class Inspector:
         for index, record in records:
             self._look_at(found, index, record)
         if not found.samples:
-            first = "; ".join(f"{r.where or r.name}: {r.reason}" for r in found.refused[:3])
-            raise DataError(
-                f"source {name!r}: none of its {found.read} records that were read is usable. "
-                f"{first}"
+            counts = f"nothing: none of its {found.read} records that were read is usable"
+            raise nothing_usable(
+                name, counts, [f"{r.where or r.name}: {r.reason}" for r in found.refused]
             )
         found.packs = self._pack(found)
         return found
@@ -207,8 +207,7 @@ class Inspector:
         """How many there are, and those to be looked at with their index."""
         if config.streaming:
             stream = open_stream(name, config, self._recipe.data.index_cache)
-            stream.restart(None)
-            return None, enumerate(_first(stream, self._limit))
+            return None, enumerate(islice(iter(stream.next, None), self._limit))
         source = open_map_source(config, self._recipe.data.index_cache)
         chosen = np.unique(
             np.linspace(0, len(source) - 1, min(self._limit, len(source))).astype(int)
@@ -235,20 +234,17 @@ class Inspector:
             sample = whole = self._whole.read(record)
             if len(whole.text.ids) > self._length:
                 sample = self._reader.read(record)
-            shown = None
+            if not found.config.filter.keeps(len(sample.text.ids)):
+                found.filtered += 1
+                return
             if len(found.shown) < self._shown:
-                shown = self._show(name, layout, record, sample)
+                found.shown.append(self._show(name, layout, record, sample))
         except CorruptSampleError as error:
             found.refused.append(Refusal(name, where, str(error)))
-            return
-        if not found.config.filter.keeps(len(sample.text.ids)):
-            found.filtered += 1
             return
         found.layouts[layout] += 1
         meta = self._reader.meta(found.name, index, sample)
         found.samples.append(self._sizes(meta, sample, whole))
-        if shown is not None:
-            found.shown.append(shown)
 
     def _sizes(
         self, meta: SampleMeta, sample: MeasuredSample, whole: MeasuredSample
@@ -286,12 +282,6 @@ class Inspector:
             packer.add(sample.meta, sample.meta.tokens, sample.meta.tiles)
         packer.flush()
         return list(packer.closed)[:PACKS_SHOWN]
-
-
-def _first(stream: RecordStream, limit: int) -> Iterator[Record | CorruptSampleError]:
-    while limit > 0 and (record := stream.next()) is not None:
-        yield record
-        limit -= 1
 
 
 def text_runs(

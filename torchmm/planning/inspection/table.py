@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 from rich.table import Table
 
+from torchmm.data.sources.length_index import describe_lengths
 from torchmm.planning.inspection.findings import SourceFindings
 
 REFUSED_SHOWN = 10
@@ -27,7 +27,7 @@ def source_rows(found: SourceFindings) -> dict[str, str]:
         "layout": layouts_text(found),
         "looked at": f"{found.read:,} ({of_all}), {len(found.refused):,} refused, "
         f"{found.filtered:,} left out by `filter`",
-        "tokens": tokens_text(found),
+        "tokens": "\n".join(describe_lengths(found.column("whole_tokens"))),
         "cut at the sequence length": cut_text(found),
         "tokens in the loss": f"{loss_share(found):.1%}",
         "images, sounds, frames": images_text(found),
@@ -50,13 +50,6 @@ def layouts_text(found: SourceFindings) -> str:
     if len(found.layouts) == 1:
         return next(iter(found.layouts))
     return "\n".join(f"{name} x{count}" for name, count in found.layouts.most_common())
-
-
-def tokens_text(found: SourceFindings) -> str:
-    """Median, 95th percentile and maximum of the samples' lengths before they are cut."""
-    tokens = found.column("whole_tokens")
-    most = f"most {tokens.max():,}"
-    return f"median {np.median(tokens):.0f}\n95 % <= {np.percentile(tokens, 95):.0f}\n{most}"
 
 
 def cut_text(found: SourceFindings) -> str:
