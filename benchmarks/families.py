@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.data.media.images import decode_rgb
-from torchmm.models.families.composites import COMPOSITES
+from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize

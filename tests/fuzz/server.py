@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import tomli_w
 import torch
+from ports import free_port
 
 from fuzz.compare import BOUNDS, differences
 from fuzz.data import make_data
@@ -247,12 +247,6 @@ def rank_main(place: tuple[int, int, int, Path], writer: Connection, args: tuple
         writer.close()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def main() -> None:

@@ -1,20 +1,38 @@
 """TCP ports for tests."""
 
-import random
+import fcntl
+import os
 import socket
+import tempfile
+from pathlib import Path
 
 BELOW_EPHEMERAL = range(15000, 32000)
 """Systems take the ports of connections from above, so that one found free there may be gone before
-it is used; the ports of other tests are drawn at random from the same range."""
+it is used."""
+LAST_PORT = Path(tempfile.gettempdir()) / f"torchmm_test_ports_{os.getuid()}"
+"""The port given last, for all test processes of a user: one that was given and is not yet listened
+on is given to nobody else before all others have been."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    while True:
-        port = random.SystemRandom().choice(BELOW_EPHEMERAL)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
+    """A port that nobody listens on now, and that was given to nobody lately."""
+    with LAST_PORT.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        port = int(file.read() or BELOW_EPHEMERAL[-1])
+        for _ in BELOW_EPHEMERAL:
+            port = port + 1 if port < BELOW_EPHEMERAL[-1] else BELOW_EPHEMERAL[0]
+            if _is_free(port):
+                file.truncate(0)
+                file.write(str(port))
+                return port
+    raise OSError(f"no free port in {BELOW_EPHEMERAL}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

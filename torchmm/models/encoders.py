@@ -26,7 +26,7 @@ from torchmm.common.batch import (
     TileSpec,
 )
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.encoder_family import EncoderFamily
+from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
 from torchmm.models.layers.connectors import (
     LinearConnector,

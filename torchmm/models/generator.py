@@ -26,7 +26,7 @@ from torchmm.common.module_names import GENERATOR
 from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
 
 if TYPE_CHECKING:
-    from torchmm.models.families.generators import PixArtFamily
+    from torchmm.models.families.generators.pixart import PixArtFamily
 
 MASKED = -10000.0
 """Added to attention scores of padding; diffusers' value."""

@@ -12,122 +12,22 @@ D features, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, LayerDescription, Microbatch
 from torchmm.common.errors import ConfigError
+from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
-from torchmm.models.layers.attention import PACKED, Segments, image_blocks, prompt_blocks
+from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.experts import balance_routers, has_experts
 from torchmm.models.layers.loss import summed_cross_entropy
-
-
-def _build_causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
-    )
-
-
-NormPlace = Literal["before", "behind", "around"]
-"""See `LayerDescription.norm_place`."""
-
-
-@dataclass(frozen=True)
-class LlmFamily:
-    """What differs between families of causal LMs."""
-
-    build: Callable[[PreTrainedConfig, torch.dtype], PreTrainedModel] = _build_causal_lm
-    text_model: str = "model"
-    """Name of the part with embedding, layers and norm."""
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norms of a layer whose input or output is added to the residual stream."""
-    norm_place: NormPlace = "before"
-    norm_weight_float32: bool = False
-    """Whether norms return to the compute dtype only after their weights."""
-    multiplier: str | None = None
-    """Attribute of the text model with which its forward scales `inputs_embeds`; set to 1 on
-    later stages, where that input is a hidden state."""
-    own_logits: bool = False
-    """Whether logits are scaled or capped after the head, which Hugging Face's LLaVA and similar
-    composites omit, as they have a separate head."""
-    gated_ffn: bool = True
-    """Whether the feed-forward network has a gate: three weight matrices instead of two."""
-    packed_qkv: bool = False
-    """Whether one linear computes queries, keys and values."""
-    both_ways: Literal["images", "prompts"] | None = None
-    """Tokens with bidirectional attention: those of an image, or all before the first target of a
-    sample."""
-    image_token_id: int = -1
-    """Placeholder of images, if their tokens attend in both directions."""
-    tensor_parallel: Mapping[str, str] = field(default_factory=dict)
-    """Styles of a layer's parts that replace those of Hugging Face's plan; "": none."""
-
-
-_GEMMA_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-_GEMMA = LlmFamily(norms=_GEMMA_NORMS, norm_place="around", norm_weight_float32=True)
-_OLMO2 = LlmFamily(
-    norm_place="behind",
-    norm_weight_float32=True,
-    norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    # Hugging Face's plan computes attention whole on every rank, for its norms of all heads.
-    tensor_parallel={
-        "self_attn.q_proj": "colwise",
-        "self_attn.k_proj": "colwise",
-        "self_attn.v_proj": "colwise",
-        "self_attn.q_norm": "sharded_norm",
-        "self_attn.k_norm": "sharded_norm",
-        "self_attn.o_proj": "rowwise",
-    },
-)
-_PHI3 = LlmFamily(
-    packed_qkv=True,
-    tensor_parallel={
-        "self_attn.qkv_proj": "",  # part of the style of what contains it
-        "mlp.gate_up_proj": "",
-        "self_attn": "packed_qkv",
-        "self_attn.o_proj": "rowwise",
-        "mlp": "packed_gate_up",
-        "mlp.down_proj": "rowwise",
-    },
-)
-_QWEN3_MOE = LlmFamily(
-    tensor_parallel={  # each rank has some of the experts
-        "mlp": "experts",
-        "mlp.experts": "",
-        "mlp.experts.gate_up_proj": "",
-        "mlp.experts.down_proj": "",
-    },
-)
-
-LLM_FAMILIES = {
-    "llama": LlmFamily(),
-    "gemma": LlmFamily(norm_weight_float32=True),
-    "mistral": LlmFamily(),
-    "qwen2": LlmFamily(),
-    "qwen3": LlmFamily(),
-    "smollm3": LlmFamily(),  # some layers without rotary positions
-    "gemma2": replace(_GEMMA, own_logits=True),  # capped scores, every other layer with a window
-    "gemma3_text": _GEMMA,
-    "qwen3_moe": _QWEN3_MOE,
-    "granite": LlmFamily(multiplier="embedding_multiplier", own_logits=True),
-    "olmo2": _OLMO2,
-    "phi3": _PHI3,
-    "starcoder2": LlmFamily(gated_ffn=False),  # GPT's layers: LayerNorm, biases, no gate
-}
-"""Supported families by Hugging Face model_type. One is supported when its parity test passes."""
 
 
 class LlmModule(LayeredModule):

@@ -11,7 +11,6 @@ Shape legend: T tokens of the microbatch, K output tokens of one encoder, D feat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
@@ -22,35 +21,10 @@ from torchmm.common.batch import ImageSpec, Marks, Microbatch, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.families.text import TextConventions, Token
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule, StageRange
 from torchmm.models.llm import LlmModule
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token whose id only the tokenizer knows."""
-
-    text: str
-    needed: bool = True
-    """Whether a tokenizer without it is refused; otherwise it spells the token as plain text."""
-
-
-@dataclass(frozen=True)
-class TextConventions:
-    """How images appear in the text: the same for every sample of a model."""
-
-    image_token: str | int
-    """Placeholder, by token or by id."""
-    prefix: tuple[int | str | Token, ...] = ()
-    """What stands before every image: ids, plain text, tokens."""
-    suffix: tuple[int | str | Token, ...] = ()
-    mrope: bool = False
-    """Three position ids per token (time, row, column)."""
-    video_token_id: int | None = None
-    """Placeholder of clips, if it differs from that of images."""
-    tokens_per_second: float | None = None
-    """Time positions per second of a clip; None: one per group of frames."""
 
 
 class SampleSpecs(TypedDict):

@@ -16,15 +16,17 @@ from torchmm.common.batch import TileSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import COMPOSITE_ENCODER
 from torchmm.models.encoders import EncoderModule, EncoderSpec
-from torchmm.models.families.composites import COMPOSITES
-from torchmm.models.families.encoder_family import EncoderFamily, patches_per_row, side
-from torchmm.models.families.encoders import ENCODER_FAMILIES
+from torchmm.models.families.composites.table import COMPOSITES
+from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
+from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.families.text import TextConventions
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.config import load_config, size_problems
 from torchmm.models.layered import WeightFiles
-from torchmm.models.llm import LLM_FAMILIES, LlmModule
-from torchmm.models.multimodal import MultimodalModel, TextConventions, module_of
+from torchmm.models.llm import LlmModule
+from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import (
     EncoderConfig,
     FreezeConfig,
@@ -146,7 +148,7 @@ def _build_generator(
             "[model.generator] needs diffusers, which is not installed; pip install "
             "'torchmm[generation]'"
         )
-    from torchmm.models.families.build_generator import build_generator  # noqa: PLC0415 - optional
+    from torchmm.models.families.generators.build import build_generator  # noqa: PLC0415 - optional
 
     return build_generator(section, hidden_size, dtype)
 

@@ -24,7 +24,7 @@ def test_all_supported_families_are_compared(benchmark):
     cases = benchmark.families(benchmark.QUICK, 64, benchmark.IMAGE)
     composites = {case.config["model_type"] for case in cases if case.composite}
     texts = {case.config["model_type"] for case in cases if not case.composite}
-    llms = importlib.import_module("torchmm.models.llm").LLM_FAMILIES
+    llms = importlib.import_module("torchmm.models.families.llms.table").LLM_FAMILIES
     assert composites == set(benchmark.COMPOSITES) - set(benchmark.ALWAYS_TILED)
     assert texts == set(llms)
 

@@ -29,10 +29,10 @@ from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Microb
 from torchmm.common.errors import ConfigError
 from torchmm.common.kept_tokens import Kept
 from torchmm.models.families import composites
-from torchmm.models.families.encoders import ENCODER_FAMILIES
+from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.layers.attention import image_blocks, prompt_blocks
-from torchmm.models.llm import LLM_FAMILIES
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 from torchmm.training.validation import _append

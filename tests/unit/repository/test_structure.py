@@ -44,7 +44,9 @@ SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only
     "torchmm/data/sources": 4,
     "torchmm/measure": 1,
     "torchmm/models": 1,
-    "torchmm/models/families": 11,
+    "torchmm/models/families/composites": 6,
+    "torchmm/models/families/encoders": 4,
+    "torchmm/models/families/generators": 1,
     "torchmm/models/hf": 1,
     "torchmm/models/layers": 3,
     "torchmm/parallel": 1,
@@ -80,7 +82,11 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/data/sources/tar_samples.py": "about tar files; its importer knows Energon",
     "torchmm/data/waiting.py": "threads and pipes, without anything of loading",
     "torchmm/measure/trial_inputs.py": "makes inputs from sizes; its importer takes times",
-    "torchmm/models/families/build_generator.py": "needs diffusers, which not every run has",
+    **{
+        f"torchmm/models/families/composites/{name}.py": "one kind of composite, one file"
+        for name in ("gemma", "idefics3", "internvl", "llava", "qwen_vl")
+    },
+    "torchmm/models/families/generators/build.py": "needs diffusers, which not every run has",
     "torchmm/models/layers/loss.py": "a function with its own backward and numerical argument",
     "torchmm/planning/dry_run.py": "train.py imports it only for a dry run",
     "torchmm/planning/forecast_command.py": "its script answers before torch is loaded",

@@ -1,16 +1,12 @@
-"""One class for each family of encoders, composites and generators, and the tables of them.
+"""What is particular to a family of models: a folder for each kind of module, with its table.
 
-A new encoder is a class with a table entry in `encoders.py`, a new composite one in `composites.py`
-(docs/add_a_model.md). Begin with `encoder_family.py`, what a family has to answer.
+Begin with `encoders/family.py` and `llms/family.py`, what a family has to answer. A new one is a
+line or a class there, a new pair of them with files of its own one in `composites/`
+(docs/add_a_model.md).
 """
 
 from torchmm.common.faces import public
 
 __all__, __getattr__ = public(
-    __name__,
-    {
-        "encoder_family": ("EncoderFamily",),
-        "encoders": ("ENCODER_FAMILIES",),
-        "composites": ("COMPOSITES",),
-    },
+    __name__, {"text": ("TextConventions", "Token"), "tiling": ("Tiling",)}
 )

@@ -37,8 +37,9 @@ from transformers import (
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.families.composites import COMPOSITES, LLAVA_LLM, LLAVA_VISION
-from torchmm.models.families.encoder_family import patches_per_row, side
+from torchmm.models.families.composites.parts import LLAVA_LLM, LLAVA_VISION
+from torchmm.models.families.composites.table import COMPOSITES
+from torchmm.models.families.encoders.family import patches_per_row, side
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
 from torchmm.models.initialize import named_tensors, random_copy

@@ -36,7 +36,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from torchmm.common.batch import EncoderInputs, LayerDescription
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.encoder_family import EncoderFamily, image_starts
+from torchmm.models.families.encoders.family import EncoderFamily, image_starts
 from torchmm.models.layered import LinearSizes
 from torchmm.models.layers.attention import PACKED, Segments
 

@@ -10,7 +10,7 @@ from diffusers import PixArtTransformer2DModel
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
-from torchmm.models.families.generators import GENERATOR_FAMILIES
+from torchmm.models.families.generators.pixart import GENERATOR_FAMILIES
 from torchmm.models.generator import DitSpec, GeneratorModule
 from torchmm.models.layered import WeightFiles
 from torchmm.recipe.model_section import GeneratorConfig

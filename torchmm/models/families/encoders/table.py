@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchmm.common.batch import EncoderInputs
-from torchmm.models.families.audio import Wav2Vec2Family, WhisperFamily
-from torchmm.models.families.encoder_family import EncoderFamily, image_starts, side
-from torchmm.models.families.qwen_vision import Qwen2_5VisionFamily, Qwen2VisionFamily
-from torchmm.models.families.vision import Dinov2Family, Idefics3Family, InternVisionFamily
+from torchmm.models.families.encoders.audio import Wav2Vec2Family, WhisperFamily
+from torchmm.models.families.encoders.family import EncoderFamily, image_starts, side
+from torchmm.models.families.encoders.qwen import Qwen2_5VisionFamily, Qwen2VisionFamily
+from torchmm.models.families.encoders.vision import Dinov2Family, Idefics3Family, InternVisionFamily
 from torchmm.models.layers.attention import Segments
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.common.batch import EncoderInputs, LayerDescription
-from torchmm.models.families.encoder_family import EncoderFamily, side
+from torchmm.models.families.encoders.family import EncoderFamily, side
 from torchmm.models.families.tiling import INTERN_TILES, SPLIT_TILES
 
 

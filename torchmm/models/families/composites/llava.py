@@ -1,0 +1,97 @@
+"""LLaVA, and on tiles LLaVA-NeXT and LLaVA-OneVision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torchmm.models.families.composites.parts import (
+    LLAVA_LLM,
+    LLAVA_VISION,
+    CompositeParts,
+    part_problems,
+    refuse,
+    text_config,
+)
+from torchmm.models.families.encoders.family import side
+from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.families.text import TextConventions
+from torchmm.models.families.tiling import LLAVA_NEXT_TILES, ONEVISION_TILES
+from torchmm.models.layered import WeightFiles
+
+LLAVA_NEXT_VISION = WeightFiles(
+    renames=((r"(model\.)?image_newline", "connector.image_newline"), *LLAVA_VISION.renames),
+    hf_prefixes=(
+        ("connector.image_newline", "model.image_newline"),
+        *LLAVA_VISION.hf_prefixes,
+    ),
+)
+
+
+def take_llava(config: Any) -> CompositeParts:
+    """Takes a config apart.
+
+    Raises:
+        ConfigError: a part or a choice of features is not supported.
+    """
+    text, vision = text_config(config), config.vision_config
+    family = ENCODER_FAMILIES.get(vision.model_type)
+    problems = part_problems(config)
+    layer = config.vision_feature_layer
+    if not isinstance(layer, int):
+        problems.append(f"vision_feature_layer = {layer} is a list; supported: a single number")
+        layer = -1
+    drops_first = config.vision_feature_select_strategy == "default"
+    if drops_first and family is not None and not family.has_class_token:
+        problems.append(
+            f"vision_feature_select_strategy = 'default' drops the first patch of "
+            f"{vision.model_type!r}, which has no class token; set it to 'full'"
+        )
+    refuse(config, problems)
+    assert family is not None
+    return CompositeParts(
+        llm_config=text,
+        llm_family=LLM_FAMILIES[text.model_type],
+        llm_files=LLAVA_LLM,
+        encoder_config=vision,
+        encoder_family=family,
+        encoder_files=LLAVA_VISION,
+        encoder={
+            "feature_layer": layer if layer < 0 else layer - vision.num_hidden_layers - 1,
+            "drop_class_token": drops_first,
+            "connector_act": config.projector_hidden_act,
+            "connector_bias": config.multimodal_projector_bias,
+            "connector_from_files": True,
+        },
+        text=TextConventions(config.image_token_id),
+    )
+
+
+def take_llava_next(config: Any) -> CompositeParts:
+    """LLaVA-NeXT and LLaVA-OneVision: LLaVA on tiles."""
+    parts = take_llava(config)
+    tower = config.vision_config
+    problems = []
+    if parts.encoder_family.has_class_token and not parts.encoder["drop_class_token"]:
+        problems.append(
+            "vision_feature_select_strategy = 'full' keeps the class token, which no line of "
+            "patches has room for; set it to 'default'"
+        )
+    size = side(tower.image_size)
+    if any(length % size for pinpoint in config.image_grid_pinpoints for length in pinpoint):
+        problems.append(
+            f"image_grid_pinpoints = {config.image_grid_pinpoints} are not whole tiles of "
+            f"image_size = {size}"
+        )
+    refuse(config, problems)
+    tiling = LLAVA_NEXT_TILES
+    if config.model_type == "llava_onevision":
+        most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
+        tiling = replace(ONEVISION_TILES, most_tiles=most)
+    pinpoints = [list(pinpoint) for pinpoint in config.image_grid_pinpoints]
+    return parts._replace(
+        encoder_files=LLAVA_NEXT_VISION,
+        encoder={**parts.encoder, "connector": "line_mlp"},
+        tiling=replace(tiling, overridden={"image_grid_pinpoints": pinpoints}),
+    )

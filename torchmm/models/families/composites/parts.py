@@ -1,0 +1,89 @@
+"""What every composite says about its parts, and what several of them have in common."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.encoders.family import EncoderFamily
+from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.families.text import TextConventions
+from torchmm.models.families.tiling import Tiling
+from torchmm.models.layered import WeightFiles
+
+LLAVA_LLM = WeightFiles(
+    renames=(
+        (r"(language_model\.)?lm_head\.", "backbone.lm_head."),
+        (r"(language_model\.model|model\.language_model)\.", "backbone.model."),
+    ),
+    hf_prefixes=(
+        ("backbone.lm_head.", "lm_head."),
+        ("backbone.model.", "model.language_model."),
+    ),
+)
+LLAVA_VISION = WeightFiles(
+    renames=(
+        (r"(model\.)?vision_tower\.(vision_model\.)?", "tower."),
+        (r"(model\.)?multi_modal_projector\.", "connector."),
+    ),
+    hf_prefixes=(
+        ("tower.", "model.vision_tower."),
+        ("connector.", "model.multi_modal_projector."),
+    ),
+)
+
+
+class CompositeParts(NamedTuple):
+    """What a composite config says about its parts."""
+
+    llm_config: PreTrainedConfig
+    llm_family: LlmFamily
+    llm_files: WeightFiles
+    encoder_config: PreTrainedConfig
+    encoder_family: EncoderFamily
+    encoder_files: WeightFiles
+    encoder: dict[str, Any]
+    """Further settings of the `EncoderSpec`."""
+    text: TextConventions
+    tiling: Tiling | None = None
+    """How its image processor cuts pictures, if it can."""
+
+
+def text_config(config: Any) -> Any:
+    """That of the LLM; the composite's own setting rules whether the head is tied."""
+    text = copy.deepcopy(config.text_config)
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
+
+
+def part_problems(config: Any) -> list[str]:
+    """Parts that are not supported."""
+    text, vision = config.text_config.model_type, config.vision_config.model_type
+    problems = []
+    if text not in LLM_FAMILIES:
+        problems.append(f"LLM {text!r} is not supported; supported: {', '.join(LLM_FAMILIES)}")
+    elif LLM_FAMILIES[text].own_logits and config.model_type != "paligemma":
+        problems.append(
+            f"LLM {text!r} scales or caps its logits, which Hugging Face's composite leaves out; "
+            "name encoder and LLM as [model.encoders.NAME] and [model.llm] instead"
+        )
+    family = ENCODER_FAMILIES.get(vision)
+    if family is None or family.inputs != "fixed":
+        fixed = [name for name, f in ENCODER_FAMILIES.items() if f.inputs == "fixed"]
+        problems.append(f"vision tower {vision!r} is not supported; supported: {', '.join(fixed)}")
+    return problems
+
+
+def refuse(config: Any, problems: list[str]) -> None:
+    """All problems of a composite, as one error if there are any.
+
+    Raises:
+        ConfigError: there are.
+    """
+    if problems:
+        raise ConfigError([f"[model] {config.model_type}: {problem}" for problem in problems])

@@ -1,0 +1,84 @@
+"""Qwen's vision-language models, whose towers take images of any size and merge patches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLForConditionalGeneration,
+)
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.composites.parts import CompositeParts
+from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.text import TextConventions
+from torchmm.models.layered import WeightFiles
+from torchmm.models.layers.attention import PACKED
+
+QWEN_LLM = WeightFiles(
+    renames=(
+        (r"lm_head\.", "backbone.lm_head."),
+        (r"model\.(?!visual\.)(language_model\.)?", "backbone.model.language_model."),
+    ),
+    hf_prefixes=(("backbone.", ""),),
+)
+QWEN_VISION = WeightFiles(
+    renames=(
+        (r"(model\.)?visual\.merger\.", "connector."),
+        (r"(model\.)?visual\.", "tower."),
+    ),
+    hf_prefixes=(
+        ("connector.", "model.visual.merger."),
+        ("tower.", "model.visual."),
+    ),
+)
+QWEN_VL: dict[str, type[PreTrainedModel]] = {
+    "qwen2_vl": Qwen2VLForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+}
+"""Hugging Face's classes by model_type."""
+
+
+def _build_qwen_text(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    # Hugging Face has no causal LM of the text part alone: take the composite without its tower.
+    kind: Any = QWEN_VL[config.model_type]
+    model = kind._from_config(config, dtype=dtype, attn_implementation=PACKED)
+    model.model.visual = None
+    return model
+
+
+def take_qwen_vl(config: Any) -> CompositeParts:
+    """Takes a config apart.
+
+    Raises:
+        ConfigError: the sizes of tower and LLM differ.
+    """
+    vision = config.vision_config
+    key = "hidden_size" if config.model_type == "qwen2_vl" else "out_hidden_size"
+    if getattr(vision, key) != config.text_config.hidden_size:
+        raise ConfigError(
+            f"[model] {config.model_type}: vision_config.{key} = {getattr(vision, key)} differs "
+            f"from text_config.hidden_size = {config.text_config.hidden_size}; make them equal"
+        )
+    return CompositeParts(
+        llm_config=config,
+        llm_family=LlmFamily(build=_build_qwen_text, text_model="model.language_model"),
+        llm_files=QWEN_LLM,
+        encoder_config=vision,
+        encoder_family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
+        encoder_files=QWEN_VISION,
+        encoder={"connector": "merger", "connector_from_files": True},
+        text=TextConventions(
+            config.image_token_id,
+            prefix=(config.vision_start_token_id,),
+            suffix=(config.vision_end_token_id,),
+            mrope=True,
+            video_token_id=config.video_token_id,
+            tokens_per_second=getattr(vision, "tokens_per_second", None),
+        ),
+    )

@@ -1,0 +1,54 @@
+"""Composite Hugging Face models, taken apart into the encoder "vision" and the LLM.
+
+Each composite says which Hugging Face configs its parts have and how its checkpoints name them;
+everything else is the same as for an encoder combined with an LLM by hand. Both old and new names
+of checkpoints on the hub are read. Rejected: running the composite's own forward, which pads
+images, has one device for both parts and cannot be cut into stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import (
+    Gemma3ForConditionalGeneration,
+    Idefics3ForConditionalGeneration,
+    InternVLForConditionalGeneration,
+    LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+    LlavaOnevisionForConditionalGeneration,
+    PaliGemmaForConditionalGeneration,
+    PreTrainedModel,
+    SmolVLMForConditionalGeneration,
+)
+
+from torchmm.models.families.composites.gemma import take_gemma3, take_paligemma
+from torchmm.models.families.composites.idefics3 import take_idefics3
+from torchmm.models.families.composites.internvl import take_internvl
+from torchmm.models.families.composites.llava import take_llava, take_llava_next
+from torchmm.models.families.composites.parts import CompositeParts
+from torchmm.models.families.composites.qwen_vl import QWEN_VL, take_qwen_vl
+
+
+class Composite(NamedTuple):
+    """A family of composite models."""
+
+    kind: type[PreTrainedModel]
+    """Hugging Face's class."""
+    take: Callable[[Any], CompositeParts]
+    """Takes its config apart."""
+
+
+COMPOSITES: dict[str, Composite] = {
+    "llava": Composite(LlavaForConditionalGeneration, take_llava),
+    "llava_next": Composite(LlavaNextForConditionalGeneration, take_llava_next),
+    "llava_onevision": Composite(LlavaOnevisionForConditionalGeneration, take_llava_next),
+    "internvl": Composite(InternVLForConditionalGeneration, take_internvl),
+    "idefics3": Composite(Idefics3ForConditionalGeneration, take_idefics3),
+    "smolvlm": Composite(SmolVLMForConditionalGeneration, take_idefics3),
+    "paligemma": Composite(PaliGemmaForConditionalGeneration, take_paligemma),
+    "gemma3": Composite(Gemma3ForConditionalGeneration, take_gemma3),
+    **{name: Composite(kind, take_qwen_vl) for name, kind in QWEN_VL.items()},
+}
+"""Supported composites by Hugging Face model_type."""

@@ -1,0 +1,53 @@
+"""What differs between families of causal LMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from torchmm.models.layers.attention import PACKED
+
+
+def _build_causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+    )
+
+
+NormPlace = Literal["before", "behind", "around"]
+"""See `LayerDescription.norm_place`."""
+
+
+@dataclass(frozen=True)
+class LlmFamily:
+    """What differs between families of causal LMs."""
+
+    build: Callable[[PreTrainedConfig, torch.dtype], PreTrainedModel] = _build_causal_lm
+    text_model: str = "model"
+    """Name of the part with embedding, layers and norm."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """Norms of a layer whose input or output is added to the residual stream."""
+    norm_place: NormPlace = "before"
+    norm_weight_float32: bool = False
+    """Whether norms return to the compute dtype only after their weights."""
+    multiplier: str | None = None
+    """Attribute of the text model with which its forward scales `inputs_embeds`; set to 1 on
+    later stages, where that input is a hidden state."""
+    own_logits: bool = False
+    """Whether logits are scaled or capped after the head, which Hugging Face's LLaVA and similar
+    composites omit, as they have a separate head."""
+    gated_ffn: bool = True
+    """Whether the feed-forward network has a gate: three weight matrices instead of two."""
+    packed_qkv: bool = False
+    """Whether one linear computes queries, keys and values."""
+    both_ways: Literal["images", "prompts"] | None = None
+    """Tokens with bidirectional attention: those of an image, or all before the first target of a
+    sample."""
+    image_token_id: int = -1
+    """Placeholder of images, if their tokens attend in both directions."""
+    tensor_parallel: Mapping[str, str] = field(default_factory=dict)
+    """Styles of a layer's parts that replace those of Hugging Face's plan; "": none."""
