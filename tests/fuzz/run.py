@@ -17,7 +17,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("", "helpers")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[1] / "helpers"))
 
 from fuzz.campaign import Judged, explain, judge_all, read_draw, summary, write_smallest
 from fuzz.draw import Draw, draw_recipe
