@@ -1,8 +1,9 @@
 """What tests all over the tree share."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import proofs
 import pytest
 from train_server import TrainServer
 
@@ -69,6 +70,21 @@ CAMPAIGNS = {
     "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
 }
 """Tests and files marked `campaign`: they run with `./scripts/test.sh --all` only, as CI does."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--proofs FILE`: see `proofs`."""
+    parser.addoption("--proofs", type=Path, help="write what passing tests prove of model families")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, object]:
+    """Notes what has been proved."""
+    report = yield
+    file = item.config.getoption("--proofs")
+    if file is not None and report.when == "call" and report.passed:
+        proofs.note(item, file)
+    return report
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,6 +10,7 @@ from math import prod
 import pytest
 import torch
 from launch import run_distributed
+from proofs import proves
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import EncoderInputs
@@ -156,6 +157,8 @@ CASES += [Case("clip", True, frozen=True, chunks=2)]
 CASES += [Case("siglip2", True, chunks=chunks, recomputed=True) for chunks in (0, 1)]
 
 
+@proves("tensor", TOWERS, ranks=2)
+@proves("sequence", TOWERS, ranks=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_split_encoders_equal_the_whole(ranks):

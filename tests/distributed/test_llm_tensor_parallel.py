@@ -6,6 +6,7 @@ import pytest
 import torch
 from launch import run_distributed
 from model_cases import COMPOSITES, LLMS, build, composite_config, microbatch
+from proofs import proves
 from test_multimodal import two_samples_with_images
 from torch.distributed.tensor import DTensor
 
@@ -56,6 +57,9 @@ CASES += [
 CASES += [Case(name, name != "gemma3", composite=True) for name in COMPOSITES]
 
 
+@proves("tensor", LLMS)
+@proves("sequence", LLMS)
+@proves("tensor", COMPOSITES)
 @pytest.mark.slow
 def test_split_models_equal_the_whole():
     for outcomes in zip(*run_distributed(_compare_all, 2, CASES), strict=True):

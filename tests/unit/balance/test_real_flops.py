@@ -10,6 +10,7 @@ import pytest
 import torch
 from counting import count_flops
 from pipeline_cases import KINDS, Case, varied_microbatch
+from proofs import proves
 from random_orders import random_order
 
 from torchmm.balance.costs.flops import microbatch_flops, task_durations
@@ -74,6 +75,7 @@ def test_whole_models_cost_what_torch_counts(encoder: str, freeze: tuple[str, ..
     assert sum(f.backward for f in found) == pytest.approx(backward, rel=0.01)
 
 
+@proves("flops", model_cases.LLMS)
 @pytest.mark.parametrize("family", model_cases.LLMS)
 def test_every_llm_family_costs_what_torch_counts(family: str) -> None:
     model = model_cases.text_model(family)
@@ -87,6 +89,7 @@ def test_every_llm_family_costs_what_torch_counts(family: str) -> None:
     assert found.backward == pytest.approx(backward, rel=0.01)
 
 
+@proves("flops", model_cases.ENCODERS)
 @pytest.mark.parametrize("family", model_cases.ENCODERS)
 def test_every_encoder_family_costs_what_torch_counts(family: str) -> None:
     encoder = model_cases.build(model_cases.pair_config("llama", family)).encoders["eye"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
+from proofs import proves
 import torch
 from data_cases import data_config, png, training, write_parquet
 from model_cases import build, relative_error, worst_gradient
@@ -88,6 +89,7 @@ SHRUNK = {"vision_aspect_ratio": "anyres_max_1"}
 """OneVision then shrinks the features of nearly all pictures."""
 
 
+@proves("tiles", COMPOSITES)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -10,6 +10,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 import pytest
+from proofs import proves
 import torch
 from data_cases import caption, data_config, png, training, write_parquet
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
@@ -118,6 +119,7 @@ def expected_positions(plain, sample: dict) -> torch.Tensor:
     return plain.model.get_rope_index(**sizes)[0][:, 0]
 
 
+@proves("clips", COMPOSITES)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl"])
 def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
     model = build(qwen(name))

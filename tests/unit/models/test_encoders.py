@@ -17,6 +17,7 @@ from model_cases import (
     relative_error,
     worst_gradient,
 )
+from proofs import proves
 from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
@@ -87,6 +88,7 @@ def waveforms(inputs: EncoderInputs) -> list[Tensor]:
     return [nn.functional.pad(x.flatten(), (0, 10)) for x in inputs.pixels.split(sizes)]
 
 
+@proves("equal", ENCODERS)
 @pytest.mark.parametrize(
     ("family", "layer"), [("clip", -2), ("dinov2", -2), *((name, -1) for name in ENCODERS)]
 )
@@ -116,6 +118,7 @@ def test_sounds_packed_equal_a_padded_batch_with_its_mask() -> None:
     assert relative_error(encoder(inputs), encoder.connector(theirs)) < 1e-5
 
 
+@proves("packed", ENCODERS)
 @pytest.mark.parametrize("family", list(GRIDS))
 def test_images_and_sounds_do_not_see_each_other(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
@@ -125,6 +128,7 @@ def test_images_and_sounds_do_not_see_each_other(family: str) -> None:
     assert relative_error(together, torch.cat(alone)) < 1e-5
 
 
+@proves("stages", ENCODERS)
 @pytest.mark.parametrize("family", list(GRIDS))
 def test_three_stages_equal_the_whole(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
@@ -173,6 +177,7 @@ def test_pixel_shuffle_puts_a_square_of_patches_into_one_token() -> None:
     assert encoder.image_spec().merge == 2
 
 
+@proves("compiled", ENCODERS)
 @pytest.mark.parametrize("family", list(PATCH_VALUES))
 def test_packed_layers_compile_whole(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]

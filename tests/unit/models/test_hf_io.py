@@ -17,6 +17,7 @@ from model_cases import (
     randomize,
     relative_error,
 )
+from proofs import proves
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -86,6 +87,7 @@ def same_files(ours: Path, theirs: Path) -> None:
         assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+@proves("files", LLMS)
 @pytest.mark.parametrize("family", list(LLMS))
 def test_an_llm_goes_through_unchanged(family: str, tmp_path: Path, tokenizer) -> None:
     save(AutoModelForCausalLM, LLMS[family], tmp_path / "first", max_shard_size="20KB")
@@ -110,6 +112,7 @@ def test_an_invalid_generation_config_does_not_lose_the_export(tmp_path: Path, t
     AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
 
 
+@proves("files", COMPOSITES)
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -287,6 +290,7 @@ def test_an_llm_with_logits_of_its_own_becomes_no_llava(
         build_model(ModelConfig(config=composite), FreezeConfig())
 
 
+@proves("files", ENCODERS)
 @pytest.mark.parametrize("family", [name for name in ENCODERS if name not in OTHERWISE_READ])
 def test_a_tower_is_read_from_its_own_files(family: str, tmp_path: Path) -> None:
     """Which name some parts otherwise than the module does."""

@@ -16,6 +16,7 @@ from model_cases import (
     text_model,
     worst_gradient,
 )
+from proofs import proves
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
@@ -39,6 +40,8 @@ def separate_loss(plain: nn.Module, batch: Microbatch) -> tuple[Tensor, Tensor]:
     return functional.cross_entropy(logits, batch.targets_T, reduction="sum"), logits
 
 
+@proves("equal", LLMS, lengths=[21])
+@proves("packed", LLMS, lengths=[5, 9, 9, 4, 2])
 @pytest.mark.parametrize("family", list(LLMS))
 @pytest.mark.parametrize("lengths", [[21], [5, 9, 9, 4, 2]], ids=["alone", "packed"])
 def test_loss_logits_and_gradients_equal_hugging_faces(family: str, lengths: list[int]) -> None:
@@ -65,6 +68,7 @@ def test_a_sample_does_not_see_its_neighbours() -> None:
     assert torch.equal(model.llm.logits(batch, {}, middle), before)
 
 
+@proves("stages", LLMS)
 @pytest.mark.parametrize("family", list(LLMS))
 def test_three_stages_equal_the_whole(family: str) -> None:
     model = build(pair_config(family, "clip"))
@@ -119,6 +123,7 @@ def test_a_packed_layer_compiles_whole_and_does_not_recompile_per_packing() -> N
     assert counter.frame_count <= 2  # once more, to make the number of segments dynamic
 
 
+@proves("compiled", LLMS)
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_moe"])
 def test_layers_with_operators_of_their_own_compile_whole(family: str) -> None:
     model = text_model(family)

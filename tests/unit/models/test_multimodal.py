@@ -19,6 +19,7 @@ from model_cases import (
     relative_error,
     worst_gradient,
 )
+from proofs import proves
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -131,6 +132,8 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
     return torch.cat(positions, dim=1)
 
 
+@proves("equal", COMPOSITES)
+@proves("packed", COMPOSITES)
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

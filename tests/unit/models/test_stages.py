@@ -14,6 +14,7 @@ from model_cases import (
     pair_config,
     relative_error,
 )
+from proofs import proves
 from torch import Tensor
 
 from torchmm.common.batch import EncoderInputs, Microbatch
@@ -110,6 +111,7 @@ CASES += [(name, cut) for name in EVERY_CUT for cut in CUTS if cut != FINEST]
 CONFIGS |= {name: composite_config(name) for name in FURTHER}
 
 
+@proves("stages", COMPOSITES)
 @pytest.mark.parametrize(("name", "cut_name"), CASES)
 def test_stages_equal_the_whole(name: str, cut_name: str) -> None:
     stages = CUTS[cut_name]
