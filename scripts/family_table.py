@@ -76,7 +76,11 @@ def read(files: list[Path]) -> Mapping[str, Proofs]:
 
 def lines(found: Mapping[str, Proofs]) -> Iterator[str]:
     """Of the tables, one for each kind of module."""
-    kinds = {"LLMs": LLM_FAMILIES, "Encoders": ENCODER_FAMILIES, "Composites": COMPOSITES}
+    kinds: dict[str, Mapping[str, object]] = {
+        "LLMs": LLM_FAMILIES,
+        "Encoders": ENCODER_FAMILIES,
+        "Composites": COMPOSITES,
+    }
     for kind, families in kinds.items():
         columns = COLUMNS_OF[kind]
         heads = [COLUMNS[column] for column in columns]
