@@ -9,9 +9,11 @@ from microbatches import MODEL, random_microbatch
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
+from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
+from torchmm.parallel import expert
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
@@ -43,6 +45,10 @@ class Case:
     pipeline: dict = field(default_factory=dict)
     """Further keys of [parallel]."""
     llm: str = "qwen3"
+    llm_config: dict = field(default_factory=dict)
+    """Further keys of the LLM's config."""
+    idles: bool = False
+    """Whether the router chooses one expert for each token, and never one of the second half."""
 
     @property
     def batch(self) -> list[Microbatch]:
@@ -55,6 +61,9 @@ class Case:
         config = MODEL.model_dump()
         config["llm"]["config"]["model_type"] = self.llm
         config["llm"]["config"] |= CHANGES.get(self.llm, {})
+        config["llm"]["config"] |= self.llm_config
+        if self.idles:
+            config["llm"]["config"]["num_experts_per_tok"] = 1
         freeze = FreezeConfig(modules=list(self.freeze))
         return build_model(ModelConfig.model_validate(config), freeze)
 
@@ -70,6 +79,7 @@ CHANGES = {
 }
 """By LLM: further keys."""
 ASYNC = {"async_tensor_parallel": True}
+EP2_PP2 = {"expert": 2, "pipeline": 2, "schedule": "1f1b"}
 CASES_OF_4 = [
     Case("fsdp4", shard=4),
     Case("fsdp4, no image anywhere", shard=4, images=(0,) * 8),
@@ -97,6 +107,30 @@ CASES_OF_4 = [
         pipeline={**ASYNC, "async_tensor_backend": "collective"},
     ),
     Case("fsdp4, full recomputation", shard=4, recompute="full"),
+    Case("fsdp2 x ep2", shard=4, llm="qwen3_moe", pipeline={"expert": 2}),
+    Case(
+        "fsdp2 x ep2, experts without tokens",
+        shard=4,
+        llm="qwen3_moe",
+        pipeline={"expert": 2},
+        idles=True,
+    ),
+    Case(
+        "fsdp2 x ep2, fewer experts than ranks",
+        shard=4,
+        llm="qwen3_moe",
+        pipeline={"expert": 2},
+        llm_config={"num_experts": 2, "num_experts_per_tok": 1},
+    ),
+    Case("ep4", shard=4, llm="qwen3_moe", pipeline={"expert": 4}),
+    Case("hsdp 2 x ep2", replicate=2, shard=2, llm="qwen3_moe", pipeline={"expert": 2}),
+    Case("pp2 x ep2", shard=2, llm="qwen3_moe", pipeline=EP2_PP2),
+    Case(
+        "pp2 x ep2, zero bubble",
+        shard=2,
+        llm="qwen3_moe",
+        pipeline={**EP2_PP2, "schedule": "zero_bubble"},
+    ),
     Case("fsdp2 x tp2, selective recomputation", shard=2, tensor=2, recompute="selective"),
     Case("fsdp2 x tp2, LLM frozen", shard=2, tensor=2, freeze=("llm",)),
     Case("fsdp4, tower and LLM frozen", shard=4, freeze=("vision", "llm")),
@@ -117,6 +151,16 @@ CASES_OF_2 = [
     ),
     Case("tp2, biases", tensor=2, llm="starcoder2"),
     Case("fsdp2, experts", shard=2, llm="qwen3_moe"),
+    Case("ep2", shard=2, llm="qwen3_moe", pipeline={"expert": 2}),
+    Case(
+        "ep2, full recomputation, experts without tokens",
+        shard=2,
+        recompute="full",
+        llm="qwen3_moe",
+        pipeline={"expert": 2},
+        idles=True,
+    ),
+    Case("ep2, LLM frozen", shard=2, llm="qwen3_moe", pipeline={"expert": 2}, freeze=("llm",)),
     Case("tp2, experts", tensor=2, sequence_parallel=True, recompute="full", llm="qwen3_moe"),
     Case("pp2, experts", llm="qwen3_moe", pipeline={"pipeline": 2, "schedule": "1f1b"}),
     Case("tp2, sequence parallel, biases", tensor=2, sequence_parallel=True, llm="starcoder2"),
@@ -131,6 +175,24 @@ def test_layouts_equal_single_process(ranks, cases):
             assert loss_error <= 1e-5, (name, loss_error)
             assert norm_error <= 1e-5, (name, norm_error)
             assert gradient_errors == {}, (name, gradient_errors)
+
+
+def test_an_exchange_to_wrong_experts_is_found():
+    for outcomes in run_distributed(_compare_with_wrong_experts, 2):
+        for _, loss_error, _, gradient_errors in outcomes:
+            assert loss_error > 1e-5
+            assert any("experts" in name for name in gradient_errors)
+
+
+def _compare_with_wrong_experts() -> list[tuple[str, float, float, dict[str, float]]]:
+    right = expert._announce
+
+    def shifted(expert_S, own, group):
+        counts, arriving_R = right(expert_S, own, group)
+        return counts, (arriving_R + 1) % own
+
+    expert._announce = shifted
+    return _compare_all([case for case in CASES_OF_2 if case.name == "ep2"])
 
 
 def _compare_all(cases: list[Case]) -> list[tuple[str, float, float, dict[str, float]]]:
@@ -160,6 +222,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
     materialize(model, "cpu")
     init_weights(model, seed=1)
+    _idle(model, case)
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     local_loss = TrainStep(pipeline, mesh).run(pipeline.plan_training(share), share, targets).loss
@@ -188,6 +251,7 @@ def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[Multi
     model = case.model()
     materialize(model, "cpu")
     init_weights(model, seed=1)
+    _idle(model, case)
     if model.llm.balance is not None:
         model.llm.balance.scale = 1 / sum(len(m.input_ids_T) for m in batch)
     total = 0.0
@@ -196,6 +260,17 @@ def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[Multi
         loss.backward()
         total += loss.item()
     return model, total
+
+
+@torch.no_grad()
+def _idle(model: MultimodalModel, case: Case) -> None:
+    """Leaves the second half of the experts without tokens: a mean is never the largest."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight") and case.idles:
+            whole_ED = _whole(parameter).clone()
+            half = len(whole_ED) // 2
+            whole_ED[half:] = whole_ED[:half].mean(0)
+            copy_slice(parameter, whole_ED)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -133,3 +133,30 @@ def test_checkpoint_of_one_layout_continues_in_another(single, tmp_path, real_da
     for ours, reference in zip(found, single, strict=False):
         assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-3)
     assert read_status(run_dir).state == "done"
+
+
+EXPERTS = {
+    "model__llm.config": (
+        '{model_type="qwen3_moe",num_experts=4,num_experts_per_tok=2,moe_intermediate_size=16,'
+        "hidden_size=48,intermediate_size=64,num_hidden_layers=2,num_attention_heads=4,"
+        "num_key_value_heads=2,vocab_size=1024,bos_token_id=1,eos_token_id=2,pad_token_id=0}"
+    ),
+}
+
+
+def test_experts_train_over_ranks_and_continue_on_one(tmp_path, real_data):
+    """3 steps with experts divided among two ranks, then 3 on a single one; and 6 on that one."""
+    divided = {"parallel__shard": 2, "parallel__expert": 2, "checkpoint__export_hf": "true"}
+    common = SMALL | EXPERTS | {"checkpoint__interval": 3}
+    run(1, tiny_recipe(tmp_path / "one", real_data, 1, **common, training__steps=6))
+    run(2, tiny_recipe(tmp_path / "parts", real_data, 2, **common, **divided, training__steps=3))
+    assert (tmp_path / "parts" / "hf").is_dir()
+    run(1, tiny_recipe(tmp_path / "parts", real_data, 1, **common, training__steps=6))
+    one = records(tmp_path / "one")
+    parts = records(tmp_path / "parts")
+    assert [r["step"] for r in parts] == list(range(1, 7))
+    for ours, reference in zip(parts, one, strict=True):
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+        assert 1.0 <= ours["expert_load"] <= 4.0
+        assert ours["expert_load"] == pytest.approx(reference["expert_load"], rel=1e-2)

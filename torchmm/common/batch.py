@@ -371,6 +371,8 @@ class LayerDescription:
     """Whether one linear computes gate and up projection."""
     experts: int = 0
     """Experts among which a router chooses for every token; 0: one feed-forward part for all."""
+    experts_per_token: int = 0
+    """How many of them a token goes through."""
     batched: bool = False
     """Whether images of one size are rows of a batch instead of packed into a single row."""
     parameters: int = 0

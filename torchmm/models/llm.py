@@ -26,7 +26,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
-from torchmm.models.layers.experts import balance_routers, has_experts
+from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
 from torchmm.models.layers.loss import summed_cross_entropy
 
 
@@ -68,6 +68,7 @@ class LlmModule(LayeredModule):
         self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in first.modules())
         self._has_qk_norm = any(name.endswith("q_norm") for name, _ in first.named_modules())
         self.balance = balance_routers(self._layer_list(), self.text_config)
+        self.expert_loads = ExpertLoads(self._layer_list())
         self._experts = [has_experts(layer) for layer in self._layer_list()]
         self._windows = [_window(layer, self.text_config) for layer in self._layer_list()]
 
@@ -128,6 +129,7 @@ class LlmModule(LayeredModule):
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
             ffn_size=active or c.intermediate_size,
             experts=c.num_experts if has_experts else 0,
+            experts_per_token=c.num_experts_per_tok if has_experts else 0,
             gated_ffn=self.family.gated_ffn,
             causal=True,
             window=self._windows[index],

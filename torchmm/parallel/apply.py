@@ -18,6 +18,7 @@ from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import check_compiles
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.parallel.expert import apply_expert_parallel
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
@@ -57,13 +58,17 @@ def parallelize(
             chosen[module.name] = choose_overlap(module, own.tensor, parallel, dtype, tokens)
         overlap = chosen.get(module.name)
         apply_tensor_parallel(module, own.tensor, parallel.sequence_parallel, overlap)
+        expert = own.expert if module.kind == "llm" else None
+        if expert is not None:
+            apply_expert_parallel(module, expert)
         mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
         apply_activation_checkpoint(module, mode)
         if compile_config.enabled and module.name in (compile_config.modules or [module.name]):
             check_compiles(module.name, module.layers, mesh.device.type)
             _compile_layers(module)
         if own.sizes.ranks > own.sizes.pipeline or dtype != torch.float32:
-            apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel))
+            experts = None if expert is None else own.expert_fsdp
+            apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), experts)
 
 
 def reshards_after_forward(parallel: ParallelConfig) -> bool:

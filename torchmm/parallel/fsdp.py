@@ -20,7 +20,10 @@ replicas).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -28,8 +31,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from torchmm.models.layered import LayeredModule
+from torchmm.models.layers.experts import expert_parts
 from torchmm.parallel import torch_private
 
 
@@ -38,6 +43,7 @@ def apply_fsdp(
     mesh: DeviceMesh,
     dtype: torch.dtype,
     reshard_after_forward: bool = True,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shards `module` in place over a 1-D mesh, or 2-D (replicate, shard) for HSDP.
 
@@ -47,16 +53,40 @@ def apply_fsdp(
     Args:
         reshard_after_forward: whether gathered layers are freed after each forward and gathered
             again for backward; False for stages that `StepSharding` drives.
+        expert_mesh: the same of the ranks that have the same experts, if those are divided
+            (`torchmm.parallel.expert`): experts are communication units of their own.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     reshard = None if reshard_after_forward else False  # None: all but the root
+    units = [*module.layers, module]
+    if expert_mesh is not None:
+        experts = expert_parts(module.layers)
+        placement = partial(_placement_of_experts, expert_mesh)
+        for part in experts:  # first: a layer's unit takes what no other has
+            fully_shard(
+                part,
+                mesh=expert_mesh,
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                shard_placement_fn=placement,
+            )
+        units = [*experts, *units]
     for unit in (*module.layers, module):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for unit in units:
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # or NCCL would multiply by 1 on its way
     for method in module.forward_methods:
         register_fsdp_forward_method(module, method)
+
+
+def _placement_of_experts(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
+    """Over features where a rank would otherwise have less than an expert, if they divide."""
+    assert isinstance(parameter, DTensor)
+    shards = mesh.size(-1)
+    few = len(parameter.to_local()) < shards
+    return Shard(1) if few and parameter.shape[1] % shards == 0 else Shard(0)
 
 
 class StepSharding:

@@ -37,6 +37,8 @@ from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
 from torchmm.recipe.sizes import AXES, MeshSizes, replica_groups
 
 PIPELINE, REPLICATE, SHARD, TENSOR = AXES
+EXPERT_SHARD = "expert_shard"
+EXPERT = "expert"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class ModuleMesh:
 
     mesh: DeviceMesh
     """Its dimensions are `AXES`."""
+    experts: DeviceMesh | None = None
+    """The same ranks with `shard` divided into `EXPERT_SHARD` and `EXPERT`, if groups of them
+    divide experts among themselves (`torchmm.parallel.expert`)."""
 
     def __post_init__(self) -> None:
         # Process groups sort their ranks, a mesh does not: with ranks in any other order, what a
@@ -72,6 +77,20 @@ class ModuleMesh:
     def tensor(self) -> DeviceMesh:
         """1-D mesh of the tensor-parallel ranks."""
         return self.mesh[TENSOR]
+
+    @property
+    def expert(self) -> DeviceMesh | None:
+        """1-D mesh of the ranks among which experts are divided; None: they are not."""
+        return None if self.experts is None else self.experts[EXPERT]
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh | None:
+        """As `fsdp`, of the ranks that have the same experts."""
+        if self.experts is None:
+            return None
+        if self.sizes.replicate > 1:
+            return self.experts[REPLICATE, EXPERT_SHARD]
+        return self.experts[EXPERT_SHARD]
 
     def colocated(self, sizes: MeshSizes) -> ModuleMesh:
         """The mesh of a module on the same ranks, with a shorter pipeline or split over fewer ranks
@@ -275,7 +294,16 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=AXES)
     group_size = sizes.tensor // config.mirrors
     shares = _by_share(mesh.mesh).reshape(sizes.data_parallel, -1, group_size)
-    return ParallelMesh(device, ModuleMesh(mesh), shares.tolist())
+    return ParallelMesh(device, ModuleMesh(mesh, _divide_shards(mesh, config)), shares.tolist())
+
+
+def _divide_shards(mesh: DeviceMesh, config: ParallelConfig) -> DeviceMesh | None:
+    """Neighbouring shards as expert groups. Collective if there are any."""
+    if config.expert == 1:
+        return None
+    ranks = mesh.mesh.unflatten(AXES.index(SHARD), (-1, config.expert))
+    names = (PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT, TENSOR)
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
 
 
 def _by_share(ranks: torch.Tensor) -> torch.Tensor:

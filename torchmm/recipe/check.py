@@ -227,6 +227,9 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
             yield Problem("parallel", NO_VALUE, error.problems[0].partition(": ")[2], keys)
             return
     yield from check_colocated(parallel, recipe.model.encoder_names, layout)
+    if layout is not None and layout.shard % parallel.expert:
+        text = f"does not divide the {layout.shard} ranks of parallel.shard; choose a divisor"
+        yield Problem("parallel.expert", parallel.expert, text, ("parallel.shard",))
     data_parallel = layout.data_parallel if layout else 1
     chunk = data_parallel * training.microbatch_size
     size = training.global_batch_size

@@ -31,6 +31,7 @@ def check_pipeline(recipe: Recipe) -> Problems:
     yield from _check_schedule(recipe)
     yield from _check_modules(recipe)
     yield from _check_layers(recipe)
+    yield from _check_experts(recipe)
 
 
 def _check_schedule(recipe: Recipe) -> Problems:
@@ -93,6 +94,33 @@ def _check_modules(recipe: Recipe) -> Problems:
         if module.sub_microbatch_images is not None and name == "llm":
             text = "the LLM processes whole microbatches; set it for an encoder, or see training"
             yield Problem(f"{key}.sub_microbatch_images", module.sub_microbatch_images, text)
+
+
+def _check_experts(recipe: Recipe) -> Problems:
+    """Ranks that exchange tokens have to run the same tasks of the LLM in the same order."""
+    parallel = recipe.parallel
+    expert = parallel.expert
+    if expert == 1:
+        return
+    schedule = find_schedule(parallel.schedule)
+    if parallel.placement != "interleaved":
+        text = f'is not implemented with "{parallel.placement}" modules; use 1 or "interleaved"'
+        yield Problem("parallel.expert", expert, text, ("parallel.placement",))
+    elif parallel.pipeline > 1 and (schedule is None or schedule.cut == "separated"):
+        text = (
+            "needs ranks that run the same tasks in the same order, while separated modules are "
+            'ordered by each replica\'s own data; use 1, or schedule = "1f1b"'
+        )
+        yield Problem("parallel.expert", expert, text, (SCHEDULE, PIPELINE))
+    if parallel.tensor > 1:
+        text = "is not implemented with tensor parallelism, which divides experts too; use 1"
+        yield Problem("parallel.expert", expert, text, ("parallel.tensor",))
+    if recipe.compile.enabled and LLM in (recipe.compile.modules or [LLM]):
+        text = "exchanges tokens in the layers, which cannot be compiled; leave out the LLM"
+        yield Problem("parallel.expert", expert, text, ("compile.enabled", "compile.modules"))
+    if recipe.activation_checkpoint.tunes(LLM):
+        text = "needs ranks that recompute the same layers; use another mode for the LLM"
+        yield Problem("parallel.expert", expert, text, ("activation_checkpoint.mode",))
 
 
 def _pipeline(parallel: ParallelConfig, module: str) -> int:

@@ -113,6 +113,10 @@ class ParallelConfig(Section):
     backward; "default": only without a pipeline, which gathers them once per step."""
     tensor: int = Field(default=1, ge=1)
     """Tensor-parallel ranks that split every layer."""
+    expert: int = Field(default=1, ge=1)
+    """Ranks out of the `shard` ranks that divide the LLM's experts among themselves and exchange
+    tokens; 1: every rank computes all experts (those of its tensor-parallel part), whose weights
+    FSDP2 gathers."""
     sequence_parallel: bool = False
     """Also split activations between the tensor-parallel regions along the sequence."""
     async_tensor_parallel: bool = False

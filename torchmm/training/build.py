@@ -37,6 +37,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
+from torchmm.parallel.expert import expert_problems
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder_meshes
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.pipelining.plan.graph import StageLayout
@@ -140,13 +141,14 @@ def cut_model(
     descriptions = [module.describe() for module in modules]
     executions = module_executions(run, descriptions)
     parallel = run.recipe.parallel
-    if problems := [
+    problems = [
         problem
         for module in modules
         for problem in tensor_problems(
             module, executions[module.name].tensor, parallel.async_tensor_parallel
         )
-    ]:
+    ]
+    if problems := problems + expert_problems(model.llm, parallel.expert):
         raise ConfigError(problems)
     microbatches = _typical_microbatches(run, model, tokenizer)
     if leaves_segments_open(parallel):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from torchmm.balance.costs.devices import BF16_TFLOPS
@@ -28,6 +29,7 @@ from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import ModuleDescription, StepBatch
 from torchmm.common.log import JsonlWriter
 from torchmm.common.module_names import GENERATOR, LLM
+from torchmm.models.layers.experts import ExpertLoads, busiest_expert
 from torchmm.parallel.health import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import MetricsConfig
@@ -109,6 +111,10 @@ class StepRecord:
     """Forward and backward of the generator, slowest rank."""
     generated_per_s: float | None = None
     """Images and clips drawn per second, all ranks together."""
+    expert_load: float | None = None
+    """Tokens of the busiest expert over the mean of its layer's experts, in this step over all
+    ranks, on average over layers: 1 at best, the number of experts at worst. None without experts;
+    0 where their layers are compiled."""
     predicted_ms: float | None = None
     """With a searched schedule, as all below, in the first pipeline: what forwards and backwards
     of the step were to take, from measured times of earlier steps."""
@@ -177,6 +183,15 @@ def gather_rank_steps(local: RankStep) -> list[RankStep]:
         RankStep(*(kind(v) for kind, v in zip(kinds, row, strict=True)))
         for row in gather_floats(astuple(local))
     ]
+
+
+def expert_load(loads: ExpertLoads, device: torch.device) -> float | None:
+    """`StepRecord.expert_load` of the step that has ended; collective for models with experts."""
+    if not loads:
+        return None
+    loads_LE = loads.take(device)
+    dist.all_reduce(loads_LE)
+    return busiest_expert(loads_LE).item()
 
 
 def make_record(

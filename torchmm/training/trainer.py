@@ -27,6 +27,7 @@ from torchmm.training.ending import Status, StopSignal, closed_after, write_stat
 from torchmm.training.metrics import (
     StepMeter,
     StepRecord,
+    expert_load,
     gather_rank_steps,
     make_record,
     peak_flops,
@@ -202,7 +203,8 @@ class Trainer:
             lr=lr,
             peak_flops=self._peak_flops,
         )
-        record = replace(record, **asdict(self._planner.figures))
+        load = expert_load(parts.model.llm.expert_loads, parts.mesh.device)
+        record = replace(record, **asdict(self._planner.figures), expert_load=load)
         if parts.model.generator is not None:
             record = replace(record, loss_text=losses.text, loss_image=losses.image)
         return record, agreed.stopping

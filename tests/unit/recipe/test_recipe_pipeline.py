@@ -173,3 +173,31 @@ def test_layers_of_composites(config: dict, vision: int | None) -> None:
     assert found == ([] if vision is None else found)
     assert not any("llm" in problem for problem in found)
     assert any(f"vision has {vision} layers" in problem for problem in found) == bool(vision)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "named"),
+    [
+        ("shard = 2\nexpert = 3", 2, "does not divide the 2 ranks of parallel.shard"),
+        ("shard = 2\nexpert = 2\ntensor = 2", 4, "is not implemented with tensor parallelism"),
+        ("shard = 2\nexpert = 2\npipeline = 2", 4, 'schedule = "1f1b"'),
+        ('expert = 2\nplacement = "disaggregated"', 4, 'with "disaggregated" modules'),
+        ("shard = 2\nexpert = 2\n[compile]\nenabled = true", 2, "cannot be compiled"),
+        (
+            'shard = 2\nexpert = 2\n[activation_checkpoint]\nmode = "tuned"',
+            2,
+            "recompute the same layers",
+        ),
+    ],
+)
+def test_experts_over_ranks_need_ranks_in_step(recipe, keys, ranks, named) -> None:
+    recipe.write_text(f"{MODEL}\n[parallel]\n{keys}\n")
+    assert any(
+        "expert" in problem and named in problem
+        for problem in problems_of(recipe, world_size=ranks)
+    )
+
+
+def test_experts_over_ranks_are_possible_in_a_chain(recipe: Path) -> None:
+    recipe.write_text(f'{MODEL}\n[parallel]\nexpert = 2\npipeline = 2\nschedule = "1f1b"\n')
+    assert load_recipe(recipe, [], 4).recipe.parallel.expert == 2

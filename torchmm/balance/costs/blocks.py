@@ -460,15 +460,17 @@ class Parameters(NamedTuple):
 
 
 def stage_parameters(
-    module: ModuleDescription, start: int, stop: int, tensor: int = 1
+    module: ModuleDescription, start: int, stop: int, tensor: int = 1, expert: int = 1
 ) -> Parameters:
-    """Parameters of the stage with layers [start, stop) of a whole module, on one rank.
+    """Parameters of the stage with layers [start, stop) of a whole module, on one rank while it
+    computes.
 
     Where a description does not say how many stand before and after the layers, the rest of the
     module's is taken to stand before them.
 
     Args:
         tensor: tensor-parallel ranks; biases, norms and packed projections are whole on each.
+        expert: ranks that divide experts among themselves.
     """
     first = start == 0
     last = stop == len(module.layers)
@@ -481,9 +483,10 @@ def stage_parameters(
         before = max(0.0, module.parameters - whole - behind)  # the table is the head
     draws = module.kind == "generator"
     sees = module.kind == "encoder"
+    layers = module.layers[start:stop]
     counts = [
         (before / tensor * first, module.trainable or (draws and module.connector_trainable)),
         (behind / tensor * last, module.trainable or (sees and module.connector_trainable)),
-        *((layer_parameters(n, tensor), module.trainable) for n in module.layers[start:stop]),
+        *((layer_parameters(layer, tensor, expert), module.trainable) for layer in layers),
     ]
     return Parameters(sum(n for n, _ in counts), sum(n for n, trained in counts if trained))

@@ -128,6 +128,10 @@ class Component:
         every = self.linears().items()
         return sum(2 * prod(size) * self.rows_N(name, sizes) for name, size in every)
 
+    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Sending tokens to the ranks that have their experts."""
+        return Operators.none()
+
     def parameters(self, tensor: int) -> float:
         """Parameters of matrix products on one rank."""
         linears = self.linears()
@@ -378,6 +382,8 @@ class Experts(FeedForward):
     """A mixture of experts: a router, and those experts that a token goes through."""
 
     splits_rest = True  # the experts that a token does not go through
+    divided: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+    """Linears of experts, which expert-parallel ranks divide among themselves."""
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
@@ -391,6 +397,22 @@ class Experts(FeedForward):
     def sharded_linears(self, tensor: int) -> dict[str, Linear]:
         """Every rank has the whole router."""
         return super().sharded_linears(tensor) | {"router": self.linears()["router"]}
+
+    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Every token to each of its experts and back, if they are spread evenly; twice, as numbers
+        of tokens go first. Timed as messages, for which every profile has rates."""
+        ranks = setting.execution.expert
+        if ranks == 1:
+            return Operators.none()
+        rows_N = sizes.units_N * self.layer.experts_per_token
+        row_bytes = setting.element_bytes * self.layer.hidden_size
+        sent_N = 2 * rows_N * row_bytes * (ranks - 1) / ranks
+        link = setting.expert_link
+        forward = Operator("p2p", network_bytes=sent_N, calls=3, link=link)
+        backward = Operator("p2p", network_bytes=sent_N, calls=2, link=link)
+        # In order of experts, and back.
+        copies = Operator("copy", memory_bytes=4 * rows_N * row_bytes, calls=4)
+        return Operators([forward, copies], [backward, copies], [], [])
 
 
 LAYER_COMPONENTS: list[type[Component]] = [Attention, CrossAttention, Heads, FeedForward, Experts]

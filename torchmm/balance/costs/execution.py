@@ -18,6 +18,7 @@ class Execution:
         tensor: tensor-parallel ranks.
         sequence_parallel: whether activations between tensor-parallel regions are split too.
         async_tensor: whether communication of linears overlaps with their matrix products.
+        expert: ranks out of `shard` that divide experts among themselves.
         shard, replicate: data-parallel ranks that share parameters, and copies of those groups.
         recompute: activation checkpointing.
     """
@@ -27,6 +28,7 @@ class Execution:
     async_tensor: bool = False
     shard: int = 1
     replicate: int = 1
+    expert: int = 1
     recompute: Recompute = "none"
 
     @property
@@ -42,6 +44,7 @@ class Setting(NamedTuple):
     element_bytes: int
     """Of the compute dtype."""
     tensor_link: Link = "node"
+    expert_link: Link = "node"
     segment_calls: bool = True
     """Whether attention makes a call per run of equally long segments (CPU), or one for all."""
     accumulated: float = 1.0

@@ -30,10 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from math import prod
 
 import numpy as np
 
 from torchmm.balance.costs.components import (
+    Experts,
     Linear,
     components_of,
     norm_kept_bytes,
@@ -70,14 +72,35 @@ def local_linears(layer: LayerDescription, tensor: int) -> dict[str, Linear]:
 
 
 @cache
-def layer_parameters(layer: LayerDescription, tensor: int = 1) -> float:
-    """Parameters of a layer on one rank; no biases and norms where the description has none."""
+def layer_parameters(layer: LayerDescription, tensor: int = 1, expert: int = 1) -> float:
+    """Parameters that a layer computes with on one rank; no biases and norms where the description
+    has none.
+
+    Args:
+        expert: ranks that divide experts among themselves; without tensor parallelism.
+    """
     components = components_of(layer)
     products = sum(c.parameters(1) for c in components)
     rest: float = max(0, layer.parameters - products)
     if any(c.splits_rest for c in components):
         rest /= tensor
-    return sum(c.parameters(tensor) for c in components) + rest
+    whole = sum(c.parameters(tensor) for c in components) + rest
+    return whole - expert_parameters(layer) * (1 - 1 / expert)
+
+
+@cache
+def expert_parameters(layer: LayerDescription) -> float:
+    """Parameters of all experts of a layer; norms and biases of the others are taken for theirs."""
+    components = components_of(layer)
+    chosen = sum(
+        prod(size)
+        for component in components
+        if isinstance(component, Experts)
+        for name, size in component.linears().items()
+        if name in component.divided
+    )
+    others = sum(c.parameters(1) for c in components) - chosen
+    return max(0.0, layer.parameters - others) if chosen else 0.0
 
 
 def layer_flops(layer: LayerDescription, sizes: TaskSizes) -> tuple[Array, Array]:
@@ -100,6 +123,8 @@ def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting)
         passes.add(component.operators(sizes, setting))
     passes.add(_residuals(layer, sizes, setting))
     passes.add(_communication(layer, sizes, setting))
+    for component in components:
+        passes.add(component.exchange(sizes, setting))
     mode = setting.execution.recompute
     if mode != "none":
         ends = layer.norm_place == "before"  # else a norm needs the last product
@@ -291,4 +316,5 @@ def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
     largest = max(a * b for a, b in local_linears(layer, execution.tensor).values())
     if execution.shard * execution.replicate == 1 and element_bytes == 4:
         return element_bytes * largest
-    return element_bytes * layer_parameters(layer, execution.tensor) + 4 * largest
+    whole = layer_parameters(layer, execution.tensor, execution.expert)
+    return element_bytes * whole + 4 * largest

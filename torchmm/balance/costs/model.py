@@ -22,6 +22,7 @@ from torchmm.balance.costs.blocks import (
     Block,
     Flag,
     Layers,
+    Parameters,
     gradients,
     stage_blocks,
     stage_parameters,
@@ -105,6 +106,34 @@ class StageCosts(NamedTuple):
         return self._replace(forward=longer(self.forward, gather_ms), backward=backward)
 
 
+class _Moved(NamedTuple):
+    """Parameters of a stage on one rank, as FSDP2 moves them."""
+
+    whole: Parameters
+    """Gathered."""
+    sharded: Parameters
+    """What the rank keeps of them."""
+    sent: Parameters
+    """What it sends to the others, or receives gradients of."""
+    units: int
+    """In how many pieces."""
+
+
+def _moved(module: ModuleDescription, start: int, stop: int, execution: Execution) -> _Moved:
+    """Of layers [start, stop): experts, where ranks divide them, are gathered over fewer ranks."""
+    shards = execution.shard
+    expert = execution.expert
+    every = stage_parameters(module, start, stop, execution.tensor)
+    whole = every
+    if expert > 1:
+        whole = stage_parameters(module, start, stop, execution.tensor, expert)
+    kept = Parameters(every.all / shards, every.trained / shards)
+    sent = Parameters(whole.all - kept.all, whole.trained - kept.trained)
+    layers = module.layers[start:stop]
+    with_experts = sum(bool(layer.experts) for layer in layers) if expert > 1 else 0
+    return _Moved(whole, kept, sent, len(layers) + 1 + with_experts)
+
+
 def gather_operators(
     module: ModuleDescription,
     start: int,
@@ -118,11 +147,11 @@ def gather_operators(
     Args:
         link: between the shards' ranks.
     """
-    count = stage_parameters(module, start, stop, execution.tensor).all
-    calls = stop - start + 1
-    sent = count * element_bytes * (execution.shard - 1) / execution.shard
+    moved = _moved(module, start, stop, execution)
+    calls = moved.units
+    sent = element_bytes * moved.sent.all
     # Casting the shard, and copies into and out of the collective's buffer.
-    copied = count * (4 / execution.shard + 3 * element_bytes)
+    copied = 4 * moved.sharded.all + 3 * element_bytes * moved.whole.all
     return [
         Operator("copy", memory_bytes=copied, calls=2 * calls),
         Operator("all_gather", network_bytes=sent, calls=calls, link=link),
@@ -253,6 +282,7 @@ class CostModel:
             execution,
             self.element_bytes,
             self._link(execution.tensor),
+            self._link(execution.expert),
             segment_calls=not self.profile.device.asynchronous,
             accumulated=1 - 1 / max(1, tasks),
         )
@@ -286,16 +316,17 @@ class CostModel:
     def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
         """Averaging a stage's float32 gradients over data-parallel ranks (REDUCE_GRAD)."""
         execution = self.execution_of(module)
-        whole = stage_parameters(module, start, stop, execution.tensor).gradient_bytes
-        calls = stop - start + 1
+        moved = _moved(module, start, stop, execution)
+        whole = moved.whole.gradient_bytes
+        calls = moved.units
         shards = execution.shard
         copies = execution.replicate
         inner = self._link(execution.tensor * shards)
         outer = self._link(execution.tensor * shards * copies)
         if not whole:
             return 0.0
-        scattered = whole * (shards - 1) / shards
-        summed = all_reduce_bytes(whole / shards, copies)
+        scattered = moved.sent.gradient_bytes
+        summed = all_reduce_bytes(moved.sharded.gradient_bytes, copies)
         return self._sum_ms(
             Operator("copy", memory_bytes=3 * whole, calls=calls),
             Operator("reduce_scatter", network_bytes=scattered, calls=calls, link=inner),
@@ -365,11 +396,10 @@ class CostModel:
             layerwise: whether FSDP2 gathers layer by layer, so that a layer and the next are there.
         """
         execution = self.execution_of(module)
-        count = stage_parameters(module, start, stop, execution.tensor)
-        shards = execution.shard
+        moved = _moved(module, start, stop, execution)
         gathered = 0.0
-        if shards > 1 or self.element_bytes < 4:
+        if execution.shard > 1 or self.element_bytes < 4:
             share = min(1.0, 2 / max(1, stop - start)) if layerwise else 1.0
-            gathered = count.all * self.element_bytes * share
-        state = count.weight_bytes / shards + count.optimizer_bytes / shards
-        return round(state + count.gradient_bytes + gathered)
+            gathered = moved.whole.all * self.element_bytes * share
+        state = moved.sharded.weight_bytes + moved.sharded.optimizer_bytes
+        return round(state + moved.whole.gradient_bytes + gathered)

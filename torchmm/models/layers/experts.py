@@ -1,4 +1,4 @@
-"""Mixture of experts: keeping the experts' loads equal.
+"""Mixture of experts: keeping the experts' loads equal, and how equal they are.
 
 If the model's config says `output_router_logits = true`, training adds the load-balancing loss of
 Switch Transformers (arXiv 2101.03961, equations 4-6) for every layer, times the config's
@@ -7,13 +7,14 @@ that a pipeline stage needs no other stage's: its gradient joins that of the rou
 Hugging Face's loss differs for more than one layer: it multiplies averages over all layers, which
 no stage has. Rejected: a loss that travels from stage to stage with the hidden states.
 
-Shape legend: T tokens, E experts, K experts per token.
+Shape legend: T tokens, E experts, K experts per token, L layers with experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,9 +92,66 @@ def balance_routers(layers: nn.ModuleList, config: Any) -> RouterBalance | None:
     return balance
 
 
+class ExpertLoads:
+    """Counts the tokens that each expert of an LLM gets in training: hooks of its experts.
+
+    A layer that backward runs again counts twice, all its experts alike. Compiled layers are not
+    counted, so that they stay one graph.
+
+    Args:
+        layers: of the LLM, in order, those of other stages included.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        parts = expert_parts(layers)
+        self._layers = len(parts)
+        self._experts = max((int(part.num_experts) for part in parts), default=0)  # type: ignore[arg-type]
+        self._loads_LE: Tensor | None = None
+        for place, part in enumerate(parts):
+            part.register_forward_pre_hook(partial(self._count, place))
+
+    def __bool__(self) -> bool:
+        return self._layers > 0
+
+    def _count(self, place: int, part: nn.Module, args: tuple) -> None:
+        if torch.compiler.is_compiling() or not part.training:
+            return
+        chosen_TK = args[1]
+        if self._loads_LE is None:
+            self._loads_LE = torch.zeros(self._layers, self._experts, device=chosen_TK.device)
+        chosen = chosen_TK.flatten()
+        ones = torch.ones_like(chosen, dtype=torch.float32)
+        self._loads_LE[place].index_add_(0, chosen, ones)
+
+    def take(self, device: torch.device) -> Tensor:
+        """float32 (layers, experts): tokens on this rank since the last call."""
+        taken_LE, self._loads_LE = self._loads_LE, None
+        if taken_LE is None:
+            return torch.zeros(self._layers, self._experts, device=device)
+        return taken_LE
+
+
+def busiest_expert(loads_LE: Tensor) -> Tensor:
+    """float32 scalar: tokens of a layer's busiest expert over the mean of its experts, on average
+    over layers; 1 at best."""
+    busiest_L = loads_LE.amax(1) / loads_LE.mean(1).clamp(min=torch.finfo(loads_LE.dtype).tiny)
+    return busiest_L.mean()
+
+
 def has_experts(layer: nn.Module) -> bool:
     """Whether a layer's feed-forward part is a mixture of experts."""
-    return any(name.endswith("mlp.experts") for name, _ in layer.named_modules())
+    return bool(expert_parts([layer]))
+
+
+def expert_parts(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The parts of layers that hold the experts' weights, each called with rows, their experts and
+    weights."""
+    return [
+        part
+        for layer in layers
+        for name, part in layer.named_modules()
+        if name.endswith("mlp.experts")
+    ]
 
 
 def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:
