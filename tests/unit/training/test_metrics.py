@@ -35,8 +35,9 @@ RANK = RankStep(tokens=1000, samples=10, images=5, flops=10**9, step_ms=500.0, d
 NAMES = (  # names that users' scripts rely on
     "step loss grad_norm lr tokens_per_s samples_per_s images_per_s mfu step_ms data_wait_ms "
     "encoder_ms llm_ms bubble_fraction expert_load peak_memory_bytes slowest_rank epoch "
-    "skipped_samples validation_loss loss_text loss_image validation_loss_text validation_loss_image "
-    "generator_ms generated_per_s word_error_rate predicted_ms planner_ms planner_evaluations gain_over_natural"
+    "skipped_samples validation_loss loss_text loss_image validation_loss_text "
+    "validation_loss_image generator_ms generated_per_s word_error_rate predicted_ms planner_ms "
+    "planner_evaluations gain_over_natural"
 )
 
 
