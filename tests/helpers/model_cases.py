@@ -71,7 +71,43 @@ LLMS = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
-EXPERTS = ("qwen3_moe",)
+_DELTA = {
+    **_LLM,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+LLMS |= {
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        **_DELTA,
+        "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.25},
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **{k: v for k, v in _DELTA.items() if k != "intermediate_size"},
+        **_SHARED_EXPERT,
+        "rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.25},
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_DELTA,
+        **_SHARED_EXPERT,
+        "mlp_only_layers": [1],
+    },
+}
+DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next")
 BASIC_LLMS = ("llama", "llama_tied", "qwen2", "qwen3", "granite", "starcoder2")
 """Enough of them where what is tested does not depend on the family."""
 _VISION = {

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -336,6 +336,21 @@ class TextSpec:
     """M-RoPE: time positions per second of a clip; None: one per group of frames."""
 
 
+class DeltaSizes(NamedTuple):
+    """Sizes of a gated delta net, which a layer may have in place of attention."""
+
+    key_heads: int
+    """Heads of queries and keys."""
+    value_heads: int
+    key_dim: int
+    """Features of a query or key of one head."""
+    value_dim: int
+    filter_width: int
+    """Tokens that the convolution sees, its own included."""
+    interleaved: bool = False
+    """Whether two linears hold everything of a key head together, instead of four."""
+
+
 @dataclass(frozen=True)
 class LayerDescription:
     """Sizes of one kind of transformer layer, from which FLOPs and bytes follow."""
@@ -375,6 +390,12 @@ class LayerDescription:
     """How many of them a token goes through."""
     batched: bool = False
     """Whether images of one size are rows of a batch instead of packed into a single row."""
+    delta: DeltaSizes | None = None
+    """The layer's gated delta net; None: it has attention."""
+    output_gate: bool = False
+    """Whether the queries' linear also gives a gate of attention's result."""
+    shared_ffn_size: int = 0
+    """Of an expert that all tokens go through, with a gate of its own (beside `experts`)."""
     parameters: int = 0
     """All of the layer, with biases and norms; 0: those of its matrix products."""
 

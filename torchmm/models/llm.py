@@ -26,6 +26,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
+from torchmm.models.layers.delta_net import delta_sizes
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
 from torchmm.models.layers.loss import summed_cross_entropy
 
@@ -63,14 +64,16 @@ class LlmModule(LayeredModule):
         head, table = "backbone.lm_head.weight", f"{self.text_fqn}.embed_tokens.weight"
         self._tied = self.get_parameter(head) is self.get_parameter(table)
         self._tie = {head: table}
-        first = self._layer_list()[0]
-        _check_parts(first, family, self.text_config.model_type)
-        self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in first.modules())
-        self._has_qk_norm = any(name.endswith("q_norm") for name, _ in first.named_modules())
-        self.balance = balance_routers(self._layer_list(), self.text_config)
-        self.expert_loads = ExpertLoads(self._layer_list())
-        self._experts = [has_experts(layer) for layer in self._layer_list()]
-        self._windows = [_window(layer, self.text_config) for layer in self._layer_list()]
+        # Of every layer, now: other stages' are replaced, and layers may differ in kind.
+        every = self._layer_list()
+        _check_parts(every, family, self.text_config.model_type)
+        self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in every.modules())
+        self._has_qk_norm = any(name.endswith("q_norm") for name, _ in every.named_modules())
+        self.balance = balance_routers(every, self.text_config)
+        self.expert_loads = ExpertLoads(every)
+        self._experts = [has_experts(layer) for layer in every]
+        self._windows = [_window(layer, self.text_config) for layer in every]
+        self._deltas = [delta_sizes(layer) for layer in every]
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -121,6 +124,7 @@ class LlmModule(LayeredModule):
     def _describe_layer(self, index: int) -> LayerDescription:
         c = self.text_config
         has_experts = self._experts[index]
+        delta = self._deltas[index]
         active = c.num_experts_per_tok * c.moe_intermediate_size if has_experts else 0
         return LayerDescription(
             hidden_size=c.hidden_size,
@@ -139,7 +143,10 @@ class LlmModule(LayeredModule):
             norm="layer" if self._has_layer_norm else "rms",
             norm_place=self.family.norm_place,
             norm_weight_float32=self.family.norm_weight_float32,
-            qk_norm=self._has_qk_norm,
+            qk_norm=self._has_qk_norm and delta is None,
+            delta=delta,
+            output_gate=self.family.output_gate and delta is None,
+            shared_ffn_size=getattr(c, "shared_expert_intermediate_size", 0) * has_experts,
         )
 
     def forward(
@@ -238,9 +245,9 @@ class LlmModule(LayeredModule):
         return x_TD
 
 
-def _check_parts(layer: nn.Module, family: LlmFamily, model_type: str) -> None:
+def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> None:
     """Transformers renames parts of layers now and then."""
-    known = {name for name, _ in layer.named_modules()}
+    known = {name.partition(".")[2] for name, _ in layers.named_modules()}
     own = (name for name in family.tensor_parallel if not name.startswith("mlp."))
     missing = [name for name in (*family.norms, *own) if name not in known]
     if missing:
@@ -252,7 +259,9 @@ def _check_parts(layer: nn.Module, family: LlmFamily, model_type: str) -> None:
 
 def _window(layer: nn.Module, config: Any) -> int | None:
     """How many tokens a layer's attention reaches back; None: all."""
-    attention = layer.get_submodule("self_attn")
+    attention = getattr(layer, "self_attn", None)
+    if attention is None:
+        return None
     return getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from torchmm.models.layered import LayeredModule
-from torchmm.models.layers.experts import check_compiles
+from torchmm.models.layers import delta_net, experts
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.expert import apply_expert_parallel
@@ -64,7 +64,8 @@ def parallelize(
         mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
         apply_activation_checkpoint(module, mode)
         if compile_config.enabled and module.name in (compile_config.modules or [module.name]):
-            check_compiles(module.name, module.layers, mesh.device.type)
+            for kind in (experts, delta_net):
+                kind.check_compiles(module.name, module.layers, mesh.device.type)
             _compile_layers(module)
         if own.sizes.ranks > own.sizes.pipeline or dtype != torch.float32:
             experts = None if expert is None else own.expert_fsdp

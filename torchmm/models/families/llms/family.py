@@ -44,6 +44,8 @@ class LlmFamily:
     """Whether the feed-forward network has a gate: three weight matrices instead of two."""
     packed_qkv: bool = False
     """Whether one linear computes queries, keys and values."""
+    output_gate: bool = False
+    """Whether the queries' linear also gives a gate of attention's result."""
     both_ways: Literal["images", "prompts"] | None = None
     """Tokens with bidirectional attention: those of an image, or all before the first target of a
     sample."""

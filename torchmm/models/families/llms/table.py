@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.llms.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
 _GEMMA_NORMS = (
     "input_layernorm",
@@ -60,6 +61,9 @@ LLM_FAMILIES = {
     "gemma2": replace(_GEMMA, own_logits=True),  # capped scores, every other layer with a window
     "gemma3_text": _GEMMA,
     "qwen3_moe": _QWEN3_MOE,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_next": QWEN3_NEXT,
     "granite": LlmFamily(multiplier="embedding_multiplier", own_logits=True),
     "olmo2": _OLMO2,
     "phi3": _PHI3,

@@ -1,0 +1,196 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5) on packed rows: nothing passes from sample to sample.
+
+Such a layer has a causal convolution and a recurrent state where others have attention. Hugging
+Face's forward knows where packed samples begin only if the libraries flash-linear-attention and
+causal-conv1d are installed, and refuses packed rows otherwise. So the forward of each mixer is
+replaced on the instance; its parameters and their names stay, and without `Segments` Hugging Face's
+own forward runs.
+
+- The convolution runs on a row in which zeros stand in front of every segment, as many as a filter
+  reaches back. Where tokens go is worked out on the device.
+- The recurrence is `torchmm.models.layers.delta_ops`, on any device; on CUDA in half precision
+  flash-linear-attention's kernel if that library is installed. Its call was never run here, only
+  its arguments are tested.
+
+Rejected: Hugging Face's forward with other functions in its module's namespace, which would change
+models that are not ours; one call of the rule per segment, slow for many short ones.
+
+Shape legend: T tokens, C channels of the convolution, G key heads, H value heads, K key features of
+a head, V value features, W width of a filter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from torchmm.common.batch import DeltaSizes
+from torchmm.common.errors import ConfigError
+from torchmm.models.layers.attention import Segments
+from torchmm.models.layers.delta_ops import packed_delta_rule
+
+MIXER = "linear_attn"
+"""Hugging Face's name of a layer's delta net."""
+
+
+class DeltaWeights(NamedTuple):
+    """Parameters that are not in linears or norms; on a tensor-parallel rank those of its heads."""
+
+    filters_CW: Tensor
+    decay_H: Tensor
+    """Logarithm of the decay's factor."""
+    bias_H: Tensor
+    """Added to the decay's input."""
+
+
+def pack_delta_nets(layers: Iterable[nn.Module]) -> None:
+    """Lets the delta nets among the layers work on packed rows, in place."""
+    for layer in layers:
+        mixer: Any = getattr(layer, MIXER, None)
+        if mixer is not None:
+            mixer.own_weights = partial(_all_weights, mixer)
+            mixer.forward = partial(_forward, mixer)
+
+
+def delta_sizes(layer: nn.Module) -> DeltaSizes | None:
+    """Sizes of a layer's delta net; None if it has attention."""
+    mixer: Any = getattr(layer, MIXER, None)
+    if mixer is None:
+        return None
+    return DeltaSizes(
+        key_heads=mixer.num_k_heads,
+        value_heads=mixer.num_v_heads,
+        key_dim=mixer.head_k_dim,
+        value_dim=mixer.head_v_dim,
+        filter_width=mixer.conv_kernel_size,
+        interleaved=hasattr(mixer, "in_proj_qkvz"),
+    )
+
+
+def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:
+    """Layers of module `name`, on a device of this type.
+
+    Raises:
+        ConfigError: they would call flash-linear-attention, into which torch.compile cannot look.
+    """
+    if device == "cuda" and any(map(delta_sizes, layers)) and _library() is not None:
+        raise ConfigError(
+            f"compile: delta nets of {name!r} cannot be compiled with flash-linear-attention; "
+            f"uninstall it, or leave {name!r} out of compile.modules"
+        )
+
+
+def _all_weights(mixer: Any) -> DeltaWeights:
+    return DeltaWeights(mixer.conv1d.weight.squeeze(1), mixer.A_log, mixer.dt_bias)
+
+
+def _forward(
+    mixer: Any, hidden_states: Tensor, cu_seq_lens_q: Segments | None = None, **kwargs: Any
+) -> Tensor:
+    """(1, T, D) to (1, T, D)."""
+    if not isinstance(cu_seq_lens_q, Segments):
+        kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+        whole: Callable[..., Tensor] = type(mixer).forward
+        return whole(mixer, hidden_states, **kwargs)
+    if kwargs.get("attention_mask") is not None or kwargs.get("cache_params") is not None:
+        raise ValueError("packed segments need a row without attention mask and cache")
+    weights: DeltaWeights = mixer.own_weights()
+    project = _project_interleaved if hasattr(mixer, "in_proj_qkvz") else _project
+    mixed_TC, gate_TX, beta_TH, decay_TH = project(mixer, hidden_states)
+    mixed_TC = packed_convolution(mixed_TC, weights.filters_CW, cu_seq_lens_q)
+    mixed_TC = ACT2FN[mixer.activation](mixed_TC)
+    heads = len(weights.decay_H)
+    values = heads * mixer.head_v_dim
+    keys = (mixed_TC.shape[1] - values) // 2
+    query_TX, key_TX, value_TX = mixed_TC.split([keys, keys, values], dim=-1)
+    rate_H = -weights.decay_H.float().exp()
+    decay_TH = rate_H * functional.softplus(decay_TH.float() + weights.bias_H)
+    value_THV = delta_rule(
+        query_TX.unflatten(-1, (-1, mixer.head_k_dim)),
+        key_TX.unflatten(-1, (-1, mixer.head_k_dim)),
+        value_TX.unflatten(-1, (heads, mixer.head_v_dim)),
+        decay_TH,
+        beta_TH.sigmoid(),
+        cu_seq_lens_q,
+    )
+    rows = value_THV.flatten(0, 1)
+    normed = mixer.norm(rows, gate_TX.reshape(rows.shape))
+    return mixer.out_proj(normed.view(1, len(mixed_TC), values))
+
+
+def _project(mixer: Any, hidden_1TD: Tensor) -> tuple[Tensor, ...]:
+    """Channels, gate, and the inputs of beta and decay (Qwen3.5)."""
+    linears = (mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a)
+    return tuple(linear(hidden_1TD)[0] for linear in linears)
+
+
+def _project_interleaved(mixer: Any, hidden_1TD: Tensor) -> tuple[Tensor, ...]:
+    """The same (Qwen3-Next), whose linears hold everything of one key head together."""
+    shared = mixer.num_v_heads // mixer.num_k_heads
+    keys = mixer.head_k_dim
+    values = shared * mixer.head_v_dim
+    sizes = [keys, keys, values, values]
+    heads_TGX = mixer.in_proj_qkvz(hidden_1TD)[0].unflatten(-1, (-1, sum(sizes)))
+    query, key, value, gate = (x.flatten(1) for x in heads_TGX.split(sizes, dim=-1))
+    shares_TGX = mixer.in_proj_ba(hidden_1TD)[0].unflatten(-1, (-1, 2 * shared))
+    beta, decay = (x.flatten(1) for x in shares_TGX.split(shared, dim=-1))
+    return torch.cat([query, key, value], dim=-1), gate, beta, decay
+
+
+def packed_convolution(x_TC: Tensor, filters_CW: Tensor, segments: Segments) -> Tensor:
+    """(T, C): causal convolution of each channel, which sees zeros before its segment."""
+    reach = filters_CW.shape[1] - 1
+    tokens = len(x_TC)
+    starts = segments.cu_seqlens
+    at_T = torch.arange(tokens, device=x_TC.device)
+    # Of what the filter computes, by the position of the first value that it reads. All starts
+    # are given, at least two: torch.compile makes a graph of its own for sizes zero and one.
+    out_T = at_T + reach * (torch.bucketize(at_T, starts, right=True) - 1)
+    spaced_PC = x_TC.new_zeros(tokens + reach * (len(starts) - 1), x_TC.shape[1])
+    spaced_PC = spaced_PC.index_copy(0, out_T + reach, x_TC)
+    out_CP = functional.conv1d(
+        spaced_PC.T[None].to(filters_CW.dtype), filters_CW[:, None], groups=len(filters_CW)
+    )[0]
+    return out_CP.T.index_select(0, out_T).to(x_TC.dtype)
+
+
+def delta_rule(
+    query_TGK: Tensor,
+    key_TGK: Tensor,
+    value_THV: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    segments: Segments,
+) -> Tensor:
+    """(T, H, V), see `packed_delta_rule`."""
+    inputs = (query_TGK, key_TGK, value_THV, decay_TH, beta_TH)
+    half = value_THV.dtype in (torch.bfloat16, torch.float16)
+    if value_THV.is_cuda and half and (kernel := _library()) is not None:
+        return call_library(kernel, inputs, segments)
+    return packed_delta_rule(*inputs, segments.cu_seqlens_host)
+
+
+def call_library(
+    kernel: Callable[..., tuple[Tensor, Any]], inputs: tuple[Tensor, ...], segments: Segments
+) -> Tensor:
+    """(T, H, V) from flash-linear-attention's kernel, which wants rows of a batch."""
+    q, k, v, g, beta = (x[None].contiguous() for x in inputs)
+    starts = segments.cu_seqlens.long()
+    out, _ = kernel(q, k, v, g=g, beta=beta, cu_seqlens=starts, use_qk_l2norm_in_kernel=True)
+    return out[0]
+
+
+@cache
+def _library() -> Any:
+    """Flash-linear-attention's kernel; None if that library is not installed."""
+    try:
+        return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    except ImportError:
+        return None

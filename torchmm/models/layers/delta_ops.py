@@ -1,0 +1,314 @@
+"""The gated delta rule within packed segments, as a custom operator with a backward of its own.
+
+The rule (arXiv 2412.06464) updates a state S for every token: decay, then replace what the key
+reads by a share beta of the value: S <- exp(g) S, S <- S + k beta (v - k S), out = q S. As in
+Hugging Face's version for training, 64 tokens are a chunk: what happens inside chunks is a few
+matrix products and a triangular solve for all chunks at once, and only the state goes from one
+chunk to the next.
+
+A segment is padded to whole chunks, so no chunk has tokens of two samples, and every segment starts
+with a state of its own, zero. Segments are ordered by their number of chunks, longest first, and
+round r computes the r-th chunks of all segments that have so many: one batch of products per round,
+as many rounds as the longest segment has chunks. Where tokens go is worked out from the starts on
+the CPU, so nothing waits for a device.
+
+Backward computes the inside of chunks again from the inputs: kept, it would be some 20 times as
+large as the inputs. Rejected: autograd through the loop, which keeps all of that and is compiled
+anew for every number of chunks; states multiplied by zero where a segment starts, with one round
+per chunk of the row.
+
+Shape legend: T tokens, G key heads, H value heads (G divides H), K key features, V value features,
+C chunks, L tokens of a chunk, N chunks of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk."""
+NORM_EPSILON = 1e-6
+"""Added to the sum of squares of a query or key, before the root."""
+
+
+class ChunkLayout(NamedTuple):
+    """Which chunk and place a token has."""
+
+    places_T: Tensor
+    """int64: chunk * CHUNK + place in the chunk; on the device of the tokens."""
+    rounds: list[int]
+    """Chunks of each round, one after the other; never rises."""
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, device: torch.device) -> ChunkLayout:
+        """From the starts of segments and the total length (on the CPU)."""
+        starts_S = cu_seqlens[:-1].long()
+        lengths_S = cu_seqlens.diff().long()
+        chunks_S = (lengths_S + CHUNK - 1) // CHUNK
+        order_S = chunks_S.argsort(descending=True, stable=True)
+        rank_S = torch.empty_like(order_S)
+        rank_S[order_S] = torch.arange(len(order_S))
+        longest = int(chunks_S.max())
+        # How many segments have more than r chunks.
+        rounds_R = (chunks_S[:, None] > torch.arange(longest)).sum(0)
+        first_R = rounds_R.cumsum(0) - rounds_R
+        segment_T = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
+        at_T = torch.arange(int(cu_seqlens[-1])) - starts_S[segment_T]
+        chunk_T = first_R[at_T // CHUNK] + rank_S[segment_T]
+        places_T = chunk_T * CHUNK + at_T % CHUNK
+        if device.type == "cuda":
+            places_T = places_T.pin_memory().to(device, non_blocking=True)
+        return cls(places_T, rounds_R.tolist())
+
+    def split(self, x_THD: Tensor) -> Tensor:
+        """(C, H, L, D) float32: tokens in their chunks, zeros where there is none."""
+        shape = (sum(self.rounds) * CHUNK, *x_THD.shape[1:])
+        x = x_THD.new_zeros(shape, dtype=_wide(x_THD)).index_copy_(
+            0, self.places_T, x_THD.to(_wide(x_THD))
+        )
+        return x.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
+
+    def join(self, x_CHLD: Tensor) -> Tensor:
+        """(T, H, D): the reverse."""
+        return x_CHLD.transpose(1, 2).flatten(0, 1).index_select(0, self.places_T)
+
+    def slices(self) -> Iterator[slice]:
+        """The chunks of each round."""
+        start = 0
+        for count in self.rounds:
+            yield slice(start, start + count)
+            start += count
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class _Chunks(NamedTuple):
+    """What is known of all chunks before the state goes through them."""
+
+    query: Tensor
+    """(C, H, L, K): normalized and scaled."""
+    key: Tensor
+    """(C, H, L, K): normalized."""
+    value: Tensor
+    """(C, H, L, V)."""
+    beta: Tensor
+    """(C, H, L, 1)."""
+    decay: Tensor
+    """(C, H, L, 1): logarithm of the decay from the start of the chunk, the token's included."""
+    pairs: Tensor
+    """(C, H, L, L): decay from the second token to the first; zero above the diagonal."""
+    overlap: Tensor
+    """(C, H, L, L): products of keys."""
+    system: Tensor
+    """(C, H, L, L): lower triangle of what is solved."""
+    scores: Tensor
+    """(C, H, L, L): queries times keys, with decay."""
+    new: Tensor
+    """(C, H, L, V): values as written into an empty state."""
+    read: Tensor
+    """(C, H, L, K): what reads the part of the old state that they replace."""
+
+    @property
+    def grown(self) -> Tensor:
+        """(C, H, L, 1): decay from the start of the chunk."""
+        return self.decay.exp()
+
+    @property
+    def rest(self) -> Tensor:
+        """(C, H, L, 1): decay to the end of the chunk."""
+        return (self.decay[:, :, -1:] - self.decay).exp()
+
+
+def _chunks(layout: ChunkLayout, inputs: list[Tensor]) -> _Chunks:
+    query, key, value, decay, beta = (
+        layout.split(x[..., None] if x.ndim == 2 else x) for x in inputs
+    )
+    shared = value.shape[1] // key.shape[1]
+    query = _normalized(query)[0] * query.shape[-1] ** -0.5
+    query = query.repeat_interleave(shared, dim=1)
+    key = _normalized(key)[0].repeat_interleave(shared, dim=1)
+    decay = decay.cumsum(2)
+    hidden = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
+    pairs = (decay - decay.transpose(-1, -2)).masked_fill_(hidden, -torch.inf).exp_()
+    overlap = key @ key.transpose(-1, -2)
+    system = overlap * pairs * beta
+    scores = (query @ key.transpose(-1, -2)).mul_(pairs)
+    new = _solve(system, value * beta)
+    read = _solve(system, key * (beta * decay.exp()))
+    return _Chunks(query, key, value, beta, decay, pairs, overlap, system, scores, new, read)
+
+
+def _solve(system: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
+    """Solution for a triangle with ones on its diagonal, whatever is stored there and beyond."""
+    left = system.transpose(-1, -2) if transposed else system
+    return torch.linalg.solve_triangular(left, right, upper=transposed, unitriangular=True)
+
+
+def _normalized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of length one, and the factors that made them so."""
+    factor = (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
+    return x * factor, factor
+
+
+class _Scan(NamedTuple):
+    """What the states make of the chunks."""
+
+    states: Tensor
+    """(C, H, K, V): before each chunk."""
+    written: Tensor
+    """(C, H, L, V): values as written into that state."""
+
+
+def _scan(layout: ChunkLayout, c: _Chunks) -> _Scan:
+    decayed_key = c.key * c.rest
+    whole = c.grown[:, :, -1:]
+    states = c.key.new_empty(*c.key.shape[:2], c.key.shape[-1], c.value.shape[-1])
+    written = torch.empty_like(c.value)
+    state = torch.zeros_like(states[: layout.rounds[0]])
+    for part in layout.slices():
+        state = state[: part.stop - part.start]
+        states[part] = state
+        written[part] = c.new[part] - c.read[part] @ state
+        state = state * whole[part] + decayed_key[part].transpose(-1, -2) @ written[part]
+    return _Scan(states, written)
+
+
+@torch.library.custom_op("torchmm::packed_delta_rule", mutates_args=())
+def packed_delta_rule(
+    query_TGK: Tensor,
+    key_TGK: Tensor,
+    value_THV: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor:
+    """The gated delta rule within segments, each from an empty state, in float32 inside.
+
+    Args:
+        query_TGK, key_TGK: are normalized to length one here; queries also scaled by K ** -0.5.
+        decay_TH: logarithms, not positive.
+        beta_TH: shares, 0 to 1.
+        cu_seqlens: on the CPU.
+
+    Returns:
+        (T, H, V) in the values' dtype.
+    """
+    layout = ChunkLayout.of(cu_seqlens, value_THV.device)
+    c = _chunks(layout, [query_TGK, key_TGK, value_THV, decay_TH, beta_TH])
+    scan = _scan(layout, c)
+    out = (c.query * c.grown) @ scan.states + c.scores @ scan.written
+    return layout.join(out).to(value_THV.dtype)
+
+
+@packed_delta_rule.register_fake
+def _(query_TGK, key_TGK, value_THV, decay_TH, beta_TH, cu_seqlens):  # type: ignore[no-untyped-def]
+    return torch.empty_like(value_THV, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("torchmm::packed_delta_rule_backward", mutates_args=())
+def packed_delta_rule_backward(
+    grad_THV: Tensor, inputs: list[Tensor], cu_seqlens: Tensor
+) -> list[Tensor]:
+    """Gradients of the five tensors that `packed_delta_rule` reads, each in its dtype."""
+    layout = ChunkLayout.of(cu_seqlens, grad_THV.device)
+    c = _chunks(layout, inputs)
+    scan = _scan(layout, c)
+    parts = _gradients(layout, c, scan, layout.split(grad_THV))
+    query, key, value, decay, beta = parts
+    scale = query.shape[-1] ** -0.5
+    query = _through_norm(layout, inputs[0], query * scale)
+    key = _through_norm(layout, inputs[1], key)
+    flat = (x[..., 0] for x in (layout.join(decay), layout.join(beta)))
+    grads = [query, key, layout.join(value), *flat]
+    return [grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)]
+
+
+def _through_norm(layout: ChunkLayout, x_TGK: Tensor, grad_CHLK: Tensor) -> Tensor:
+    """(T, G, K) gradient before normalization; value heads that share a key head are summed."""
+    groups = x_TGK.shape[1]
+    grad = layout.join(grad_CHLK).unflatten(1, (groups, -1)).sum(2)
+    unit, factor = _normalized(x_TGK.to(_wide(x_TGK)))
+    return factor * (grad - unit * (grad * unit).sum(-1, keepdim=True))
+
+
+def _gradients(layout: ChunkLayout, c: _Chunks, scan: _Scan, grad: Tensor) -> tuple[Tensor, ...]:
+    """(C, H, L, ...) of query, key, value, decay (of single tokens) and beta."""
+    of_written, of_states = _scan_backward(layout, c, grad)
+    grown_query = c.query * c.grown
+    rest_key = c.key * c.rest
+    of_grown_query = grad @ scan.states.transpose(-1, -2)
+    of_rest_key = scan.written @ of_states.transpose(-1, -2)
+    of_scores = (grad @ scan.written.transpose(-1, -2)).tril_()
+    # Through the solutions: of what stood on the right, and of the system (below its diagonal).
+    right_new = _solve(c.system, of_written, transposed=True)
+    of_read = -of_written @ scan.states.transpose(-1, -2)
+    right_read = _solve(c.system, of_read, transposed=True)
+    of_system = -(right_new @ c.new.transpose(-1, -2)) - right_read @ c.read.transpose(-1, -2)
+    of_system = of_system.tril_(-1)
+
+    paired = of_scores * c.pairs
+    of_query = paired @ c.key + of_grown_query * c.grown
+    of_overlap = of_system * c.pairs * c.beta
+    read_key = _row_sums(right_read, c.key) * c.grown
+    of_key = paired.transpose(-1, -2) @ c.query + of_rest_key * c.rest
+    of_key += (of_overlap + of_overlap.transpose(-1, -2)) @ c.key
+    of_key += right_read * (c.beta * c.grown)
+    of_beta = _row_sums(right_new, c.value) + read_key
+    of_beta += _row_sums(of_system * c.pairs, c.overlap)
+
+    # Of logarithms: a product's gradient times the product, at both of its ends.
+    between = of_scores * c.scores + of_system * c.system
+    to_end = _row_sums(of_rest_key, rest_key)
+    of_decay = between.sum(-1, keepdim=True) - between.sum(-2)[..., None] - to_end
+    of_decay += _row_sums(of_grown_query, grown_query) + read_key * c.beta
+    whole = (of_states * scan.states).sum((-2, -1))[..., None] * c.grown[:, :, -1]
+    of_decay[:, :, -1] += whole + to_end.sum(2)
+    of_decay = of_decay.flip(2).cumsum(2).flip(2)
+    return of_query, of_key, right_new * c.beta, of_decay, of_beta
+
+
+def _row_sums(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum(-1, keepdim=True)
+
+
+def _scan_backward(layout: ChunkLayout, c: _Chunks, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of values as written (C, H, L, V), and of the state behind each chunk."""
+    rest_key = c.key * c.rest
+    grown_query = c.query * c.grown
+    whole = c.grown[:, :, -1:]
+    of_written = c.scores.transpose(-1, -2) @ grad
+    of_states = c.key.new_zeros(*c.key.shape[:2], c.key.shape[-1], c.value.shape[-1])
+    before: Tensor | None = None
+    for part in reversed(list(layout.slices())):
+        if before is not None:  # of segments that have a later chunk
+            of_states[part.start : part.start + len(before)] = before
+        behind = of_states[part]
+        of_written[part] += rest_key[part] @ behind
+        before = grown_query[part].transpose(-1, -2) @ grad[part] + behind * whole[part]
+        before -= c.read[part].transpose(-1, -2) @ of_written[part]
+    return of_written, of_states
+
+
+def _like_inputs(grad_THV, inputs, cu_seqlens):  # type: ignore[no-untyped-def]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+packed_delta_rule_backward.register_fake(_like_inputs)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_THV: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, cu_seqlens = ctx.saved_tensors
+    return *packed_delta_rule_backward(grad_THV.contiguous(), inputs, cu_seqlens), None
+
+
+packed_delta_rule.register_autograd(_backward, setup_context=_save_for_backward)
