@@ -68,8 +68,8 @@ def parallelize(
                 kind.check_compiles(module.name, module.layers, mesh.device.type)
             _compile_layers(module)
         if own.sizes.ranks > own.sizes.pipeline or dtype != torch.float32:
-            experts = None if expert is None else own.expert_fsdp
-            apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), experts)
+            expert_fsdp = None if expert is None else own.expert_fsdp
+            apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), expert_fsdp)
 
 
 def reshards_after_forward(parallel: ParallelConfig) -> bool:
