@@ -92,14 +92,15 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
         sections["optimizer"] = {"max_grad_norm": 0.05}
     weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
     world = rng.choices(worlds, weights)[0]
-    shape = Shape(layers, batch, world)
+    experts = model.get("llm", {}).get("config", {}).get("num_experts", 0)
+    shape = Shape(layers, batch, world, experts)
     first = draw_layout(rng, shape)
     if rng.random() < PERTURBED:
         first = perturbed(rng, first, shape)
     then = []
     for _ in range(3):
         world_then = rng.choice((1, 1, 2, 2, 2, 4))
-        found = draw_layout(rng, Shape(layers, batch, world_then))
+        found = draw_layout(rng, Shape(layers, batch, world_then, experts))
         then.append(Layout(world_then, found))
     return Draw(f"{seed}-{index}", source, sections, Layout(world, first), tuple(then))
 

@@ -30,6 +30,8 @@ class Shape:
     batch: int
     """Sequences of a step."""
     world: int
+    experts: int = 0
+    """Of a layer of the LLM."""
 
     @property
     def encoders(self) -> list[str]:
@@ -127,6 +129,9 @@ def _interleaved(rng: Random, shape: Shape) -> tuple[Table, int]:
         parallel["search"] = _search(rng)
     if pipeline == 1 and rng.random() < 0.3:
         parallel["reshard_after_forward"] = rng.choice(("always", "never"))
+    if shape.experts and sizes["tensor"] == 1 and rng.random() < 0.7:
+        both = [d for d in divisors(sizes["shard"]) if shape.experts % d == 0]
+        parallel["expert"] = _middle(rng, both)
     return parallel, sizes["replicate"] * sizes["shard"]
 
 
