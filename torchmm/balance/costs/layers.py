@@ -33,8 +33,8 @@ from functools import cache
 
 import numpy as np
 
+from torchmm.balance.costs.component import Linear
 from torchmm.balance.costs.components import (
-    Linear,
     components_of,
     norm_kept_bytes,
     norm_scales,
