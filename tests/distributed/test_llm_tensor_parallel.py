@@ -48,8 +48,12 @@ class Case:
         return batch
 
 
+ROUNDED = ("linear_attn.dt_bias", "linear_attn.A_log")
+"""Small differences of large sums: changing each weight by half a last bit changes these gradients
+by 1.4e-5 in a single process."""
 CASES = [Case(family, split) for family in LLMS for split in (False, True)]
 CASES += [Case(family, True, chunks=2) for family in ("phi3", "olmo2", "gemma3_text")]
+CASES += [Case("qwen3_5", True, chunks=2)]
 CASES += [Case("phi3", changes={"num_key_value_heads": 1})]
 CASES += [
     Case("qwen3_moe", split, changes={"output_router_logits": True}) for split in (False, True)
@@ -73,7 +77,7 @@ def _compare_all(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
 
 
 def _compare(case: Case) -> dict[str, float]:
-    """Loss and gradients that differ by more than 1e-5, relative."""
+    """Loss and gradients that differ by more than 1e-5, relative (3e-5 for `ROUNDED`)."""
     whole = build(case.model_config())
     split = build_model(case.model_config(), FreezeConfig())
     mesh = build_mesh(ParallelConfig(shard=1, tensor=2), torch.device("cpu"))
@@ -106,4 +110,5 @@ def _compare(case: Case) -> dict[str, float]:
         error = (grad - expected).norm().item() / (size if size > 1e-6 * scale else scale)
         errors[name] = error
     assert not gradients
-    return {name: error for name, error in errors.items() if not error <= 1e-5}
+    limits = {name: 3e-5 if name.endswith(ROUNDED) else 1e-5 for name in errors}
+    return {name: error for name, error in errors.items() if not error <= limits[name]}

@@ -31,6 +31,8 @@ FREEZES = {
     "all but the connector": ("vision", "llm"),
 }
 BF16_TOLERANCE = 2e-2
+DELTA_TOLERANCE = 5e-5
+"""Gradients of decays are small differences of large sums (`test_delta_net`)."""
 CASES = {
     2: [
         *(Case(f"pp2, {n} frozen", 2, freeze=f) for n, f in FREEZES.items()),
@@ -40,6 +42,7 @@ CASES = {
         Case("pp2, speech", 2, encoder="whisper", freeze=("vision",)),
         Case("pp2, speech and images of any size", 2, encoder="whisper", second="siglip2"),
         Case("pp2, untied", 2, tied=False),
+        Case("pp2, delta nets", 2, delta=True, recompute="selective", tolerance=DELTA_TOLERANCE),
         Case("pp2, recomputation", 2, recompute="full"),
         Case("pp2, selective recomputation", 2, recompute="selective"),
         Case("pp2, bf16", 2, dtype=torch.bfloat16, tolerance=BF16_TOLERANCE),
@@ -57,6 +60,10 @@ CASES = {
         Case("pp2 x tp2, speech", 2, tensor=2, encoder="whisper", seeds=(0,)),
         Case("pp2 x replicate2", 2, replicate=2, seeds=(0, 1)),
         Case("pp2 x tp2", 2, tensor=2, seeds=(0,)),
+        Case("pp2 x tp2, delta nets", 2, tensor=2, sequence_parallel=True, delta=True, seeds=(0,),
+             tolerance=DELTA_TOLERANCE),
+        Case("pp2 x fsdp2, delta nets", 2, shard=2, delta=True, seeds=(0,),
+             tolerance=DELTA_TOLERANCE),
         Case("pp2 x tp2, the LLM frozen", 2, tensor=2, freeze=("llm",), seeds=(1,)),
         Case("pp2 x tp2, sequence parallel", 2, tensor=2, sequence_parallel=True, seeds=(0, 5)),
     ],

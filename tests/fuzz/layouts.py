@@ -129,10 +129,14 @@ def _interleaved(rng: Random, shape: Shape) -> tuple[Table, int]:
         parallel["search"] = _search(rng)
     if pipeline == 1 and rng.random() < 0.3:
         parallel["reshard_after_forward"] = rng.choice(("always", "never"))
-    if shape.experts and sizes["tensor"] == 1 and rng.random() < 0.7:
-        both = [d for d in divisors(sizes["shard"]) if shape.experts % d == 0]
-        parallel["expert"] = _middle(rng, both)
+    parallel |= _experts(rng, shape, sizes)
     return parallel, sizes["replicate"] * sizes["shard"]
+
+
+def _experts(rng: Random, shape: Shape, sizes: dict[str, int]) -> Table:
+    if not shape.experts or sizes["tensor"] > 1 or rng.random() < 0.3:
+        return {}
+    return {"expert": _middle(rng, [d for d in divisors(sizes["shard"]) if shape.experts % d == 0])}
 
 
 def _search(rng: Random) -> Table:

@@ -58,6 +58,21 @@ LLM = {
     "head_dim": 8,
     "max_position_embeddings": 256,
 }
+DELTA_LLM = {
+    **LLM,
+    "model_type": "qwen3_5_text",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+    },
+}
+"""Three layers with a gated delta net, one with attention."""
 TOWER = {**SIZES, "num_hidden_layers": LAYERS, "patch_size": 8}
 FOLDED = {"connector": "pixel_shuffle_mlp", "shuffle": 2}
 
@@ -118,6 +133,8 @@ class Case:
     """Kind of a second encoder, which is always trained."""
     freeze: tuple[str, ...] = ()
     tied: bool = True
+    delta: bool = False
+    """Whether the LLM has gated delta nets."""
     recompute: str = "none"
     dtype: torch.dtype = torch.float32
     tolerance: float = 1e-5
@@ -136,7 +153,12 @@ class Case:
     def build(self, dtype: torch.dtype = torch.float32) -> MultimodalModel:
         """The whole model, on the meta device, with parameters in `dtype`."""
         config = {
-            "llm": {"config": {**LLM, "tie_word_embeddings": self.tied}},
+            "llm": {
+                "config": {
+                    **(DELTA_LLM if self.delta else LLM),
+                    "tie_word_embeddings": self.tied,
+                }
+            },
             "encoders": {name: kind.section for name, kind in self.kinds.items()},
         }
         model = ModelConfig.model_validate(config)

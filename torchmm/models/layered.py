@@ -262,6 +262,7 @@ class LayeredModule(nn.Module, ABC):
         replicated_with_grad_allreduce) and "embedding" (rows of the table), "packed_qkv" (an
         attention with queries, keys and values in one linear), "packed_gate_up" (the same for a
         feed-forward network), "experts" (experts, divided among the ranks),
+        "delta_net" (a gated delta net, divided by heads),
         "sharded_norm" (a norm over the features of all ranks), "local_heads" (an attention that
         reads its number of heads), "sequence" (a norm or scale that works on sequence slices under
         sequence parallelism).
@@ -280,6 +281,8 @@ class LayeredModule(nn.Module, ABC):
                 patterns[pattern] = None
             elif parent != layer and style in ("colwise", "rowwise"):
                 patterns[parent] = None
+            elif style == "experts":
+                patterns[pattern] = None
         return [pattern for pattern in patterns if self.matching(pattern)]
 
     def matching(self, pattern: str) -> list[nn.Module]:

@@ -26,7 +26,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
-from torchmm.models.layers.delta_net import delta_sizes
+from torchmm.models.layers.delta_net import MIXER, delta_sizes
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
 from torchmm.models.layers.loss import summed_cross_entropy
 
@@ -248,8 +248,12 @@ class LlmModule(LayeredModule):
 def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> None:
     """Transformers renames parts of layers now and then."""
     known = {name.partition(".")[2] for name, _ in layers.named_modules()}
-    own = (name for name in family.tensor_parallel if not name.startswith("mlp."))
+    own = [name for name in family.tensor_parallel if not name.startswith("mlp.")]
+    # Layers may be of one kind only, though the family has two.
+    own = [name for name in own if name.partition(".")[0] in known]
     missing = [name for name in (*family.norms, *own) if name not in known]
+    if not all(hasattr(layer, "self_attn") or hasattr(layer, MIXER) for layer in layers):
+        missing.append("self_attn")
     if missing:
         raise ConfigError(
             f"layers of {model_type!r} have no {', '.join(missing)} in transformers "

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-import torchmm.models.layers.attention  # noqa: F401 - registers its operators
+import torchmm.models.layers.attention
+import torchmm.models.layers.delta_ops  # noqa: F401 - both register their operators
 
 VIEWS = {
     "view", "t", "transpose", "detach", "expand", "slice", "unsqueeze", "squeeze", "select",
@@ -81,12 +82,32 @@ def _convolution_backward(
     return forward * sum(needed[:2])
 
 
+def _delta(key: Tensor, value: Tensor, starts: Tensor) -> int:
+    """Products of the delta rule, as Hugging Face's version in chunks of 64 computes them."""
+    chunks = sum(-(-(b - a) // 64) for a, b in pairwise(starts.tolist()))
+    (heads, width), keys = value.shape[1:], key.shape[2]
+    sizes = [(64, keys, 64)] * 2 + [(64, 64, width)] + [(64, keys, width)] * 2 + [(keys, 64, width)]
+    return 2 * chunks * heads * sum(a * b * c for a, b, c in sizes)
+
+
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, starts: Tensor, **_: Any
+) -> int:
+    return _delta(key, value, starts)
+
+
+def _delta_rule_backward(grad: Tensor, inputs: list, starts: Tensor, *, out_val: Any) -> int:
+    return 2 * _delta(inputs[1], inputs[2], starts)
+
+
 _aten, _own = torch.ops.aten, torch.ops.torchmm
 _ATTENTION: dict[Any, Any] = {
     _own.packed_attention: _packed_attention,
     _own.packed_attention_backward: _packed_attention_backward,
     _aten._grouped_mm: _grouped_mm,
     _aten.convolution_backward: _convolution_backward,
+    _own.packed_delta_rule: _delta_rule,
+    _own.packed_delta_rule_backward: _delta_rule_backward,
     _own.capped_attention: _packed_attention,
     _own.capped_attention_backward: _capped_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _dense_attention,

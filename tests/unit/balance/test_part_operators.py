@@ -16,7 +16,12 @@ from counting import CountLive, CountTraffic, count_flops
 from torch import Tensor, nn
 
 from torchmm.balance.costs.execution import Execution, Setting
-from torchmm.balance.costs.layers import layer_kept_bytes, layer_operators
+from torchmm.balance.costs.layers import (
+    layer_flops,
+    layer_kept_bytes,
+    layer_linears,
+    layer_operators,
+)
 from torchmm.balance.costs.operators import Operator
 from torchmm.balance.costs.sizes import TaskSizes, encoder_sizes, llm_sizes
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, ModuleDescription, SampleMeta
@@ -25,8 +30,12 @@ from torchmm.models.layers.attention import Segments
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 
+LLMS = {
+    **model_cases.LLMS,
+    "qwen3_5, attention": {**model_cases.LLMS["qwen3_5"], "layer_types": ["full_attention"] * 3},
+}
 OTHERS = ("llama_tied", *model_cases.EXPERTS)  # the latter's operators are not modelled one by one
-FAMILIES = [*(n for n in model_cases.LLMS if n not in OTHERS), *model_cases.BASIC_ENCODERS]
+FAMILIES = [*(n for n in LLMS if n not in OTHERS), *model_cases.BASIC_ENCODERS]
 TOKENS = 96
 # Wide enough for what depends on the number of heads or tables alone to be small.
 WIDE = {"hidden_size": 128, "intermediate_size": 320}
@@ -35,6 +44,8 @@ FUSED = (
     "packed_attention_backward",
     "capped_attention",
     "capped_attention_backward",
+    "packed_delta_rule",
+    "packed_delta_rule_backward",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
@@ -47,7 +58,7 @@ class RealLayer:
     def __init__(self, family: str, dtype: torch.dtype) -> None:
         self.tables: list[Tensor] = []
         self.module, self.hidden, self.sizes, self._run = (
-            self._llm(family, dtype) if family in model_cases.LLMS else self._encoder(family, dtype)
+            self._llm(family, dtype) if family in LLMS else self._encoder(family, dtype)
         )
         self.layer: nn.Module = self.module.layers[0]
         self.description: ModuleDescription = self.module.describe()
@@ -79,11 +90,11 @@ class RealLayer:
     def _llm(
         self, family: str, dtype: torch.dtype
     ) -> tuple[LayeredModule, Tensor, TaskSizes, Callable[[], Tensor]]:
-        config = {**model_cases.LLMS[family], **WIDE}
+        config = {**LLMS[family], **WIDE}
         module = model_cases.build(ModelConfig(llm=LlmConfig(config=config))).llm.to(dtype)
         hidden = torch.randn(1, TOKENS, 128, dtype=dtype, requires_grad=True)
         positions = torch.arange(TOKENS)[None]
-        kinds = config.get("layer_types", ())[:1]  # Gemma 3 has tables for each
+        kinds = config["layer_types"][:1] if family == "gemma3_text" else ()  # tables for each
         self.tables = list(module.text_model.rotary_emb(hidden, positions, *kinds))
         segments = Segments.from_starts([0, 40, TOKENS], hidden.device)
         samples = (SampleMeta("s", 0, 40), SampleMeta("s", 1, TOKENS - 40))
@@ -157,7 +168,7 @@ def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dt
         fused = [o for o in operators if o.kind.startswith("attention")]  # loops inside
         calls = len(fused) + sum(np.sum(o.calls) for o in operators if o not in fused)
         assert calls == pytest.approx(sum(count.calls.values()), rel=0.2)
-    products = sum(p.numel() for p in real.layer.parameters() if p.ndim > 1)
+    products = sum(p.numel() for p in real.layer.parameters() if p.ndim == 2)
     assert accumulation.memory_bytes == products * (8 + dtype.itemsize)
 
 
@@ -187,9 +198,11 @@ def test_backward_runs_again_all_but_the_last_product(family: str) -> None:
     setting = Setting(Execution(recompute="full"), 4)
     again = layer_operators(layer, real.sizes, setting).again
     products = sum(np.sum(o.flops) for o in again if o.kind == "matmul")
-    scores = 4 * layer.heads * layer.head_dim * np.sum(real.sizes.pairs_N(layer.window))
+    dense, scores = (np.sum(flops_N) for flops_N in layer_flops(layer, real.sizes))
+    linears = 2 * np.sum(real.sizes.units_N) * sum(map(prod, layer_linears(layer).values()))
+    convolutions = dense - linears
     found = real.backward_flops("full") - real.backward_flops("none")
-    assert products + scores == pytest.approx(found, rel=0.01)
+    assert products + scores + convolutions == pytest.approx(found, rel=0.01)
 
 
 def test_selective_recomputation_keeps_products_and_attention() -> None:

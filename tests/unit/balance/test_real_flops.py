@@ -118,7 +118,13 @@ def test_attention_costs_what_unfused_products_cost(family: str) -> None:
     ids, kept = microbatch.input_ids_T[None], microbatch.target_positions_L
     eager, _ = count_flops(lambda: plain(input_ids=ids, logits_to_keep=kept))
     ours, _ = count_flops(lambda: model(microbatch))
-    assert ours == eager
+    # Hugging Face's convolutions go on behind the row, by all but one of a filter's values.
+    beyond = 0
+    for layer in model.llm.layer_sizes():
+        if (delta := layer.delta) is not None:
+            channels = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
+            beyond += 2 * delta.filter_width * channels * (delta.filter_width - 1)
+    assert ours == eager - beyond
 
 
 def test_frames_of_a_video_attend_to_themselves() -> None:

@@ -16,9 +16,8 @@ Shape suffix N: tasks.
 
 from __future__ import annotations
 
-from math import prod
-from typing import ClassVar, NamedTuple
-
+from torchmm.balance.costs.component import Component, Linear, Temporaries
+from torchmm.balance.costs.delta_component import DeltaNet
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.operators import (
     Kind,
@@ -34,115 +33,16 @@ SCORE_FLOPS = 48
 """What a score's softmax takes on CPUs, in FLOPs of attention's products: measured on lengths of
 100 to 512 and heads of 32 to 128. Efficiencies are measured with heads of 64."""
 
-Linear = tuple[float, float]
-"""(inputs, outputs) of a matrix product with weights."""
-
-
-class Temporaries(NamedTuple):
-    """What a component needs at one time beyond what is kept, bytes by task."""
-
-    forward_N: Array | float
-    backward_N: Array | float
-
-
-class Component:
-    """A component without weights that does nothing; kinds override what they have.
-
-    Args:
-        layer: sizes.
-    """
-
-    sublayer: ClassVar[bool] = False
-    """Whether it is a branch of the residual stream, with a norm and an addition of its own."""
-    reads_context: ClassVar[bool] = False
-    """Whether its matrix products read a generator's context too."""
-    splits_rest: ClassVar[bool] = False
-    """Whether tensor-parallel ranks share the layer's parameters beyond matrix products."""
-
-    def __init__(self, layer: LayerDescription) -> None:
-        self.layer = layer
-
-    @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
-        """Whether a layer has this component."""
-        return True
-
-    def extra_readers(self) -> int:
-        """Further products that read the same input as the first: backward adds their gradients."""
-        return 0
-
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of matrix products with weights, by what they are."""
-        return {}
-
-    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
-        """The same of the weights that a tensor-parallel rank has."""
-        return {
-            name: (inputs, outputs / tensor) for name, (inputs, outputs) in self.linears().items()
-        }
-
-    def local_linears(self, tensor: int) -> dict[str, Linear]:
-        """The same of the products that a rank computes, where several may be made in one."""
-        return self.sharded_linears(tensor)
-
-    def replicated(self, tensor: int) -> tuple[str, ...]:
-        """Linears whose weights every tensor-parallel rank has; their gradients are summed."""
-        return ()
-
-    def rows_N(self, name: str, sizes: TaskSizes) -> Array:
-        """Positions that a linear is computed for."""
-        return sizes.units_N
-
-    def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
-        """Forward FLOPs of products between activations."""
-        return 0.0
-
-    def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Norms inside the component."""
-        return Operators.none()
-
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """What is run besides norms, linears, residual additions and tensor parallelism."""
-        return Operators.none()
-
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """What is kept for backward, besides the inputs of the layer, its norms and its linears.
-
-        Args:
-            weights: whether weights are trained.
-        """
-        return 0.0
-
-    def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
-        """What selective recomputation keeps: the results of linears and attention."""
-        rows = self.local_linears(setting.execution.tensor).items()
-        results_N = sum(self.rows_N(name, sizes) * outputs for name, (_, outputs) in rows)
-        return setting.element_bytes * results_N
-
-    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
-        """What is needed beyond what is kept."""
-        return Temporaries(0.0, 0.0)
-
-    def flops_N(self, sizes: TaskSizes) -> Array | float:
-        """Forward FLOPs of products with weights."""
-        every = self.linears().items()
-        return sum(2 * prod(size) * self.rows_N(name, sizes) for name, size in every)
-
-    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Sending tokens to the ranks that have their experts."""
-        return Operators.none()
-
-    def parameters(self, tensor: int) -> float:
-        """Parameters of matrix products on one rank."""
-        linears = self.linears()
-        own = self.sharded_linears(tensor) | {n: linears[n] for n in self.replicated(tensor)}
-        return sum(inputs * outputs for inputs, outputs in own.values())
-
 
 class Attention(Component):
     """Attention of a layer's positions to each other, with its four projections."""
 
     sublayer = True
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """Of layers without something else in its place."""
+        return layer.delta is None and not layer.output_gate
 
     def extra_readers(self) -> int:
         """Keys and values, unless one linear gives them with the queries."""
@@ -236,6 +136,38 @@ class Attention(Component):
         )
 
 
+class GatedAttention(Attention):
+    """Attention whose result is multiplied by a gate, which the queries' linear gives too."""
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """As the description says."""
+        return layer.output_gate and layer.delta is None
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Twice as many rows for queries."""
+        linears = super().linears()
+        hidden, query = linears["query"]
+        return linears | {"query": (hidden, 2 * query)}
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """With the gate: sigmoid and product; in backward two products more, and both joined."""
+        passes = super().operators(sizes, setting)
+        query, _ = head_widths(self.layer, setting.execution)
+        moved_N = setting.element_bytes * sizes.units_N * query
+        passes.forward.append(Operator("elementwise", memory_bytes=6 * moved_N, calls=3))
+        passes.inputs.append(Operator("elementwise", memory_bytes=14 * moved_N, calls=6))
+        return passes
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+        """The gate, before and after its sigmoid, and the gated result, which a linear reads."""
+        query, _ = head_widths(self.layer, setting.execution)
+        # In float32 the norm of queries keeps all of what their linear gave, gate and all.
+        tensors = 1 + weights + (setting.element_bytes == 4)
+        gates_N = setting.element_bytes * sizes.units_N * query * tensors
+        return super().kept_bytes(sizes, setting, weights) + gates_N
+
+
 class CrossAttention(Attention):
     """A second attention of the same sizes that reads the context (generators)."""
 
@@ -288,6 +220,11 @@ class CrossAttention(Attention):
 
 class Heads(Component):
     """What happens to queries and keys between their projections and attention."""
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """Of layers with attention."""
+        return layer.delta is None
 
     def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """Of queries and keys."""
@@ -415,7 +352,57 @@ class Experts(FeedForward):
         return Operators([forward, copies], [backward, copies], [], [])
 
 
-LAYER_COMPONENTS: list[type[Component]] = [Attention, CrossAttention, Heads, FeedForward, Experts]
+class SharedExpert(Component):
+    """The expert beside the others that all tokens go through, with a gate for its result."""
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """As the description says."""
+        return bool(layer.shared_ffn_size)
+
+    def extra_readers(self) -> int:
+        """All but the product that leads out."""
+        return 3
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Of a gated feed-forward network, and the gate of its result."""
+        hidden = self.layer.hidden_size
+        inner = self.layer.shared_ffn_size
+        return {
+            "shared_gate": (hidden, inner),
+            "shared_up": (hidden, inner),
+            "shared_down": (inner, hidden),
+            "shared_share": (hidden, 1),
+        }
+
+    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
+        """The inner features are divided; every rank has the whole gate of the result."""
+        linears = self.linears()
+        inner, hidden = linears["shared_down"]
+        own = {"shared_down": (inner / tensor, hidden), "shared_share": linears["shared_share"]}
+        return super().sharded_linears(tensor) | own
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """The activation function."""
+        inner_N = sizes.units_N * self.layer.shared_ffn_size / setting.execution.tensor
+        return activation_operators(self.layer.activation, True, inner_N, setting)
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+        """Tensors of the inner size, and the result before its gate."""
+        inner = (3 + weights) * self.layer.shared_ffn_size / setting.execution.tensor
+        return setting.element_bytes * sizes.units_N * (inner + self.layer.hidden_size)
+
+
+LAYER_COMPONENTS: list[type[Component]] = [
+    Attention,
+    GatedAttention,
+    DeltaNet,
+    CrossAttention,
+    Heads,
+    FeedForward,
+    Experts,
+    SharedExpert,
+]
 """All kinds of components, in the order in which their operators are listed."""
 
 

@@ -34,9 +34,9 @@ from math import prod
 
 import numpy as np
 
+from torchmm.balance.costs.component import Linear
 from torchmm.balance.costs.components import (
     Experts,
-    Linear,
     components_of,
     norm_kept_bytes,
     norm_scales,

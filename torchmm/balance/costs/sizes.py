@@ -73,6 +73,15 @@ class TaskSizes:
         """Pairs of positions of which one attends to the other, without a causal mask."""
         return self._pairs(window)
 
+    def chunks_N(self, tokens: int) -> Array:
+        """Chunks of so many positions, each of one segment."""
+        return self._sum(np.ceil(self.lengths_S / tokens))
+
+    @cached_property
+    def segments_N(self) -> Array:
+        """Segments."""
+        return self._sum(np.ones(len(self.lengths_S)))
+
     def causal_pairs_N(self, window: int | None, block: int) -> Array:
         """Pairs that a kernel computes which skips the masked half in blocks of keys."""
         reach_S = self._reach(window)

@@ -262,12 +262,20 @@ def _gradients(layout: ChunkLayout, c: _Chunks, scan: _Scan, grad: Tensor) -> tu
     of_beta = _row_sums(right_new, c.value) + read_key
     of_beta += _row_sums(of_system * c.pairs, c.overlap)
 
-    # Of logarithms: a product's gradient times the product, at both of its ends.
+    # Of logarithms: a product's gradient times the product, at both of its ends. Most of these
+    # sums cancel, so they are in float64.
+    exact = torch.float64
     between = of_scores * c.scores + of_system * c.system
-    to_end = _row_sums(of_rest_key, rest_key)
-    of_decay = between.sum(-1, keepdim=True) - between.sum(-2)[..., None] - to_end
-    of_decay += _row_sums(of_grown_query, grown_query) + read_key * c.beta
-    whole = (of_states * scan.states).sum((-2, -1))[..., None] * c.grown[:, :, -1]
+    to_end = (of_rest_key * rest_key).sum(-1, keepdim=True, dtype=exact)
+    of_decay = (
+        between.sum(-1, keepdim=True, dtype=exact)
+        - between.sum(-2, dtype=exact)[..., None]
+        - to_end
+    )
+    of_decay += (of_grown_query * grown_query).sum(
+        -1, keepdim=True, dtype=exact
+    ) + read_key * c.beta
+    whole = (of_states * scan.states).sum((-2, -1), dtype=exact)[..., None] * c.grown[:, :, -1]
     of_decay[:, :, -1] += whole + to_end.sum(2)
     of_decay = of_decay.flip(2).cumsum(2).flip(2)
     return of_query, of_key, right_new * c.beta, of_decay, of_beta

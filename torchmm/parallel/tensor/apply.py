@@ -39,7 +39,13 @@ from torchmm.parallel.tensor.sequence import (
     change_input,
     distribute_parameters,
 )
-from torchmm.parallel.tensor.styles import ExpertsOfRanks, PackedGateUp, PackedQkv, ShardedNorm
+from torchmm.parallel.tensor.styles import (
+    DeltaNetHeads,
+    ExpertsOfRanks,
+    PackedGateUp,
+    PackedQkv,
+    ShardedNorm,
+)
 
 
 def apply_tensor_parallel(
@@ -108,6 +114,11 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
                 f"[parallel] tensor = {size} is more than the {sizes.kv_heads} key and value heads "
                 f"of {name!r}, which it normalizes together; choose a smaller number"
             )
+        if sizes.delta is not None and sizes.delta.key_heads % size:
+            problems.append(
+                f"[parallel] tensor = {size} does not divide the {sizes.delta.key_heads} key heads "
+                f"of the delta nets of {name!r}; choose a divisor"
+            )
         if sizes.experts % size:
             problems.append(
                 f"[parallel] tensor = {size} does not divide the {sizes.experts} experts of a "
@@ -124,6 +135,7 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
 def _style(
     pattern: str, name: str, module: LayeredModule, size: int, slices: SequenceSlices | None
 ) -> ParallelStyle | None:
+    # Layers may differ in kind, but not in the sizes of what has these styles.
     sizes = module.layer_sizes()[0]
     overlap = None if slices is None else slices.overlap
     if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
@@ -138,6 +150,7 @@ def _style(
         "packed_gate_up": PackedGateUp(sizes, overlap is not None),
         "sharded_norm": ShardedNorm(),
         "experts": ExpertsOfRanks(slices),
+        "delta_net": DeltaNetHeads(overlap is not None),
         "local_heads": _LocalHeads(),
         "sequence": None if slices is None else LocalNorm(),
     }

@@ -140,12 +140,12 @@ class LocalNorm(ParallelStyle):
         settings = {k: v for k, v in vars(module).items() if not k.startswith("_")}
         norm: Any = type(module).forward
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(*inputs: Tensor) -> Tensor:  # two where the norm has a gate
             weights = {
                 name: cast(DTensor, parameter).to_local(grad_placements=[Partial()])
                 for name, parameter in module.named_parameters(recurse=False)
             }
-            return norm(LocalWeights(type(module), settings, weights), x)
+            return norm(LocalWeights(type(module), settings, weights), *inputs)
 
         module.forward = forward
         return module

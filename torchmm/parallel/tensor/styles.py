@@ -1,4 +1,4 @@
-"""What PyTorch has no tensor-parallel style for: packed linears, experts, norms over heads.
+"""What PyTorch has no tensor-parallel style for: packed linears, experts, delta nets, norms.
 
 Linears that hold several matrices one after the other: queries, keys and values in one linear, or a
 gate and what it is for: every rank computes its own rows of each. The weights stay replicated,
@@ -19,6 +19,7 @@ keys and values and attends with all heads on every rank.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from torchmm.common.batch import LayerDescription
+from torchmm.models.layers.delta_net import DeltaWeights
 from torchmm.parallel.tensor.overlap_styles import Column
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
@@ -52,6 +55,14 @@ class _Rows(NamedTuple):
         return units.chunk(ranks)[rank].flatten(0, 1)
 
 
+def _own_rows(matrices: list[_Rows], mesh: DeviceMesh, parameter: DTensor) -> Tensor:
+    """A rank's rows of a replicated parameter; other ranks' get zero as their gradient."""
+    sizes = [m.units * m.unit_size for m in matrices]
+    every = parameter.to_local(grad_placements=[Partial()]).split(sizes)
+    at = mesh.size(), mesh.get_local_rank()
+    return torch.cat([m.own(rows, *at) for m, rows in zip(matrices, every, strict=True)])
+
+
 class PackedLinear(ParallelStyle):
     """A module one of whose linears holds several matrices.
 
@@ -70,13 +81,7 @@ class PackedLinear(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear: Any = module.get_submodule(self.linear)
         distribute_parameters(linear, device_mesh)
-        ranks, rank = device_mesh.size(), device_mesh.get_local_rank()
-        sizes = [m.units * m.unit_size for m in self.matrices]
-
-        def own_rows(parameter: DTensor) -> Tensor:
-            every = parameter.to_local(grad_placements=[Partial()]).split(sizes)
-            own = (m.own(rows, ranks, rank) for m, rows in zip(self.matrices, every, strict=True))
-            return torch.cat(list(own))
+        own_rows = partial(_own_rows, self.matrices, device_mesh)
 
         def forward(hidden: DTensor) -> Tensor:
             x = hidden.to_local(grad_placements=[Partial()])
@@ -117,8 +122,40 @@ class PackedGateUp(PackedLinear):
         super().__init__("gate_up_proj", [_Rows(sizes.ffn_size, 1)] * 2, overlapped)
 
 
+class DeltaNetHeads(ParallelStyle):
+    """A gated delta net: each rank has some of the key heads, and the value heads that read them.
+
+    The linears that hold nothing but neighbouring rows of the heads are column-wise.
+    """
+
+    def __init__(self, overlapped: bool) -> None:
+        super().__init__()
+        self.overlapped = overlapped
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mixer: Any = module
+        key = _Rows(mixer.num_k_heads, mixer.head_k_dim)
+        matrices = [key, key, _Rows(mixer.num_v_heads, mixer.head_v_dim)]
+        if hasattr(mixer, "in_proj_qkv"):
+            PackedLinear("in_proj_qkv", matrices, self.overlapped)._apply(mixer, device_mesh)
+        LocalNorm()._apply(mixer.norm, device_mesh)
+        distribute_parameters(mixer.conv1d, device_mesh)
+        distribute_parameters(mixer, device_mesh, A_log=Shard(0), dt_bias=Shard(0))
+
+        def own_weights() -> DeltaWeights:
+            filters = _own_rows(matrices, device_mesh, mixer.conv1d.weight)
+            return DeltaWeights(
+                filters.squeeze(1), mixer.A_log.to_local(), mixer.dt_bias.to_local()
+            )
+
+        mixer.own_weights = own_weights
+        return module
+
+
 class ExpertsOfRanks(ParallelStyle):
     """A feed-forward network with `gate` (the router) and `experts`; others are left alone.
+
+    An expert that all tokens go through (`shared_expert`) is divided by its inner features.
 
     Raises:
         ConfigError: the experts do not divide among the ranks, or communication is to overlap.
@@ -135,6 +172,13 @@ class ExpertsOfRanks(ParallelStyle):
         LocalNorm()._apply(block.gate, device_mesh)
         block.gate.balance_share = 1 / device_mesh.size()
         self._split(block.experts, device_mesh)
+        if hasattr(block, "shared_expert"):
+            shared = block.shared_expert
+            for linear in (shared.gate_proj, shared.up_proj):
+                _compute_locally(linear, device_mesh, Shard(0))
+            _compute_locally(shared.down_proj, device_mesh, Shard(1))
+            # Multiplies parts of a sum, so its gradients are parts of sums.
+            _compute_locally(block.shared_expert_gate, device_mesh, Replicate())
         whole: Any = type(block).forward
 
         def forward(hidden: DTensor) -> Tensor:
@@ -142,8 +186,8 @@ class ExpertsOfRanks(ParallelStyle):
             out = whole(block, hidden.to_local(grad_placements=[Partial()]))
             if self._slices is not None:
                 return self._slices.reduce(block, (), out)
-            partial = DTensor.from_local(out, device_mesh, [Partial()], run_check=False)
-            return partial.redistribute(placements=[Replicate()]).to_local()
+            summand = DTensor.from_local(out, device_mesh, [Partial()], run_check=False)
+            return summand.redistribute(placements=[Replicate()]).to_local()
 
         block.forward = forward
         return module
@@ -169,6 +213,17 @@ class ExpertsOfRanks(ParallelStyle):
             return compute(LocalWeights(type(experts), settings, local), rows, index, weights)
 
         experts.forward = forward
+
+
+def _compute_locally(linear: Any, mesh: DeviceMesh, placement: Placement) -> None:
+    """Lets a linear without bias multiply with what a rank has of its weight."""
+    distribute_parameters(linear, mesh, weight=placement)
+    summed = [Partial()] if isinstance(placement, Replicate) else None
+
+    def forward(x: Tensor) -> Tensor:
+        return functional.linear(x, linear.weight.to_local(grad_placements=summed))
+
+    linear.forward = forward
 
 
 class ShardedNorm(ParallelStyle):

@@ -1,0 +1,142 @@
+"""Costs of a gated delta net, which a layer may have in place of attention.
+
+FLOPs are those of the recurrence in chunks, as it is computed; a segment's last chunk counts whole.
+
+Shape suffix N: tasks.
+"""
+
+from __future__ import annotations
+
+from torchmm.balance.costs.component import Component, Linear, Temporaries
+from torchmm.balance.costs.execution import Setting
+from torchmm.balance.costs.operators import Operator, Operators
+from torchmm.balance.costs.sizes import Array, TaskSizes
+from torchmm.common.batch import LayerDescription
+
+CHUNK = 64
+"""Positions of a chunk of a gated delta net, as in `torchmm.models.layers.delta_ops`."""
+
+
+class DeltaNet(Component):
+    """A gated delta net: projections, a causal convolution and a recurrence in chunks."""
+
+    sublayer = True
+
+    def __init__(self, layer: LayerDescription) -> None:
+        super().__init__(layer)
+        assert layer.delta is not None, "is_in has said so"
+        self.delta = layer.delta
+        self.keys = self.delta.key_heads * self.delta.key_dim
+        self.values = self.delta.value_heads * self.delta.value_dim
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """As the description says."""
+        return layer.delta is not None
+
+    def extra_readers(self) -> int:
+        """All input projections but the first."""
+        return len(self.linears()) - 2
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Projections; beta and decay have one value per head."""
+        hidden = self.layer.hidden_size
+        mixed = 2 * self.keys + self.values
+        heads = self.delta.value_heads
+        if self.delta.interleaved:
+            inputs = {"mixed_gate": (hidden, mixed + self.values), "shares": (hidden, 2 * heads)}
+        else:
+            inputs = {"mixed": (hidden, mixed), "gate": (hidden, self.values)}
+            inputs |= {"beta": (hidden, heads), "decay": (hidden, heads)}
+        return {f"delta_{name}": size for name, size in inputs.items()} | {
+            "delta_output": (self.values, hidden)
+        }
+
+    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
+        """Heads are divided."""
+        inputs, outputs = self.linears()["delta_output"]
+        return super().sharded_linears(tensor) | {"delta_output": (inputs / tensor, outputs)}
+
+    def replicated(self, tensor: int) -> tuple[str, ...]:
+        """What holds queries, keys and values one after the other."""
+        return () if self.delta.interleaved else ("delta_mixed",)
+
+    def flops_N(self, sizes: TaskSizes) -> Array | float:
+        """With the convolution."""
+        channels = 2 * self.keys + self.values
+        return super().flops_N(sizes) + 2 * self.delta.filter_width * channels * sizes.units_N
+
+    def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
+        """Products of the recurrence, of whole chunks: keys with keys and with queries, scores with
+        values, and four with the state, of which one is its update."""
+        d = self.delta
+        inside = CHUNK * CHUNK * (2 * d.key_dim + d.value_dim)
+        state = 3 * CHUNK * d.key_dim * d.value_dim
+        return 2 * d.value_heads * (inside + state) * sizes.chunks_N(CHUNK)
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """The recurrence as one operator for each pass, and what stands around it.
+
+        Backward computes forward's products again, without their results. Traffic is rough: the
+        recurrence reads and writes float32 tensors of chunks some 20 times.
+        """
+        size = setting.element_bytes
+        tensor = setting.execution.tensor
+        flops_N = self.pair_flops_N(sizes) / tensor
+        solved_N = self._solve_flops_N(sizes) / tensor
+        wide_N = 4 * sizes.chunks_N(CHUNK) * CHUNK * self._inside() / tensor
+        calls_N = sizes.segments_N * 0.0 + 1
+        forward = Operator("attention", flops_N + solved_N, memory_bytes=wide_N, calls=calls_N)
+        backward_flops_N = 3 * flops_N + 4 * solved_N
+        backward = Operator(
+            "attention_backward", backward_flops_N, memory_bytes=3 * wide_N, calls=calls_N
+        )
+        mixed_N = size * sizes.units_N * (2 * self.keys + self.values) / tensor
+        gated_N = 4 * sizes.units_N * self.values / tensor
+        passes = Operators([forward], [backward], [], [])
+        passes.forward.append(
+            Operator("elementwise", memory_bytes=12 * mixed_N + 12 * gated_N, calls=34)
+        )
+        passes.inputs.append(
+            Operator("elementwise", memory_bytes=20 * mixed_N + 30 * gated_N, calls=48)
+        )
+        return passes
+
+    def _solve_flops_N(self, sizes: TaskSizes) -> Array:
+        """Of the two triangular solves, which torch's counter leaves out."""
+        d = self.delta
+        return d.value_heads * CHUNK**2 * (d.key_dim + d.value_dim) * sizes.chunks_N(CHUNK)
+
+    def _inside(self) -> float:
+        """float32 values per position that a pass over the chunks makes."""
+        d = self.delta
+        state = d.key_dim * d.value_dim / CHUNK
+        return d.value_heads * (5 * CHUNK + 6 * d.key_dim + 5 * d.value_dim + state)
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+        """Of the convolution and its activation, the recurrence, and the norm with the gate."""
+        size = setting.element_bytes
+        tensor = setting.execution.tensor
+        heads = self.delta.value_heads / tensor
+        mixed = (2 * self.keys + self.values) / tensor
+        values = self.values / tensor
+        reach = self.delta.filter_width - 1
+        filtered_N = size * mixed * (sizes.units_N + reach * sizes.segments_N)
+        activated_N = 2 * size * mixed * sizes.units_N
+        # Decay and its inputs in float32, beta, the inverse root of each head's norm.
+        shares_N = (3 * 4 + size + 4) * heads * sizes.units_N
+        # Float32 result, its norm and the gate's activation; the gate; the norm's result twice.
+        normed_N = (4 * 3 + size * (3 + 2 * weights)) * values * sizes.units_N
+        return filtered_N + activated_N + shares_N + normed_N
+
+    def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+        """With the result of the recurrence."""
+        values = self.values / setting.execution.tensor
+        own_N = setting.element_bytes * values * sizes.units_N
+        return super().kept_results_bytes(sizes, setting) + own_N
+
+    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+        """Chunks in float32; in backward with their gradients."""
+        tensor = setting.execution.tensor
+        wide_N = 4 * sizes.chunks_N(CHUNK) * CHUNK * self._inside() / tensor
+        return Temporaries(wide_N, 3 * wide_N)
