@@ -16,6 +16,8 @@ Shape suffix N: tasks.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torchmm.balance.costs.component import Component, Linear, Temporaries
 from torchmm.balance.costs.delta_component import DeltaNet
 from torchmm.balance.costs.execution import Execution, Setting
