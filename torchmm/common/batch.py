@@ -373,6 +373,17 @@ class LayerDescription:
     """Experts among which a router chooses for every token; 0: one feed-forward part for all."""
     batched: bool = False
     """Whether images of one size are rows of a batch instead of packed into a single row."""
+    value_dim: int = 0
+    """Features of a head's values; 0: `head_dim`."""
+    query_rank: int = 0
+    """Features between the two products that give queries; 0: one product does."""
+    key_value_rank: int = 0
+    """Features from which a product gives keys and values of all heads (latent attention); 0:
+    others give them."""
+    shared_key_dim: int = 0
+    """Features of a key that all heads share (latent attention)."""
+    other_weights: int = 0
+    """Weights of products beside those that the other sizes say, which every position passes."""
     parameters: int = 0
     """All of the layer, with biases and norms; 0: those of its matrix products."""
 

@@ -140,19 +140,29 @@ class Attention(Component):
 
     sublayer = True
 
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """Of layers whose keys and values are products of the layer's input."""
+        return not layer.key_value_rank
+
     def extra_readers(self) -> int:
         """Keys and values, unless one linear gives them with the queries."""
         return 0 if self.layer.packed_qkv else 2
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Projections; keys and values have fewer heads in grouped-query attention."""
+        """Projections; keys and values have fewer heads in grouped-query attention.
+
+        Others that some models have, such as a gate of the output, count as one.
+        """
         hidden = self.layer.hidden_size
         query = self.layer.heads * self.layer.head_dim
         key_value = self.layer.kv_heads * self.layer.head_dim
+        others = self.layer.other_weights // hidden
         return {
             "query": (hidden, query),
             "key": (hidden, key_value),
             "value": (hidden, key_value),
+            **({"other": (hidden, others)} if others else {}),
             "attention_output": (query, hidden),
         }
 
@@ -161,7 +171,7 @@ class Attention(Component):
         linears = self.linears()
         inputs, outputs = linears["attention_output"]
         own = super().sharded_linears(tensor) | {"attention_output": (inputs / tensor, outputs)}
-        if self.layer.kv_heads < tensor:
+        if self.layer.kv_heads < tensor and "key" in own:
             own |= {"key": linears["key"], "value": linears["value"]}
         return own
 
@@ -181,7 +191,9 @@ class Attention(Component):
 
     def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
         """Scores, and the sums of values."""
-        return 4 * self.layer.heads * self.layer.head_dim * sizes.pairs_N(self.layer.window)
+        layer = self.layer
+        widths = layer.head_dim + (layer.value_dim or layer.head_dim)
+        return 2 * layer.heads * widths * sizes.pairs_N(layer.window)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """One fused kernel, for each pass."""
@@ -230,6 +242,52 @@ class Attention(Component):
         return Temporaries(
             projected_N + 20 * units_N * query, 2 * size * units_N * (query + 2 * key)
         )
+
+
+class LatentAttention(Attention):
+    """Attention whose keys and values are products of few features (DeepSeek's MLA).
+
+    A part of each key, with its position, is the same for all heads. Values are padded to the width
+    of keys for the kernels, which this takes time and memory for.
+    """
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """As the description says."""
+        return bool(layer.key_value_rank)
+
+    def extra_readers(self) -> int:
+        """The product that gives the few features reads what queries do."""
+        return 1
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Down to few features and up to all heads, for queries only in some models."""
+        layer = self.layer
+        hidden = layer.hidden_size
+        queries = layer.heads * layer.head_dim
+        rank = layer.key_value_rank
+        up = layer.heads * (layer.head_dim - layer.shared_key_dim + layer.value_dim)
+        query = {"query": (hidden, queries)}
+        if layer.query_rank:
+            query = {
+                "query_down": (hidden, layer.query_rank),
+                "query": (layer.query_rank, queries),
+            }
+        return query | {
+            "key_value_down": (hidden, rank + layer.shared_key_dim),
+            "key_value": (rank, up),
+            "attention_output": (layer.heads * layer.value_dim, hidden),
+        }
+
+    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
+        """Heads are divided; every rank has the few features."""
+        whole = {name: self.linears()[name] for name in self.replicated(tensor)}
+        return super().sharded_linears(tensor) | whole
+
+    def replicated(self, tensor: int) -> tuple[str, ...]:
+        """Those down to few features."""
+        down = ("query_down", "key_value_down")
+        return tuple(name for name in down if name in self.linears())
 
 
 class CrossAttention(Attention):
@@ -393,7 +451,14 @@ class Experts(FeedForward):
         return super().sharded_linears(tensor) | {"router": self.linears()["router"]}
 
 
-LAYER_COMPONENTS: list[type[Component]] = [Attention, CrossAttention, Heads, FeedForward, Experts]
+LAYER_COMPONENTS: list[type[Component]] = [
+    Attention,
+    LatentAttention,
+    CrossAttention,
+    Heads,
+    FeedForward,
+    Experts,
+]
 """All kinds of components, in the order in which their operators are listed."""
 
 
