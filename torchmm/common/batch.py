@@ -395,7 +395,20 @@ class LayerDescription:
     output_gate: bool = False
     """Whether the queries' linear also gives a gate of attention's result."""
     shared_ffn_size: int = 0
-    """Of an expert that all tokens go through, with a gate of its own (beside `experts`)."""
+    """Of an expert, or several together, that all tokens go through (beside `experts`)."""
+    shared_gate: bool = False
+    """Whether its result has a gate."""
+    value_dim: int = 0
+    """Features of a head's values; 0: `head_dim`."""
+    query_rank: int = 0
+    """Features between the two products that give queries; 0: one product does."""
+    key_value_rank: int = 0
+    """Features from which a product gives keys and values of all heads (latent attention); 0:
+    others give them."""
+    shared_key_dim: int = 0
+    """Features of a key that all heads share (latent attention)."""
+    other_weights: int = 0
+    """Weights of products beside those that the other sizes say, which every position passes."""
     parameters: int = 0
     """All of the layer, with biases and norms; 0: those of its matrix products."""
 

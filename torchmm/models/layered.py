@@ -105,6 +105,7 @@ class LayeredModule(nn.Module, ABC):
         is_first, is_last: whether it holds what comes before / after the layers.
         new_connector: whether pretrained weights may lack the connector, which then starts at
             random.
+        splits: whether it was compared with the whole when split over tensor-parallel ranks.
         recomputes: whether backward runs layers again instead of keeping all activations.
         layer_modes: where that differs from task to task: by layer, what the next forward's
             backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
@@ -124,6 +125,7 @@ class LayeredModule(nn.Module, ABC):
         self.is_first = True
         self.is_last = True
         self.new_connector = False
+        self.splits = True
         self.recomputes = False
         self.layer_modes: list[str] = []
 

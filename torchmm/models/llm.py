@@ -24,9 +24,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from torchmm.common.batch import IGNORE_TARGET, LayerDescription, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.llms.sizes import attention_of, product_sizes
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
-from torchmm.models.layers.delta_net import MIXER, delta_sizes
+from torchmm.models.layers.delta_net import MIXER
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
 from torchmm.models.layers.loss import summed_cross_entropy
 
@@ -53,6 +54,7 @@ class LlmModule(LayeredModule):
         super().__init__("llm", weights)
         self.feeds_generator = feeds_generator
         self.family = family
+        self.splits = family.listed
         self.dtype = dtype
         self.config = config
         self.text_config = config.get_text_config()
@@ -60,8 +62,9 @@ class LlmModule(LayeredModule):
         # Copied, because building writes dtype and attention function into the config.
         self.backbone = family.build(copy.deepcopy(config), dtype)
         self.text_fqn = f"backbone.{family.text_model}"
-        self.layers_fqn = f"{self.text_fqn}.layers"
-        head, table = "backbone.lm_head.weight", f"{self.text_fqn}.embed_tokens.weight"
+        self.layers_fqn = f"{self.text_fqn}.{family.layers}"
+        head = f"backbone.{family.head}.weight"
+        table = f"{self.text_fqn}.{family.embedding}.weight"
         self._tied = self.get_parameter(head) is self.get_parameter(table)
         self._tie = {head: table}
         # Of every layer, now: other stages' are replaced, and layers may differ in kind.
@@ -72,8 +75,8 @@ class LlmModule(LayeredModule):
         self.balance = balance_routers(every, self.text_config)
         self.expert_loads = ExpertLoads(every)
         self._experts = [has_experts(layer) for layer in every]
-        self._windows = [_window(layer, self.text_config) for layer in every]
-        self._deltas = [delta_sizes(layer) for layer in every]
+        self._windows = [_window(i, layer, self.text_config) for i, layer in enumerate(every)]
+        self._sizes = [product_sizes(layer, self.text_config, family) for layer in every]
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -83,6 +86,16 @@ class LlmModule(LayeredModule):
     def text_model(self) -> Any:
         """The part of the backbone with embedding, layers and norm."""
         return self.get_submodule(self.text_fqn)
+
+    @property
+    def embedding(self) -> Any:
+        """The table of embeddings."""
+        return self.text_model.get_submodule(self.family.embedding)
+
+    @property
+    def head(self) -> Any:
+        """The product that gives logits."""
+        return self.backbone.get_submodule(self.family.head)
 
     def rebuild(self) -> LlmModule:
         return LlmModule(self.config, self.family, self.dtype, self.weights, self.feeds_generator)
@@ -105,10 +118,11 @@ class LlmModule(LayeredModule):
             setattr(self.text_model, self.family.multiplier, 1.0)
 
     def _pre_fqns(self) -> tuple[str, ...]:
-        return (f"{self.text_fqn}.embed_tokens",)
+        return (f"{self.text_fqn}.{self.family.embedding}",)
 
     def _post_fqns(self) -> tuple[str, ...]:
-        return (f"{self.text_fqn}.norm", "backbone.lm_head")
+        norm = self.family.final_norm
+        return (*((f"{self.text_fqn}.{norm}",) if norm else ()), f"backbone.{self.family.head}")
 
     def _tensor_parallel_styles(self) -> dict[str, str]:
         text = self.text_fqn
@@ -123,30 +137,20 @@ class LlmModule(LayeredModule):
 
     def _describe_layer(self, index: int) -> LayerDescription:
         c = self.text_config
-        has_experts = self._experts[index]
-        delta = self._deltas[index]
-        active = c.num_experts_per_tok * c.moe_intermediate_size if has_experts else 0
+        activation = getattr(c, "hidden_act", None) or getattr(c, "hidden_activation", None)
+        sizes = self._sizes[index]
         return LayerDescription(
             hidden_size=c.hidden_size,
-            heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads,
-            head_dim=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-            ffn_size=active or c.intermediate_size,
-            experts=c.num_experts if has_experts else 0,
-            experts_per_token=c.num_experts_per_tok if has_experts else 0,
-            gated_ffn=self.family.gated_ffn,
             causal=True,
             window=self._windows[index],
-            activation=getattr(c, "hidden_act", None) or c.hidden_activation,
+            activation=activation or "silu",
             packed_qkv=self.family.packed_qkv,
             packed_gate_up=self.family.tensor_parallel.get("mlp") == "packed_gate_up",
             norm="layer" if self._has_layer_norm else "rms",
             norm_place=self.family.norm_place,
             norm_weight_float32=self.family.norm_weight_float32,
-            qk_norm=self._has_qk_norm and delta is None,
-            delta=delta,
-            output_gate=self.family.output_gate and delta is None,
-            shared_ffn_size=getattr(c, "shared_expert_intermediate_size", 0) * has_experts,
+            qk_norm=self._has_qk_norm and sizes["delta"] is None,
+            **sizes,
         )
 
     def forward(
@@ -202,7 +206,8 @@ class LlmModule(LayeredModule):
         self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor
     ) -> dict[str, Any]:
         hidden_TD = self._embed(microbatch, inputs) if isinstance(inputs, dict) else inputs
-        arguments = {"output_router_logits": False} if any(self._experts) else {}
+        routes = hasattr(self.text_config, "output_router_logits") and any(self._experts)
+        arguments = {"output_router_logits": False} if routes else {}
         return arguments | {
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
@@ -225,7 +230,7 @@ class LlmModule(LayeredModule):
         return prompt_blocks(microbatch.targets_T != IGNORE_TARGET, microbatch.cu_seqlens)
 
     def _embed(self, microbatch: Microbatch, features: dict[str, Tensor]) -> Tensor:
-        x_TD = self.text_model.embed_tokens(microbatch.input_ids_T)
+        x_TD = self.embedding(microbatch.input_ids_T)
         for name, features_KD in features.items():
             inputs = microbatch.encoders.get(name)
             if inputs is None:
@@ -261,9 +266,12 @@ def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> N
         )
 
 
-def _window(layer: nn.Module, config: Any) -> int | None:
+def _window(index: int, layer: nn.Module, config: Any) -> int | None:
     """How many tokens a layer's attention reaches back; None: all."""
-    attention = getattr(layer, "self_attn", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[index] == "full_attention":
+        return None  # some of its kind know the window nevertheless
+    attention = attention_of(layer)
     if attention is None:
         return None
     return getattr(attention, "sliding_window", getattr(config, "sliding_window", None))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from transformers import FeatureExtractionMixin
 from transformers.image_processing_base import ImageProcessingMixin
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torchmm.common.batch import TileSpec
 from torchmm.common.errors import ConfigError
@@ -19,6 +22,8 @@ from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.llms.structural import mechanisms, nearest
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.families.text import TextConventions
 from torchmm.models.families.tiling import Tiling
@@ -27,6 +32,7 @@ from torchmm.models.hf.config import load_config, size_problems
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, module_of
+from torchmm.models.unlisted import adopt
 from torchmm.recipe.model_section import (
     EncoderConfig,
     FreezeConfig,
@@ -71,7 +77,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     hf_config = load_config("model", config.source, config.config)
     composite = COMPOSITES.get(hf_config.model_type)
     if composite is None:
-        raise ConfigError(_unsupported("model", hf_config.model_type, COMPOSITES))
+        raise ConfigError(_unsupported("model", hf_config, COMPOSITES))
     parts = composite.take(hf_config)
     problems: list[str] = []
     problems += size_problems("model", parts.llm_config.get_text_config())
@@ -129,13 +135,38 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
 
 def _build_llm(section: LlmConfig, dtype: torch.dtype, feeds_generator: bool) -> LlmModule:
     config = load_config("model.llm", section.source, section.config)
-    family = LLM_FAMILIES.get(config.model_type)
-    if family is None:
-        raise ConfigError(_unsupported("model.llm", config.model_type, LLM_FAMILIES))
-    if problems := size_problems("model.llm", config):
-        raise ConfigError(problems)
     files = replace(LLM_FILES, source=section.source)
+    family = LLM_FAMILIES.get(config.model_type)
+    problems: list[str] = []
+    if family is not None or getattr(config, "num_attention_heads", None):
+        problems = size_problems("model.llm", config)
+    if family is None:
+        with _collected(problems):
+            family = _unlisted_llm(config, files)
+    if problems:
+        raise ConfigError(problems)
+    assert family is not None
     return LlmModule(config, family, dtype, files, feeds_generator)
+
+
+def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
+    """The family of a causal LM that the table does not have, if a proof finds it to be one."""
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"[model.llm] {config.model_type!r} is no causal LM of transformers "
+            f"{transformers.__version__}; listed: {', '.join(LLM_FAMILIES)}"
+        )
+    try:
+        return adopt(config, files)
+    except ConfigError as error:
+        has = mechanisms(config)
+        also = f"It has {', '.join(has)}. " if has else ""
+        raise ConfigError(
+            f"[model.llm] model_type {config.model_type!r} is not listed, and a small copy of it "
+            f"did not pass for the usual form of causal LMs: {'; '.join(error.problems)}. {also}"
+            f"The nearest listed one is {nearest(config, LLM_FAMILIES)!r}; listed: "
+            f"{', '.join(LLM_FAMILIES)}"
+        ) from error
 
 
 def _build_generator(
@@ -162,7 +193,7 @@ def _build_encoder(
     config = load_config(key, section.source, section.config)
     family = ENCODER_FAMILIES.get(config.model_type)
     if family is None:
-        raise ConfigError(_unsupported(key, config.model_type, ENCODER_FAMILIES))
+        raise ConfigError(_unsupported(key, config, ENCODER_FAMILIES))
     family = family.variant(config)
     problems = size_problems(key, config)
     problems += _connector_problems(key, section, family, config)
@@ -303,8 +334,31 @@ def _sides(size: Any) -> Any:
     return {"height": size, "width": size} if isinstance(size, int) else size
 
 
-def _unsupported(key: str, model_type: str, supported: Any) -> str:
-    return f"[{key}] model_type {model_type!r} is not supported; supported: {', '.join(supported)}"
+def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
+    """That a composite's or an encoder's type is not known, and what is nearest to it."""
+    model_type = config.model_type
+    known: dict[str, Collection[str]] = {
+        "model.llm": LLM_FAMILIES,
+        "model.encoders": ENCODER_FAMILIES,
+    }
+    parts = []
+    for section, name in (("model.llm", "text_config"), ("model.encoders", "vision_config")):
+        part = getattr(config, name, None)
+        if key == "model" and part is not None:
+            listed = "supported" if part.model_type in known[section] else "not listed either"
+            parts.append(f"its {name} is {part.model_type!r} ({listed})")
+    near = difflib.get_close_matches(model_type, list(supported), 1, cutoff=0.4)
+    return (
+        f"[{key}] model_type {model_type!r} is not supported"
+        + (f"; nearest by name: {near[0]!r}" if near else "")
+        + (
+            f"; {', '.join(parts)}: parts that are can be joined by a new connector, as "
+            "[model.llm] and [model.encoders.NAME]"
+            if parts
+            else ""
+        )
+        + f"; supported: {', '.join(supported)}"
+    )
 
 
 def _freeze(model: MultimodalModel, freeze: FreezeConfig) -> None:

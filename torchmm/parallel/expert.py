@@ -25,11 +25,12 @@ arrive, D features.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -57,12 +58,23 @@ def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
         return [
             f"[parallel] expert = {ranks}, but no layer of {module.name!r} has experts; remove it"
         ]
+    unlike = [part for part in expert_parts(module.layers) if not _takes_rows(part)]
+    if unlike:
+        return [
+            f"[parallel] expert = {ranks} is not implemented for experts like "
+            f"{type(unlike[0]).__name__}, which {module.name!r} has; use 1"
+        ]
     return [
         f"[parallel] expert = {ranks} does not divide the {count} experts of a layer of "
         f"{module.name!r}; choose a divisor"
         for count in sorted(counts)
         if count % ranks
     ]
+
+
+def _takes_rows(experts: nn.Module) -> bool:
+    """Whether they are called with rows, the experts of each, and weights."""
+    return "top_k_index" in signature(type(experts).forward).parameters
 
 
 class _Counts(NamedTuple):

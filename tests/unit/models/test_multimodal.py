@@ -267,7 +267,7 @@ def test_what_layers_of_starcoder2_may_ask_for_is_refused() -> None:
 @pytest.mark.parametrize("model_type", ["gpt2", "nonsense"])
 def test_an_unsupported_llm_is_refused_with_a_remedy(model_type: str) -> None:
     config = ModelConfig(llm=LlmConfig(config={"model_type": model_type}))
-    with pytest.raises(ConfigError, match=r"\[model\.llm\].*(supported: llama|is unknown)"):
+    with pytest.raises(ConfigError, match=r"\[model\.llm\].*(listed: llama|is unknown)"):
         build(config)
 
 

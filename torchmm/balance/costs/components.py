@@ -44,21 +44,26 @@ class Attention(Component):
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
         """Of layers without something else in its place."""
-        return layer.delta is None and not layer.output_gate
+        return layer.delta is None and not layer.output_gate and not layer.key_value_rank
 
     def extra_readers(self) -> int:
         """Keys and values, unless one linear gives them with the queries."""
         return 0 if self.layer.packed_qkv else 2
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Projections; keys and values have fewer heads in grouped-query attention."""
+        """Projections; keys and values have fewer heads in grouped-query attention.
+
+        Others that some models have, such as a gate of the output, count as one.
+        """
         hidden = self.layer.hidden_size
         query = self.layer.heads * self.layer.head_dim
         key_value = self.layer.kv_heads * self.layer.head_dim
+        others = self.layer.other_weights // hidden
         return {
             "query": (hidden, query),
             "key": (hidden, key_value),
             "value": (hidden, key_value),
+            **({"other": (hidden, others)} if others else {}),
             "attention_output": (query, hidden),
         }
 
@@ -67,7 +72,7 @@ class Attention(Component):
         linears = self.linears()
         inputs, outputs = linears["attention_output"]
         own = super().sharded_linears(tensor) | {"attention_output": (inputs / tensor, outputs)}
-        if self.layer.kv_heads < tensor:
+        if self.layer.kv_heads < tensor and "key" in own:
             own |= {"key": linears["key"], "value": linears["value"]}
         return own
 
@@ -87,7 +92,9 @@ class Attention(Component):
 
     def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
         """Scores, and the sums of values."""
-        return 4 * self.layer.heads * self.layer.head_dim * sizes.pairs_N(self.layer.window)
+        layer = self.layer
+        widths = layer.head_dim + (layer.value_dim or layer.head_dim)
+        return 2 * layer.heads * widths * sizes.pairs_N(layer.window)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """One fused kernel, for each pass."""
@@ -168,6 +175,52 @@ class GatedAttention(Attention):
         tensors = 1 + weights + (setting.element_bytes == 4)
         gates_N = setting.element_bytes * sizes.units_N * query * tensors
         return super().kept_bytes(sizes, setting, weights) + gates_N
+
+
+class LatentAttention(Attention):
+    """Attention whose keys and values are products of few features (DeepSeek's MLA).
+
+    A part of each key, with its position, is the same for all heads. Values are padded to the width
+    of keys for the kernels, which this takes time and memory for.
+    """
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """As the description says."""
+        return bool(layer.key_value_rank)
+
+    def extra_readers(self) -> int:
+        """The product that gives the few features reads what queries do."""
+        return 1
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Down to few features and up to all heads, for queries only in some models."""
+        layer = self.layer
+        hidden = layer.hidden_size
+        queries = layer.heads * layer.head_dim
+        rank = layer.key_value_rank
+        up = layer.heads * (layer.head_dim - layer.shared_key_dim + layer.value_dim)
+        query = {"query": (hidden, queries)}
+        if layer.query_rank:
+            query = {
+                "query_down": (hidden, layer.query_rank),
+                "query": (layer.query_rank, queries),
+            }
+        return query | {
+            "key_value_down": (hidden, rank + layer.shared_key_dim),
+            "key_value": (rank, up),
+            "attention_output": (layer.heads * layer.value_dim, hidden),
+        }
+
+    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
+        """Heads are divided; every rank has the few features."""
+        whole = {name: self.linears()[name] for name in self.replicated(tensor)}
+        return super().sharded_linears(tensor) | whole
+
+    def replicated(self, tensor: int) -> tuple[str, ...]:
+        """Those down to few features."""
+        down = ("query_down", "key_value_down")
+        return tuple(name for name in down if name in self.linears())
 
 
 class CrossAttention(Attention):
@@ -355,7 +408,7 @@ class Experts(FeedForward):
 
 
 class SharedExpert(Component):
-    """The expert beside the others that all tokens go through, with a gate for its result."""
+    """The expert beside the others that all tokens go through; its result may have a gate."""
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
@@ -364,24 +417,26 @@ class SharedExpert(Component):
 
     def extra_readers(self) -> int:
         """All but the product that leads out."""
-        return 3
+        return 2 + self.layer.shared_gate
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Of a gated feed-forward network, and the gate of its result."""
         hidden = self.layer.hidden_size
         inner = self.layer.shared_ffn_size
-        return {
+        linears = {
             "shared_gate": (hidden, inner),
             "shared_up": (hidden, inner),
             "shared_down": (inner, hidden),
-            "shared_share": (hidden, 1),
         }
+        return linears | ({"shared_share": (hidden, 1)} if self.layer.shared_gate else {})
 
     def sharded_linears(self, tensor: int) -> dict[str, Linear]:
         """The inner features are divided; every rank has the whole gate of the result."""
         linears = self.linears()
         inner, hidden = linears["shared_down"]
-        own = {"shared_down": (inner / tensor, hidden), "shared_share": linears["shared_share"]}
+        own: dict[str, Linear] = {"shared_down": (inner / tensor, hidden)}
+        if self.layer.shared_gate:
+            own["shared_share"] = linears["shared_share"]
         return super().sharded_linears(tensor) | own
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
@@ -398,6 +453,7 @@ class SharedExpert(Component):
 LAYER_COMPONENTS: list[type[Component]] = [
     Attention,
     GatedAttention,
+    LatentAttention,
     DeltaNet,
     CrossAttention,
     Heads,

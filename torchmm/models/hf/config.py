@@ -21,7 +21,7 @@ _ALSO_READ = {
     "vision_use_head",
 }
 """Keys that every config class reads although none of them lists them."""
-_DROPOUTS = (
+DROPOUTS = (
     "attention_dropout",
     "attention_probs_dropout_prob",
     "drop_path_rate",
@@ -36,6 +36,7 @@ _DROPOUTS = (
     "feat_proj_dropout",
     "layerdrop",
 )
+"""Keys of rates that have to be 0."""
 
 
 def load_config(key: str, source: str | None, override: dict[str, Any] | None) -> Any:
@@ -130,7 +131,7 @@ def size_problems(key: str, config: Any) -> list[str]:
         )
     problems += [
         f"[{key}] {name} = {rate} is not implemented; override it with 0.0"
-        for name in _DROPOUTS
+        for name in DROPOUTS
         if (rate := getattr(config, name, 0.0))
     ]
     if getattr(config, "use_bidirectional_attention", False):

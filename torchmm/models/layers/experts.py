@@ -105,7 +105,8 @@ class ExpertLoads:
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         parts = expert_parts(layers)
         self._layers = len(parts)
-        self._experts = max((int(part.num_experts) for part in parts), default=0)  # type: ignore[arg-type]
+        counts = [len(p) for part in parts for p in part.parameters() if p.ndim == 3]
+        self._experts = max(counts, default=0)
         self._loads_LE: Tensor | None = None
         for place, part in enumerate(parts):
             part.register_forward_pre_hook(partial(self._count, place))
@@ -114,7 +115,7 @@ class ExpertLoads:
         return self._layers > 0
 
     def _count(self, place: int, part: nn.Module, args: tuple) -> None:
-        if torch.compiler.is_compiling() or not part.training:
+        if torch.compiler.is_compiling() or not part.training or len(args) < 2:
             return
         chosen_TK = args[1]
         if self._loads_LE is None:
@@ -144,13 +145,13 @@ def has_experts(layer: nn.Module) -> bool:
 
 
 def expert_parts(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The parts of layers that hold the experts' weights, each called with rows, their experts and
-    weights."""
+    """The parts of layers that a router chooses among, whose weights are tensors of all experts;
+    most are called with rows, their experts and weights."""
     return [
         part
         for layer in layers
         for name, part in layer.named_modules()
-        if name.endswith("mlp.experts")
+        if name.rpartition(".")[2] == "experts" and any(p.ndim == 3 for p in part.parameters())
     ]
 
 

@@ -100,6 +100,11 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
     if size == 1:
         return []
     name = module.name
+    if not module.splits:
+        return [
+            f"[parallel] tensor = {size}: the type of {name!r} is not listed in docs/models.md; "
+            "only pipelines and sharding were compared for it; set tensor = 1"
+        ]
     styles = module.tensor_parallel_plan().values()
     problems = []
     for sizes in dict.fromkeys(module.layer_sizes()):

@@ -172,7 +172,7 @@ class LlmStage(PipelineStage):
         module = self.module
         if module.is_first == module.is_last:
             raise ValueError(f"{module.name}: only the first and the last of several stages tie")
-        holder = module.text_model.embed_tokens if module.is_first else module.backbone.lm_head
+        holder = module.embedding if module.is_first else module.head
         return holder.weight
 
 

@@ -29,6 +29,15 @@ class LlmFamily:
     build: Callable[[PreTrainedConfig, torch.dtype], PreTrainedModel] = _build_causal_lm
     text_model: str = "model"
     """Name of the part with embedding, layers and norm."""
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    """Names of those in it; "": there is none."""
+    head: str = "lm_head"
+    """Name of the head in the whole."""
+    listed: bool = True
+    """Whether it is in the table; otherwise `models/unlisted.py` proved what is claimed of it,
+    which tensor parallelism is not part of."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Norms of a layer whose input or output is added to the residual stream."""
     norm_place: NormPlace = "before"

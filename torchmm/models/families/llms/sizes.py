@@ -1,0 +1,140 @@
+"""What a decoder layer's products with weights are, read from its modules instead of its config.
+
+Configs name the same size in many ways (`moe_topk`, `num_experts_per_tok`; `intermediate_size` of
+experts here and of dense layers there), and layers of one model differ: the first ones are dense,
+some have shared experts beside those that a router chooses among. The modules say it without names.
+Rejected: a function of the config for each family, which is wrong without notice as soon as a
+family gains an option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.layers.delta_net import MIXER, delta_sizes
+from torchmm.models.layers.experts import expert_parts
+
+_ATTENTIONS = ("self_attn", "attention", "attn", "self_attention", "temporal_block", MIXER)
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts")
+
+
+def attention_of(layer: nn.Module) -> Any:
+    """The attention of a layer; None: it has none, or one of an unknown name."""
+    return next((getattr(layer, name) for name in _ATTENTIONS if hasattr(layer, name)), None)
+
+
+def experts_of(layer: nn.Module) -> nn.Module | None:
+    """Those that a router chooses among, whose weights are tensors of all of them."""
+    return next(iter(expert_parts([layer])), None)
+
+
+def expert_count(layer: nn.Module) -> int:
+    """Experts among which a router chooses; 0: none."""
+    experts = experts_of(layer)
+    return 0 if experts is None else len(_stacked(experts)[0])
+
+
+def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str, Any]:
+    """The fields of a `LayerDescription` about products with weights, attention's usual four
+    aside."""
+    gated = family.gated_ffn if family.listed else _is_gated(layer, config)
+    experts = expert_count(layer)
+    dense = _dense_width(layer, config, gated)
+    delta = delta_sizes(layer)
+    return {
+        "experts": experts,
+        "experts_per_token": _chosen(config) if experts else 0,
+        "gated_ffn": gated,
+        "ffn_size": _chosen_width(layer, config, gated) if experts else dense,
+        "shared_ffn_size": dense if experts else 0,
+        "shared_gate": any(linear.out_features == 1 for linear in _linears_outside(layer)),
+        "delta": delta,
+        "output_gate": family.output_gate and delta is None,
+        **_attention_sizes(layer, config, counted=family.output_gate or delta is not None),
+    }
+
+
+def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, int]:
+    """Heads, and what latent attention has.
+
+    Args:
+        counted: whether all further weights of attention are described otherwise.
+    """
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sizes = {
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim,
+    }
+    attention = attention_of(layer)
+    if getattr(attention, "kv_b_proj", None) is not None:
+        shared = config.qk_rope_head_dim
+        sizes |= {
+            "kv_heads": heads,
+            "head_dim": config.qk_nope_head_dim + shared,
+            "value_dim": config.v_head_dim,
+            "query_rank": config.q_lora_rank or 0,
+            "key_value_rank": config.kv_lora_rank,
+            "shared_key_dim": shared,
+        }
+        return sizes
+    parts = () if attention is None or counted else attention.modules()
+    weights = sum(part.weight.numel() for part in parts if isinstance(part, nn.Linear))
+    usual = 2 * config.hidden_size * head_dim * (heads + sizes["kv_heads"])
+    return sizes | {"other_weights": max(0, weights - usual)}
+
+
+def _dense_width(layer: nn.Module, config: Any, gated: bool) -> int:
+    """Inner features of the feed-forward part that all tokens go through: a dense one, or experts
+    that are shared."""
+    weights = sum(linear.weight.numel() for linear in _ffn_linears(layer))
+    return round(weights / config.hidden_size / (3 if gated else 2))
+
+
+def _chosen_width(layer: nn.Module, config: Any, gated: bool) -> int:
+    """The same of the experts that are chosen for a token, together."""
+    experts = experts_of(layer)
+    assert experts is not None
+    weights = sum(tensor.numel() for tensor in _stacked(experts)) // expert_count(layer)
+    return round(weights * _chosen(config) / config.hidden_size / (3 if gated else 2))
+
+
+def _is_gated(layer: nn.Module, config: Any) -> bool:
+    """Whether more features enter the activation function than leave it."""
+    hidden = config.hidden_size
+    experts = experts_of(layer)
+    if experts is not None:
+        sizes = [tensor.numel() for tensor in _stacked(experts)]
+        return sum(sizes) > 2 * min(sizes)
+    linears = list(_ffn_linears(layer))
+    up = sum(n.out_features for n in linears if n.in_features == hidden)
+    return up > sum(n.in_features for n in linears if n.out_features == hidden)
+
+
+def _chosen(config: Any) -> int:
+    return next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), 1)
+
+
+def _stacked(experts: nn.Module) -> list[Any]:
+    return [p for _, p in experts.named_parameters() if p.ndim == 3]
+
+
+def _ffn_linears(layer: nn.Module) -> Iterator[nn.Linear]:
+    """All outside of attention, except routers and gates of results."""
+    experts = expert_count(layer)
+    for linear in _linears_outside(layer):
+        if linear.out_features not in (1, experts):
+            yield linear
+
+
+def _linears_outside(layer: nn.Module) -> Iterator[nn.Linear]:
+    """All outside of attention."""
+    attention = attention_of(layer)
+    own = set() if attention is None else set(attention.modules())
+    for part in layer.modules():
+        if isinstance(part, nn.Linear) and part not in own:
+            yield part
