@@ -257,7 +257,7 @@ def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> N
     # Layers may be of one kind only, though the family has two.
     own = [name for name in own if name.partition(".")[0] in known]
     missing = [name for name in (*family.norms, *own) if name not in known]
-    if not all(hasattr(layer, "self_attn") or hasattr(layer, MIXER) for layer in layers):
+    if family.listed and not all(hasattr(n, "self_attn") or hasattr(n, MIXER) for n in layers):
         missing.append("self_attn")
     if missing:
         raise ConfigError(

@@ -181,9 +181,9 @@ def call_library(
     kernel: Callable[..., tuple[Tensor, Any]], inputs: tuple[Tensor, ...], segments: Segments
 ) -> Tensor:
     """(T, H, V) from flash-linear-attention's kernel, which wants rows of a batch."""
-    q, k, v, g, beta = (x[None].contiguous() for x in inputs)
+    *rows, decay, beta = [x[None].contiguous() for x in inputs]
     starts = segments.cu_seqlens.long()
-    out, _ = kernel(q, k, v, g=g, beta=beta, cu_seqlens=starts, use_qk_l2norm_in_kernel=True)
+    out, _ = kernel(*rows, g=decay, beta=beta, cu_seqlens=starts, use_qk_l2norm_in_kernel=True)
     return out[0]
 
 
