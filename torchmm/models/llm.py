@@ -250,7 +250,9 @@ class LlmModule(LayeredModule):
 def _check_parts(layer: nn.Module, family: LlmFamily, model_type: str) -> None:
     """Transformers renames parts of layers now and then."""
     known = {name for name, _ in layer.named_modules()}
-    own = (name for name in family.tensor_parallel if not name.startswith("mlp."))
+    optional = ("", "replicated_with_grad_allreduce")  # nothing, and norms that configs leave out
+    styles = family.tensor_parallel.items()
+    own = (name for name, style in styles if style not in optional and not name.startswith("mlp."))
     missing = [name for name in (*family.norms, *own) if name not in known]
     if missing:
         raise ConfigError(

@@ -119,7 +119,7 @@ def test_a_packed_layer_compiles_whole_and_does_not_recompile_per_packing() -> N
     assert counter.frame_count <= 2  # once more, to make the number of segments dynamic
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_layers_with_operators_of_their_own_compile_whole(family: str) -> None:
     model = text_model(family)
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
 from torchmm.common.batch import LayerDescription
+from torchmm.parallel.tensor.latent import compute_locally
 from torchmm.parallel.tensor.overlap_styles import Column
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
@@ -118,7 +119,9 @@ class PackedGateUp(PackedLinear):
 
 
 class ExpertsOfRanks(ParallelStyle):
-    """A feed-forward network with `gate` (the router) and `experts`; others are left alone.
+    """A feed-forward network with `gate` or `router`, and `experts`; others are left alone.
+
+    Experts that all tokens go through (`shared_experts`) are divided by their inner features.
 
     Raises:
         ConfigError: the experts do not divide among the ranks, or communication is to overlap.
@@ -132,14 +135,25 @@ class ExpertsOfRanks(ParallelStyle):
         if not hasattr(module, "experts"):
             return module
         block: Any = module
-        LocalNorm()._apply(block.gate, device_mesh)
-        block.gate.balance_share = 1 / device_mesh.size()
+        router = block.gate if hasattr(block, "gate") else block.router
+        LocalNorm()._apply(router, device_mesh)
+        router.balance_share = 1 / device_mesh.size()
         self._split(block.experts, device_mesh)
+        if hasattr(block, "shared_experts"):
+            shared = block.shared_experts
+            for linear in (shared.gate_proj, shared.up_proj):
+                compute_locally(linear, device_mesh, Shard(0))
+            compute_locally(shared.down_proj, device_mesh, Shard(1))
         whole: Any = type(block).forward
 
-        def forward(hidden: DTensor) -> Tensor:
+        def forward(hidden: DTensor) -> Any:
             # Every rank adds the gradients of its own experts.
             out = whole(block, hidden.to_local(grad_placements=[Partial()]))
+            if isinstance(out, tuple):  # with the router's scores, which nothing reads
+                return combined(out[0]), out[1]
+            return combined(out)
+
+        def combined(out: Tensor) -> Tensor:
             if self._slices is not None:
                 return self._slices.reduce(block, (), out)
             partial = DTensor.from_local(out, device_mesh, [Partial()], run_check=False)
