@@ -24,10 +24,10 @@ VIEWS = {
 }  # fmt: skip
 
 
-def _packed(query_THD: Tensor, starts: Tensor, window: int) -> int:
+def _packed(query_THD: Tensor, value_TGD: Tensor, starts: Tensor, window: int) -> int:
     lengths = [b - a for a, b in pairwise(starts.tolist())]
     pairs = sum(length * min(length, window or length) for length in lengths)
-    return 2 * 2 * query_THD.shape[1] * query_THD.shape[2] * pairs
+    return 2 * query_THD.shape[1] * (query_THD.shape[2] + value_TGD.shape[2]) * pairs
 
 
 def _window(options: tuple[Any, ...]) -> int:
@@ -39,19 +39,23 @@ def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *options: Any, out_val: Any
 ) -> int:
     """Scores and their product with values, by hand: torch's counter does not know the operator."""
-    return _packed(query, starts, _window(options))
+    return _packed(query, value, starts, _window(options))
 
 
 def _packed_attention_backward(
     grad: Tensor, inputs: list, outputs: list, starts: Tensor, *options: Any, out_val: Any
 ) -> int:
-    return 2 * _packed(inputs[0], starts, _window(options))
+    return 2 * _packed(inputs[0], inputs[2], starts, _window(options))
+
+
+def _capped_attention(inputs: list, starts: Tensor, *options: Any, out_val: Any) -> int:
+    return _packed(inputs[0], inputs[2], starts, _window(options))
 
 
 def _capped_attention_backward(
     grad: Tensor, inputs: list, starts: Tensor, *options: Any, out_val: Any
 ) -> int:
-    return 2 * _packed(inputs[0], starts, _window(options))
+    return 2 * _packed(inputs[0], inputs[2], starts, _window(options))
 
 
 def _dense(query_BHTD: Tensor, key_BHSD: Tensor) -> int:
@@ -108,7 +112,7 @@ _ATTENTION: dict[Any, Any] = {
     _aten.convolution_backward: _convolution_backward,
     _own.packed_delta_rule: _delta_rule,
     _own.packed_delta_rule_backward: _delta_rule_backward,
-    _own.capped_attention: _packed_attention,
+    _own.capped_attention: _capped_attention,
     _own.capped_attention_backward: _capped_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu: _dense_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _dense_attention_backward,

@@ -107,7 +107,87 @@ LLMS |= {
     },
 }
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-EXPERTS = ("qwen3_moe", "qwen3_5_moe", "qwen3_next")
+LLMS |= {
+    "olmo3": {
+        "model_type": "olmo3",
+        **_LLM,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "glm": {"model_type": "glm", **_LLM, "head_dim": 16, "attention_bias": True},
+    "glm4": {"model_type": "glm4", **_LLM, "head_dim": 16, "attention_bias": True},
+    "cohere2": {
+        "model_type": "cohere2",
+        **_LLM,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        **_LLM,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_LLM,
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "swiglu_limit": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+_SHARED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_RANKS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+LLMS |= {
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_LLM,
+        **_SHARED,
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "deepseek_v3": {"model_type": "deepseek_v3", **_LLM, **_SHARED, **_RANKS},
+    "deepseek_v3_dense_queries": {
+        "model_type": "deepseek_v3",
+        **_LLM,
+        **_SHARED,
+        **_RANKS,
+        "q_lora_rank": None,
+        "attention_bias": True,
+    },
+    "minicpm3": {"model_type": "minicpm3", **_LLM, **_RANKS},
+}
+EXPERTS = (
+    "qwen3_5_moe",
+    "qwen3_next",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v3_dense_queries",
+)
 BASIC_LLMS = ("llama", "llama_tied", "qwen2", "qwen3", "granite", "starcoder2")
 """Enough of them where what is tested does not depend on the family."""
 _VISION = {

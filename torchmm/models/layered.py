@@ -79,6 +79,8 @@ class WeightFiles:
     """(regular expression, replacement): what files call parts of a name within the module."""
     hf_prefixes: tuple[tuple[str, str], ...] = ()
     """(prefix within the module, prefix within the Hugging Face class the module is saved as)."""
+    whole_experts: bool = False
+    """Whether the files have experts as the model does, all in one tensor."""
     partial: bool = False
     """Whether the files may hold more than the module, such as a dual model's text tower."""
 
@@ -263,23 +265,23 @@ class LayeredModule(nn.Module, ABC):
         Styles are Hugging Face's (colwise, rowwise, colwise_gather_output,
         replicated_with_grad_allreduce) and "embedding" (rows of the table), "packed_qkv" (an
         attention with queries, keys and values in one linear), "packed_gate_up" (the same for a
-        feed-forward network), "experts" (experts, divided among the ranks),
-        "delta_net" (a gated delta net, divided by heads),
-        "sharded_norm" (a norm over the features of all ranks), "local_heads" (an attention that
-        reads its number of heads), "sequence" (a norm or scale that works on sequence slices under
-        sequence parallelism).
+        feed-forward network), "experts" (experts, divided among the ranks), "sharded_norm" (a norm
+        over the features of all ranks), "local_heads" (an attention that reads its number of
+        heads), "head_scores" (an attention with sinks), "latent_heads" (latent attention),
+        "delta_net" (a gated delta net, divided by heads), "sequence" (a norm or scale that works on
+        sequence slices under sequence parallelism).
         """
         styles = self._tensor_parallel_styles()
         return {pattern: style for pattern, style in styles.items() if self.matching(pattern)}
 
     def tensor_parallel_scopes(self) -> list[str]:
         """Patterns of the submodules whose input is gathered once for all linears inside: an
-        attention, an MLP, or a column-wise linear that is in a layer by itself."""
+        attention, an MLP, experts, or a column-wise linear that is in a layer by itself."""
         layer = f"{self.layers_fqn}.*"
         patterns: dict[str, None] = {}
         for pattern, style in self._tensor_parallel_styles().items():
             parent = pattern.rpartition(".")[0]
-            if parent == layer and style == "colwise":
+            if style == "experts" or (parent == layer and style == "colwise"):
                 patterns[pattern] = None
             elif parent != layer and style in ("colwise", "rowwise"):
                 patterns[parent] = None

@@ -253,7 +253,9 @@ class LlmModule(LayeredModule):
 def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> None:
     """Transformers renames parts of layers now and then."""
     known = {name.partition(".")[2] for name, _ in layers.named_modules()}
-    own = [name for name in family.tensor_parallel if not name.startswith("mlp.")]
+    optional = ("", "replicated_with_grad_allreduce")  # nothing, and norms that configs leave out
+    styles = family.tensor_parallel.items()
+    own = [name for name, style in styles if style not in optional and not name.startswith("mlp.")]
     # Layers may be of one kind only, though the family has two.
     own = [name for name in own if name.partition(".")[0] in known]
     missing = [name for name in (*family.norms, *own) if name not in known]

@@ -67,6 +67,14 @@ def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
         "tie_word_embeddings": False,
     }
     head = {"head_dim": 32}
+    latent = {
+        "num_key_value_heads": size.hidden // 32,
+        "q_lora_rank": size.hidden // 2,
+        "kv_lora_rank": size.hidden // 2,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    }
     special: dict[str, dict[str, Any]] = {
         "llama": {},
         "mistral": {"sliding_window": 32},
@@ -78,6 +86,21 @@ def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
             "num_experts_per_tok": 2,
             "moe_intermediate_size": size.hidden,
         },
+        "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+        "gpt_oss": {
+            **head,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 32,
+            "layer_types": _alternating(size.layers),
+        },
+        "glm": head,
+        "glm4": head,
+        "glm4_moe": {**head, **_SHARED, "moe_intermediate_size": size.hidden},
+        "deepseek_v3": {**latent, **_SHARED, "moe_intermediate_size": size.hidden},
+        "minicpm3": latent,
+        "cohere2": {"sliding_window": 32, "layer_types": _alternating(size.layers)},
+        "olmo3": {"sliding_window": 32, "layer_types": _alternating(size.layers)},
         "smollm3": {},
         "gemma": head,
         "gemma2": {**head, "sliding_window": 32},
@@ -88,6 +111,16 @@ def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
         "starcoder2": {"sliding_window": None},
     }
     return {n: {"model_type": n, **sizes, **settings} for n, settings in special.items()}
+
+
+_SHARED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 
 def _alternating(layers: int) -> list[str]:

@@ -135,7 +135,42 @@ def test_the_operator_is_well_formed() -> None:
     torch.library.opcheck(packed, (q, q, q, starts, 0.3, True))
     torch.library.opcheck(packed, (q, q, q, starts, 0.3, True, 3, blocks))
     capped = torch.ops.torchmm.capped_attention.default
-    torch.library.opcheck(capped, (q, q, q, starts, 0.3, 2.0, 3, blocks))
+    torch.library.opcheck(capped, ([q, q, q], starts, 0.3, 2.0, 3, blocks))
+    sinks = torch.randn(2, requires_grad=True)
+    narrow = torch.randn(6, 2, 4, requires_grad=True)
+    torch.library.opcheck(capped, ([q, q, narrow, sinks], starts, 0.3, None, 0, None))
+    torch.library.opcheck(packed, (q, q, narrow, starts, 0.3, True))
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_values_may_be_narrower_than_keys_and_heads_have_sinks(sinks: bool, window: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, 9, size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads, size in ((4, 8), (2, 8), (2, 5))
+    )
+    sinks_H = torch.randn(4, generator=generator, dtype=torch.float64, requires_grad=True)
+    segments = Segments.from_starts([0, 4, 9], torch.device("cpu"))
+    asked = {"sliding_window": window} | ({"s_aux": sinks_H} if sinks else {})
+    out, _ = attention(Layer(), q, k, v, None, cu_seq_lens_q=segments, **asked)
+    parts = []
+    for start, stop in ((0, 4), (4, 9)):
+        keys = k[0, :, start:stop].repeat_interleave(2, 0)
+        scores = q[0, :, start:stop] @ keys.mT * 8**-0.5
+        at = torch.arange(stop - start)
+        behind = at[:, None] - at
+        scores = scores.masked_fill((behind < 0) | (behind >= (window or 9)), -torch.inf)
+        if sinks:
+            scores = torch.cat([scores, sinks_H[:, None, None].expand(4, len(at), 1)], -1)
+        weights = scores.softmax(-1)[..., : len(at)]
+        parts.append((weights @ v[0, :, start:stop].repeat_interleave(2, 0)).transpose(0, 1))
+    expected = torch.cat(parts)[None]
+    wanted = [q, k, v, *([sinks_H] if sinks else [])]
+    assert relative_error(out, expected) < 1e-12
+    grads = torch.autograd.grad(out.sin().sum(), wanted)
+    for grad, other in zip(grads, torch.autograd.grad(expected.sin().sum(), wanted), strict=True):
+        assert relative_error(grad, other) < 1e-12
 
 
 def test_a_padding_mask_is_honoured() -> None:

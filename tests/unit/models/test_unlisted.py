@@ -163,8 +163,8 @@ def test_all_causal_lms_of_transformers() -> None:
             found, counted = flops_of(name, outcome.proof.family)
             if abs(found / counted - 1) > 0.01:
                 wrong[name] = found / counted
-    # Experts of attention, heads by layer, linears inside of others: as the page says.
-    assert set(wrong) == {"jetmoe", "laguna", "moshi"}
+    # Experts of attention, heads by layer (two), linears inside of others: as the page says.
+    assert set(wrong) == {"jetmoe", "laguna", "mimo_v2_flash", "moshi"}
     assert all(0.6 < share < 1.3 for share in wrong.values())
 
 

@@ -103,8 +103,10 @@ class Piece(NamedTuple):
         local[self.expert - experts.start, start - rows.start : stop - rows.start].copy_(values)
 
 
-def pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+def pieces(tensors: Mapping[str, Tensor], whole_experts: bool = False) -> dict[str, Piece]:
     """Parameters and buffers by name -> pieces by the name they would have on their own."""
+    if whole_experts:
+        return {name: Piece(name, tensor) for name, tensor in tensors.items()}
     return {name: piece for owner, tensor in tensors.items() for name, piece in _of(owner, tensor)}
 
 
@@ -235,7 +237,7 @@ def _directory(source: str) -> Path:
 def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[str, str]:
     """Name within `module` -> name in the files, for all names the whole module knows."""
     with torch.device("meta"):
-        known = set(pieces(module.rebuild().state_dict())) | module.unused
+        known = set(_pieces_of(module.rebuild())) | module.unused
     names = {}
     for name in files:
         for pattern, replacement in module.weights.renames:
@@ -257,7 +259,7 @@ def _match(
         whole = module.rebuild()
     tied = whole.tied_parameters()
     stored, missing = {}, []
-    for name, piece in pieces(whole.state_dict()).items():
+    for name, piece in _pieces_of(whole).items():
         if name in tied:
             continue
         if name in names:
@@ -276,11 +278,15 @@ def _targets(
     here_once = module.tied_parameters()
     copies = module.tied_copies()
     targets = {}
-    for name, piece in pieces(module.state_dict()).items():
+    for name, piece in _pieces_of(module).items():
         original = copies.get(name, name)
         if name not in here_once and original in stored:
             targets[name] = (piece, stored[original][1])
     return targets
+
+
+def _pieces_of(module: LayeredModule) -> dict[str, Piece]:
+    return pieces(module.state_dict(), module.weights.whole_experts)
 
 
 def _listed(what: str, names: list[str]) -> list[str]:

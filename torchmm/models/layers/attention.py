@@ -10,7 +10,8 @@ Face's own name for it) or, where a layer forwards no keyword arguments, as its 
   and the number of segments does not recompile it.
 - Elsewhere (fp32 on CUDA, bidirectional blocks): scaled_dot_product_attention per run of equally
   long segments.
-- Capped scores (Gemma 2): a custom operator of plain matrix products, on any device.
+- Capped scores (Gemma 2) and attention sinks (GPT-OSS): a custom operator of plain matrix products,
+  on any device.
 
 Rejected: Hugging Face's "sdpa", whose mask is dense (T x T) and which lets samples see each other
 whenever a cache or an all-ones mask is passed; flex_attention, which has no backward on CPU.
@@ -34,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -47,7 +49,7 @@ PACKED_UNSPLIT = "packed_flash"
 """Same function. Qwen's vision layers split their input themselves, with a device
 synchronisation per layer, unless "flash" is in the name of the attention function."""
 
-_UNSUPPORTED = ("s_aux", "position_bias")
+_UNSUPPORTED = ("position_bias",)
 
 
 @dataclass(frozen=True)
@@ -99,20 +101,26 @@ class _Rules(NamedTuple):
     window: int
     """Keys that a query sees, itself included; 0: all."""
     softcap: float | None
+    sinks_H: Tensor | None = None
+    """A further score for every query, whose weight is of no value."""
 
 
 def _attend_segments(
     query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, s: Segments, scale: float, rules: _Rules
 ) -> Tensor:
-    causal, window, softcap = rules
+    causal, window, softcap, sinks_H = rules
     inputs = (query_THD, key_TGD, value_TGD)
     host = s.cu_seqlens_host
-    if softcap is not None:
-        return capped_attention(*inputs, host, scale, softcap, window, s.blocks_T)
+    if softcap is not None or sinks_H is not None:
+        sinks = [] if sinks_H is None else [sinks_H]
+        return capped_attention([*inputs, *sinks], host, scale, softcap, window, s.blocks_T)
     if query_THD.device.type == "cpu":
         return packed_attention(*inputs, host, scale, causal, window, s.blocks_T)[0]
     half = query_THD.dtype in (torch.bfloat16, torch.float16)
     if query_THD.device.type == "cuda" and half and s.blocks_T is None:
+        features = value_TGD.shape[2]
+        if features < query_THD.shape[2]:  # latent attention, which the kernel does not know
+            inputs = (*inputs[:2], functional.pad(value_TGD, (0, query_THD.shape[2] - features)))
         q, k, v = (x.contiguous() for x in inputs)  # no copies: layers compute in this layout
         starts = s.cu_seqlens
         longest = s.max_length
@@ -122,7 +130,7 @@ def _attend_segments(
             q, k, v, starts, starts, longest, longest, scale=scale, window_size=reach, **_GROUPED
         )
         assert isinstance(out, Tensor)
-        return out
+        return out[..., :features]
     outs = []
     for run in equal_runs(host):
         q, k, v = (run.view(x) for x in inputs)
@@ -163,10 +171,14 @@ def attention(
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True)) if causal is None else bool(causal)
     window, softcap = kwargs.get("sliding_window") or 0, kwargs.get("softcap")
+    sinks_H = kwargs.get("s_aux")
+    if isinstance(sinks_H, DTensor):  # each tensor-parallel rank has those of its heads
+        sinks_H = sinks_H.to_local()
     asked = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     asked += ["attention_dropout"] if dropout else []
     if segments is None or not causal:
         asked += [name for name in ("sliding_window", "softcap") if kwargs.get(name)]
+        asked += ["s_aux"] if sinks_H is not None else []
     if asked:
         raise ValueError(
             f"{type(module).__name__} uses {', '.join(asked)}, which packed attention does not "
@@ -187,7 +199,7 @@ def attention(
     if attention_mask is not None or query_BHTD.shape[0] != 1:
         raise ValueError("packed segments need a single row and no attention mask")
     q, k, v = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
-    rules = _Rules(causal, window if window < segments.max_length else 0, softcap)
+    rules = _Rules(causal, window if window < segments.max_length else 0, softcap, sinks_H)
     return _attend_segments(q, k, v, segments, scale, rules)[None], None
 
 

@@ -1,8 +1,9 @@
 """Attention within packed segments as custom operators, which torch.compile does not look into.
 
 `packed_attention` calls torch's flash kernel for CPUs once per run of equally long segments.
-`capped_attention` is for scores that pass through tanh (Gemma 2), which none of torch's kernels
-supports: plain matrix products, on any device, with the scores of one run at a time in memory.
+`capped_attention` is for what none of torch's kernels supports, scores that pass through tanh
+(Gemma 2) and attention sinks (GPT-OSS): plain matrix products, on any device, with the scores of
+one run at a time in memory. A sink is a score of each head that takes weight and gives nothing.
 
 Masks: causal attention may be limited to a window, and attention may be bidirectional within a
 block of tokens (an image, a prompt). As in Hugging Face's Gemma 3, a window also limits how far
@@ -88,6 +89,8 @@ def packed_attention(
     Returns:
         Output (T, H, D) and the log-sum-exp of the scores (T, H), fp32, for backward.
     """
+    width = value_TGD.shape[2]
+    value_TGD = _widened(value_TGD, query_THD)
     out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
     lse_TH = query_THD.new_empty(query_THD.shape[:2], dtype=_lse_dtype(query_THD))
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -97,7 +100,21 @@ def packed_attention(
         out, lse = forward(q, k, v, 0.0, causal and bias is None, attn_mask=bias, scale=scale)
         run.view(out_THD).copy_(out)
         run.view(lse_TH[..., None]).copy_(lse[..., None])
-    return out_THD, lse_TH
+    return _narrowed(out_THD, width), lse_TH
+
+
+def _widened(x_THD: Tensor, like_THD: Tensor) -> Tensor:
+    """With zeros: the kernel wants values as wide as keys (not so in latent attention)."""
+    missing = like_THD.shape[2] - x_THD.shape[2]
+    return torch.nn.functional.pad(x_THD, (0, missing)) if missing else x_THD
+
+
+def _narrowed(x_THD: Tensor, width: int) -> Tensor:
+    return x_THD if x_THD.shape[2] == width else x_THD[..., :width].contiguous()
+
+
+def _empty_output(query_THD: Tensor, value_TGD: Tensor) -> Tensor:
+    return query_THD.new_empty((*query_THD.shape[:2], value_TGD.shape[2]))
 
 
 def _lse_dtype(query: Tensor) -> torch.dtype:
@@ -107,7 +124,7 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
 @packed_attention.register_fake
 def _(query_THD, key_TGD, value_TGD, cu_seqlens, scale, causal, window=0, blocks_T=None):  # type: ignore[no-untyped-def]
     lse_TH = query_THD.new_empty(query_THD.shape[:2], dtype=_lse_dtype(query_THD))
-    return torch.empty_like(query_THD, memory_format=torch.contiguous_format), lse_TH
+    return _empty_output(query_THD, value_TGD), lse_TH
 
 
 @torch.library.custom_op("torchmm::packed_attention_backward", mutates_args=(), device_types="cpu")
@@ -123,6 +140,10 @@ def packed_attention_backward(
 ) -> list[Tensor]:
     """Gradients of `packed_attention`'s `inputs`, query, key and value, from its `outputs`."""
     out_THD, lse_TH = outputs
+    width = inputs[2].shape[2]
+    wide = [inputs[2], out_THD, grad_THD]
+    value_TGD, out_THD, grad_THD = (_widened(x_THD, inputs[0]) for x_THD in wide)
+    inputs = [*inputs[:2], value_TGD]
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     for run in equal_runs(cu_seqlens):
@@ -133,7 +154,7 @@ def packed_attention_backward(
         parts = backward(grad, q, k, v, out, lse, 0.0, masked, attn_mask=bias, scale=scale)
         for whole, part in zip(grads, parts, strict=True):
             run.view(whole).copy_(part)
-    return grads
+    return [*grads[:2], _narrowed(grads[2], width)]
 
 
 def _like_inputs(grad_THD, inputs, *_, **__):  # type: ignore[no-untyped-def]
@@ -169,31 +190,36 @@ packed_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 @torch.library.custom_op("torchmm::capped_attention", mutates_args=())
 def capped_attention(
-    query_THD: Tensor,
-    key_TGD: Tensor,
-    value_TGD: Tensor,
+    inputs: list[Tensor],
     cu_seqlens: Tensor,
     scale: float,
-    softcap: float,
-    window: int = 0,
-    blocks_T: Tensor | None = None,
+    softcap: float | None,
+    window: int,
+    blocks_T: Tensor | None,
 ) -> Tensor:
     """Causal attention within segments with scores s replaced by `softcap` tanh(s / `softcap`).
 
     Args:
+        inputs: query (T, H, D), key (T, G, D), value (T, G, D), and perhaps sinks (H,): a further
+            score for every query, whose weight is of no value.
         cu_seqlens: on the CPU.
+        softcap: None: scores stay as they are.
         window, blocks_T: as for `packed_attention`.
 
     Returns:
         (T, H, D).
     """
-    out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+    out_THD = _empty_output(inputs[0], inputs[2])
     for run in equal_runs(cu_seqlens):
-        q, k, v = _grouped(run, query_THD, key_TGD, value_TGD)
+        q, k, v = _grouped(run, *inputs[:3])
         hidden = _hidden(run, q, window, blocks_T)
-        _, weights = _capped_weights(q, k, hidden, scale, softcap)
+        _, weights, _ = _capped_weights(q, k, hidden, scale, softcap, _sinks(inputs))
         run.view(out_THD).copy_((weights.to(v.dtype) @ v).flatten(1, 2))
     return out_THD
+
+
+def _sinks(inputs: list[Tensor]) -> Tensor | None:
+    return inputs[3] if len(inputs) > 3 else None
 
 
 def _grouped(run: Run, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
@@ -209,17 +235,34 @@ def _hidden(run: Run, q: Tensor, window: int, blocks_T: Tensor | None) -> Tensor
 
 
 def _capped_weights(
-    q: Tensor, k: Tensor, hidden: Tensor, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """(tanh of the scores, weights after softmax in float32), both (N, G, R, S, S)."""
-    bent = torch.tanh((q @ k.transpose(-1, -2)) * scale / softcap)
-    weights = (bent * softcap).masked_fill(hidden, -torch.inf)
-    return bent, weights.softmax(-1, dtype=_lse_dtype(q))
+    q: Tensor,
+    k: Tensor,
+    hidden: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(derivatives of the cap, weights after softmax in float32), both (N, G, R, S, S), and weights
+    of sinks, (N, G, R, S)."""
+    scores = (q @ k.transpose(-1, -2)) * scale
+    slope = torch.ones((), device=q.device, dtype=q.dtype)
+    if softcap is not None:
+        bent = torch.tanh(scores / softcap)
+        scores = bent * softcap
+        slope = 1 - bent.square()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    dtype = _lse_dtype(q)
+    if sinks_H is None:
+        return slope, scores.softmax(-1, dtype=dtype), None
+    sinks = sinks_H.to(scores.dtype).view(1, *q.shape[1:3], 1, 1)
+    with_sinks = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    weights = with_sinks.softmax(-1, dtype=dtype)
+    return slope, weights[..., :-1], weights[..., -1]
 
 
 @capped_attention.register_fake
-def _(query_THD, key_TGD, value_TGD, cu_seqlens, scale, softcap, window=0, blocks_T=None):  # type: ignore[no-untyped-def]
-    return torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+def _(inputs, cu_seqlens, scale, softcap, window, blocks_T):  # type: ignore[no-untyped-def]
+    return _empty_output(inputs[0], inputs[2])
 
 
 @torch.library.custom_op("torchmm::capped_attention_backward", mutates_args=())
@@ -228,22 +271,27 @@ def capped_attention_backward(
     inputs: list[Tensor],
     cu_seqlens: Tensor,
     scale: float,
-    softcap: float,
-    window: int = 0,
-    blocks_T: Tensor | None = None,
+    softcap: float | None,
+    window: int,
+    blocks_T: Tensor | None,
 ) -> list[Tensor]:
-    """Gradients of `capped_attention`'s `inputs`; recomputes the scores."""
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    """Gradients of `capped_attention`'s `inputs` (query, key, value, and sinks if it had them);
+    recomputes the scores."""
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
+    sinks_H = _sinks(inputs)
+    of_sinks = [] if sinks_H is None else [torch.zeros_like(sinks_H)]
     for run in equal_runs(cu_seqlens):
-        q, k, v = _grouped(run, *inputs)
+        q, k, v = _grouped(run, *inputs[:3])
         grad = run.view(grad_THD).unflatten(1, (k.shape[1], -1))
         hidden = _hidden(run, q, window, blocks_T)
         # Recomputed: kept, the scores of all runs would take S x S values per head and segment.
-        bent, weights = _capped_weights(q, k, hidden, scale, softcap)
+        slope, weights, sunk = _capped_weights(q, k, hidden, scale, softcap, sinks_H)
         of_weights = (grad @ v.transpose(-1, -2)).to(weights.dtype)
         # Through softmax, then through c tanh(s / c), whose derivative is 1 - tanh(s / c)**2.
-        of_capped = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
-        of_scores = of_capped.to(q.dtype) * (1 - bent.square()) * scale
+        mean = (weights * of_weights).sum(-1, keepdim=True)
+        of_scores = (weights * (of_weights - mean)).to(q.dtype) * slope * scale
+        if sunk is not None:
+            of_sinks[0] -= (sunk * mean.squeeze(-1)).sum((0, 3)).flatten().to(of_sinks[0].dtype)
         parts = (  # the R query heads of a group share key and value, whose gradients are sums
             of_scores @ k,
             (of_scores.transpose(-1, -2) @ q).sum(2, keepdim=True),
@@ -251,23 +299,23 @@ def capped_attention_backward(
         )
         for whole, part in zip(grads, parts, strict=True):
             run.view(whole).copy_(part.flatten(1, 2))
-    return grads
+    return grads + of_sinks
 
 
 capped_attention_backward.register_fake(_like_inputs)
 
 
 def _save_capped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, cu_seqlens, ctx.scale, ctx.softcap, ctx.window, blocks_T = inputs
-    ctx.save_for_backward(query, key, value, cu_seqlens, blocks_T)
+    tensors, cu_seqlens, ctx.scale, ctx.softcap, ctx.window, blocks_T = inputs
+    ctx.save_for_backward(cu_seqlens, blocks_T, *tensors)
 
 
-def _capped_backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, cu_seqlens, blocks_T = ctx.saved_tensors
+def _capped_backward(ctx: Any, grad_THD: Tensor) -> tuple[list[Tensor] | None, ...]:
+    cu_seqlens, blocks_T, *inputs = ctx.saved_tensors
     grads = capped_attention_backward(
         grad_THD, inputs, cu_seqlens, ctx.scale, ctx.softcap, ctx.window, blocks_T
     )
-    return *grads, None, None, None, None, None
+    return grads, None, None, None, None, None
 
 
 capped_attention.register_autograd(_capped_backward, setup_context=_save_capped)

@@ -81,11 +81,14 @@ class _JoinGradient(torch.autograd.Function):
         return grad, torch.full_like(of_loss, ctx.factor), None
 
 
+_ROUTERS = ("mlp.gate", "mlp.router")
+
+
 def balance_routers(layers: nn.ModuleList, config: Any) -> RouterBalance | None:
     """Adds the loss to all routers, if the config wants it."""
     if not getattr(config, "output_router_logits", False):
         return None
-    routers = [r for layer in layers for n, r in layer.named_modules() if n == "mlp.gate"]
+    routers = [r for layer in layers for n, r in layer.named_modules() if n in _ROUTERS]
     balance = RouterBalance(config.router_aux_loss_coef, len(routers))
     for router in routers:
         router.register_forward_hook(balance)

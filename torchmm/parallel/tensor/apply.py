@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchmm.common.errors import ConfigError
 from torchmm.models.layered import LayeredModule
+from torchmm.parallel.tensor.latent import LatentHeads
 from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.parallel.tensor.overlap_styles import AsyncColumn, AsyncRow, AsyncScope, Column
 from torchmm.parallel.tensor.sequence import (
@@ -157,6 +158,8 @@ def _style(
         "experts": ExpertsOfRanks(slices),
         "delta_net": DeltaNetHeads(overlap is not None),
         "local_heads": _LocalHeads(),
+        "head_scores": _HeadScores(),
+        "latent_heads": LatentHeads(),
         "sequence": None if slices is None else LocalNorm(),
     }
     if name not in styles:
@@ -213,6 +216,14 @@ class _LocalHeads(ParallelStyle):
         attention: Any = module
         attention.num_heads //= device_mesh.size()
         attention.embed_dim //= device_mesh.size()
+        return module
+
+
+class _HeadScores(ParallelStyle):
+    """An attention with a sink for each head: a rank has those of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_parameters(module, device_mesh, sinks=Shard(0))
         return module
 
 

@@ -145,6 +145,7 @@ class LocalNorm(ParallelStyle):
                 name: cast(DTensor, parameter).to_local(grad_placements=[Partial()])
                 for name, parameter in module.named_parameters(recurse=False)
             }
+            weights |= dict(module.named_buffers(recurse=False))
             return norm(LocalWeights(type(module), settings, weights), *inputs)
 
         module.forward = forward

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from torchmm.common.batch import LayerDescription
 from torchmm.models.layers.delta_net import DeltaWeights
+from torchmm.parallel.tensor.latent import compute_locally
 from torchmm.parallel.tensor.overlap_styles import Column
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
@@ -153,9 +153,10 @@ class DeltaNetHeads(ParallelStyle):
 
 
 class ExpertsOfRanks(ParallelStyle):
-    """A feed-forward network with `gate` (the router) and `experts`; others are left alone.
+    """A feed-forward network with `gate` or `router`, and `experts`; others are left alone.
 
-    An expert that all tokens go through (`shared_expert`) is divided by its inner features.
+    Experts that all tokens go through (`shared_expert`, `shared_experts`) are divided by their
+    inner features.
 
     Raises:
         ConfigError: the experts do not divide among the ranks, or communication is to overlap.
@@ -169,21 +170,32 @@ class ExpertsOfRanks(ParallelStyle):
         if not hasattr(module, "experts"):
             return module
         block: Any = module
-        LocalNorm()._apply(block.gate, device_mesh)
-        block.gate.balance_share = 1 / device_mesh.size()
+        router = block.gate if hasattr(block, "gate") else block.router
+        LocalNorm()._apply(router, device_mesh)
+        router.balance_share = 1 / device_mesh.size()
         self._split(block.experts, device_mesh)
         if hasattr(block, "shared_expert"):
             shared = block.shared_expert
             for linear in (shared.gate_proj, shared.up_proj):
-                _compute_locally(linear, device_mesh, Shard(0))
-            _compute_locally(shared.down_proj, device_mesh, Shard(1))
+                compute_locally(linear, device_mesh, Shard(0))
+            compute_locally(shared.down_proj, device_mesh, Shard(1))
             # Multiplies parts of a sum, so its gradients are parts of sums.
-            _compute_locally(block.shared_expert_gate, device_mesh, Replicate())
+            compute_locally(block.shared_expert_gate, device_mesh, Replicate())
+        if hasattr(block, "shared_experts"):
+            shared = block.shared_experts
+            for linear in (shared.gate_proj, shared.up_proj):
+                compute_locally(linear, device_mesh, Shard(0))
+            compute_locally(shared.down_proj, device_mesh, Shard(1))
         whole: Any = type(block).forward
 
-        def forward(hidden: DTensor) -> Tensor:
+        def forward(hidden: DTensor) -> Any:
             # Every rank adds the gradients of its own experts.
             out = whole(block, hidden.to_local(grad_placements=[Partial()]))
+            if isinstance(out, tuple):  # with the router's scores, which nothing reads
+                return combined(out[0]), out[1]
+            return combined(out)
+
+        def combined(out: Tensor) -> Tensor:
             if self._slices is not None:
                 return self._slices.reduce(block, (), out)
             summand = DTensor.from_local(out, device_mesh, [Partial()], run_check=False)
@@ -213,17 +225,6 @@ class ExpertsOfRanks(ParallelStyle):
             return compute(LocalWeights(type(experts), settings, local), rows, index, weights)
 
         experts.forward = forward
-
-
-def _compute_locally(linear: Any, mesh: DeviceMesh, placement: Placement) -> None:
-    """Lets a linear without bias multiply with what a rank has of its weight."""
-    distribute_parameters(linear, mesh, weight=placement)
-    summed = [Partial()] if isinstance(placement, Replicate) else None
-
-    def forward(x: Tensor) -> Tensor:
-        return functional.linear(x, linear.weight.to_local(grad_placements=summed))
-
-    linear.forward = forward
 
 
 class ShardedNorm(ParallelStyle):

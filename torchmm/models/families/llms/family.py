@@ -60,5 +60,8 @@ class LlmFamily:
     sample."""
     image_token_id: int = -1
     """Placeholder of images, if their tokens attend in both directions."""
+    old_names: tuple[tuple[str, str], ...] = ()
+    whole_experts: bool = False
+    """How files differ from the model, see `WeightFiles`."""
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     """Styles of a layer's parts that replace those of Hugging Face's plan; "": none."""

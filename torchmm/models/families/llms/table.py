@@ -51,6 +51,54 @@ _QWEN3_MOE = LlmFamily(
     },
 )
 
+_EXPERTS_OF_BLOCKS = (  # as Mixtral's files call them
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+    (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+    (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+)
+_GLM_STYLES = {
+    "mlp.gate_up_proj": "",
+    "mlp": "packed_gate_up",
+    "mlp.down_proj": "rowwise",
+}
+_GLM4_NORMS = (
+    "input_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_layernorm",
+    "post_mlp_layernorm",
+)
+_SHARED_EXPERTS = {  # part of the style of what contains them
+    **_QWEN3_MOE.tensor_parallel,
+    "mlp.shared_experts.gate_proj": "",
+    "mlp.shared_experts.up_proj": "",
+    "mlp.shared_experts.down_proj": "",
+}
+_HEAD_NORMS = {  # which Hugging Face's plan forgets
+    "self_attn.q_norm": "replicated_with_grad_allreduce",
+    "self_attn.k_norm": "replicated_with_grad_allreduce",
+}
+_LATENT = {
+    "self_attn": "latent_heads",
+    "self_attn.q_proj": "",
+    "self_attn.q_b_proj": "",
+    "self_attn.kv_a_proj_with_mqa": "",
+    "self_attn.kv_b_proj": "",
+    "self_attn.o_proj": "rowwise",
+}
+_GPT_OSS = LlmFamily(
+    norm_weight_float32=True,
+    whole_experts=True,
+    tensor_parallel={
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.o_proj": "rowwise",
+        "self_attn": "head_scores",
+        **_QWEN3_MOE.tensor_parallel,
+    },
+)
+
 LLM_FAMILIES = {
     "llama": LlmFamily(),
     "gemma": LlmFamily(norm_weight_float32=True),
@@ -66,7 +114,19 @@ LLM_FAMILIES = {
     "qwen3_next": QWEN3_NEXT,
     "granite": LlmFamily(multiplier="embedding_multiplier", own_logits=True),
     "olmo2": _OLMO2,
+    "olmo3": _OLMO2,  # three of four layers with a window
     "phi3": _PHI3,
+    "glm": LlmFamily(tensor_parallel=_GLM_STYLES),
+    "glm4": LlmFamily(norms=_GLM4_NORMS, norm_place="around", tensor_parallel=_GLM_STYLES),
+    # Attention and feed-forward part read the same norm; some layers without rotary positions.
+    "cohere2": LlmFamily(norms=("input_layernorm",), own_logits=True),
+    "mixtral": replace(_QWEN3_MOE, old_names=_EXPERTS_OF_BLOCKS),
+    "glm4_moe": LlmFamily(
+        tensor_parallel={**_SHARED_EXPERTS, **_HEAD_NORMS}
+    ),  # first layers without experts
+    "deepseek_v3": LlmFamily(tensor_parallel={**_SHARED_EXPERTS, **_LATENT}),
+    "minicpm3": LlmFamily(multiplier="embedding_multiplier", tensor_parallel=_LATENT),
+    "gpt_oss": _GPT_OSS,  # attention sinks, windows; experts with biases
     "starcoder2": LlmFamily(gated_ffn=False),  # GPT's layers: LayerNorm, biases, no gate
 }
 """Supported families by Hugging Face model_type. One is supported when its parity test passes."""
