@@ -37,6 +37,7 @@ from torchmm.models.layers.connectors import (
     init_connector,
     linear_sizes,
 )
+from torchmm.models.layers.patches import embed_by_products
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,10 @@ class EncoderModule(LayeredModule):
     def uncut_tower(self) -> PreTrainedModel:
         """The tower with everything Hugging Face's class has, on the current default device."""
         # Copied, because building writes dtype and attention function into the config.
-        return self.family.build(copy.deepcopy(self.spec.config), self.spec.dtype)
+        tower = self.family.build(copy.deepcopy(self.spec.config), self.spec.dtype)
+        if self.family.modality == "image":
+            embed_by_products(tower.get_submodule(self.family.patch_embedding))
+        return tower
 
     def rebuild(self) -> EncoderModule:
         return EncoderModule(self.spec, self.weights)
@@ -206,8 +210,8 @@ class EncoderModule(LayeredModule):
         tower = self.tower
         context = family.context(tower, inputs, inputs.pixels.device)
         if self.is_first:
-            # After a convolution channels come first in memory; sums would keep that layout
-            # through all layers, and every norm would copy it.
+            # Where channels come first in memory (sounds), sums would keep that layout through all
+            # layers, and every norm would copy it.
             hidden = family.embed(tower, inputs, context).contiguous()
         assert hidden is not None
         for index, layer in self.indexed_layers():
