@@ -139,6 +139,20 @@ ENCODERS |= {
     },
 }
 ENCODERS |= {
+    "qwen3_vl": {
+        "model_type": "qwen3_vl_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+ENCODERS["qwen3_vl_moe"] = {**ENCODERS["qwen3_vl"], "model_type": "qwen3_vl_moe_vision"}
+ENCODERS |= {
     "whisper": {
         "model_type": "whisper",
         "num_mel_bins": 8,
@@ -265,6 +279,8 @@ GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     "siglip2": [(1, 2, 5), (1, 4, 4), (1, 2, 5), (1, 3, 1)],
     "qwen2_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "qwen3_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "qwen3_vl_moe": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
 }
 PATCH_VALUES = {
@@ -274,6 +290,8 @@ PATCH_VALUES = {
     "siglip2": 3 * 4 * 4,
     "qwen2_vl": 3 * 2 * 4 * 4,
     "qwen2_5_vl": 3 * 2 * 4 * 4,
+    "qwen3_vl": 3 * 2 * 4 * 4,
+    "qwen3_vl_moe": 3 * 2 * 4 * 4,
 }
 
 

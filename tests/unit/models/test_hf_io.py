@@ -236,6 +236,7 @@ def test_a_pair_becomes_a_llava_model(
         ("siglip2", {}),
         ("qwen2_vl", {}),
         ("qwen2_5_vl", {}),
+        ("qwen3_vl", {}),
         ("clip", {"connector": "pixel_shuffle_mlp"}),
         ("whisper", {"connector": "pixel_shuffle_mlp"}),
         ("wav2vec2", {"connector": "pixel_shuffle_mlp"}),
