@@ -257,6 +257,35 @@ COMPOSITES |= {
         **{k: v for k, v in COMPOSITES["qwen2_5_vl"].items() if k not in _OF_QWEN2_5},
     },
 }
+_QWEN3_VL = {
+    **{k: v for k, v in COMPOSITES["qwen2_5_vl"].items() if k.endswith("_token_id")},
+    "text_config": {
+        **{k: v for k, v in _LLM.items() if k not in ("bos_token_id", "eos_token_id")},
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [4, 2, 2],
+        },
+    },
+}
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers")
+COMPOSITES |= {
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "vision_config": ENCODERS["qwen3_vl"],
+        **_QWEN3_VL,
+    },
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe",
+        "vision_config": ENCODERS["qwen3_vl_moe"],
+        **_QWEN3_VL,
+        "text_config": {
+            **_QWEN3_VL["text_config"],
+            **{key: LLMS["qwen3_moe"][key] for key in _EXPERTS},
+        },
+    },
+}
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 COMPOSITES |= {
     "llava_next": {

@@ -107,6 +107,10 @@ class WeightFiles:
     """(regular expression, replacement): what files call parts of a name within the module."""
     hf_prefixes: tuple[tuple[str, str], ...] = ()
     """(prefix within the module, prefix within the Hugging Face class the module is saved as)."""
+    stacked_experts: bool = False
+    """Whether the files hold a layer's experts as the module does, in one tensor for gate and up
+    projection and another for the down projection, or in these with rows and columns exchanged;
+    otherwise in two or three matrices for each."""
     partial: bool = False
     """Whether the files may hold more than the module, such as a dual model's text tower."""
 

@@ -29,7 +29,7 @@ def test_all_supported_families_are_compared(benchmark):
     assert texts == set(llms)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_vl", "qwen3_vl"])
 def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
     found, vocabulary = samples
     assert max(max(sample.ids) for sample in found) < vocabulary
