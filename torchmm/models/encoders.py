@@ -84,7 +84,6 @@ class EncoderModule(LayeredModule):
         self.layers_fqn = f"tower.{spec.family.layers}"
         self.tower: Any = self.uncut_tower()
         self.taps = spec.family.taps(spec.config) if spec.connector == "merger" else ()
-        """Layers whose outputs the connector reads too, see `layers.deepstack`."""
         self._check_layer()
         self.connector = self._build_connector()
         self.linears_around = self._list_linears_around()
@@ -263,6 +262,7 @@ class EncoderModule(LayeredModule):
             modality=self.family.modality,
             max_patches=self.family.max_patches(self.spec.config),
             tiles=self.spec.tiles,
+            splits_clips=self.family.splits_clips,
             ends_lines=self.spec.connector == "line_mlp",
         )
 

@@ -138,6 +138,8 @@ class LayeredModule(nn.Module, ABC):
         new_connector: whether pretrained weights may lack the connector, which then starts at
             random.
         recomputes: whether backward runs layers again instead of keeping all activations.
+        taps: encoders: layers whose outputs the connector reads too; LLMs: layers behind which
+            blocks of features are added (`torchmm.models.layers.deepstack`).
         between: access to hidden states between layers; behind a stage's last they are whole.
         layer_modes: where that differs from task to task: by layer, what the next forward's
             backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
@@ -160,6 +162,7 @@ class LayeredModule(nn.Module, ABC):
         self.recomputes = False
         self.layer_modes: list[str] = []
         self.between: Between = WholeSequences()
+        self.taps: tuple[int, ...] = ()
 
     @property
     @abstractmethod
@@ -273,6 +276,7 @@ class LayeredModule(nn.Module, ABC):
             trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
             connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
             merge=self.merge,
+            taps=self.taps,
             tied=bool(self.tied_parameters()),
             pre_linears=before if self.is_first else (),
             post_linears=after if self.is_last else (),

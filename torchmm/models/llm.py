@@ -58,6 +58,7 @@ class LlmModule(LayeredModule):
         super().__init__("llm", weights)
         self.feeds_generator = feeds_generator
         self.family = family
+        self.taps = tuple(range(family.taps))
         self.dtype = dtype
         self.config = config
         self.text_config = config.get_text_config()
@@ -80,11 +81,6 @@ class LlmModule(LayeredModule):
     @property
     def hf(self) -> PreTrainedModel:
         return self.backbone
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the whole module that add a block of features, see `LlmFamily.taps`."""
-        return tuple(range(self.family.taps))
 
     @property
     def text_model(self) -> Any:
