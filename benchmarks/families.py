@@ -7,6 +7,8 @@ are compared before anything is timed. The models are small and have random weig
 is that no family falls behind its own implementation, not how fast large models are. So that a
 table of embeddings does not outweigh all layers, token ids are numbered anew among those in use.
 Rows of families that were not run stay in the file: the whole takes minutes, and can be cut.
+The last rows ("patch embedding") compare Qwen's convolution over patches with the matrix product
+that takes its place.
 
     python benchmarks/families.py [--quick] [--json FILE] [--families NAME ...]
 """
@@ -25,6 +27,7 @@ import torch
 import transformers
 from support.captions import Captions, load_captions
 from support.cases.family_cases import FULL, IMAGE_PX, QUICK, Family, families
+from support.cases.patch_cases import PATCH_EMBEDDING, patch_rows
 from support.harness import (
     Row,
     describe_machine,
@@ -81,6 +84,12 @@ def main() -> int:
     except LossMismatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if not args.families or PATCH_EMBEDDING in args.families:
+        found = patch_rows(16 if args.quick else 256, args.pairs or pairs)
+        rows += found
+        if args.json is not None:
+            cases = {row.case for row in found}
+            write_rows(kept_rows(args.json, cases) + found, args.json)
     report("A packed step against Hugging Face's padded one", rows, None)
     return 0
 

@@ -82,6 +82,17 @@ TOWERS = {
         "window_size": 16,
         "fullatt_block_indexes": [1],
     },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 2],
+    },
 }
 _WAVES = {
     "model_type": "wav2vec2",
@@ -115,6 +126,17 @@ COMPOSITES = {
         "text_config": LLM,
         "image_token_id": 63,
     },
+    "in qwen3_vl": {  # with the mergers of its taps, one behind the last layer, one before it
+        "model_type": "qwen3_vl",
+        "vision_config": TOWERS["qwen3_vl"],
+        "text_config": {
+            **{k: v for k, v in LLM.items() if k != "model_type"},
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        },
+        "image_token_id": 63,
+    },
     "in gemma3": {
         "model_type": "gemma3",
         "vision_config": {**TOWERS["siglip"], "vision_use_head": False},
@@ -125,12 +147,14 @@ COMPOSITES = {
 }
 GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "qwen2_vl": [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]],
+    **{n: [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]] for n in ("qwen3_vl", "in qwen3_vl")},
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
     **{name: [[(1, 1, 1)], [(1, 1, 5), (1, 1, 2)]] for name in SOUNDS},
 }
 PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
+PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl"), 3 * 2 * 4 * 4)
 
 
 @dataclass(frozen=True)
@@ -150,6 +174,7 @@ class Case:
 
 CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
 CASES += [Case(family, True) for family in COMPOSITES]
+CASES += [Case("in qwen3_vl", False), Case("in qwen3_vl", True, chunks=1)]
 CASES += [Case("qwen2_5_vl", True, frozen=True)]
 ASYNC = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 CASES += [Case(family, True, chunks=chunks) for chunks, family in enumerate(ASYNC, start=1)]
@@ -164,7 +189,8 @@ CASES += [Case("siglip2", True, chunks=chunks, recomputed=True) for chunks in (0
 def test_split_encoders_equal_the_whole(ranks):
     # More ranks are another matter for lengths and heads, not for families.
     cases = [c for c in CASES if ranks == 2 or c.family in (*ASYNC, "internvl")]
-    cases += [Case(family, False, sharded=True) for family in TOWERS] if ranks == 2 else []
+    sharded = (*TOWERS, "in qwen3_vl") if ranks == 2 else ()
+    cases += [Case(family, False, sharded=True) for family in sharded]
     for outcomes in zip(*run_distributed(_compare_all, ranks, cases), strict=True):
         for case, errors in outcomes:
             assert errors == {}, (case, errors)

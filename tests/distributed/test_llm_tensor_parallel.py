@@ -59,6 +59,7 @@ CASES += [
     Case("qwen3_moe", split, changes={"output_router_logits": True}) for split in (False, True)
 ]
 CASES += [Case(name, name != "gemma3", composite=True) for name in COMPOSITES]
+CASES += [Case("qwen3_vl", composite=True), Case("qwen3_vl", True, chunks=2, composite=True)]
 
 
 @proves("tensor", LLMS)

@@ -255,6 +255,20 @@ ENCODERS |= {
     },
 }
 ENCODERS |= {
+    "qwen3_vl": {
+        "model_type": "qwen3_vl_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+ENCODERS["qwen3_vl_moe"] = {**ENCODERS["qwen3_vl"], "model_type": "qwen3_vl_moe_vision"}
+ENCODERS |= {
     "whisper": {
         "model_type": "whisper",
         "num_mel_bins": 8,
@@ -359,6 +373,35 @@ COMPOSITES |= {
         **{k: v for k, v in COMPOSITES["qwen2_5_vl"].items() if k not in _OF_QWEN2_5},
     },
 }
+_QWEN3_VL = {
+    **{k: v for k, v in COMPOSITES["qwen2_5_vl"].items() if k.endswith("_token_id")},
+    "text_config": {
+        **{k: v for k, v in _LLM.items() if k not in ("bos_token_id", "eos_token_id")},
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [4, 2, 2],
+        },
+    },
+}
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers")
+COMPOSITES |= {
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "vision_config": ENCODERS["qwen3_vl"],
+        **_QWEN3_VL,
+    },
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe",
+        "vision_config": ENCODERS["qwen3_vl_moe"],
+        **_QWEN3_VL,
+        "text_config": {
+            **_QWEN3_VL["text_config"],
+            **{key: LLMS["qwen3_moe"][key] for key in _EXPERTS},
+        },
+    },
+}
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 COMPOSITES |= {
     "llava_next": {
@@ -381,6 +424,8 @@ GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     "siglip2": [(1, 2, 5), (1, 4, 4), (1, 2, 5), (1, 3, 1)],
     "qwen2_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "qwen3_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "qwen3_vl_moe": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
 }
 PATCH_VALUES = {
@@ -390,6 +435,8 @@ PATCH_VALUES = {
     "siglip2": 3 * 4 * 4,
     "qwen2_vl": 3 * 2 * 4 * 4,
     "qwen2_5_vl": 3 * 2 * 4 * 4,
+    "qwen3_vl": 3 * 2 * 4 * 4,
+    "qwen3_vl_moe": 3 * 2 * 4 * 4,
 }
 
 

@@ -86,6 +86,8 @@ class Kind(NamedTuple):
     pixels: tuple[int, ...]
     """Shape of an image, or of a patch."""
     merge: int = 1
+    composite: str = ""
+    """Of the composite whose tower it is, and whose LLM is in the case; "": any LLM's."""
 
 
 ANY_GRID = [(1, rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3, 4)]
@@ -107,6 +109,13 @@ KINDS = {
                     "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32,
                     "patch_size": 8, "window_size": 32, "fullatt_block_indexes": [1]}},
         [(1, 2, 2), (1, 4, 6), (2, 2, 4)], (3 * 2 * 8 * 8,), 2,
+    ),
+    "qwen3_vl": Kind(
+        {"config": {"model_type": "qwen3_vl_vision", "depth": LAYERS, "hidden_size": 32,
+                    "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32,
+                    "patch_size": 8, "num_position_embeddings": 16,
+                    "deepstack_visual_indexes": [0, 1, 3]}},
+        [(1, 2, 2), (1, 4, 6), (2, 2, 4)], (3 * 2 * 8 * 8,), 2, composite="qwen3_vl",
     ),
     "whisper": Kind(
         {"modality": "audio", **FOLDED,
@@ -152,15 +161,17 @@ class Case:
 
     def build(self, dtype: torch.dtype = torch.float32) -> MultimodalModel:
         """The whole model, on the meta device, with parameters in `dtype`."""
-        config = {
-            "llm": {
-                "config": {
-                    **(DELTA_LLM if self.delta else LLM),
-                    "tie_word_embeddings": self.tied,
-                }
-            },
+        kind = self.kinds["vision"]
+        llm = {**(DELTA_LLM if self.delta else LLM), "tie_word_embeddings": self.tied}
+        config: dict[str, Any] = {
+            "llm": {"config": llm},
             "encoders": {name: kind.section for name, kind in self.kinds.items()},
         }
+        if kind.composite:
+            text = {key: value for key, value in LLM.items() if key != "model_type"}
+            whole = {"model_type": kind.composite, "vision_config": kind.section["config"]}
+            whole |= {"text_config": text, "tie_word_embeddings": self.tied, "image_token_id": 3}
+            config = {"config": whole}
         model = ModelConfig.model_validate(config)
         return build_model(model, FreezeConfig(modules=list(self.freeze)), dtype)
 

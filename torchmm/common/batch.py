@@ -312,6 +312,9 @@ class ImageSpec:
     """Most patches of a sound; longer ones are cut."""
     tiles: TileSpec | None = None
     """How pictures are cut; None: a picture is one image. Frames of clips always are."""
+    splits_clips: bool = False
+    """Where patches span several frames: whether each group of frames is an image of its own, with
+    its time before it; otherwise a clip is one image."""
     ends_lines: bool = False
     """Whether `EncoderInputs.kept` says which tokens of a tile are kept, and where lines end."""
 
@@ -442,6 +445,9 @@ class ModuleDescription:
     """Parameters before the layers: patch embedding, or the LLM's table of embeddings."""
     post_parameters: int = 0
     """Parameters after the layers: connector, or final norm and head, tied or not."""
+    taps: tuple[int, ...] = ()
+    """Encoders: layers whose outputs travel on to the connector beside the hidden states, and
+    leave it as further blocks of features. LLMs: layers behind which one of these is added."""
     extra_tokens: int = 0
     """Positions per image in addition to its patches: a class token (encoders)."""
     dummy_patches: int = 0

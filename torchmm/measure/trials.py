@@ -266,7 +266,7 @@ def _forward_of(
         return lambda: (module(drawn, context_KD),)
     assert isinstance(module, LlmModule)
     microbatch = text_microbatch(model, pack, device)
-    width = module.text_config.hidden_size
+    width = module.text_config.hidden_size * (1 + len(module.taps))
     features = {
         name: torch.randn(
             len(inputs.positions_K), width, device=device, dtype=dtype, requires_grad=arrives

@@ -37,6 +37,7 @@ from torchmm.models.layers.connectors import (
     init_connector,
     linear_sizes,
 )
+from torchmm.models.layers.patches import embed_by_products
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class EncoderModule(LayeredModule):
         self.family = spec.family
         self.layers_fqn = f"tower.{spec.family.layers}"
         self.tower: Any = self.uncut_tower()
+        self.taps = spec.family.taps(spec.config) if spec.connector == "merger" else ()
         self._check_layer()
         self.connector = self._build_connector()
         self.linears_around = self._list_linears_around()
@@ -102,9 +104,7 @@ class EncoderModule(LayeredModule):
     def _build_connector(self) -> nn.Module:
         spec = self.spec
         if spec.connector == "merger":
-            merger = self.tower.merger
-            self.tower.merger = None
-            return merger
+            return self.family.take_merger(self.tower)
         size = self.family.output_size(spec.config)
         hidden = spec.llm_hidden_size
         folded = size * spec.shuffle**2
@@ -141,7 +141,10 @@ class EncoderModule(LayeredModule):
     def uncut_tower(self) -> PreTrainedModel:
         """The tower with everything Hugging Face's class has, on the current default device."""
         # Copied, because building writes dtype and attention function into the config.
-        return self.family.build(copy.deepcopy(self.spec.config), self.spec.dtype)
+        tower = self.family.build(copy.deepcopy(self.spec.config), self.spec.dtype)
+        if self.family.modality == "image":
+            embed_by_products(tower.get_submodule(self.family.patch_embedding))
+        return tower
 
     def rebuild(self) -> EncoderModule:
         return EncoderModule(self.spec, self.weights)
@@ -164,12 +167,16 @@ class EncoderModule(LayeredModule):
             "mlp": ("linear_1", "linear_2"),
             "line_mlp": ("linear_1", "linear_2"),
             "norm_mlp": ("mlp.linear_1", "mlp.linear_2"),
-            "merger": ("mlp.0", "mlp.2"),
         }
         if self.spec.connector in pairs:  # others have a single, small product
             first, second = pairs[self.spec.connector]
             styles |= {f"connector.{first}": "colwise", f"connector.{second}": "rowwise"}
+        elif self.spec.connector == "merger":
+            styles |= {f"connector.{n}": style for n, style in self.family.merger_styles.items()}
         return styles
+
+    def _norm_first(self) -> tuple[str, ...]:
+        return tuple(f"connector.{name}" for name in self.family.merger_norms)
 
     def _describe_layer(self, index: int) -> LayerDescription:
         return self.family.describe_layer(self.spec.config, index)
@@ -191,32 +198,45 @@ class EncoderModule(LayeredModule):
     def dummy_patches(self) -> int:
         return self.dummy_image().patches
 
-    def forward(self, inputs: EncoderInputs, hidden: Tensor | None = None) -> Tensor:
+    @property
+    def output_features(self) -> int:
+        """Features of an output token: the LLM's, and as many more for each tap."""
+        return (1 + len(self.taps)) * self.spec.llm_hidden_size
+
+    def forward(
+        self, inputs: EncoderInputs, given: Tensor | tuple[Tensor, ...] | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
         """Images to tokens.
 
         Args:
             inputs: the encoder's share of a microbatch; later stages read only its grids.
-            hidden: later stages: hidden states from the previous stage.
+            given: later stages: what the previous stage returned.
 
         Returns:
-            Whole module or last stage: (K, D_llm). Earlier stages: hidden states, (N, S, D) for
-            fixed layouts, (1, P, D) or (P, D) for packed patches.
+            Whole module or last stage: (K, `output_features`). Earlier stages: hidden states,
+            (N, S, D) for fixed layouts, (1, P, D) or (P, D) for packed patches; behind tapped
+            layers a tuple: these and the output of each of those layers.
         """
         family = self.family
         tower = self.tower
         context = family.context(tower, inputs, inputs.pixels.device)
         if self.is_first:
-            # After a convolution channels come first in memory; sums would keep that layout
-            # through all layers, and every norm would copy it.
-            hidden = family.embed(tower, inputs, context).contiguous()
-        assert hidden is not None
+            # Where channels come first in memory (sounds), sums would keep that layout through all
+            # layers, and every norm would copy it.
+            given = family.embed(tower, inputs, context).contiguous()
+        assert given is not None
+        hidden, *taps = (given,) if isinstance(given, Tensor) else given
         for index, layer in self.indexed_layers():
             hidden = family.run_layer(tower, index, layer, hidden, context)
+            if index in self.taps:
+                taps.append(self.whole_after(index, hidden))
         if not self.is_last:
-            return hidden
+            return (hidden, *taps) if taps else hidden
         if self.spec.final_norm:
             hidden = tower.get_submodule(family.final_norm)(hidden)
         x_PD = family.finish(tower, hidden, context, self._drops_class_token)
+        if self.taps:
+            return self.connector(x_PD, taps)
         if self.spec.shuffle > 1:
             x_PD = family.fold(x_PD, inputs.grids_thw, self.spec.shuffle)
         if self.spec.connector == "line_mlp":
@@ -242,6 +262,7 @@ class EncoderModule(LayeredModule):
             modality=self.family.modality,
             max_patches=self.family.max_patches(self.spec.config),
             tiles=self.spec.tiles,
+            splits_clips=self.family.splits_clips,
             ends_lines=self.spec.connector == "line_mlp",
         )
 

@@ -38,6 +38,34 @@ class Skip(nn.Module):
         return hidden
 
 
+class Between(Protocol):
+    """What may be done with hidden states between two layers of a stage."""
+
+    def gathered(self, hidden: Tensor) -> Tensor:
+        """The hidden states of all positions."""
+        ...
+
+    def add_rows(self, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
+        """Hidden states with rows added at some positions, of which none is named twice.
+
+        Args:
+            hidden: (..., T, D).
+            positions_K: int64, within T.
+            rows_KD: of the same dtype.
+        """
+        ...
+
+
+class WholeSequences:
+    """`Between` where a rank has all positions."""
+
+    def gathered(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def add_rows(self, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
+        return hidden.index_add(-2, positions_K, rows_KD.expand(*hidden.shape[:-2], -1, -1))
+
+
 class StageRange(NamedTuple):
     """What one stage has of a module: layers [start, stop) and perhaps what is around them.
 
@@ -79,8 +107,10 @@ class WeightFiles:
     """(regular expression, replacement): what files call parts of a name within the module."""
     hf_prefixes: tuple[tuple[str, str], ...] = ()
     """(prefix within the module, prefix within the Hugging Face class the module is saved as)."""
-    whole_experts: bool = False
-    """Whether the files have experts as the model does, all in one tensor."""
+    stacked_experts: bool = False
+    """Whether the files hold a layer's experts as the module does, in one tensor for gate and up
+    projection and another for the down projection, or in these with rows and columns exchanged;
+    otherwise in two or three matrices for each."""
     partial: bool = False
     """Whether the files may hold more than the module, such as a dual model's text tower."""
 
@@ -109,6 +139,9 @@ class LayeredModule(nn.Module, ABC):
             random.
         splits: whether it was compared with the whole when split over tensor-parallel ranks.
         recomputes: whether backward runs layers again instead of keeping all activations.
+        taps: encoders: layers whose outputs the connector reads too; LLMs: layers behind which
+            blocks of features are added (`torchmm.models.layers.deepstack`).
+        between: access to hidden states between layers; behind a stage's last they are whole.
         layer_modes: where that differs from task to task: by layer, what the next forward's
             backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
             not.
@@ -130,6 +163,8 @@ class LayeredModule(nn.Module, ABC):
         self.splits = True
         self.recomputes = False
         self.layer_modes: list[str] = []
+        self.between: Between = WholeSequences()
+        self.taps: tuple[int, ...] = ()
 
     @property
     @abstractmethod
@@ -163,6 +198,18 @@ class LayeredModule(nn.Module, ABC):
         """This stage's layers with their positions in the whole module."""
         every = self._layer_list()
         return [(i, layer) for i, layer in enumerate(every) if not isinstance(layer, Skip)]
+
+    def whole_after(self, index: int, hidden: Tensor) -> Tensor:
+        """What a layer of this stage has returned, of all positions."""
+        return self._access(index).gathered(hidden)
+
+    def add_after(self, index: int, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
+        """What a layer of this stage has returned, with rows added (`Between.add_rows`)."""
+        return self._access(index).add_rows(hidden, positions_K, rows_KD)
+
+    def _access(self, index: int) -> Between:
+        last, _ = self.indexed_layers()[-1]
+        return WholeSequences() if index == last else self.between
 
     def _layer_list(self) -> nn.ModuleList:
         found = self.get_submodule(self.layers_fqn)
@@ -231,6 +278,7 @@ class LayeredModule(nn.Module, ABC):
             trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
             connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
             merge=self.merge,
+            taps=self.taps,
             tied=bool(self.tied_parameters()),
             pre_linears=before if self.is_first else (),
             post_linears=after if self.is_last else (),
@@ -276,18 +324,22 @@ class LayeredModule(nn.Module, ABC):
 
     def tensor_parallel_scopes(self) -> list[str]:
         """Patterns of the submodules whose input is gathered once for all linears inside: an
-        attention, an MLP, experts, or a column-wise linear that is in a layer by itself."""
-        layer = f"{self.layers_fqn}.*"
+        attention, an MLP, experts, or a column-wise linear that is in a layer (or behind a norm) by
+        itself.
+        """
+        alone = (f"{self.layers_fqn}.*", *self._norm_first())
         patterns: dict[str, None] = {}
         for pattern, style in self._tensor_parallel_styles().items():
             parent = pattern.rpartition(".")[0]
-            if style == "experts" or (parent == layer and style == "colwise"):
+            if style == "experts" or (parent in alone and style == "colwise"):
                 patterns[pattern] = None
-            elif parent != layer and style in ("colwise", "rowwise"):
+            elif parent not in alone and style in ("colwise", "rowwise"):
                 patterns[parent] = None
-            elif style == "experts":
-                patterns[pattern] = None
         return [pattern for pattern in patterns if self.matching(pattern)]
+
+    def _norm_first(self) -> tuple[str, ...]:
+        """Patterns of submodules with a norm before a column-wise linear."""
+        return ()
 
     def matching(self, pattern: str) -> list[nn.Module]:
         """This stage's submodules with a name that fits ("*" is one name part)."""

@@ -6,7 +6,7 @@ where there is a target. Rejected: calling layers one by one, which misses what 
 them.
 
 Shape legend: T tokens of the microbatch, K output tokens of one encoder, L positions with logits,
-D features, V vocabulary.
+D features, B features of blocks (see `layers.deepstack`), V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +24,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, LayerDescription, Microbatch
 from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import COMPOSITE_ENCODER
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.sizes import attention_of, product_sizes
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
+from torchmm.models.layers.deepstack import Add, adding_blocks
 from torchmm.models.layers.delta_net import MIXER
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
 from torchmm.models.layers.loss import summed_cross_entropy
+
+Given = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
+"""What a stage gets: encoders' outputs by name, or what the stage before returned."""
 
 
 class LlmModule(LayeredModule):
@@ -55,6 +61,7 @@ class LlmModule(LayeredModule):
         self.feeds_generator = feeds_generator
         self.family = family
         self.splits = family.listed
+        self.taps = tuple(range(family.taps))
         self.dtype = dtype
         self.config = config
         self.text_config = config.get_text_config()
@@ -153,27 +160,29 @@ class LlmModule(LayeredModule):
             **sizes,
         )
 
-    def forward(
-        self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, microbatch: Microbatch, inputs: Given) -> Tensor | tuple[Tensor, Tensor]:
         """Loss of a microbatch, or this stage's part of the way to it.
 
         Args:
-            inputs: whole model or first stage: (K, D) outputs by encoder name; the outputs of an
-                encoder that is not in the microbatch count with factor zero. Later stages: hidden
-                states (T, D).
+            inputs: whole model or first stage: (K, D) outputs by encoder name, wider by one D for
+                each of the family's taps; the outputs of an encoder that is not in the microbatch
+                count with factor zero. Later stages: what the stage before returned.
 
         Returns:
             Whole model or last stage: float32 scalar, the *sum* of the targets' cross entropies;
             if a generator follows, that and the (K, D) hidden states of its context tokens.
-            Earlier stages: hidden states (T, D).
+            Earlier stages: hidden states (T, D); if later layers add features, these and (K, B).
 
         Raises:
             ValueError: an encoder's outputs do not fit its placeholders.
         """
         if not self.is_last:
-            arguments = self._arguments(microbatch, inputs)
-            return self.text_model(**arguments).last_hidden_state[0]
+            hidden_TD, blocks_KB = self._enter(microbatch, inputs)
+            with self._adding(microbatch, blocks_KB):
+                output = self.text_model(**self._arguments(microbatch, hidden_TD))
+            hidden_TD = output.last_hidden_state[0]
+            rest_KB = self._handed_on(blocks_KB)
+            return hidden_TD if rest_KB is None else (hidden_TD, rest_KB)
         positions_L = microbatch.target_positions_L
         # Not `logits`: FSDP gathers around it and would free in the middle of this forward.
         if not self.feeds_generator:
@@ -190,22 +199,52 @@ class LlmModule(LayeredModule):
             return hidden_TD[:1]
         return hidden_TD.index_select(0, microbatch.generator.context_positions_K)
 
-    def logits(
-        self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor, positions_L: Tensor
-    ) -> Tensor:
+    def logits(self, microbatch: Microbatch, inputs: Given, positions_L: Tensor) -> Tensor:
         """(L, V) logits at the given positions, in the compute dtype; inputs as in `forward`."""
         return self._logits(microbatch, inputs, positions_L)
 
-    def _logits(
-        self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor, positions_L: Tensor
-    ) -> Tensor:
-        arguments = self._arguments(microbatch, inputs)
-        return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
+    def _logits(self, microbatch: Microbatch, inputs: Given, positions_L: Tensor) -> Tensor:
+        hidden_TD, blocks_KB = self._enter(microbatch, inputs)
+        arguments = self._arguments(microbatch, hidden_TD)
+        with self._adding(microbatch, blocks_KB):
+            return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
 
-    def _arguments(
-        self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor
-    ) -> dict[str, Any]:
-        hidden_TD = self._embed(microbatch, inputs) if isinstance(inputs, dict) else inputs
+    def _enter(self, microbatch: Microbatch, inputs: Given) -> tuple[Tensor, Tensor | None]:
+        """Hidden states (T, D), and (K, B) what is still to be added to them, if anything is."""
+        if isinstance(inputs, Tensor):
+            return inputs, None
+        if isinstance(inputs, tuple):
+            hidden_TD, blocks_KB = inputs
+            return hidden_TD, blocks_KB
+        hidden_TD = self._embed(microbatch, inputs)
+        if not self.family.taps or COMPOSITE_ENCODER not in microbatch.encoders:
+            return hidden_TD, None
+        return hidden_TD, inputs[COMPOSITE_ENCODER][:, hidden_TD.shape[1] :]
+
+    @contextmanager
+    def _adding(self, microbatch: Microbatch, blocks_KB: Tensor | None) -> Iterator[None]:
+        """Lets this stage's layers add theirs of the blocks."""
+        if blocks_KB is None:
+            yield
+            return
+        blocks = blocks_KB.split(self.text_config.hidden_size, dim=1)
+        positions_K = microbatch.encoders[COMPOSITE_ENCODER].positions_K
+        adds: list[Add | None] = [None] * (self.family.taps - len(blocks))
+        for (index, _), block_KD in zip(self.indexed_layers(), blocks, strict=False):
+            assert index == len(adds), "blocks of other layers"
+            add = partial(self.add_after, index, positions_K=positions_K, rows_KD=block_KD)
+            adds.append(add)
+        with adding_blocks(self.text_model, adds):
+            yield
+
+    def _handed_on(self, blocks_KB: Tensor | None) -> Tensor | None:
+        """Blocks of later stages' layers."""
+        own = len(self.layers) * self.text_config.hidden_size
+        if blocks_KB is None or blocks_KB.shape[1] <= own:
+            return None
+        return blocks_KB[:, own:]
+
+    def _arguments(self, microbatch: Microbatch, hidden_TD: Tensor) -> dict[str, Any]:
         routes = hasattr(self.text_config, "output_router_logits") and any(self._experts)
         arguments = {"output_router_logits": False} if routes else {}
         return arguments | {
@@ -242,11 +281,12 @@ class LlmModule(LayeredModule):
                     f"encoder {name!r} gave {len(features_KD)} tokens for "
                     f"{len(inputs.positions_K)} placeholders (images: {inputs.grids_thw})"
                 )
+            first_KD = features_KD[:, : x_TD.shape[1]].to(x_TD.dtype)
             if inputs.kept is None:
-                x_TD = x_TD.index_copy(0, inputs.positions_K, features_KD.to(x_TD.dtype))
+                x_TD = x_TD.index_copy(0, inputs.positions_K, first_KD)
             else:  # tiles of a picture that is shrunk share tokens
                 x_TD = x_TD.index_fill(0, inputs.positions_K, 0)
-                x_TD = x_TD.index_add(0, inputs.positions_K, features_KD.to(x_TD.dtype))
+                x_TD = x_TD.index_add(0, inputs.positions_K, first_KD)
         return x_TD
 
 

@@ -146,7 +146,7 @@ def _build_llm(section: LlmConfig, dtype: torch.dtype, feeds_generator: bool) ->
     if problems:
         raise ConfigError(problems)
     assert family is not None
-    files = replace(files, old_names=family.old_names, whole_experts=family.whole_experts)
+    files = replace(files, old_names=family.old_names, stacked_experts=family.stacked_experts)
     return LlmModule(config, family, dtype, files, feeds_generator)
 
 

@@ -143,7 +143,17 @@ def _towers(size: Size) -> dict[str, dict[str, Any]]:
         "patch_size": PATCH_PX,
     }
     windows = {"window_size": 4 * PATCH_PX, "fullatt_block_indexes": [1]}
+    qwen3 = {
+        **qwen,
+        **ffn,
+        "hidden_size": size.hidden,
+        "out_hidden_size": size.hidden,
+        "num_position_embeddings": (IMAGE_PX // PATCH_PX) ** 2,
+        "deepstack_visual_indexes": [0, 1],
+    }
     return {
+        "qwen3_vl": {"model_type": "qwen3_vl_vision", **qwen3},
+        "qwen3_vl_moe": {"model_type": "qwen3_vl_moe_vision", **qwen3},
         "clip": {"model_type": "clip_vision_model", **shared, **ffn},
         "siglip": {"model_type": "siglip_vision_model", **siglip},
         "dinov2": {"model_type": "dinov2", **shared, "mlp_ratio": 3},
@@ -192,5 +202,13 @@ def _composites(
     }
     for name in ("qwen2_vl", "qwen2_5_vl"):
         parts = {"vision_config": towers[name], "text_config": qwen}
+        found[name] = {"model_type": name, **parts, "tie_word_embeddings": False}
+    for name, text in (("qwen3_vl", "qwen3"), ("qwen3_vl_moe", "qwen3_moe")):
+        left_out = ("model_type", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+        own = {k: v for k, v in texts[text].items() if k not in left_out}
+        parts = {
+            "vision_config": towers[name],
+            "text_config": {**own, "rope_parameters": {**mrope, "mrope_section": [6, 5, 5]}},
+        }
         found[name] = {"model_type": name, **parts, "tie_word_embeddings": False}
     return found

@@ -29,7 +29,7 @@ def test_all_supported_families_are_compared(benchmark):
     assert texts == set(llms)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_vl", "qwen3_vl"])
 def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
     found, vocabulary = samples
     assert max(max(sample.ids) for sample in found) < vocabulary
@@ -56,3 +56,10 @@ def test_losses_that_differ_stop_it(benchmark, samples, monkeypatch):
     monkeypatch.setattr(benchmark, "_pad", one_label_less)
     with pytest.raises(benchmark.LossMismatchError, match="llama"):
         benchmark.compare(case, found, pairs=1)
+
+
+def test_patch_embeddings_are_compared_in_both_precisions(benchmark):
+    rows = benchmark.patch_rows(patches=1, pairs=1)
+    assert [row.metric for row in rows] == ["forward and backward", "speed ratio"] * 2
+    assert [row.case.split()[-1] for row in rows] == ["fp32", "fp32", "bf16", "bf16"]
+    assert all(row.ours > 0 and row.case.startswith(benchmark.PATCH_EMBEDDING) for row in rows)

@@ -5,8 +5,11 @@ Loss, logits, gradients and positions, with samples packed and alone, along with
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from functools import partial
 from itertools import islice, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +20,11 @@ from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from test_multimodal import our_hf_name, plain_composite
 from test_video import pictures
 from torch.nn import functional
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.data.loader import build_loader
+from torchmm.data.media.video import sampled_frames
 from torchmm.data.prepare.clip_files import write_clip
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
 from torchmm.recipe.model_section import ModelConfig
@@ -86,8 +91,10 @@ def theirs(model, microbatch: Microbatch) -> list[dict]:
             at += 1
             if image.duration_ms:
                 seconds = torch.tensor([image.duration_ms / 1000 / image.frames])
-                sample |= {"pixel_values_videos": own.pixels, "video_grid_thw": grid}
-                sample |= {"second_per_grid_ts": seconds}
+                more = {"pixel_values_videos": own.pixels, "video_grid_thw": grid}
+                more |= {"second_per_grid_ts": seconds}
+                before = {key: sample[key] for key in more if key in sample}
+                sample |= {k: torch.cat([before[k], v]) if before else v for k, v in more.items()}
             else:
                 sample |= {"pixel_values": own.pixels, "image_grid_thw": grid}
         samples.append(sample)
@@ -119,21 +126,32 @@ def expected_positions(plain, sample: dict) -> torch.Tensor:
     return plain.model.get_rope_index(**sizes)[0][:, 0]
 
 
+def whole_clips(samples: list[dict]) -> None:
+    """Makes one clip of several groups of each sample's clips of a group: there is one of each."""
+    for sample in samples:
+        grids = sample.get("video_grid_thw")
+        if grids is not None:
+            assert (grids == grids[0]).all() and grids[0, 0] == 1
+            sample["video_grid_thw"] = grids[:1] * torch.tensor([len(grids), 1, 1])
+
+
 @proves("clips", COMPOSITES)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
     model = build(qwen(name))
     plain = plain_composite(model)
     clips = 0
     for microbatch in load(model, sequence_length=256)[:4]:
         samples = theirs(model, microbatch)
+        if name == "qwen3_vl":
+            whole_clips(samples)
         clips += sum(i.duration_ms > 0 for i in microbatch.meta.images_read_by("vision"))
         logits = []
         for number, sample in enumerate(samples):
             alone = single(microbatch, number)
             if alone.encoders:
                 assert torch.equal(expected_positions(plain, sample), alone.position_ids)
-            if name == "qwen2_vl":
+            if name != "qwen2_5_vl":
                 sample.pop("second_per_grid_ts", None)
             logits.append(plain(**sample, use_cache=False).logits[0])
             own = functional.cross_entropy(logits[-1], alone.targets_T, reduction="sum")
@@ -172,3 +190,53 @@ def test_the_time_of_frames_changes_the_loss(load) -> None:
     slower = next(m for m in load(model, sequence_length=160) if m.meta == microbatch.meta)
     assert torch.equal(slower.input_ids_T, microbatch.input_ids_T)
     assert relative_error(model(slower), loss) > 1e-5
+
+
+@pytest.mark.parametrize("frames", [8, 7, 5])
+def test_times_are_written_as_hugging_faces_processor_writes_them(
+    frames: int, tmp_path, tokenizer
+) -> None:
+    model = build(qwen("qwen3_vl"))
+    clip = write_clip(pictures(frames, 24, 16), fps=3)
+    path = write_parquet(tmp_path / "clips", [{"video": clip, "text": caption(1)}] * 4)
+    video = VideoConfig(fps=3.0, max_pixels=16 * 1024)
+    loader = build_loader(
+        data_config(tmp_path, SourceConfig(path=str(path), name="clips"), video=video),
+        training(sequence_length=256),
+        text_spec=model.text_spec(tokenizer),
+        image_specs=model.image_specs(),
+        tokenizer=tokenizer,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        state=None,
+    )
+    microbatch = single(next(iter(loader)).microbatches[0], 0)
+    shown = sampled_frames(frames, frames / 3, video, group=2)
+    ((_, rows, columns), *others) = microbatch.encoders["vision"].grids_thw
+    processor = SimpleNamespace(
+        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
+        vision_start_token="[S]",
+        vision_end_token="[E]",
+        video_token="[V]",
+        _calculate_timestamps=partial(Qwen3VLProcessor._calculate_timestamps, None),
+    )
+    written = Qwen3VLProcessor.replace_video_token(
+        processor,
+        {
+            "video_grid_thw": torch.tensor([[1 + len(others), rows, columns]]),
+            "video_metadata": [SimpleNamespace(fps=3.0, frames_indices=list(shown))],
+        },
+        0,
+    )
+    marks = {"[S]": START, "[E]": END, "[V]": VIDEO}
+    expected: list[int] = []
+    for part in filter(None, re.split(r"(\[.\])", written)):
+        if part in marks:
+            expected.append(marks[part])
+        else:
+            expected += tokenizer(part, add_special_tokens=False).input_ids
+    ids = microbatch.input_ids_T.tolist()
+    first = ids.index(START)
+    begin = first - expected.index(START)
+    assert ids[begin : begin + len(expected)] == expected
+    assert VIDEO not in ids[begin + len(expected) :] and len(others) >= 1

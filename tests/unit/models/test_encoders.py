@@ -24,6 +24,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from torchmm.common.batch import EncoderInputs
@@ -33,6 +35,8 @@ from torchmm.models.layered import StageRange
 QWEN = {
     "qwen2_vl_vision": Qwen2VisionTransformerPretrainedModel,
     "qwen2_5_vl_vision": Qwen2_5_VisionTransformerPretrainedModel,
+    "qwen3_vl_vision": Qwen3VLVisionModel,
+    "qwen3_vl_moe_vision": Qwen3VLMoeVisionModel,
 }
 
 
@@ -180,6 +184,7 @@ def test_pixel_shuffle_puts_a_square_of_patches_into_one_token() -> None:
 @proves("compiled", ENCODERS)
 @pytest.mark.parametrize("family", list(PATCH_VALUES))
 def test_packed_layers_compile_whole(family: str) -> None:
+    torch._dynamo.reset()  # all families' compilations of one function would count together
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
     expected = encoder(inputs)

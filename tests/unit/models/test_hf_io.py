@@ -133,6 +133,25 @@ def test_a_composite_goes_through_unchanged(
     same_files(tmp_path / "ours", tmp_path / "theirs")
 
 
+def test_experts_are_read_with_rows_and_columns_exchanged(tmp_path: Path) -> None:
+    """As Qwen published them."""
+    save(AutoModelForImageTextToText, COMPOSITES["qwen3_vl_moe"], tmp_path)
+    expected = load(ModelConfig(source=str(tmp_path))).state_dict()
+    weights = load_file(tmp_path / "model.safetensors")
+    stacked = [name for name in weights if ".experts." in name]
+    assert len(stacked) == 4
+    for name in stacked:
+        weights[name] = weights[name].transpose(1, 2).contiguous()
+    save_file(weights, tmp_path / "model.safetensors")
+    found = load(ModelConfig(source=str(tmp_path))).state_dict()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    weights[stacked[0]] = weights[stacked[0]].transpose(0, 1).contiguous()
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has shape"):
+        load(ModelConfig(source=str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -239,6 +258,7 @@ def test_a_pair_becomes_a_llava_model(
         ("siglip2", {}),
         ("qwen2_vl", {}),
         ("qwen2_5_vl", {}),
+        ("qwen3_vl", {}),
         ("clip", {"connector": "pixel_shuffle_mlp"}),
         ("whisper", {"connector": "pixel_shuffle_mlp"}),
         ("wav2vec2", {"connector": "pixel_shuffle_mlp"}),

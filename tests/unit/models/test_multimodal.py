@@ -156,6 +156,9 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
         ("qwen2_vl", {}),
         ("qwen2_5_vl", {}),
         ("qwen2_5_vl", {"tie_word_embeddings": True}),
+        ("qwen3_vl", {}),
+        ("qwen3_vl", {"tie_word_embeddings": True}),
+        ("qwen3_vl_moe", {}),
     ],
 )
 def test_composites_give_hugging_faces_loss_and_gradients(name: str, changes: dict) -> None:
@@ -191,6 +194,69 @@ def test_causal_attention_alone_is_measurably_off(name: str) -> None:
     loss = model(batch)
     model.llm.family = replace(model.llm.family, both_ways=None)
     assert relative_error(model(batch), loss) > 1e-4
+
+
+def one_after_another(frequencies: Tensor) -> Tensor:
+    """Of time, rows and columns, in sections of four, two and two."""
+    time, rows, columns = frequencies
+    joined = torch.cat([time[..., :4], rows[..., 4:6], columns[..., 6:]], dim=-1)
+    return torch.cat([joined, joined], dim=-1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])
+def test_mistakes_in_deepstack_and_positions_are_measurably_off(name: str) -> None:
+    model = build(composite_config(name))
+    batch, samples = two_samples_with_images(name)
+    batch.position_ids = mrope_positions(plain_composite(model), samples)
+    everywhere = torch.arange(len(batch.input_ids_T))
+    family, llm, tower = model.llm.family, model.llm, model.encoders["vision"].tower
+
+    def logits() -> Tensor:
+        with torch.no_grad():
+            return llm.logits(batch, model.encode(batch), everywhere)
+
+    right = logits()
+
+    def error() -> float:
+        return relative_error(logits(), right)
+
+    llm.family = replace(family, taps=0)
+    assert error() > 1e-4, "blocks left out"
+    llm.family = family
+    encoder = model.encoders["vision"]
+    encoder.taps = (0, 2)
+    assert error() > 1e-5, "another layer tapped"
+    encoder.taps = (0, 1)
+    mergers = encoder.connector.deepstack_merger_list
+    mergers[0], mergers[1] = mergers[1], mergers[0]
+    assert error() > 1e-5, "mergers exchanged"
+    mergers[0], mergers[1] = mergers[1], mergers[0]
+    rows = batch.position_ids
+    batch.position_ids = rows[[0, 2, 1]]
+    assert error() > 1e-4, "sections of rows and columns exchanged"
+    batch.position_ids = rows
+    rotary = llm.text_model.rotary_emb
+    interleaved = rotary.recomposition_frequencies
+    rotary.recomposition_frequencies = one_after_another
+    assert error() > 1e-4, "sections one after another, as in Qwen2-VL"
+    rotary.recomposition_frequencies = interleaved
+    tower.interpolation_align_corners = False
+    assert error() > 1e-5, "learned positions from elsewhere"
+    tower.interpolation_align_corners = True
+    assert error() == 0
+
+
+def test_impossible_taps_are_refused() -> None:
+    vision = COMPOSITES["qwen3_vl"]["vision_config"]
+    changes = {"vision_config": {**vision, "deepstack_visual_indexes": [1, 0]}}
+    with pytest.raises(ConfigError, match=r"deepstack_visual_indexes = \[1, 0\] are not rising"):
+        build(composite_config("qwen3_vl", **changes))
+    text = {**COMPOSITES["qwen3_vl"]["text_config"], "num_hidden_layers": 1}
+    with pytest.raises(ConfigError, match="more than the LLM's 1 layers"):
+        build(composite_config("qwen3_vl", text_config=text))
+    wider = {"vision_config": {**vision, "out_hidden_size": 64}}
+    with pytest.raises(ConfigError, match="out_hidden_size = 64 differs"):
+        build(composite_config("qwen3_vl", **wider))
 
 
 def test_what_was_written_is_not_part_of_the_prompt() -> None:

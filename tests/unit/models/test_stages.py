@@ -20,6 +20,7 @@ from torch import Tensor
 from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.models.initialize import init_weights
 from torchmm.models.layered import LayeredModule, StageRange, stage_ranges
+from torchmm.models.llm import Given
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
@@ -70,7 +71,7 @@ def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalMod
 
 def example(name: str, model: MultimodalModel) -> Microbatch:
     """Two packed samples; all images stand in the first."""
-    families = (*BASIC_ENCODERS, "qwen2_vl")
+    families = (*BASIC_ENCODERS, "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
     family = next((family for family in families if name.endswith(family)), "clip")
     inputs = make_inputs(family)
     encoder = next(iter(model.encoders.values()))
@@ -92,10 +93,10 @@ def run(ranks: list[MultimodalModel], stages: dict[str, Cut], batch: Microbatch)
         for module in stages
         for rank, model in enumerate(ranks)
     }
-    hidden = None
+    hidden = None  # of tapped layers too, where there are some
     for _, _, rank in stages["vision"]:
         hidden = next(views["vision", rank])(batch.encoders[vision], hidden)
-    inputs: dict[str, Tensor] | Tensor = {vision: hidden}
+    inputs: Given = {vision: hidden}
     for _, _, rank in stages["llm"]:
         inputs = next(views["llm", rank])(batch, inputs)
     assert isinstance(inputs, Tensor)
@@ -104,7 +105,7 @@ def run(ranks: list[MultimodalModel], stages: dict[str, Cut], batch: Microbatch)
 
 FURTHER = tuple(name for name in COMPOSITES if name not in CONFIGS)
 FINEST = "a stage per layer and end"
-EVERY_CUT = ("llama_tied+clip", "llama+qwen2_5_vl", "tied qwen2_5_vl")
+EVERY_CUT = ("llama_tied+clip", "llama+qwen2_5_vl", "tied qwen2_5_vl", "qwen3_vl")
 """How layers are put together does not depend on the family."""
 CASES = [(name, FINEST) for name in (*CONFIGS, *FURTHER)]
 CASES += [(name, cut) for name in EVERY_CUT for cut in CUTS if cut != FINEST]

@@ -88,7 +88,8 @@ def test_messages_have_the_foretold_shapes_and_dtypes(kind, dtype):
 
 @pytest.mark.parametrize("freeze", [(), ("vision",), ("llm",), ("vision", "llm")])
 @pytest.mark.parametrize(
-    "kinds", [("qwen2_5_vl", None), ("siglip, folded", None), ("clip", "siglip2")]
+    "kinds",
+    [("qwen2_5_vl", None), ("siglip, folded", None), ("clip", "siglip2"), ("qwen3_vl", None)],
 )
 def test_random_cuts_and_orders_equal_the_whole_model(kinds, freeze):
     case = Case(f"{kinds} {freeze}", encoder=kinds[0], second=kinds[1], freeze=freeze, tied=False)

@@ -82,10 +82,12 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/data/sources/tar_samples.py": "about tar files; its importer knows Energon",
     "torchmm/data/waiting.py": "threads and pipes, without anything of loading",
     "torchmm/measure/trial_inputs.py": "makes inputs from sizes; its importer takes times",
+    "torchmm/models/layers/patches.py": "a computation of its own, for all families alike",
     **{
         f"torchmm/models/families/composites/{name}.py": "one kind of composite, one file"
-        for name in ("gemma", "idefics3", "internvl", "llava", "qwen_vl")
+        for name in ("gemma", "idefics3", "internvl", "llava", "qwen_vl", "qwen3_vl")
     },
+    "torchmm/models/families/encoders/qwen3.py": "one kind of tower, one file",
     "torchmm/models/families/generators/build.py": "needs diffusers, which not every run has",
     "torchmm/models/layers/loss.py": "a function with its own backward and numerical argument",
     "torchmm/planning/dry_run.py": "train.py imports it only for a dry run",

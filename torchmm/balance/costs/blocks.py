@@ -407,8 +407,9 @@ def _after(module: ModuleDescription) -> list[Block]:
         norm = module.layers[-1].norm
         return [Head(module.trainable, linear=linear, norm=norm) for linear in linears]
     found: list[Block] = []
+    own = 2 * (1 + len(module.taps))  # the connector's: two for the last layer, and for each tap
     for index, linear in enumerate(linears):
-        of_connector = module.kind == "encoder" and index >= len(linears) - 2
+        of_connector = module.kind == "encoder" and index >= len(linears) - own
         first = index == 0
         found.append(
             Projection(

@@ -17,6 +17,7 @@ from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.module_names import COMPOSITE_ENCODER
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
 from torchmm.pipelining.plan.transfers import tied_stages, transfers
@@ -179,14 +180,21 @@ def _keep_features(
     kept: dict[Task, int], graph: StageGraph, tasks: Mapping[str, ModuleTasks], element_bytes: int
 ) -> None:
     """Adds encoders' outputs to what the LLM's first stage keeps: they are leaves, and those of
-    several sub-microbatches are also kept as one tensor."""
+    several sub-microbatches are also kept as one tensor; and what travels beside hidden states."""
     stages = graph.layout.stages
     for source, destination in graph.layout.edges:
         module = tasks[stages[source].module].module
-        if module.kind != "encoder" or stages[destination].module == module.name:
+        if stages[destination].module == module.name:
+            for key, values in _beside(graph.layout, (source, destination), tasks).items():
+                if graph.differentiates(Message(source, destination, *key)):
+                    task = Task(destination, *key)
+                    kept[task] = kept.get(task, 0) + round(element_bytes * values)
+            continue
+        if module.kind != "encoder":
             continue
         own = tasks[module.name]
         width = tasks[stages[destination].module].module.layers[0].hidden_size
+        width *= 1 + len(module.taps)
         for key, tokens in zip(own.keys, own.sizes.outputs_N.tolist(), strict=True):
             if graph.differentiates(Message(source, destination, *key)):
                 copies = 1 + (graph.parts(source, key[0]) > 1)
@@ -213,6 +221,9 @@ def _transfers(
         for edge in layout.edges
         for own in [tasks[_sized_by(layout, edge)]]
     }
+    for edge, of_edge in bytes_of.items():
+        for key, values in _beside(layout, edge, tasks).items():
+            of_edge[key] += model.element_bytes * values
     found: dict[tuple[Message, bool], tuple[float, Link]] = {}
     for transfer in transfers(graph):
         if transfer.source == transfer.destination:
@@ -234,6 +245,29 @@ def _sized_by(layout: StageLayout, edge: tuple[int, int]) -> str:
     return destination.module if divided else source.module
 
 
+def _beside(
+    layout: StageLayout, edge: tuple[int, int], tasks: Mapping[str, ModuleTasks]
+) -> dict[tuple[int, int], float]:
+    """Values that travel beside hidden states over an edge within a module, by task: the outputs of
+    tapped layers, or what later layers add to the hidden states."""
+    source, destination = (layout.stages[i] for i in edge)
+    module = tasks[source.module].module
+    if source.module != destination.module or not module.taps:
+        return {}
+    hidden = module.layers[0].hidden_size
+    if module.kind == "encoder":
+        tapped = sum(tap < source.stop for tap in module.taps)
+        own = tasks[source.module]
+        return dict(zip(own.keys, (tapped * hidden * own.sizes.units_N).tolist(), strict=True))
+    left = sum(tap >= source.stop for tap in module.taps)
+    found: dict[tuple[int, int], float] = {}
+    seen = tasks[COMPOSITE_ENCODER]
+    for (microbatch, _), tokens in zip(seen.keys, seen.sizes.outputs_N.tolist(), strict=True):
+        key = microbatch, 0
+        found[key] = found.get(key, 0.0) + left * hidden * tokens
+    return found
+
+
 def _message_bytes(
     layout: StageLayout, edge: tuple[int, int], tasks: ModuleTasks, model: CostModel
 ) -> list[float]:
@@ -245,7 +279,8 @@ def _message_bytes(
     if source.module == destination.module:
         values_N = (sizes.units_N + sizes.contexts_N) * hidden  # generators pass their context on
     elif module.kind == "encoder":
-        values_N = sizes.outputs_N * (module.post_linears[-1][1] if module.post_linears else hidden)
+        width = module.post_linears[-1][1] if module.post_linears else hidden
+        values_N = sizes.outputs_N * width * (1 + len(module.taps))
     else:  # from the LLM to a generator
         values_N = sizes.contexts_N * hidden
     return (model.element_bytes * values_N).tolist()

@@ -239,7 +239,10 @@ class Profiler:
         parameters = stage_parameters(module, 0, len(module.layers))
         element_bytes = ELEMENT_BYTES[self.dtype]
         flops = [microbatch_flops(self.modules, pack)[module.name] for pack in self.packs]
-        sent_bytes = element_bytes * module.layers[0].hidden_size * float(units_N.mean())
+        # Encoders' last messages are the widest; what LLMs send beside hidden states ends after a
+        # few layers.
+        width = module.layers[0].hidden_size * (1 + len(module.taps) * (module.kind == "encoder"))
+        sent_bytes = element_bytes * width * float(units_N.mean())
         transfer_s, sync_s = self._network_s(module, sent_bytes)
         return UnitCosts(
             module.name,

@@ -13,8 +13,8 @@ clip). Only container formats that hold their own data are allowed: playlists na
 
 `ClipMedia` turns clips into inputs of an image encoder. Encoders whose patches span frames (Qwen's:
 two) read a clip as one image of several frames, after one marker; their LLM's positions follow the
-time. All others read its frames as single images, each with its time before it as text
-("<1.5 seconds>", as in Qwen3-VL). Both use the encoder's image processor: a patch of two frames
+time. Qwen3-VL's reads each group of frames as an image of its own, with the mean of its times
+before it as text ("<1.5 seconds>"). All others read single frames that way. All use the encoder's image processor: a patch of two frames
 consists of halves of theirs. Rejected: Hugging Face's video processors, which need torchvision and
 otherwise differ little (its resizing from Pillow's).
 
@@ -231,7 +231,7 @@ class ClipPart(NamedTuple):
     """The part of a clip that becomes one image of the encoder."""
 
     before: str
-    """Text in front of it."""
+    """Text in front of it: when it is shown."""
     file: ClipFrames
     meta: ImageMeta
 
@@ -249,8 +249,8 @@ class ClipMedia:
         self._images = images
         self._config = config
         self._group = images.frames_per_patch
-        self.whole = self._group > 1
-        """Whether a clip is one image."""
+        self.grouped = self._group > 1
+        """Whether patches span several frames."""
 
     def parts(self, clip: Clip) -> list[ClipPart]:
         """The images that a clip becomes, in order."""
@@ -266,7 +266,7 @@ class ClipMedia:
         groups = -(-len(numbers) // self._group)
         limit_px = 0 if fixed else max(1, config.max_pixels // (groups * self._group))
         meta = self._images.meta(*size, limit_px)
-        if self.whole:
+        if self.grouped and not self.spec.splits_clips:
             meta = replace(
                 meta,
                 patches=groups * meta.patches,
@@ -275,15 +275,19 @@ class ClipMedia:
                 duration_ms=_ms(clip.duration_s),
             )
             return [ClipPart("", clip.select(numbers), meta)]
-        meta = replace(meta, duration_ms=_ms(clip.duration_s / len(numbers)))
+        meta = replace(meta, duration_ms=_ms(clip.duration_s / groups))
         return [
             ClipPart(
-                f"<{clip.at_s(number):.1f} seconds>" if config.timestamps else "",
-                clip.select([number]),
+                f"<{self._time_s(clip, shown):.1f} seconds>" if config.timestamps else "",
+                clip.select(shown),
                 meta,
             )
-            for number in numbers
+            for shown in _groups(numbers, self._group)
         ]
+
+    def _time_s(self, clip: Clip, shown: Sequence[int]) -> float:
+        """Of a group of frames: the mean of the first and the last."""
+        return (clip.at_s(shown[0]) + clip.at_s(shown[-1])) / 2
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Patches as (frames, rows, columns)."""
@@ -296,9 +300,10 @@ class ClipMedia:
         return frames, rows // self.spec.merge, columns // self.spec.merge
 
     def pixels(self, file: ClipFrames, meta: ImageMeta) -> np.ndarray:
-        """(C, H, W) or (P, D) of a frame, or (G P, D) of a clip; raises CorruptSampleError."""
+        """(C, H, W) or (P, D) of a frame, or (G P, D) of one or more groups of frames; raises
+        CorruptSampleError."""
         images = [self._images.pixels(image, meta.frame_pixels) for image in file.images()]
-        if not self.whole:
+        if not self.grouped:
             return images[0]
         images += [images[-1]] * (meta.frames * self._group - len(images))
         # An image's patch holds the same frame several times, color by color.
@@ -312,7 +317,11 @@ class ClipMedia:
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Zeros of the same shape."""
         frame = self._images.blank(meta.width_px, meta.height_px, meta.frame_pixels)
-        return np.concatenate([frame] * meta.frames) if self.whole else frame
+        return np.concatenate([frame] * meta.frames) if self.grouped else frame
+
+
+def _groups(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [numbers[at : at + size] for at in range(0, len(numbers), size)]
 
 
 def _ms(duration_s: float) -> int:

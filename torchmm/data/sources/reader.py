@@ -185,13 +185,14 @@ class SampleReader:
         files: list[EncodedFile],
         metas: list[ImageMeta],
     ) -> None:
-        """Appends a clip, or its frames with their times."""
+        """Appends a clip, or its frames (or groups of them) with their times."""
         assert segment.encoder is not None
         medium = self.clips[segment.encoder]
         for part in medium.parts(clip):
             if part.before:
                 segments.append(TextSegment(part.before, loss=False))
-            segments.append(segment if medium.whole else ImageSegment(encoder=segment.encoder))
+            single = ImageSegment(encoder=segment.encoder)
+            segments.append(segment if medium.grouped else single)
             files.append(part.file)
             metas.append(self._named(part.meta, segment.encoder))
 

@@ -12,7 +12,7 @@ not have, and stops at the first missing tensor instead of listing all.
 
 Parameters are filled piece by piece, as the files have them. Most are one tensor in the files. The
 experts of a layer are one parameter in the model, (experts, rows, columns) with the rows of gate
-and up projection concatenated, and two or three matrices per expert in the files.
+and up projection concatenated, and two or three matrices per expert in most families' files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -78,19 +78,28 @@ class Piece(NamedTuple):
     """Which expert's; None: it is the whole parameter."""
     rows: slice = slice(0, 0)
     """Rows of the expert's matrix, if it is one."""
+    stacked: bool = False
+    """Whether it is all experts' matrices, whose rows may be the columns of those in the files."""
 
     @property
-    def shape(self) -> list[int]:
-        """In the files."""
+    def shapes(self) -> list[list[int]]:
+        """Those it may have in the files."""
+        whole = list(self.tensor.shape)
+        if self.stacked:
+            return [whole, [whole[0], whole[2], whole[1]]]
         if self.expert is None:
-            return list(self.tensor.shape)
-        return [self.rows.stop - self.rows.start, self.tensor.shape[2]]
+            return [whole]
+        return [[self.rows.stop - self.rows.start, self.tensor.shape[2]]]
 
     def fill(self, stored: Any) -> None:
         """Copies this rank's part from a tensor in the files, of which only that is read."""
         local = local_tensor(self.tensor)
         own = local_slices(self.tensor)
         if not local.numel():
+            return
+        if self.stacked and list(stored.get_shape()) != list(self.tensor.shape):
+            experts, rows, columns = own
+            local.copy_(stored[experts, columns, rows].transpose(1, 2))
             return
         if self.expert is None:
             local.copy_(stored[own])
@@ -103,17 +112,20 @@ class Piece(NamedTuple):
         local[self.expert - experts.start, start - rows.start : stop - rows.start].copy_(values)
 
 
-def pieces(tensors: Mapping[str, Tensor], whole_experts: bool = False) -> dict[str, Piece]:
-    """Parameters and buffers by name -> pieces by the name they would have on their own."""
-    if whole_experts:
-        return {name: Piece(name, tensor) for name, tensor in tensors.items()}
-    return {name: piece for owner, tensor in tensors.items() for name, piece in _of(owner, tensor)}
+def pieces(module: LayeredModule) -> dict[str, Piece]:
+    """Parameters and buffers of a module: pieces by the name they would have on their own."""
+    stacked = module.weights.stacked_experts
+    tensors = module.state_dict().items()
+    return {name: piece for owner, x in tensors for name, piece in _of(owner, x, stacked)}
 
 
-def _of(owner: str, tensor: Tensor) -> Iterator[tuple[str, Piece]]:
+def _of(owner: str, tensor: Tensor, stacked: bool) -> Iterator[tuple[str, Piece]]:
     group, _, leaf = owner.rpartition(".")
     if not group.endswith(".experts") or leaf not in _PROJECTIONS or tensor.ndim != 3:
         yield owner, Piece(owner, tensor)
+        return
+    if stacked:
+        yield owner, Piece(owner, tensor, stacked=True)
         return
     size = tensor.shape[1] // len(_PROJECTIONS[leaf])
     for expert in range(tensor.shape[0]):
@@ -155,7 +167,7 @@ def load_weights(model: MultimodalModel) -> set[str]:
     """
     problems: list[str] = []
     filled: set[str] = set()
-    expected: dict[str, tuple[list[int], FileTensor]] = {}
+    expected: dict[str, tuple[list[list[int]], FileTensor]] = {}
     found: dict[str, tuple[Piece, FileTensor]] = {}
     for source, modules in _by_source(model).items():
         files = open_files(source)
@@ -165,7 +177,7 @@ def load_weights(model: MultimodalModel) -> set[str]:
             claimed |= set(names.values())
             stored, missing = _match(module, names)
             problems += _listed(f"{source}: missing for {module.name!r}", missing)
-            expected |= {f"{prefix}.{n}": (shape, files[s]) for n, (shape, s) in stored.items()}
+            expected |= {f"{prefix}.{n}": (shapes, files[s]) for n, (shapes, s) in stored.items()}
             targets = _targets(module, stored)
             found |= {f"{prefix}.{n}": (p, files[s]) for n, (p, s) in targets.items()}
             filled |= {f"{prefix}.{piece.owner}" for piece, _ in targets.values()}
@@ -237,7 +249,7 @@ def _directory(source: str) -> Path:
 def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[str, str]:
     """Name within `module` -> name in the files, for all names the whole module knows."""
     with torch.device("meta"):
-        known = set(_pieces_of(module.rebuild())) | module.unused
+        known = set(pieces(module.rebuild())) | module.unused
     names = {}
     for name in files:
         for pattern, replacement in module.weights.renames:
@@ -253,17 +265,17 @@ def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[
 
 def _match(
     module: LayeredModule, names: dict[str, str]
-) -> tuple[dict[str, tuple[list[int], str]], list[str]]:
-    """What the *whole* module needs, {name: (shape, name in the files)}, and what is missing."""
+) -> tuple[dict[str, tuple[list[list[int]], str]], list[str]]:
+    """What the *whole* module needs, {name: (shapes, name in the files)}, and what is missing."""
     with torch.device("meta"):
         whole = module.rebuild()
     tied = whole.tied_parameters()
     stored, missing = {}, []
-    for name, piece in _pieces_of(whole).items():
+    for name, piece in pieces(whole).items():
         if name in tied:
             continue
         if name in names:
-            stored[name] = (piece.shape, names[name])
+            stored[name] = (piece.shapes, names[name])
         else:
             missing.append(name)
     if module.new_connector and not any(n.startswith("connector.") for n in stored):
@@ -272,21 +284,17 @@ def _match(
 
 
 def _targets(
-    module: LayeredModule, stored: dict[str, tuple[list[int], str]]
+    module: LayeredModule, stored: dict[str, tuple[list[list[int]], str]]
 ) -> dict[str, tuple[Piece, str]]:
     """What this rank reads, {name: (what to fill, name in the files)}."""
     here_once = module.tied_parameters()
     copies = module.tied_copies()
     targets = {}
-    for name, piece in _pieces_of(module).items():
+    for name, piece in pieces(module).items():
         original = copies.get(name, name)
         if name not in here_once and original in stored:
             targets[name] = (piece, stored[original][1])
     return targets
-
-
-def _pieces_of(module: LayeredModule) -> dict[str, Piece]:
-    return pieces(module.state_dict(), module.weights.whole_experts)
 
 
 def _listed(what: str, names: list[str]) -> list[str]:
@@ -296,16 +304,16 @@ def _listed(what: str, names: list[str]) -> list[str]:
     return [f"{what}: {', '.join(names[:LISTED])}{more}"]
 
 
-def _shape_problems(expected: dict[str, tuple[list[int], FileTensor]]) -> list[str]:
+def _shape_problems(expected: dict[str, tuple[list[list[int]], FileTensor]]) -> list[str]:
     problems = []
     by_file = _by_file((stored, (name, shape)) for name, (shape, stored) in expected.items())
     for path, entries in by_file.items():
         with safe_open(path, "pt") as opened:
             for stored, (name, wanted) in entries:
                 shape = list(opened.get_slice(stored).get_shape())
-                if wanted != shape:
+                if shape not in wanted:
                     problems.append(
-                        f"{path}: {stored} has shape {shape}, the model's {name} {wanted}"
+                        f"{path}: {stored} has shape {shape}, the model's {name} {wanted[0]}"
                     )
     return problems
 

@@ -83,6 +83,7 @@ def apply_tensor_parallel(
         for part in module.matching(pattern):
             parallelize_module(part, mesh, _scope(inside))
     if slices is not None and module.layers:
+        module.between = slices
         module.layers[0].register_forward_pre_hook(slices.enter)
         for layer in module.layers:
             slices.remember(layer)

@@ -88,6 +88,24 @@ class SequenceSlices:
             return padded
         return padded[..., : self.length, :]  # type: ignore[return-value]
 
+    def gathered(self, hidden: Tensor) -> Tensor:
+        """All positions, of which the ranks have slices; backward slices."""
+        return self.whole(hidden).to_local()
+
+    def add_rows(self, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
+        """A slice with the rows added that belong into it; backward sums over the ranks.
+
+        All ranks have all rows. Those of other slices are added as zeros, since how many there are
+        would have to be asked of the device.
+        """
+        every = DTensor.from_local(rows_KD, self._mesh, [Replicate()], run_check=False)
+        rows_KD = every.to_local(grad_placements=[Partial()])
+        at_K = positions_K - self._mesh.get_local_rank() * self.slice_length
+        inside_K = (at_K >= 0) & (at_K < self.slice_length)
+        at_K = at_K.clamp(0, self.slice_length - 1)
+        rows_KD = rows_KD * inside_K[:, None]
+        return hidden.index_add(SEQUENCE_DIM, at_K, rows_KD.expand(*hidden.shape[:-2], -1, -1))
+
     def leave(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
         """Hook of the last layer: gathers."""
         if self.overlap is None:

@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 import torch
 
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, even_ranges
+from torchmm.common.module_names import COMPOSITE_ENCODER
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import DUMMY, GeneratorModule
 from torchmm.models.layered import LayeredModule
@@ -37,7 +38,9 @@ class MessageSizes:
         kind: of the module.
         hidden_size: of its layers.
         hidden_shape: encoders: of hidden states, from the patches of each image.
-        llm_hidden_size: of what an encoder gives to the LLM, and a generator gets from it.
+        llm_hidden_size: of what an encoder gives to the LLM (with the blocks of its taps), and a
+            generator gets from it.
+        taps: encoders: layers whose outputs travel on; LLMs: those that add blocks.
         dummy: encoders: the image that stands in for none.
         time_features: generators: size of an embedded time.
     """
@@ -46,6 +49,7 @@ class MessageSizes:
     hidden_size: int = 0
     hidden_shape: Callable[[list[int]], tuple[int, ...]] | None = None
     llm_hidden_size: int = 0
+    taps: tuple[int, ...] = ()
     dummy: ImageMeta | None = None
     time_features: int = 0
 
@@ -61,11 +65,12 @@ def message_sizes(module: LayeredModule) -> MessageSizes:
         return MessageSizes(
             "encoder",
             hidden_shape=shape,
-            llm_hidden_size=module.spec.llm_hidden_size,
+            llm_hidden_size=module.output_features,
+            taps=module.taps,
             dummy=module.dummy_image(),
         )
     if isinstance(module, LlmModule):
-        return MessageSizes("llm", module.text_config.hidden_size)
+        return MessageSizes("llm", module.text_config.hidden_size, taps=module.taps)
     if isinstance(module, GeneratorModule):
         spec = module.spec
         return MessageSizes(
@@ -85,20 +90,22 @@ def message_specs(
 ) -> MessageSpecs:
     """The tensors of every message of a step.
 
-    Between encoder stages: (N, S, D), (1, P, D) or (P, D), by family; from the last one: (K, D of
-    the LLM); between LLM stages: (T, D); from the last one to a generator: (K, D of the LLM);
-    between generator stages: (N, P, D), (K, D) and (N, E).
+    Between encoder stages: (N, S, D), (1, P, D) or (P, D), by family, once more for each tapped
+    layer before; from the last one: (K, D of the LLM), wider by one D for each of these; between
+    LLM stages: (T, D), and (K, D for each block that later layers add) if there are images; from
+    the last one to a generator: (K, D of the LLM); between generator stages: (N, P, D), (K, D) and
+    (N, E).
 
-    Args:
-        graph: of the step.
-        modules: by name, or their sizes.
-        microbatches: one for each of the graph's.
-        dtype: in which modules compute.
+       Args:
+           graph: of the step.
+           modules: by name, or their sizes.
+           microbatches: one for each of the graph's.
+           dtype: in which modules compute.
 
-    Raises:
-        ValueError: the graph has another number of microbatches, or more sub-microbatches than
-            there are images.
-        TypeError: a module is of a kind whose messages are not known.
+       Raises:
+           ValueError: the graph has another number of microbatches, or more sub-microbatches than
+               there are images.
+           TypeError: a module is of a kind whose messages are not known.
     """
     if len(microbatches) != graph.microbatches:
         raise ValueError(
@@ -125,9 +132,15 @@ def _shapes(
         assert source.dummy is not None
         every = meta.images_read_by(names[0]) or [source.dummy]
         own = _part(every, graph, message, message.source)
-        return [_encoder_shape(source, own, leaves)]
+        stop = graph.layout.stages[message.source].stop
+        tapped = 0 if leaves else sum(tap < stop for tap in source.taps)
+        return [_encoder_shape(source, own, leaves)] * (1 + tapped)
     if source.kind == "llm" and not leaves:
-        return [(meta.tokens, source.hidden_size)]
+        stop = graph.layout.stages[message.source].stop
+        blocks = sum(tap >= stop for tap in source.taps)
+        images = meta.images_read_by(COMPOSITE_ENCODER) if blocks else []
+        added = [(sum(i.tokens for i in images), blocks * source.hidden_size)] if images else []
+        return [(meta.tokens, source.hidden_size), *added]
     drawn = _part(meta.generated or [DUMMY], graph, message, message.destination)
     context = sum(image.context for image in drawn)
     if leaves:

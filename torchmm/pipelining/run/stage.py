@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torchmm.common.batch import even_ranges
 from torchmm.common.generated import GeneratorInputs
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.generator import GeneratorModule, Given
+from torchmm.models.generator import GeneratorModule
+from torchmm.models.generator import Given as GivenToGenerator
 from torchmm.models.layered import LayeredModule
-from torchmm.models.llm import LlmModule
+from torchmm.models.llm import Given, LlmModule
 from torchmm.parallel.activation import set_layer_modes
 from torchmm.parallel.fsdp import Sharding
 from torchmm.pipelining.plan.graph import StageGraph, Task
@@ -114,7 +115,8 @@ class EncoderStage(PipelineStage):
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
-        """One sub-microbatch: hidden states or pixels in; hidden states, or (K, D_llm) out."""
+        """One sub-microbatch: hidden states or pixels in; hidden states (perhaps with those of
+        tapped layers), or (K, D_llm) out."""
         encoder = microbatch.encoders.get(self.module.name)
         if encoder is None:
             encoder = self.module.dummy_inputs(microbatch.input_ids_T.device)
@@ -122,8 +124,8 @@ class EncoderStage(PipelineStage):
         if parts > 1:
             images = even_ranges(len(encoder.grids_thw), parts)[task.sub_microbatch]
             encoder = encoder.select(images)
-        hidden = inputs[0][0] if inputs else None
-        return _to_all(self.module(encoder, hidden), task, graph)
+        given = inputs[0] if inputs else None
+        return _to_all(self.module(encoder, given), task, graph)
 
 
 class LlmStage(PipelineStage):
@@ -134,7 +136,8 @@ class LlmStage(PipelineStage):
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
-        """Encoder outputs or hidden states (T, D) in; hidden states or the summed loss out.
+        """Encoder outputs or hidden states (T, D) in; hidden states or the summed loss out. Beside
+        hidden states may be features that later layers add.
 
         With a generator: the loss and the context (K, D) of each of its sub-microbatches.
         """
@@ -156,13 +159,11 @@ class LlmStage(PipelineStage):
         sizes = [sum(contexts[i] for i in own) for own in even_ranges(len(contexts), parts)]
         return [(part,) for part in context_KD.split(sizes)]
 
-    def _given(
-        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], graph: StageGraph
-    ) -> dict[str, Tensor] | Tensor:
-        """Hidden states (T, D); for the first stage (K, D) by encoder: the outputs of its
+    def _given(self, task: Task, inputs: Sequence[tuple[Tensor, ...]], graph: StageGraph) -> Given:
+        """What the stage before returned; for the first stage (K, D) by encoder: the outputs of its
         sub-microbatches, one after the other."""
         if not self.module.is_first:
-            return inputs[0][0]
+            return inputs[0][0] if len(inputs[0]) == 1 else inputs[0]
         parts: dict[str, list[Tensor]] = {}
         for message, (features,) in zip(graph.incoming(task), inputs, strict=True):
             parts.setdefault(graph.layout.stages[message.source].module, []).append(features)
@@ -210,26 +211,26 @@ class GeneratorStage(PipelineStage):
             return StageOutput((), output)
         return StageOutput([tuple(output)] * len(graph.outgoing(task)))
 
-    def compute(self, drawn: GeneratorInputs, given: Tensor | Given) -> Any:
+    def compute(self, drawn: GeneratorInputs, given: Tensor | GivenToGenerator) -> Any:
         """Runs the module."""
         return self.module(drawn, given)
 
     def _given(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
-    ) -> tuple[GeneratorInputs, Tensor | Given]:
+    ) -> tuple[GeneratorInputs, Tensor | GivenToGenerator]:
         drawn = microbatch.generator
         if drawn is None:
             drawn = self.module.dummy_inputs(microbatch.input_ids_T.device)
         parts = graph.parts(task.stage, task.microbatch)
         if parts > 1:
             drawn = drawn.select(even_ranges(len(drawn.contexts), parts)[task.sub_microbatch])
-        return drawn, inputs[0][0] if self.module.is_first else Given(*inputs[0])
+        return drawn, inputs[0][0] if self.module.is_first else GivenToGenerator(*inputs[0])
 
 
 class VelocityStage(GeneratorStage):
     """The generator's last stage when drawing: the velocities of all patches, not the loss."""
 
-    def compute(self, drawn: GeneratorInputs, given: Tensor | Given) -> Tensor:
+    def compute(self, drawn: GeneratorInputs, given: Tensor | GivenToGenerator) -> Tensor:
         """float32 (A, V), of all images, one after the other."""
         return self.module.velocity(drawn, given)
 
@@ -252,5 +253,6 @@ def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> Pipel
     )
 
 
-def _to_all(output: Tensor, task: Task, graph: StageGraph) -> StageOutput:
-    return StageOutput([(output,)] * len(graph.outgoing(task)))
+def _to_all(output: Tensor | tuple[Tensor, ...], task: Task, graph: StageGraph) -> StageOutput:
+    tensors = (output,) if isinstance(output, Tensor) else output
+    return StageOutput([tensors] * len(graph.outgoing(task)))

@@ -28,6 +28,7 @@ from torchmm.models.families.composites.idefics3 import take_idefics3
 from torchmm.models.families.composites.internvl import take_internvl
 from torchmm.models.families.composites.llava import take_llava, take_llava_next
 from torchmm.models.families.composites.parts import CompositeParts
+from torchmm.models.families.composites.qwen3_vl import QWEN3_VL, take_qwen3_vl
 from torchmm.models.families.composites.qwen_vl import QWEN_VL, take_qwen_vl
 
 
@@ -50,5 +51,6 @@ COMPOSITES: dict[str, Composite] = {
     "paligemma": Composite(PaliGemmaForConditionalGeneration, take_paligemma),
     "gemma3": Composite(Gemma3ForConditionalGeneration, take_gemma3),
     **{name: Composite(kind, take_qwen_vl) for name, kind in QWEN_VL.items()},
+    **{name: Composite(kind, take_qwen3_vl) for name, kind in QWEN3_VL.items()},
 }
 """Supported composites by Hugging Face model_type."""

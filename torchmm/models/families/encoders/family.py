@@ -65,6 +65,12 @@ class EncoderFamily:
     """What files call parts of the names, see `WeightFiles.old_names`."""
     fixed_merge = False
     """Whether the tower itself merges patches, which fixes its last layer and connectors."""
+    merger_styles: ClassVar[dict[str, str]] = {"mlp.0": "colwise", "mlp.2": "rowwise"}
+    """Style of each linear of what `take_merger` returns."""
+    merger_norms: tuple[str, ...] = ()
+    """Parts of it that apply a norm before their linears."""
+    splits_clips = False
+    """Where patches span several frames: whether each group of frames is an image of its own."""
     tensor_parallel: ClassVar[dict[str, str]] = {
         "self_attn.q_proj": "colwise",
         "self_attn.k_proj": "colwise",
@@ -94,6 +100,16 @@ class EncoderFamily:
         return AutoModel.from_config(
             config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
         )
+
+    def taps(self, config: Any) -> tuple[int, ...]:
+        """Layers whose outputs the LLM gets too (deepstack), rising."""
+        return ()
+
+    def take_merger(self, tower: Any) -> nn.Module:
+        """The part of the tower that merges patches for the LLM, which then is no part of it."""
+        merger = tower.merger
+        tower.merger = None
+        return merger
 
     def linears_before(self, tower: Any) -> LinearSizes:
         """(inputs, outputs) of the matrix products per patch before the layers."""

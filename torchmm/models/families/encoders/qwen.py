@@ -38,7 +38,7 @@ class Qwen2VisionFamily(EncoderFamily):
     inputs = "patches"
     processor_class = "Qwen2VLImageProcessor"
     layers = "blocks"
-    pre = ("patch_embed",)
+    pre: tuple[str, ...] = ("patch_embed",)
     patch_embedding = "patch_embed.proj"
     final_norm = ""
     has_class_token = False

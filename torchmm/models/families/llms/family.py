@@ -61,7 +61,10 @@ class LlmFamily:
     image_token_id: int = -1
     """Placeholder of images, if their tokens attend in both directions."""
     old_names: tuple[tuple[str, str], ...] = ()
-    whole_experts: bool = False
+    stacked_experts: bool = False
     """How files differ from the model, see `WeightFiles`."""
+    taps: int = 0
+    """Blocks of features that a composite's encoder gives beside its features, and that are added
+    behind as many of the first layers, see `torchmm.models.layers.deepstack`."""
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     """Styles of a layer's parts that replace those of Hugging Face's plan; "": none."""

@@ -88,7 +88,7 @@ _LATENT = {
 }
 _GPT_OSS = LlmFamily(
     norm_weight_float32=True,
-    whole_experts=True,
+    stacked_experts=True,
     tensor_parallel={
         "self_attn.q_proj": "colwise",
         "self_attn.k_proj": "colwise",

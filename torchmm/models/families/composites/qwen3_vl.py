@@ -1,0 +1,118 @@
+"""Qwen3-VL and Qwen3-VL-MoE: deepstack, interleaved three-dimensional positions, times as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
+)
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.composites.parts import CompositeParts
+from torchmm.models.families.composites.qwen_vl import QWEN_LLM
+from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.families.text import TextConventions
+from torchmm.models.layered import WeightFiles
+from torchmm.models.layers.attention import PACKED
+from torchmm.models.layers.deepstack import add_block
+
+QWEN3_VISION = WeightFiles(
+    renames=(
+        (r"(model\.)?visual\.(?=(merger|deepstack_merger_list)\.)", "connector."),
+        (r"(model\.)?visual\.", "tower."),
+    ),
+    hf_prefixes=(
+        ("connector.", "model.visual."),
+        ("tower.", "model.visual."),
+    ),
+)
+QWEN3_VL: dict[str, type[PreTrainedModel]] = {
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
+    "qwen3_vl_moe": Qwen3VLMoeForConditionalGeneration,
+}
+"""Hugging Face's classes by model_type."""
+_STYLES = {  # the dense config has no plan, and that of experts leaves the norms out
+    **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "self_attn.o_proj": "rowwise",
+    "self_attn.q_norm": "replicated_with_grad_allreduce",
+    "self_attn.k_norm": "replicated_with_grad_allreduce",
+    "mlp.gate_proj": "colwise",
+    "mlp.up_proj": "colwise",
+    "mlp.down_proj": "rowwise",
+}
+
+
+def take_qwen3_vl(config: Any) -> CompositeParts:
+    """Takes a config apart.
+
+    Raises:
+        ConfigError: the sizes of tower and LLM differ, or the tapped layers are impossible.
+    """
+    if problems := _problems(config):
+        raise ConfigError([f"[model] {config.model_type}: {problem}" for problem in problems])
+    vision = config.vision_config
+    family = LLM_FAMILIES["qwen3_moe" if config.model_type == "qwen3_vl_moe" else "qwen3"]
+    family = replace(
+        family,
+        build=_build_text,
+        text_model="model.language_model",
+        tensor_parallel=_STYLES | dict(family.tensor_parallel),
+        taps=len(vision.deepstack_visual_indexes),
+    )
+    return CompositeParts(
+        llm_config=config,
+        llm_family=family,
+        llm_files=replace(QWEN_LLM, stacked_experts=True),
+        encoder_config=vision,
+        encoder_family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
+        encoder_files=QWEN3_VISION,
+        encoder={"connector": "merger", "connector_from_files": True},
+        text=TextConventions(
+            config.image_token_id,
+            prefix=(config.vision_start_token_id,),
+            suffix=(config.vision_end_token_id,),
+            mrope=True,
+            video_token_id=config.video_token_id,
+        ),
+    )
+
+
+def _problems(config: Any) -> list[str]:
+    vision = config.vision_config
+    text = config.text_config
+    found = []
+    if vision.out_hidden_size != text.hidden_size:
+        found.append(
+            f"vision_config.out_hidden_size = {vision.out_hidden_size} differs from "
+            f"text_config.hidden_size = {text.hidden_size}; make them equal"
+        )
+    taps = list(vision.deepstack_visual_indexes)
+    rises = all(a < b for a, b in pairwise([-1, *taps, vision.depth]))
+    if not rises:
+        found.append(
+            f"vision_config.deepstack_visual_indexes = {taps} are not rising numbers of the "
+            f"tower's {vision.depth} layers, counted from 0; correct them"
+        )
+    if len(taps) > text.num_hidden_layers:
+        found.append(
+            f"vision_config.deepstack_visual_indexes = {taps} are more than the LLM's "
+            f"{text.num_hidden_layers} layers; name fewer"
+        )
+    return found
+
+
+def _build_text(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    # Hugging Face has no causal LM of the text part alone: take the composite without its tower.
+    kind: Any = QWEN3_VL[config.model_type]
+    model = kind._from_config(config, dtype=dtype, attn_implementation=PACKED)
+    model.model.visual = None
+    model.model.language_model._deepstack_process = add_block
+    return model
