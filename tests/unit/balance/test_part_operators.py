@@ -158,7 +158,7 @@ def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dt
     with CountTraffic() as backward:
         out.backward(torch.ones_like(out))
     accumulation = found.weights.pop()  # the first gradients of a step have nothing to add to
-    # In one product with what it is for, a gate is an input read once, and a result cut in two.
+    # The gate of these is in one product with what it is for: an input read once, a result cut.
     allowed, others = (0.04, 0.25) if family in ("phi3", "glm", "glm4") else (0.02, 0.2)
     for operators, count in (
         (found.forward, forward),
