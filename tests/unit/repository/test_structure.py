@@ -86,6 +86,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
         f"torchmm/models/families/composites/{name}.py": "one kind of composite, one file"
         for name in ("gemma", "idefics3", "internvl", "llava", "qwen_vl")
     },
+    "torchmm/models/families/llms/hybrid.py": "a family, or a few alike, one file",
     "torchmm/models/families/generators/build.py": "needs diffusers, which not every run has",
     "torchmm/models/layers/loss.py": "a function with its own backward and numerical argument",
     "torchmm/planning/dry_run.py": "train.py imports it only for a dry run",
