@@ -170,12 +170,13 @@ def delta_rule(
     segments: Segments,
 ) -> Tensor:
     """(T, H, V), see `packed_delta_rule`."""
-    inputs = (query_TGK, key_TGK, value_THV, decay_TH, beta_TH)
     half = value_THV.dtype in (torch.bfloat16, torch.float16)
     kernel = _library() if value_THV.is_cuda and half else None
     if kernel is not None:
+        inputs = (query_TGK, key_TGK, value_THV, decay_TH, beta_TH)
         return call_library(kernel, inputs, segments)
-    return packed_delta_rule(*inputs, segments.cu_seqlens_host)
+    starts = segments.cu_seqlens_host
+    return packed_delta_rule(query_TGK, key_TGK, value_THV, decay_TH, beta_TH, starts)
 
 
 def call_library(
