@@ -103,6 +103,19 @@ def test_an_llm_goes_through_unchanged(family: str, tmp_path: Path, tokenizer) -
     assert len(PreTrainedTokenizerFast.from_pretrained(tmp_path / "ours")) == 64
 
 
+def test_layers_for_several_tokens_at_once_are_left_out(tmp_path: Path) -> None:
+    """As by Hugging Face's classes; published files of Qwen3.5 and Qwen3-Next have them."""
+    save(AutoModelForCausalLM, LLMS["qwen3_5"], tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["mtp.fc.weight"] = torch.ones(2, 2)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    load(ModelConfig(llm=LlmConfig(source=str(tmp_path))))
+    weights["others.fc.weight"] = torch.ones(2, 2)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"not part of the model: others\.fc\.weight"):
+        load(ModelConfig(llm=LlmConfig(source=str(tmp_path))))
+
+
 def test_an_invalid_generation_config_does_not_lose_the_export(tmp_path: Path, tokenizer) -> None:
     save(AutoModelForCausalLM, LLMS["llama"], tmp_path / "first")
     settings = tmp_path / "first" / "generation_config.json"

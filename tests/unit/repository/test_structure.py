@@ -88,6 +88,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
         for name in ("gemma", "idefics3", "internvl", "llava", "qwen_vl", "qwen3_vl")
     },
     "torchmm/models/families/encoders/qwen3.py": "one kind of tower, one file",
+    "torchmm/models/families/llms/hybrid.py": "a family, or a few alike, one file",
     "torchmm/models/families/generators/build.py": "needs diffusers, which not every run has",
     "torchmm/models/layers/loss.py": "a function with its own backward and numerical argument",
     "torchmm/planning/dry_run.py": "train.py imports it only for a dry run",

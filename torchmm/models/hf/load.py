@@ -140,6 +140,8 @@ CONNECTOR_FILE = "connector.safetensors"
 LISTED = 8
 """Names of one kind that an error message lists."""
 
+_LEFT_OUT = re.compile(r"^mtp\.")
+"""Layers that predict several tokens at once, which Hugging Face's classes leave out too."""
 _COMPUTED = re.compile(r"(position_ids|rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq)$")
 """Buffers that old files contain and that are computed today."""
 
@@ -181,7 +183,8 @@ def load_weights(model: MultimodalModel) -> set[str]:
             targets = _targets(module, stored)
             found |= {f"{prefix}.{n}": (p, files[s]) for n, (p, s) in targets.items()}
             filled |= {f"{prefix}.{piece.owner}" for piece, _ in targets.values()}
-        stray = [n for n in files if n not in claimed and not _COMPUTED.search(n)]
+        others = [n for n in files if n not in claimed and not _LEFT_OUT.search(n)]
+        stray = [n for n in others if not _COMPUTED.search(n)]
         if not modules[0][1].weights.partial:
             problems += _listed(f"{source}: not part of the model", stray)
     problems += _shape_problems(expected)

@@ -170,21 +170,23 @@ def delta_rule(
     segments: Segments,
 ) -> Tensor:
     """(T, H, V), see `packed_delta_rule`."""
-    inputs = (query_TGK, key_TGK, value_THV, decay_TH, beta_TH)
     half = value_THV.dtype in (torch.bfloat16, torch.float16)
-    if value_THV.is_cuda and half and (kernel := _library()) is not None:
+    kernel = _library() if value_THV.is_cuda and half else None
+    if kernel is not None:
+        inputs = (query_TGK, key_TGK, value_THV, decay_TH, beta_TH)
         return call_library(kernel, inputs, segments)
-    return packed_delta_rule(*inputs, segments.cu_seqlens_host)
+    starts = segments.cu_seqlens_host
+    return packed_delta_rule(query_TGK, key_TGK, value_THV, decay_TH, beta_TH, starts)
 
 
 def call_library(
     kernel: Callable[..., tuple[Tensor, Any]], inputs: tuple[Tensor, ...], segments: Segments
 ) -> Tensor:
     """(T, H, V) from flash-linear-attention's kernel, which wants rows of a batch."""
-    *rows, decay, beta = [x[None].contiguous() for x in inputs]
+    names = ("q", "k", "v", "g", "beta")
+    rows = {name: x[None].contiguous() for name, x in zip(names, inputs, strict=True)}
     starts = segments.cu_seqlens.long()
-    out, _ = kernel(*rows, g=decay, beta=beta, cu_seqlens=starts, use_qk_l2norm_in_kernel=True)
-    return out[0]
+    return kernel(**rows, cu_seqlens=starts, use_qk_l2norm_in_kernel=True)[0][0]
 
 
 @cache
