@@ -82,6 +82,16 @@ TOWERS = {
         "fullatt_block_indexes": [1],
     },
 }
+TOWERS |= {
+    "gemma4": {
+        "model_type": "gemma4_vision",
+        **SIZES,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 16,
+    },
+}
 _WAVES = {
     "model_type": "wav2vec2",
     **{k: v for k, v in SIZES.items() if k != "patch_size"},
@@ -126,9 +136,11 @@ GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "qwen2_vl": [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]],
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
+    "gemma4": [[(1, 2, 2)], [(1, 2, 6), (1, 6, 2)]],
     **{name: [[(1, 1, 1)], [(1, 1, 5), (1, 1, 2)]] for name in SOUNDS},
 }
 PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
+PATCH_VALUES |= {"gemma4": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 
 

@@ -34,6 +34,7 @@ from torchmm.models.layers.connectors import (
     MlpConnector,
     NormMlpConnector,
     PoolConnector,
+    ScaledLinearConnector,
     init_connector,
     linear_sizes,
 )
@@ -61,7 +62,9 @@ class EncoderSpec:
     drop_class_token: bool = True
     final_norm: bool = False
     """Whether features pass the norm after the last layer."""
-    connector: Literal["mlp", "line_mlp", "norm_mlp", "linear", "pool", "merger"] = "mlp"
+    connector: Literal[
+        "mlp", "line_mlp", "norm_mlp", "linear", "scaled_linear", "pool", "merger"
+    ] = "mlp"
     """merger: the tower's own."""
     connector_act: str = "gelu"
     connector_bias: bool = True
@@ -111,6 +114,11 @@ class EncoderModule(LayeredModule):
         connector: nn.Module
         if spec.connector == "linear":
             connector = LinearConnector(folded, hidden, spec.connector_bias)
+        elif spec.connector == "scaled_linear":
+            standardized = spec.config.standardize
+            connector = ScaledLinearConnector(folded, hidden, spec.connector_eps, standardized)
+            for taken_over in ("pooler", "std_bias", "std_scale"):
+                setattr(self.tower, taken_over, None)
         elif spec.connector == "pool":
             connector = PoolConnector(folded, spec.shuffle**2, hidden, spec.connector_eps)
         elif spec.connector == "norm_mlp":
@@ -153,8 +161,8 @@ class EncoderModule(LayeredModule):
         inner = []
         if self.spec.final_norm:
             inner.append(f"tower.{self.family.final_norm}")
-        if self.family.fixed_merge and self.spec.connector != "merger":
-            inner.append("tower.merger")
+        if self.family.merger and self.spec.connector != "merger":
+            inner.append(f"tower.{self.family.merger}")
         return (*inner, "connector")
 
     def _tensor_parallel_styles(self) -> dict[str, str]:

@@ -275,7 +275,8 @@ class LayeredModule(nn.Module, ABC):
         layer = f"{self.layers_fqn}.*"
         patterns: dict[str, None] = {}
         for pattern, style in self._tensor_parallel_styles().items():
-            parent = pattern.rpartition(".")[0]
+            # A linear may be alone in a wrapper, which what contains it calls by its name.
+            parent = pattern.removesuffix(".linear").rpartition(".")[0]
             if parent == layer and style == "colwise":
                 patterns[pattern] = None
             elif parent != layer and style in ("colwise", "rowwise"):

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from torchmm.common.batch import IGNORE_TARGET, LayerDescription, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.hf.config import layer_config
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.experts import balance_routers, has_experts
@@ -51,10 +52,10 @@ class LlmModule(LayeredModule):
     ) -> None:
         super().__init__("llm", weights)
         self.feeds_generator = feeds_generator
-        self.family = family
         self.dtype = dtype
         self.config = config
         self.text_config = config.get_text_config()
+        self.family = family = family.variant(self.text_config)
         self.linears_around = (), ((self.text_config.hidden_size, self.text_config.vocab_size),)
         # Copied, because building writes dtype and attention function into the config.
         self.backbone = family.build(copy.deepcopy(config), dtype)
@@ -118,10 +119,11 @@ class LlmModule(LayeredModule):
         return {pattern: style for pattern, style in styles.items() if style}
 
     def _describe_layer(self, index: int) -> LayerDescription:
-        c = self.text_config
+        c = layer_config(self.text_config, index)
         has_experts = self._experts[index]
-        active = c.num_experts_per_tok * c.moe_intermediate_size if has_experts else 0
-        return LayerDescription(
+        per_token = getattr(c, "num_experts_per_tok", 0) or 0
+        active = per_token * c.moe_intermediate_size if has_experts else 0
+        plain = LayerDescription(
             hidden_size=c.hidden_size,
             heads=c.num_attention_heads,
             kv_heads=c.num_key_value_heads,
@@ -139,6 +141,7 @@ class LlmModule(LayeredModule):
             norm_weight_float32=self.family.norm_weight_float32,
             qk_norm=self._has_qk_norm,
         )
+        return plain if self.family.sizes is None else self.family.sizes(c, index, plain)
 
     def forward(
         self, microbatch: Microbatch, inputs: dict[str, Tensor] | Tensor
@@ -202,7 +205,10 @@ class LlmModule(LayeredModule):
             # packed samples) down to the attention function without looking at it. Ours, in
             # `layers.attention`, takes more than starts: all of `Segments`.
             "cu_seq_lens_q": Segments.from_starts(
-                microbatch.cu_seqlens, hidden_TD.device, self._blocks(microbatch)
+                microbatch.cu_seqlens,
+                hidden_TD.device,
+                self._blocks(microbatch),
+                self.family.both_ways == "images in windows",
             ),
         }
 
@@ -210,7 +216,7 @@ class LlmModule(LayeredModule):
         """(T,): tokens with bidirectional attention, see `LlmFamily.both_ways`."""
         if self.family.both_ways is None:
             return None
-        if self.family.both_ways == "images":
+        if self.family.both_ways != "prompts":
             images_T = microbatch.input_ids_T == self.family.image_token_id
             return image_blocks(images_T, microbatch.cu_seqlens)
         return prompt_blocks(microbatch.targets_T != IGNORE_TARGET, microbatch.cu_seqlens)
@@ -239,7 +245,7 @@ class LlmModule(LayeredModule):
 def _check_parts(layer: nn.Module, family: LlmFamily, model_type: str) -> None:
     """Transformers renames parts of layers now and then."""
     known = {name for name, _ in layer.named_modules()}
-    own = (name for name in family.tensor_parallel if not name.startswith("mlp."))
+    own = (name for name in family.tensor_parallel if not name.startswith(("mlp.", "experts.")))
     missing = [name for name in (*family.norms, *own) if name not in known]
     if missing:
         raise ConfigError(

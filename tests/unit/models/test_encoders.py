@@ -57,6 +57,8 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
         return torch.cat([tower(wave_S[None]).last_hidden_state[0] for wave_S in waves])
     if family.startswith("qwen"):
         return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
+    if family == "gemma4":
+        return gemma4_features(tower, inputs)
     if family == "siglip2":
         sizes = [prod(grid) for grid in inputs.grids_thw]
         pixels = nn.utils.rnn.pad_sequence(inputs.pixels.split(sizes), batch_first=True)
@@ -79,6 +81,17 @@ def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
         found.append(tower(mels_MF[None]).last_hidden_state[0])
     tower.embed_positions = nn.Embedding.from_pretrained(table)
     return torch.cat(found)
+
+
+def gemma4_features(tower: Any, inputs: EncoderInputs) -> Tensor:
+    """A padded batch, of as many patches an image as squares of the pooling can make."""
+    sizes = [prod(grid) for grid in inputs.grids_thw]
+    pixels = nn.utils.rnn.pad_sequence(inputs.pixels.split(sizes), batch_first=True)
+    places = torch.full((*pixels.shape[:2], 2), -1)
+    for image, (_, rows, columns) in enumerate(inputs.grids_thw):
+        for patch in range(rows * columns):
+            places[image, patch] = torch.tensor([patch % columns, patch // columns])
+    return tower(pixels, places).last_hidden_state
 
 
 def waveforms(inputs: EncoderInputs) -> list[Tensor]:

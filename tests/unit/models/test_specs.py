@@ -42,6 +42,11 @@ def processed(spec, images: list[Image.Image]) -> EncoderInputs:
         grids = [(1, *shape) for shape in out["spatial_shapes"].tolist()]
         pixels = [p[: prod(g)] for p, g in zip(out["pixel_values"], grids, strict=True)]
         return EncoderInputs(torch.cat(pixels), grids, nowhere)
+    if "image_position_ids" in out:
+        shown = [place[(place >= 0).all(-1)] for place in out["image_position_ids"]]
+        pixels = [p[: len(at)] for p, at in zip(out["pixel_values"], shown, strict=True)]
+        grids = [(1, *(at.flip(-1).max(0).values + 1).tolist()) for at in shown]
+        return EncoderInputs(torch.cat(pixels), grids, nowhere)
     rows = out["pixel_values"].shape[-1] // spec.patch_size_px
     return EncoderInputs(out["pixel_values"], [(1, rows, rows)] * len(images), nowhere)
 

@@ -84,9 +84,10 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/measure/trial_inputs.py": "makes inputs from sizes; its importer takes times",
     **{
         f"torchmm/models/families/composites/{name}.py": "one kind of composite, one file"
-        for name in ("gemma", "idefics3", "internvl", "llava", "qwen_vl")
+        for name in ("gemma", "gemma4", "idefics3", "internvl", "llava", "qwen_vl")
     },
     "torchmm/models/families/generators/build.py": "needs diffusers, which not every run has",
+    "torchmm/models/families/llms/gemma4.py": "a family with rules of its own, one file",
     "torchmm/models/layers/loss.py": "a function with its own backward and numerical argument",
     "torchmm/planning/dry_run.py": "train.py imports it only for a dry run",
     "torchmm/planning/forecast_command.py": "its script answers before torch is loaded",

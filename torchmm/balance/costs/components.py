@@ -142,17 +142,18 @@ class Attention(Component):
 
     def extra_readers(self) -> int:
         """Keys and values, unless one linear gives them with the queries."""
-        return 0 if self.layer.packed_qkv else 2
+        return 0 if self.layer.packed_qkv else 2 - self.layer.value_is_key
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Projections; keys and values have fewer heads in grouped-query attention."""
         hidden = self.layer.hidden_size
         query = self.layer.heads * self.layer.head_dim
         key_value = self.layer.kv_heads * self.layer.head_dim
+        value = {} if self.layer.value_is_key else {"value": (hidden, key_value)}
         return {
             "query": (hidden, query),
             "key": (hidden, key_value),
-            "value": (hidden, key_value),
+            **value,
             "attention_output": (query, hidden),
         }
 
@@ -162,7 +163,7 @@ class Attention(Component):
         inputs, outputs = linears["attention_output"]
         own = super().sharded_linears(tensor) | {"attention_output": (inputs / tensor, outputs)}
         if self.layer.kv_heads < tensor:
-            own |= {"key": linears["key"], "value": linears["value"]}
+            own |= {name: linears[name] for name in ("key", "value") if name in linears}
         return own
 
     def local_linears(self, tensor: int) -> dict[str, Linear]:
@@ -177,7 +178,9 @@ class Attention(Component):
         """Packed projections, or keys and values of too few heads."""
         if self.layer.packed_qkv:
             return "query", "key", "value"
-        return ("key", "value") if self.layer.kv_heads < tensor else ()
+        if self.layer.kv_heads >= tensor:
+            return ()
+        return ("key",) if self.layer.value_is_key else ("key", "value")
 
     def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
         """Scores, and the sums of values."""

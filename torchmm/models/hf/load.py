@@ -110,7 +110,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
 
 def _of(owner: str, tensor: Tensor) -> Iterator[tuple[str, Piece]]:
     group, _, leaf = owner.rpartition(".")
-    if not group.endswith(".experts") or leaf not in _PROJECTIONS or tensor.ndim != 3:
+    if not group.endswith(".mlp.experts") or leaf not in _PROJECTIONS or tensor.ndim != 3:
         yield owner, Piece(owner, tensor)
         return
     size = tensor.shape[1] // len(_PROJECTIONS[leaf])

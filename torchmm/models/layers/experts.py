@@ -93,7 +93,7 @@ def balance_routers(layers: nn.ModuleList, config: Any) -> RouterBalance | None:
 
 def has_experts(layer: nn.Module) -> bool:
     """Whether a layer's feed-forward part is a mixture of experts."""
-    return any(name.endswith("mlp.experts") for name, _ in layer.named_modules())
+    return any(name in ("experts", "mlp.experts") for name, _ in layer.named_modules())
 
 
 def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:

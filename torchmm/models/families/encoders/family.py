@@ -65,6 +65,8 @@ class EncoderFamily:
     """What files call parts of the names, see `WeightFiles.old_names`."""
     fixed_merge = False
     """Whether the tower itself merges patches, which fixes its last layer and connectors."""
+    merger: str = ""
+    """Its part with parameters that does so, if any."""
     tensor_parallel: ClassVar[dict[str, str]] = {
         "self_attn.q_proj": "colwise",
         "self_attn.k_proj": "colwise",

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torchmm.common.batch import EncoderInputs
 from torchmm.models.families.encoders.audio import Wav2Vec2Family, WhisperFamily
 from torchmm.models.families.encoders.family import EncoderFamily, image_starts, side
+from torchmm.models.families.encoders.gemma4 import Gemma4VisionFamily
 from torchmm.models.families.encoders.qwen import Qwen2_5VisionFamily, Qwen2VisionFamily
 from torchmm.models.families.encoders.vision import Dinov2Family, Idefics3Family, InternVisionFamily
 from torchmm.models.layers.attention import Segments
@@ -79,6 +80,7 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "smolvlm_vision": Idefics3Family(),
     "qwen2_vl_vision": Qwen2VisionFamily(),
     "qwen2_5_vl_vision": Qwen2_5VisionFamily(),
+    "gemma4_vision": Gemma4VisionFamily(),
     "whisper": WhisperFamily(),
     "wav2vec2": Wav2Vec2Family(),
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from torchmm.common.batch import LayerDescription
 from torchmm.models.layers.attention import PACKED
 
 
@@ -18,6 +19,13 @@ def _build_causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     )
 
 
+GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+"""From Gemma 2 on."""
 NormPlace = Literal["before", "behind", "around"]
 """See `LayerDescription.norm_place`."""
 
@@ -44,10 +52,22 @@ class LlmFamily:
     """Whether the feed-forward network has a gate: three weight matrices instead of two."""
     packed_qkv: bool = False
     """Whether one linear computes queries, keys and values."""
-    both_ways: Literal["images", "prompts"] | None = None
-    """Tokens with bidirectional attention: those of an image, or all before the first target of a
-    sample."""
+    both_ways: Literal["images", "images in windows", "prompts"] | None = None
+    """Tokens with bidirectional attention: those of an image (in all layers, or in those with a
+    window), or all before the first target of a sample."""
     image_token_id: int = -1
     """Placeholder of images, if their tokens attend in both directions."""
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     """Styles of a layer's parts that replace those of Hugging Face's plan; "": none."""
+    choose: Callable[[LlmFamily, Any], LlmFamily] | None = None
+    """See `variant`."""
+    sizes: Callable[[Any, int, LayerDescription], LayerDescription] | None = None
+    """What differs in a layer (config, index) from the description of a plain one."""
+
+    def variant(self, config: Any) -> LlmFamily:
+        """The family for `config`: models of one type may have different layers.
+
+        Raises:
+            ConfigError: the family has no part for it.
+        """
+        return self if self.choose is None else self.choose(self, config)

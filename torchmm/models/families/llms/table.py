@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.llms.family import GEMMA_NORMS, LlmFamily
+from torchmm.models.families.llms.gemma4 import GEMMA4
 
-_GEMMA_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-_GEMMA = LlmFamily(norms=_GEMMA_NORMS, norm_place="around", norm_weight_float32=True)
+_GEMMA = LlmFamily(norms=GEMMA_NORMS, norm_place="around", norm_weight_float32=True)
 _OLMO2 = LlmFamily(
     norm_place="behind",
     norm_weight_float32=True,
@@ -59,6 +54,7 @@ LLM_FAMILIES = {
     "smollm3": LlmFamily(),  # some layers without rotary positions
     "gemma2": replace(_GEMMA, own_logits=True),  # capped scores, every other layer with a window
     "gemma3_text": _GEMMA,
+    "gemma4_text": GEMMA4,
     "qwen3_moe": _QWEN3_MOE,
     "granite": LlmFamily(multiplier="embedding_multiplier", own_logits=True),
     "olmo2": _OLMO2,
