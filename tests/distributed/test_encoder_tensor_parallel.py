@@ -92,6 +92,18 @@ TOWERS |= {
         "position_embedding_size": 16,
     },
 }
+TOWERS |= {
+    "metaclip_2": {"model_type": "metaclip_2_vision_model", **SIZES, "image_size": 8},
+    "dinov3": {
+        "model_type": "dinov3_vit",
+        **SIZES,
+        "image_size": 8,
+        "num_register_tokens": 2,
+        "use_gated_mlp": True,
+    },
+    "aimv2": {"model_type": "aimv2_vision_model", **SIZES, "image_size": 8},
+    "pixtral": {"model_type": "pixtral", **SIZES, "image_size": 16},
+}
 _WAVES = {
     "model_type": "wav2vec2",
     **{k: v for k, v in SIZES.items() if k != "patch_size"},
@@ -136,11 +148,12 @@ GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "qwen2_vl": [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]],
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
+    "pixtral": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "gemma4": [[(1, 2, 2)], [(1, 2, 6), (1, 6, 2)]],
     **{name: [[(1, 1, 1)], [(1, 1, 5), (1, 1, 2)]] for name in SOUNDS},
 }
 PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
-PATCH_VALUES |= {"gemma4": 3 * 4 * 4}
+PATCH_VALUES |= {"gemma4": 3 * 4 * 4, "pixtral": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 
 

@@ -198,10 +198,34 @@ ENCODERS |= {
         "position_embedding_size": 64,
     },
 }
+ENCODERS |= {
+    "metaclip_2": {"model_type": "metaclip_2_vision_model", **_VISION},
+    "dinov3": {"model_type": "dinov3_vit", **_VISION, "num_register_tokens": 2},
+    "dinov3_gated": {"model_type": "dinov3_vit", **_VISION, "use_gated_mlp": True},
+    "aimv2": {"model_type": "aimv2_vision_model", **_VISION},
+    "aimv2_native": {
+        "model_type": "aimv2_vision_model",
+        **_VISION,
+        "is_native": True,
+        "use_head": False,
+    },
+    "pixtral": {"model_type": "pixtral", **_VISION},
+}
+REGISTERS = {"dinov3": 2, "dinov3_gated": 0}
+"""Tokens between the class token and patches."""
 AUDIO = ("whisper", "wav2vec2", "wav2vec2_stable")
 BASIC_ENCODERS = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 """Enough of them where what is tested does not depend on the family."""
-CLASS_TOKEN = ("clip", "dinov2", "dinov2_gated", "internvl", "internvl_norms")
+CLASS_TOKEN = (
+    "clip",
+    "metaclip_2",
+    "dinov3",
+    "dinov3_gated",
+    "dinov2",
+    "dinov2_gated",
+    "internvl",
+    "internvl_norms",
+)
 COMPOSITES = {
     "llava": {
         "model_type": "llava",
@@ -317,6 +341,7 @@ GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     "siglip2": [(1, 2, 5), (1, 4, 4), (1, 2, 5), (1, 3, 1)],
     "qwen2_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "pixtral": [(1, 2, 5), (1, 4, 4), (1, 3, 1)],
     "gemma4": [(1, 4, 6), (1, 10, 4), (1, 2, 2)],
     **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
 }
@@ -327,6 +352,7 @@ PATCH_VALUES = {
     "siglip2": 3 * 4 * 4,
     "qwen2_vl": 3 * 2 * 4 * 4,
     "qwen2_5_vl": 3 * 2 * 4 * 4,
+    "pixtral": 3 * 4 * 4,
     "gemma4": 3 * 4 * 4,
 }
 

@@ -25,7 +25,8 @@ from torchmm.models.layers.attention import Segments
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 
-OTHERS = ("llama_tied", *model_cases.EXPERTS)  # the latter's operators are not modelled one by one
+# The operators of experts are not modelled one by one, nor are Gemma 4's norms of values.
+OTHERS = ("llama_tied", *model_cases.EXPERTS, "gemma4", "gemma4_moe")
 FAMILIES = [*(n for n in model_cases.LLMS if n not in OTHERS), *model_cases.BASIC_ENCODERS]
 TOKENS = 96
 # Wide enough for what depends on the number of heads or tables alone to be small.

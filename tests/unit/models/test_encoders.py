@@ -11,6 +11,7 @@ from model_cases import (
     ENCODERS,
     GRIDS,
     PATCH_VALUES,
+    REGISTERS,
     build,
     make_inputs,
     pair_config,
@@ -18,7 +19,7 @@ from model_cases import (
     worst_gradient,
 )
 from torch import Tensor, nn
-from transformers import AutoModel
+from transformers import AutoModel, MetaClip2VisionModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
@@ -29,7 +30,8 @@ from torchmm.common.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.layered import StageRange
 
-QWEN = {
+UNNAMED = {  # which AutoModel does not know
+    "metaclip_2_vision_model": MetaClip2VisionModel,
     "qwen2_vl_vision": Qwen2VisionTransformerPretrainedModel,
     "qwen2_5_vl_vision": Qwen2_5_VisionTransformerPretrainedModel,
 }
@@ -40,10 +42,11 @@ def plain_tower(encoder: EncoderModule) -> nn.Module:
     config = encoder.spec.config
     if config.model_type == "whisper":
         tower = WhisperEncoder._from_config(copy.deepcopy(config), attn_implementation="eager")
-    elif config.model_type in QWEN:
-        tower = QWEN[config.model_type]._from_config(config, attn_implementation="eager")
+    elif config.model_type in UNNAMED:
+        tower = UNNAMED[config.model_type]._from_config(config, attn_implementation="eager")
     else:
         tower = AutoModel.from_config(config, attn_implementation="eager")
+        tower.train(config.model_type != "dinov3_vit")  # which moves places in training
     missing = tower.load_state_dict(encoder.tower.state_dict(), strict=False).missing_keys
     assert {f"tower.{name}" for name in missing} == encoder.unused
     return tower
@@ -57,6 +60,8 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
         return torch.cat([tower(wave_S[None]).last_hidden_state[0] for wave_S in waves])
     if family.startswith("qwen"):
         return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
+    if family == "pixtral":
+        return pixtral_features(tower, inputs)
     if family == "gemma4":
         return gemma4_features(tower, inputs)
     if family == "siglip2":
@@ -67,7 +72,8 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
         states = tower(pixels, mask, shapes, output_hidden_states=True).hidden_states
         return states[layer][mask]
     hidden = tower(inputs.pixels, output_hidden_states=True).hidden_states[layer]
-    return (hidden[:, 1:] if family in CLASS_TOKEN else hidden).flatten(0, 1)
+    first = REGISTERS.get(family, 0) + (family in CLASS_TOKEN)
+    return hidden[:, first:].flatten(0, 1)
 
 
 def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
@@ -92,6 +98,17 @@ def gemma4_features(tower: Any, inputs: EncoderInputs) -> Tensor:
         for patch in range(rows * columns):
             places[image, patch] = torch.tensor([patch % columns, patch // columns])
     return tower(pixels, places).last_hidden_state
+
+
+def pixtral_features(tower: Any, inputs: EncoderInputs) -> Tensor:
+    """A batch of pictures, padded below and to the right."""
+    pictures = torch.zeros(len(inputs.grids_thw), 3, 16, 20)
+    sizes = [(4 * rows, 4 * columns) for _, rows, columns in inputs.grids_thw]
+    each = inputs.pixels.split([prod(grid) for grid in inputs.grids_thw])
+    for picture, patches, (height, width) in zip(pictures, each, sizes, strict=True):
+        grid = patches.view(height // 4, width // 4, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        picture[:, :height, :width] = grid.reshape(3, height, width)
+    return tower(pictures, sizes).last_hidden_state[0]
 
 
 def waveforms(inputs: EncoderInputs) -> list[Tensor]:
@@ -188,6 +205,7 @@ def test_pixel_shuffle_puts_a_square_of_patches_into_one_token() -> None:
 
 @pytest.mark.parametrize("family", list(PATCH_VALUES))
 def test_packed_layers_compile_whole(family: str) -> None:
+    torch._dynamo.reset()  # what families before this one compiled counts as recompilation
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
     expected = encoder(inputs)

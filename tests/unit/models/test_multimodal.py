@@ -365,6 +365,12 @@ def test_siglip_in_llava_must_keep_the_first_patch() -> None:
         build(composite_config("llava", vision_config=siglip))
 
 
+@pytest.mark.parametrize("tower", ["dinov3", "metaclip_2", "pixtral"])
+def test_towers_that_llava_cannot_have_are_refused(tower: str) -> None:
+    with pytest.raises(ConfigError, match=r"vision tower .* is not supported"):
+        build(composite_config("llava", vision_config=ENCODERS[tower]))
+
+
 def test_a_misspelt_key_of_an_inline_config_is_reported() -> None:
     vision = {**COMPOSITES["llava"]["vision_config"], "hiden_act": "gelu"}
     with pytest.raises(

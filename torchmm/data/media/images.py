@@ -250,8 +250,9 @@ class ImagePreprocessor:
         spec = self.spec
         problems = []
         if self._layout is not None:
-            self._patch_values = self.pixels(probe).shape[1]
             problems += self._layout.problems()
+            if not problems:
+                self._patch_values = self.pixels(probe).shape[1]
             if not self.processor.do_resize:
                 problems.append("do_resize = false")
         else:

@@ -82,7 +82,9 @@ def part_problems(config: Any, towers: Sequence[str] = ()) -> list[str]:
             f"LLM {text!r} scales or caps its logits, which Hugging Face's composite leaves out; "
             "name encoder and LLM as [model.encoders.NAME] and [model.llm] instead"
         )
-    known = towers or [name for name, f in ENCODER_FAMILIES.items() if f.inputs == "fixed"]
+    families = ENCODER_FAMILIES.items()
+    fixed = [name for name, f in families if f.inputs == "fixed" and f.in_composites]
+    known = towers or fixed
     if vision not in known:
         problems.append(f"vision tower {vision!r} is not supported; supported: {', '.join(known)}")
     return problems

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchmm.common.batch import EncoderInputs, LayerDescription
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.encoders.family import EncoderFamily, frame_starts
+from torchmm.models.families.encoders.pixtral import grid_places
 from torchmm.models.layers.attention import Segments, to_device
 from torchmm.models.layers.connectors import fold_neighbours
 
@@ -59,8 +60,8 @@ class Gemma4VisionFamily(EncoderFamily):
 
     def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> Gemma4Context:
         grids = inputs.grids_thw
-        positions = torch.cat([_positions(grid) for grid in grids])
-        positions_1P2 = to_device(positions, device)[None]
+        places = torch.cat([grid_places(grid) for grid in grids])
+        positions_1P2 = to_device(places.flip(-1), device)[None]
         return Gemma4Context(
             Segments.from_starts(frame_starts(grids), device),
             grids,
@@ -131,10 +132,3 @@ def refuse_clipping(config: Any) -> None:
             "[model] gemma4_vision: use_clipped_linears = true (Gemma 4 E2B, E4B) is not "
             "implemented; only towers without are supported (31B, 26B-A4B)"
         )
-
-
-def _positions(grid: tuple[int, int, int]) -> Tensor:
-    """int64 (P, 2): column and row of each patch."""
-    frames, rows, columns = grid
-    at_row, at_column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    return torch.stack([at_column, at_row], -1).flatten(0, 1).repeat(frames, 1)
