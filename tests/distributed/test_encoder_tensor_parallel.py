@@ -94,6 +94,28 @@ TOWERS = {
         "deepstack_visual_indexes": [0, 2],
     },
 }
+TOWERS |= {
+    "gemma4": {
+        "model_type": "gemma4_vision",
+        **SIZES,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 16,
+    },
+}
+TOWERS |= {
+    "metaclip_2": {"model_type": "metaclip_2_vision_model", **SIZES, "image_size": 8},
+    "dinov3": {
+        "model_type": "dinov3_vit",
+        **SIZES,
+        "image_size": 8,
+        "num_register_tokens": 2,
+        "use_gated_mlp": True,
+    },
+    "aimv2": {"model_type": "aimv2_vision_model", **SIZES, "image_size": 8},
+    "pixtral": {"model_type": "pixtral", **SIZES, "image_size": 16},
+}
 _WAVES = {
     "model_type": "wav2vec2",
     **{k: v for k, v in SIZES.items() if k != "patch_size"},
@@ -150,9 +172,12 @@ GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     **{n: [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]] for n in ("qwen3_vl", "in qwen3_vl")},
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
+    "pixtral": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
+    "gemma4": [[(1, 2, 2)], [(1, 2, 6), (1, 6, 2)]],
     **{name: [[(1, 1, 1)], [(1, 1, 5), (1, 1, 2)]] for name in SOUNDS},
 }
 PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
+PATCH_VALUES |= {"gemma4": 3 * 4 * 4, "pixtral": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl"), 3 * 2 * 4 * 4)
 

@@ -55,6 +55,7 @@ CASES = [Case(family, split) for family in LLMS for split in (False, True)]
 CASES += [Case(family, True, chunks=2) for family in ("phi3", "olmo2", "gemma3_text")]
 CASES += [Case("qwen3_5", True, chunks=2)]
 CASES += [Case("phi3", changes={"num_key_value_heads": 1})]
+CASES += [Case("gemma4_moe", True, changes={"num_global_key_value_heads": 1})]
 CASES += [
     Case("qwen3_moe", split, changes={"output_router_logits": True}) for split in (False, True)
 ]
@@ -89,9 +90,9 @@ def _compare(case: Case) -> dict[str, float]:
         apply_tensor_parallel(module, mesh.own.tensor, case.sequence_parallel, overlap)
     materialize(split, "cpu")
     init_weights(split, seed=0)
-    weights = dict(whole.named_parameters())
-    for name, parameter in split.named_parameters():
-        copy_slice(parameter, weights[name].detach())
+    weights = whole.state_dict()
+    for name, tensor in split.state_dict(keep_vars=True).items():  # persistent buffers too
+        copy_slice(tensor, weights[name])
     batch = case.microbatch()
     losses = []
     for model in (whole, split):

@@ -178,7 +178,32 @@ LLMS |= {
     },
     "minicpm3": {"model_type": "minicpm3", **_LLM, **_RANKS},
 }
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    **_LLM,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "tie_word_embeddings": False,
+}
+LLMS |= {
+    "gemma4": {**_GEMMA4, "attention_k_eq_v": False},
+    "gemma4_moe": {
+        **_GEMMA4,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
+}
 EXPERTS = (
+    "gemma4_moe",
     "qwen3_5_moe",
     "qwen3_next",
     "qwen3_moe",
@@ -294,10 +319,44 @@ _WAVES = {
 }
 STABLE = {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True}
 ENCODERS |= {"wav2vec2": _WAVES, "wav2vec2_stable": {**_WAVES, **STABLE}}
+ENCODERS |= {
+    "gemma4": {
+        "model_type": "gemma4_vision",
+        **{k: v for k, v in _VISION.items() if k != "image_size"},
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    },
+}
+ENCODERS |= {
+    "metaclip_2": {"model_type": "metaclip_2_vision_model", **_VISION},
+    "dinov3": {"model_type": "dinov3_vit", **_VISION, "num_register_tokens": 2},
+    "dinov3_gated": {"model_type": "dinov3_vit", **_VISION, "use_gated_mlp": True},
+    "aimv2": {"model_type": "aimv2_vision_model", **_VISION},
+    "aimv2_native": {
+        "model_type": "aimv2_vision_model",
+        **_VISION,
+        "is_native": True,
+        "use_head": False,
+    },
+    "pixtral": {"model_type": "pixtral", **_VISION},
+}
+REGISTERS = {"dinov3": 2, "dinov3_gated": 0}
+"""Tokens between the class token and patches."""
 AUDIO = ("whisper", "wav2vec2", "wav2vec2_stable")
 BASIC_ENCODERS = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 """Enough of them where what is tested does not depend on the family."""
-CLASS_TOKEN = ("clip", "dinov2", "dinov2_gated", "internvl", "internvl_norms")
+CLASS_TOKEN = (
+    "clip",
+    "metaclip_2",
+    "dinov3",
+    "dinov3_gated",
+    "dinov2",
+    "dinov2_gated",
+    "internvl",
+    "internvl_norms",
+)
 COMPOSITES = {
     "llava": {
         "model_type": "llava",
@@ -402,6 +461,24 @@ COMPOSITES |= {
         },
     },
 }
+COMPOSITES |= {
+    "gemma4": {
+        "model_type": "gemma4",
+        "vision_config": {**ENCODERS["gemma4"], "standardize": True},
+        "text_config": {**LLMS["gemma4_moe"], "use_bidirectional_attention": "vision"},
+        "image_token_id": IMAGE_TOKEN_ID,
+        "boi_token_id": 61,
+        "eoi_token_id": 60,
+        "tie_word_embeddings": False,
+        # Beyond the vocabulary: Hugging Face's model looks for them.
+        "video_token_id": 64,
+        "audio_token_id": 65,
+    },
+}
+COMPOSITES |= {  # InternVL 3.5
+    f"internvl_{llm}": {**COMPOSITES["internvl"], "text_config": LLMS[llm]}
+    for llm in ("qwen3", "qwen3_moe")
+}
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 COMPOSITES |= {
     "llava_next": {
@@ -426,6 +503,8 @@ GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen3_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen3_vl_moe": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "pixtral": [(1, 2, 5), (1, 4, 4), (1, 3, 1)],
+    "gemma4": [(1, 4, 6), (1, 10, 4), (1, 2, 2)],
     **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
 }
 PATCH_VALUES = {
@@ -437,6 +516,8 @@ PATCH_VALUES = {
     "qwen2_5_vl": 3 * 2 * 4 * 4,
     "qwen3_vl": 3 * 2 * 4 * 4,
     "qwen3_vl_moe": 3 * 2 * 4 * 4,
+    "pixtral": 3 * 4 * 4,
+    "gemma4": 3 * 4 * 4,
 }
 
 
@@ -460,11 +541,15 @@ def build(config: ModelConfig, freeze: tuple[str, ...] = (), seed: int = 0) -> M
 
 
 def randomize(model: nn.Module) -> None:
-    """Move every parameter off its initial value: zero biases and unit norms hide mistakes."""
+    """Move everything that files hold off its initial value: zero biases and unit norms hide
+    mistakes."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith(("layer_scalar", "std_bias", "std_scale")):  # Gemma 4's
+                buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.1)
 
 
 def text_model(llm: str, seed: int = 0) -> MultimodalModel:

@@ -383,6 +383,8 @@ class LayerDescription:
     """Whether queries and keys are rotated."""
     qk_norm: bool = False
     """Whether queries and keys are normalized."""
+    value_is_key: bool = False
+    """Whether one linear computes keys and values, which are the same before norms and rotation."""
     packed_qkv: bool = False
     """Whether one linear computes queries, keys and values."""
     packed_gate_up: bool = False

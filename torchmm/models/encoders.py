@@ -8,6 +8,7 @@ Shape legend: P patches of all images, K output tokens of all images, D features
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from torchmm.models.layers.connectors import (
     MlpConnector,
     NormMlpConnector,
     PoolConnector,
+    ScaledLinearConnector,
     init_connector,
     linear_sizes,
 )
@@ -62,7 +64,9 @@ class EncoderSpec:
     drop_class_token: bool = True
     final_norm: bool = False
     """Whether features pass the norm after the last layer."""
-    connector: Literal["mlp", "line_mlp", "norm_mlp", "linear", "pool", "merger"] = "mlp"
+    connector: Literal[
+        "mlp", "line_mlp", "norm_mlp", "linear", "scaled_linear", "pool", "merger"
+    ] = "mlp"
     """merger: the tower's own."""
     connector_act: str = "gelu"
     connector_bias: bool = True
@@ -111,6 +115,11 @@ class EncoderModule(LayeredModule):
         connector: nn.Module
         if spec.connector == "linear":
             connector = LinearConnector(folded, hidden, spec.connector_bias)
+        elif spec.connector == "scaled_linear":
+            standardized = spec.config.standardize
+            connector = ScaledLinearConnector(folded, hidden, spec.connector_eps, standardized)
+            for taken_over in ("pooler", "std_bias", "std_scale"):
+                setattr(self.tower, taken_over, None)
         elif spec.connector == "pool":
             connector = PoolConnector(folded, spec.shuffle**2, hidden, spec.connector_eps)
         elif spec.connector == "norm_mlp":
@@ -136,7 +145,7 @@ class EncoderModule(LayeredModule):
 
     @property
     def hf(self) -> WeightInitializer:
-        return _Initializer(self.tower)
+        return _Initializer(self.tower, self.family.unused)
 
     def uncut_tower(self) -> PreTrainedModel:
         """The tower with everything Hugging Face's class has, on the current default device."""
@@ -156,8 +165,8 @@ class EncoderModule(LayeredModule):
         inner = []
         if self.spec.final_norm:
             inner.append(f"tower.{self.family.final_norm}")
-        if self.family.fixed_merge and self.spec.connector != "merger":
-            inner.append("tower.merger")
+        if self.family.merger and self.spec.connector != "merger":
+            inner.append(f"tower.{self.family.merger}")
         return (*inner, "connector")
 
     def _tensor_parallel_styles(self) -> dict[str, str]:
@@ -192,7 +201,7 @@ class EncoderModule(LayeredModule):
 
     @property
     def extra_tokens(self) -> int:
-        return int(self.family.has_class_token)
+        return self.family.tokens_before(self.spec.config)
 
     @property
     def dummy_patches(self) -> int:
@@ -286,13 +295,19 @@ class EncoderModule(LayeredModule):
 class _Initializer:
     """Initial values of a tower, by its own class, and of connectors."""
 
-    def __init__(self, tower: PreTrainedModel) -> None:
+    def __init__(self, tower: PreTrainedModel, unused: Sequence[str] = ()) -> None:
         self.tower = tower
+        self.unused = {fqn.rpartition(".")[2] for fqn in unused}
 
     def _init_weights(self, module: nn.Module) -> None:
         if init_connector(module):
             return
+        missing = [n for n, p in module._parameters.items() if p is None and n in self.unused]
+        for name in missing:  # DINOv3's fills its mask without asking whether it is there
+            setattr(module, name, nn.Parameter(torch.empty(0)))
         self.tower._init_weights(module)
+        for name in missing:
+            setattr(module, name, None)
         if is_parametrized(module, "weight"):  # what Hugging Face has just filled was a copy
             assert isinstance(module, nn.Conv1d)  # Wav2Vec2's, which gives positions
             std = 2 * (module.kernel_size[0] * module.in_channels) ** -0.5

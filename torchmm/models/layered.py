@@ -330,7 +330,8 @@ class LayeredModule(nn.Module, ABC):
         alone = (f"{self.layers_fqn}.*", *self._norm_first())
         patterns: dict[str, None] = {}
         for pattern, style in self._tensor_parallel_styles().items():
-            parent = pattern.rpartition(".")[0]
+            # A linear may be alone in a wrapper, which what contains it calls by its name.
+            parent = pattern.removesuffix(".linear").rpartition(".")[0]
             if style == "experts" or (parent in alone and style == "colwise"):
                 patterns[pattern] = None
             elif parent not in alone and style in ("colwise", "rowwise"):

@@ -27,6 +27,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import COMPOSITE_ENCODER
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.sizes import attention_of, product_sizes
+from torchmm.models.hf.config import layer_config
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.deepstack import Add, adding_blocks
@@ -59,12 +60,12 @@ class LlmModule(LayeredModule):
     ) -> None:
         super().__init__("llm", weights)
         self.feeds_generator = feeds_generator
-        self.family = family
-        self.splits = family.listed
         self.taps = tuple(range(family.taps))
         self.dtype = dtype
         self.config = config
         self.text_config = config.get_text_config()
+        self.family = family = family.variant(self.text_config)
+        self.splits = family.listed
         self.linears_around = (), ((self.text_config.hidden_size, self.text_config.vocab_size),)
         # Copied, because building writes dtype and attention function into the config.
         self.backbone = family.build(copy.deepcopy(config), dtype)
@@ -83,7 +84,10 @@ class LlmModule(LayeredModule):
         self.expert_loads = ExpertLoads(every)
         self._experts = [has_experts(layer) for layer in every]
         self._windows = [_window(i, layer, self.text_config) for i, layer in enumerate(every)]
-        self._sizes = [product_sizes(layer, self.text_config, family) for layer in every]
+        self._sizes = [
+            product_sizes(layer, layer_config(self.text_config, i), family)
+            for i, layer in enumerate(every)
+        ]
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -143,7 +147,7 @@ class LlmModule(LayeredModule):
         return {pattern: style for pattern, style in styles.items() if style}
 
     def _describe_layer(self, index: int) -> LayerDescription:
-        c = self.text_config
+        c = layer_config(self.text_config, index)
         activation = getattr(c, "hidden_act", None) or getattr(c, "hidden_activation", None)
         sizes = self._sizes[index]
         return LayerDescription(
@@ -255,7 +259,10 @@ class LlmModule(LayeredModule):
             # packed samples) down to the attention function without looking at it. Ours, in
             # `layers.attention`, takes more than starts: all of `Segments`.
             "cu_seq_lens_q": Segments.from_starts(
-                microbatch.cu_seqlens, hidden_TD.device, self._blocks(microbatch)
+                microbatch.cu_seqlens,
+                hidden_TD.device,
+                self._blocks(microbatch),
+                self.family.both_ways == "images in windows",
             ),
         }
 
@@ -263,7 +270,7 @@ class LlmModule(LayeredModule):
         """(T,): tokens with bidirectional attention, see `LlmFamily.both_ways`."""
         if self.family.both_ways is None:
             return None
-        if self.family.both_ways == "images":
+        if self.family.both_ways != "prompts":
             images_T = microbatch.input_ids_T == self.family.image_token_id
             return image_blocks(images_T, microbatch.cu_seqlens)
         return prompt_blocks(microbatch.targets_T != IGNORE_TARGET, microbatch.cu_seqlens)
@@ -295,7 +302,11 @@ def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> N
     known = {name.partition(".")[2] for name, _ in layers.named_modules()}
     optional = ("", "replicated_with_grad_allreduce")  # nothing, and norms that configs leave out
     styles = family.tensor_parallel.items()
-    own = [name for name, style in styles if style not in optional and not name.startswith("mlp.")]
+    own = [
+        name
+        for name, style in styles
+        if style not in optional and not name.startswith(("mlp.", "experts."))
+    ]
     # Layers may be of one kind only, though the family has two.
     own = [name for name in own if name.partition(".")[0] in known]
     missing = [name for name in (*family.norms, *own) if name not in known]

@@ -304,7 +304,7 @@ def _load_processor(
             raise ConfigError(
                 f"[{key}] processor.{name} = {settings[name]}, but the model needs {fixed[name]}"
             )
-    name = settings.pop("image_processor_type", family.processor_class)
+    name = family.known_processor(settings.pop("image_processor_type", family.processor_class))
     if tiling is not None and tiling.switch is not None:
         settings.pop(tiling.switch, None)
     if of_tiles:

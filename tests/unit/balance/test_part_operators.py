@@ -35,8 +35,9 @@ LLMS = {
     "qwen3_5, attention": {**model_cases.LLMS["qwen3_5"], "layer_types": ["full_attention"] * 3},
 }
 # Whose operators and bytes are not modelled one by one: experts, latent attention, one norm for
-# attention and feed-forward part, tables in float32. Their FLOPs are (`test_real_flops`).
-OTHERS = ("llama_tied", *model_cases.EXPERTS, "minicpm3", "cohere2", "olmo3")
+# attention and feed-forward part, tables in float32, norms of values (Gemma 4). Their FLOPs are
+# (`test_real_flops`).
+OTHERS = ("llama_tied", *model_cases.EXPERTS, "minicpm3", "cohere2", "olmo3", "gemma4")
 FAMILIES = [*(n for n in LLMS if n not in OTHERS), *model_cases.BASIC_ENCODERS]
 TOKENS = 96
 # Wide enough for what depends on the number of heads or tables alone to be small.

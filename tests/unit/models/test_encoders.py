@@ -11,6 +11,7 @@ from model_cases import (
     ENCODERS,
     GRIDS,
     PATCH_VALUES,
+    REGISTERS,
     build,
     make_inputs,
     pair_config,
@@ -19,7 +20,7 @@ from model_cases import (
 )
 from proofs import proves
 from torch import Tensor, nn
-from transformers import AutoModel
+from transformers import AutoModel, MetaClip2VisionModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
@@ -32,7 +33,8 @@ from torchmm.common.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.layered import StageRange
 
-QWEN = {
+UNNAMED = {  # which AutoModel does not know
+    "metaclip_2_vision_model": MetaClip2VisionModel,
     "qwen2_vl_vision": Qwen2VisionTransformerPretrainedModel,
     "qwen2_5_vl_vision": Qwen2_5_VisionTransformerPretrainedModel,
     "qwen3_vl_vision": Qwen3VLVisionModel,
@@ -45,10 +47,11 @@ def plain_tower(encoder: EncoderModule) -> nn.Module:
     config = encoder.spec.config
     if config.model_type == "whisper":
         tower = WhisperEncoder._from_config(copy.deepcopy(config), attn_implementation="eager")
-    elif config.model_type in QWEN:
-        tower = QWEN[config.model_type]._from_config(config, attn_implementation="eager")
+    elif config.model_type in UNNAMED:
+        tower = UNNAMED[config.model_type]._from_config(config, attn_implementation="eager")
     else:
         tower = AutoModel.from_config(config, attn_implementation="eager")
+        tower.train(config.model_type != "dinov3_vit")  # which moves places in training
     missing = tower.load_state_dict(encoder.tower.state_dict(), strict=False).missing_keys
     assert {f"tower.{name}" for name in missing} == encoder.unused
     return tower
@@ -62,6 +65,10 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
         return torch.cat([tower(wave_S[None]).last_hidden_state[0] for wave_S in waves])
     if family.startswith("qwen"):
         return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
+    if family == "pixtral":
+        return pixtral_features(tower, inputs)
+    if family == "gemma4":
+        return gemma4_features(tower, inputs)
     if family == "siglip2":
         sizes = [prod(grid) for grid in inputs.grids_thw]
         pixels = nn.utils.rnn.pad_sequence(inputs.pixels.split(sizes), batch_first=True)
@@ -70,7 +77,8 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
         states = tower(pixels, mask, shapes, output_hidden_states=True).hidden_states
         return states[layer][mask]
     hidden = tower(inputs.pixels, output_hidden_states=True).hidden_states[layer]
-    return (hidden[:, 1:] if family in CLASS_TOKEN else hidden).flatten(0, 1)
+    first = REGISTERS.get(family, 0) + (family in CLASS_TOKEN)
+    return hidden[:, first:].flatten(0, 1)
 
 
 def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
@@ -84,6 +92,28 @@ def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
         found.append(tower(mels_MF[None]).last_hidden_state[0])
     tower.embed_positions = nn.Embedding.from_pretrained(table)
     return torch.cat(found)
+
+
+def gemma4_features(tower: Any, inputs: EncoderInputs) -> Tensor:
+    """A padded batch, of as many patches an image as squares of the pooling can make."""
+    sizes = [prod(grid) for grid in inputs.grids_thw]
+    pixels = nn.utils.rnn.pad_sequence(inputs.pixels.split(sizes), batch_first=True)
+    places = torch.full((*pixels.shape[:2], 2), -1)
+    for image, (_, rows, columns) in enumerate(inputs.grids_thw):
+        for patch in range(rows * columns):
+            places[image, patch] = torch.tensor([patch % columns, patch // columns])
+    return tower(pixels, places).last_hidden_state
+
+
+def pixtral_features(tower: Any, inputs: EncoderInputs) -> Tensor:
+    """A batch of pictures, padded below and to the right."""
+    pictures = torch.zeros(len(inputs.grids_thw), 3, 16, 20)
+    sizes = [(4 * rows, 4 * columns) for _, rows, columns in inputs.grids_thw]
+    each = inputs.pixels.split([prod(grid) for grid in inputs.grids_thw])
+    for picture, patches, (height, width) in zip(pictures, each, sizes, strict=True):
+        grid = patches.view(height // 4, width // 4, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        picture[:, :height, :width] = grid.reshape(3, height, width)
+    return tower(pictures, sizes).last_hidden_state[0]
 
 
 def waveforms(inputs: EncoderInputs) -> list[Tensor]:

@@ -32,6 +32,8 @@ from transformers import (
     CLIPModel,
     GenerationConfig,
     LlavaForConditionalGeneration,
+    MetaClip2Config,
+    MetaClip2Model,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Wav2Vec2ForCTC,
@@ -215,10 +217,14 @@ def test_old_names_of_llava_checkpoints_are_read(tmp_path: Path) -> None:
         assert torch.equal(value, theirs[name])
 
 
-def test_a_dual_model_serves_as_tower(tmp_path: Path) -> None:
-    text = {**LLMS["llama"], "model_type": "clip_text_model"}
-    config = CLIPConfig(vision_config=ENCODERS["clip"], text_config=text)
-    plain = CLIPModel(config)
+@pytest.mark.parametrize("family", ["clip", "metaclip_2"])
+def test_a_dual_model_serves_as_tower(family: str, tmp_path: Path) -> None:
+    text = {k: v for k, v in LLMS["llama"].items() if k != "model_type"}
+    kind, config = (
+        (CLIPModel, CLIPConfig) if family == "clip" else (MetaClip2Model, MetaClip2Config)
+    )
+    vision = {k: v for k, v in ENCODERS[family].items() if k != "model_type"}
+    plain = kind(config(vision_config=vision, text_config=text))
     plain.save_pretrained(tmp_path)
     encoder = EncoderConfig(source=str(tmp_path), feature_layer=-2)
     model = load(ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"eye": encoder}))
@@ -238,6 +244,7 @@ def test_a_dual_model_serves_as_tower(tmp_path: Path) -> None:
         ("dinov2", -1, "gemma3_text"),
         ("internvl", -1, "olmo2"),
         ("idefics3", -1, "qwen3_moe"),
+        ("aimv2", -1, "qwen3"),
     ],
 )
 def test_a_pair_becomes_a_llava_model(
@@ -269,6 +276,10 @@ def test_a_pair_becomes_a_llava_model(
     ("family", "settings"),
     [
         ("siglip2", {}),
+        ("pixtral", {}),
+        ("gemma4", {}),
+        ("dinov3", {}),
+        ("metaclip_2", {}),
         ("qwen2_vl", {}),
         ("qwen2_5_vl", {}),
         ("qwen3_vl", {}),
@@ -284,7 +295,7 @@ def test_other_pairs_are_saved_in_parts_that_load_again(
     model = build(pair_config("qwen2", family, **settings))
     export_hf(model, tmp_path, tokenizer)
     AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
-    if family in ("siglip2", "clip", "wav2vec2", "wav2vec2_stable"):
+    if family not in ("qwen2_vl", "qwen2_5_vl", "whisper", "metaclip_2"):
         plain = AutoModel.from_pretrained(tmp_path / "eye")
         for name, value in model.encoders["eye"].tower.state_dict().items():
             assert torch.equal(value, plain.state_dict()[name]), name
@@ -298,8 +309,9 @@ def test_other_pairs_are_saved_in_parts_that_load_again(
     assert replace(ours, processor={}) == replace(theirs, processor={})
 
 
-OTHERWISE_READ = ("dinov2_gated", "qwen2_vl", "qwen2_5_vl")
-"""The first one is not; Qwen's towers have no files but those of their composites."""
+OTHERWISE_READ = ("dinov2_gated", "qwen2_vl", "qwen2_5_vl", "metaclip_2")
+"""The first one is not; Qwen's towers have no files but those of their composites; MetaCLIP 2's are
+those of the dual model."""
 
 
 def damaged(directory: Path, change) -> ModelConfig:

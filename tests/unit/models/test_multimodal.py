@@ -77,6 +77,10 @@ def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
         grids = [(1, 4, 4), (1, 4, 4)]
         pixels = torch.randn(2, 3, 16, 16, generator=generator)
         tokens = [16, 16] if name in ("llava", "paligemma", "paligemma2") else [4, 4]
+    if name == "gemma4":
+        grids = [(1, 4, 6), (1, 6, 2)]
+        pixels = torch.randn(36, 48, generator=generator)
+        tokens = [6, 3]
     kept = None
     if name.startswith("llava_"):
         kept = [Kept(0, 4, 0, 4, line_ends=1)] * 2
@@ -87,7 +91,7 @@ def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
     # PaliGemma's images stand in the prompt, before the first target.
     ignored = 4 + tokens[0] + 2 if name.startswith("paligemma") else 2
     batch = microbatch(lengths, images, places, ignored)
-    pieces = pixels.split([24, 12] if of_qwen else 1)
+    pieces = pixels.split([24, 12] if len(pixels) == 36 else 1)
     samples = []
     for i, (start, stop) in enumerate([(0, lengths[0]), (lengths[0], sum(lengths))]):
         ids = batch.input_ids_T[None, start:stop]
@@ -96,6 +100,11 @@ def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
         sample = {"input_ids": ids, "pixel_values": pieces[i], "use_cache": False}
         if of_qwen:
             sample |= {"image_grid_thw": torch.tensor([grids[i]]), "mm_token_type_ids": shown}
+        elif name == "gemma4":
+            _, rows, columns = grids[i]
+            places = [[column, row] for row in range(rows) for column in range(columns)]
+            sample |= {"mm_token_type_ids": shown, "image_position_ids": torch.tensor([places])}
+            sample["pixel_values"] = pieces[i][None]
         elif name in ("idefics3", "smolvlm"):
             sample["pixel_values"] = pieces[i][None]
         elif name == "gemma3":
@@ -142,6 +151,8 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
         ("llava", {"tie_word_embeddings": True, "projector_hidden_act": "relu"}),
         ("internvl", {}),
         ("internvl", {"vision_feature_layer": -2, "tie_word_embeddings": False}),
+        ("internvl_qwen3", {}),
+        ("internvl_qwen3_moe", {}),
         ("idefics3", {}),
         ("smolvlm", {}),
         ("paligemma", {}),
@@ -153,6 +164,7 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
             ),
         ),
         ("gemma3", {}),
+        ("gemma4", {}),
         ("qwen2_vl", {}),
         ("qwen2_5_vl", {}),
         ("qwen2_5_vl", {"tie_word_embeddings": True}),
@@ -420,6 +432,12 @@ def test_siglip_in_llava_must_keep_the_first_patch() -> None:
     siglip = {**COMPOSITES["llava"]["vision_config"], "model_type": "siglip_vision_model"}
     with pytest.raises(ConfigError, match="drops the first patch"):
         build(composite_config("llava", vision_config=siglip))
+
+
+@pytest.mark.parametrize("tower", ["dinov3", "metaclip_2", "pixtral"])
+def test_towers_that_llava_cannot_have_are_refused(tower: str) -> None:
+    with pytest.raises(ConfigError, match=r"vision tower .* is not supported"):
+        build(composite_config("llava", vision_config=ENCODERS[tower]))
 
 
 def test_a_misspelt_key_of_an_inline_config_is_reported() -> None:

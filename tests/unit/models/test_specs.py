@@ -42,6 +42,18 @@ def processed(spec, images: list[Image.Image]) -> EncoderInputs:
         grids = [(1, *shape) for shape in out["spatial_shapes"].tolist()]
         pixels = [p[: prod(g)] for p, g in zip(out["pixel_values"], grids, strict=True)]
         return EncoderInputs(torch.cat(pixels), grids, nowhere)
+    if "image_sizes" in out:
+        side, kept = spec.patch_size_px, []
+        grids = [(1, high // side, wide // side) for high, wide in out["image_sizes"].tolist()]
+        for picture, (_, rows, columns) in zip(out["pixel_values"], grids, strict=True):
+            shown = picture[:, : rows * side, : columns * side]
+            kept.append(torch.nn.functional.unfold(shown[None], side, stride=side)[0].T)
+        return EncoderInputs(torch.cat(kept), grids, nowhere)
+    if "image_position_ids" in out:
+        shown = [place[(place >= 0).all(-1)] for place in out["image_position_ids"]]
+        pixels = [p[: len(at)] for p, at in zip(out["pixel_values"], shown, strict=True)]
+        grids = [(1, *(at.flip(-1).max(0).values + 1).tolist()) for at in shown]
+        return EncoderInputs(torch.cat(pixels), grids, nowhere)
     rows = out["pixel_values"].shape[-1] // spec.patch_size_px
     return EncoderInputs(out["pixel_values"], [(1, rows, rows)] * len(images), nowhere)
 

@@ -85,11 +85,20 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/models/layers/patches.py": "a computation of its own, for all families alike",
     **{
         f"torchmm/models/families/composites/{name}.py": "one kind of composite, one file"
-        for name in ("gemma", "idefics3", "internvl", "llava", "qwen_vl", "qwen3_vl")
+        for name in (
+            "gemma",
+            "gemma4",
+            "idefics3",
+            "internvl",
+            "llava",
+            "qwen_vl",
+            "qwen3_vl",
+        )
     },
     "torchmm/models/families/encoders/qwen3.py": "one kind of tower, one file",
     "torchmm/models/families/llms/hybrid.py": "a family, or a few alike, one file",
     "torchmm/models/families/generators/build.py": "needs diffusers, which not every run has",
+    "torchmm/models/families/llms/gemma4.py": "a family with rules of its own, one file",
     "torchmm/models/layers/loss.py": "a function with its own backward and numerical argument",
     "torchmm/planning/dry_run.py": "train.py imports it only for a dry run",
     "torchmm/planning/forecast_command.py": "its script answers before torch is loaded",

@@ -48,7 +48,7 @@ class Attention(Component):
 
     def extra_readers(self) -> int:
         """Keys and values, unless one linear gives them with the queries."""
-        return 0 if self.layer.packed_qkv else 2
+        return 0 if self.layer.packed_qkv else 2 - self.layer.value_is_key
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Projections; keys and values have fewer heads in grouped-query attention.
@@ -59,10 +59,11 @@ class Attention(Component):
         query = self.layer.heads * self.layer.head_dim
         key_value = self.layer.kv_heads * self.layer.head_dim
         others = self.layer.other_weights // hidden
+        value = {} if self.layer.value_is_key else {"value": (hidden, key_value)}
         return {
             "query": (hidden, query),
             "key": (hidden, key_value),
-            "value": (hidden, key_value),
+            **value,
             **({"other": (hidden, others)} if others else {}),
             "attention_output": (query, hidden),
         }
@@ -72,8 +73,8 @@ class Attention(Component):
         linears = self.linears()
         inputs, outputs = linears["attention_output"]
         own = super().sharded_linears(tensor) | {"attention_output": (inputs / tensor, outputs)}
-        if self.layer.kv_heads < tensor and "key" in own:
-            own |= {"key": linears["key"], "value": linears["value"]}
+        if self.layer.kv_heads < tensor:
+            own |= {name: linears[name] for name in ("key", "value") if name in linears}
         return own
 
     def local_linears(self, tensor: int) -> dict[str, Linear]:
@@ -88,7 +89,9 @@ class Attention(Component):
         """Packed projections, or keys and values of too few heads."""
         if self.layer.packed_qkv:
             return "query", "key", "value"
-        return ("key", "value") if self.layer.kv_heads < tensor else ()
+        if self.layer.kv_heads >= tensor:
+            return ()
+        return ("key",) if self.layer.value_is_key else ("key", "value")
 
     def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
         """Scores, and the sums of values."""

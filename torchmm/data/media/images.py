@@ -23,14 +23,11 @@ from typing import Any
 import numpy as np
 import transformers
 from PIL import Image, UnidentifiedImageError
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.models.siglip2.image_processing_pil_siglip2 import (
-    get_image_size_for_max_num_patches,
-)
 
 from torchmm.common.batch import ImageMeta, ImageSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.media.patch_layouts import LAYOUTS, PatchLayout, layout_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Pillow decoders that may see untrusted bytes (EPS, for one, would start a PostScript process)."""
@@ -184,14 +181,17 @@ class ImagePreprocessor:
         self.processor = make_processor(spec.encoder, spec.processor_class, spec.processor)
         probe = Image.new("RGB", (96, 64))
         outputs = self._run(probe)
+        self._layout: PatchLayout | None = None
         if spec.inputs == "fixed":
             self._fixed_shape = self._probe_fixed_shape(outputs)
-        elif "image_grid_thw" not in outputs and "spatial_shapes" not in outputs:
+        elif (kind := layout_of(outputs)) is not None:
+            self._layout = kind(self.processor, spec)
+        else:
             raise ConfigError(
                 f"encoder {spec.encoder!r}: {spec.processor_class} makes no patches; supported for "
-                "variable sizes are Qwen2VLImageProcessor and Siglip2ImageProcessor"
+                "variable sizes are Qwen2VLImageProcessor, Siglip2ImageProcessor and others whose "
+                f"results have {', '.join(known.marker for known in LAYOUTS)}"
             )
-        self._naflex = "spatial_shapes" in outputs
         self.frames_per_patch: int = getattr(self.processor, "temporal_patch_size", 1)
         """Frames of a clip that a patch spans; those of an image are the same."""
         self._check(probe)
@@ -203,36 +203,11 @@ class ImagePreprocessor:
             limit_px: most pixels after resizing, if sizes vary; 0: the processor's own limit.
         """
         patch = self.spec.patch_size_px
-        limits = self._limits(limit_px)
-        if self.spec.inputs == "fixed":
+        if self._layout is None:
             height, width = self._fixed_shape
-        elif self._naflex:
-            height, width = get_image_size_for_max_num_patches(
-                height_px, width_px, patch, limits["max_num_patches"]
-            )
         else:
-            size = limits["size"]
-            height, width = smart_resize(
-                height_px,
-                width_px,
-                factor=patch * self.spec.merge,
-                min_pixels=size["shortest_edge"],
-                max_pixels=size["longest_edge"],
-            )
+            height, width = self._layout.size(width_px, height_px, limit_px)
         return ImageGrid(height // patch, width // patch)
-
-    def _limits(self, limit_px: int) -> dict[str, Any]:
-        """The processor's settings that limit sizes."""
-        patch = self.spec.patch_size_px
-        if self.spec.inputs == "fixed":
-            return {}
-        if self._naflex:
-            most = self.processor.max_num_patches
-            limit = max(1, limit_px // patch**2) if limit_px else most
-            return {"max_num_patches": min(most, limit)}
-        least, most = (self.processor.size[edge] for edge in ("shortest_edge", "longest_edge"))
-        limit = max(limit_px, least) if limit_px else most
-        return {"size": {"shortest_edge": least, "longest_edge": min(most, limit)}}
 
     def meta(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageMeta:
         """What planning needs to know of an upright image of this size."""
@@ -243,13 +218,11 @@ class ImagePreprocessor:
 
     def pixels(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
         """Encoder input of one RGB image: float32, (C, H, W) or (P, D), padding removed."""
-        outputs = self._run(image, **(self._limits(limit_px) if limit_px else {}))
-        values = np.asarray(outputs["pixel_values"])
-        if self.spec.inputs == "fixed":
-            values = values[0]
-        elif self._naflex:
-            rows, columns = outputs["spatial_shapes"][0]
-            values = values[0, : rows * columns]
+        if self._layout is None:
+            values = np.asarray(self._run(image)["pixel_values"])[0]
+        else:
+            limits = self._layout.limits(limit_px) if limit_px else {}
+            values = self._layout.patches(self._run(image, **limits))
         return np.ascontiguousarray(values, dtype=np.float32)
 
     def blank(self, width_px: int, height_px: int, limit_px: int = 0) -> np.ndarray:
@@ -275,17 +248,12 @@ class ImagePreprocessor:
 
     def _check(self, probe: Image.Image) -> None:
         spec = self.spec
-        settings = self.processor
         problems = []
-        if spec.inputs == "patches":
-            self._patch_values = self.pixels(probe).shape[1]
-            if settings.patch_size != spec.patch_size_px:
-                problems.append(f"patch size {settings.patch_size}, encoder {spec.patch_size_px}")
-            if self._naflex and spec.merge != 1:
-                problems.append("grids with odd sides, which cannot be merged by pixel shuffle")
-            if not self._naflex and settings.merge_size != spec.merge:
-                problems.append(f"merge size {settings.merge_size}, encoder {spec.merge}")
-            if not settings.do_resize:
+        if self._layout is not None:
+            problems += self._layout.problems()
+            if not problems:
+                self._patch_values = self.pixels(probe).shape[1]
+            if not self.processor.do_resize:
                 problems.append("do_resize = false")
         else:
             grid = self.grid(probe.width, probe.height)

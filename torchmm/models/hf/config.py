@@ -12,8 +12,10 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.foreign_code import describe_refusal
 
 _ALSO_READ = {
+    "global_head_dim",  # Gemma 4's
     "head_dim",
     "model_type",
+    "num_global_key_value_heads",
     "rope_scaling",
     "rope_theta",
     "tie_word_embeddings",
@@ -116,8 +118,20 @@ def _merged(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def layer_config(config: Any, index: int) -> Any:
+    """The config of one layer, where sizes differ from layer to layer."""
+    return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
+
+
 def size_problems(key: str, config: Any) -> list[str]:
     """What the layers of `config` cannot do, whatever the family."""
+    differ = getattr(config, "is_heterogeneous", False)
+    layers = range(config.num_hidden_layers if differ else 1)
+    found = [p for index in layers for p in _layer_problems(key, layer_config(config, index))]
+    return list(dict.fromkeys(found))
+
+
+def _layer_problems(key: str, config: Any) -> list[str]:
     problems = []
     hidden = getattr(config, "embed_dim", None) or config.hidden_size  # Qwen2-VL's tower
     heads = config.num_attention_heads
@@ -134,7 +148,8 @@ def size_problems(key: str, config: Any) -> list[str]:
         for name in DROPOUTS
         if (rate := getattr(config, name, 0.0))
     ]
-    if getattr(config, "use_bidirectional_attention", False):
+    # "vision": Gemma 4's images, which its composite takes care of.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         problems.append(
             f"[{key}] use_bidirectional_attention is not implemented; override it with false"
         )

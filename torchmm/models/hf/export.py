@@ -108,7 +108,8 @@ def _is_llava(model: MultimodalModel) -> bool:
     encoders = model.encoder_modules()
     if len(encoders) != 1 or model.llm.family.own_logits:
         return False
-    return encoders[0].family.inputs == "fixed" and encoders[0].merge == 1
+    family = encoders[0].family
+    return family.inputs == "fixed" and family.in_composites and encoders[0].merge == 1
 
 
 def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase) -> _Export:

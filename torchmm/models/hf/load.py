@@ -121,7 +121,7 @@ def pieces(module: LayeredModule) -> dict[str, Piece]:
 
 def _of(owner: str, tensor: Tensor, stacked: bool) -> Iterator[tuple[str, Piece]]:
     group, _, leaf = owner.rpartition(".")
-    if not group.endswith(".experts") or leaf not in _PROJECTIONS or tensor.ndim != 3:
+    if not group.endswith(".mlp.experts") or leaf not in _PROJECTIONS or tensor.ndim != 3:
         yield owner, Piece(owner, tensor)
         return
     if stacked:

@@ -8,8 +8,8 @@ Face's own name for it) or, where a layer forwards no keyword arguments, as its 
 - CPU: a custom operator that calls the flash kernel once per run of equally long segments. The
   loop stays out of autograd and out of torch.compile, so a layer compiles with fullgraph=True
   and the number of segments does not recompile it.
-- Elsewhere (fp32 on CUDA, bidirectional blocks): scaled_dot_product_attention per run of equally
-  long segments.
+- Elsewhere (fp32 on CUDA, bidirectional blocks, heads of more than 256):
+  scaled_dot_product_attention per run of equally long segments.
 - Capped scores (Gemma 2) and attention sinks (GPT-OSS): a custom operator of plain matrix products,
   on any device.
 
@@ -28,7 +28,7 @@ Shape legend: T tokens of a microbatch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -49,6 +49,8 @@ PACKED_UNSPLIT = "packed_flash"
 """Same function. Qwen's vision layers split their input themselves, with a device
 synchronisation per layer, unless "flash" is in the name of the attention function."""
 
+_WIDEST_HEAD = 256
+"""Features of a head that the kernel for all segments can take."""
 _UNSUPPORTED = ("position_bias",)
 
 
@@ -64,10 +66,16 @@ class Segments:
     """Longest segment."""
     blocks_T: Tensor | None = None
     """int64: tokens of a segment with the same number, not negative, see each other both ways."""
+    only_windows: bool = False
+    """Whether only layers with a window do so."""
 
     @classmethod
     def from_starts(
-        cls, cu_seqlens: list[int], device: torch.device, blocks_T: Tensor | None = None
+        cls,
+        cu_seqlens: list[int],
+        device: torch.device,
+        blocks_T: Tensor | None = None,
+        only_windows: bool = False,
     ) -> Segments:
         """Segments from their starts and the total length, [0, ..., T].
 
@@ -78,7 +86,7 @@ class Segments:
         if not lengths or cu_seqlens[0] != 0 or min(lengths) <= 0:
             raise ValueError(f"cu_seqlens must rise from 0, got {cu_seqlens}")
         host = torch.tensor(cu_seqlens, dtype=torch.int32)
-        return cls(to_device(host, device), host, max(lengths), blocks_T)
+        return cls(to_device(host, device), host, max(lengths), blocks_T, only_windows)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -117,7 +125,8 @@ def _attend_segments(
     if query_THD.device.type == "cpu":
         return packed_attention(*inputs, host, scale, causal, window, s.blocks_T)[0]
     half = query_THD.dtype in (torch.bfloat16, torch.float16)
-    if query_THD.device.type == "cuda" and half and s.blocks_T is None:
+    fits = query_THD.shape[-1] <= _WIDEST_HEAD and s.blocks_T is None
+    if query_THD.device.type == "cuda" and half and fits:
         features = value_TGD.shape[2]
         if features < query_THD.shape[2]:  # latent attention, which the kernel does not know
             inputs = (*inputs[:2], functional.pad(value_TGD, (0, query_THD.shape[2] - features)))
@@ -199,6 +208,8 @@ def attention(
     if attention_mask is not None or query_BHTD.shape[0] != 1:
         raise ValueError("packed segments need a single row and no attention mask")
     q, k, v = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
+    if segments.only_windows and not window:
+        segments = replace(segments, blocks_T=None)
     rules = _Rules(causal, window if window < segments.max_length else 0, softcap, sinks_H)
     return _attend_segments(q, k, v, segments, scale, rules)[None], None
 

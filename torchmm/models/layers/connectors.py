@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
@@ -77,6 +78,31 @@ class LinearConnector(nn.Module):
         return self.linear(hidden_states)
 
 
+class ScaledLinearConnector(LinearConnector):
+    """Gemma 4's: fixed scales, a norm without weights, one linear layer.
+
+    Args:
+        standardized: whether features are standardized by constants, which the files give to the
+            tower. What is subtracted is large, so all of this is done in float32.
+    """
+
+    def __init__(self, in_features: int, out_features: int, eps: float, standardized: bool):
+        super().__init__(in_features, out_features, bias=False)
+        self.eps = eps
+        self.standardized = standardized
+        if standardized:
+            self.std_bias = nn.Buffer(torch.empty(in_features))
+            self.std_scale = nn.Buffer(torch.empty(in_features))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.float() * hidden_states.shape[-1] ** 0.5
+        if self.standardized:
+            wide = (wide - self.std_bias.float()) * self.std_scale.float()
+            wide = wide.to(hidden_states.dtype).float()  # as Hugging Face's tower returns it
+        normed = functional.rms_norm(wide, wide.shape[-1:], eps=self.eps)
+        return super().forward(normed.to(hidden_states.dtype))
+
+
 class PoolConnector(nn.Module):
     """Gemma 3's: mean of the folded neighbours, norm, projection."""
 
@@ -108,6 +134,9 @@ def init_connector(module: nn.Module) -> bool:
     """Initialises a part that an encoder's own class does not know; returns whether it is one."""
     if isinstance(module, PoolConnector):
         nn.init.normal_(module.mm_input_projection_weight, std=0.02)
+    elif isinstance(module, ScaledLinearConnector) and module.standardized:
+        nn.init.zeros_(module.std_bias)
+        nn.init.ones_(module.std_scale)
     elif isinstance(module, Gemma3RMSNorm):  # centred at 1
         nn.init.zeros_(module.weight)
     elif isinstance(module, LineMlpConnector):

@@ -17,6 +17,7 @@ activations everywhere, which HF forwards mix with plain tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from torchmm.common.batch import LayerDescription
 from torchmm.common.errors import ConfigError
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.tensor.latent import LatentHeads
@@ -42,6 +44,7 @@ from torchmm.parallel.tensor.sequence import (
 )
 from torchmm.parallel.tensor.styles import (
     DeltaNetHeads,
+    ExpertsAlone,
     ExpertsOfRanks,
     PackedGateUp,
     PackedQkv,
@@ -73,11 +76,7 @@ def apply_tensor_parallel(
     trainable = {name: p.requires_grad for name, p in module.named_parameters()}
     has_slices = sequence_parallel and "sequence" in plan.values()
     slices = SequenceSlices(mesh, overlap) if has_slices else None
-    for pattern, name in plan.items():
-        inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
-        style = _style(pattern, name, module, size, inside)
-        for part in module.matching(pattern) if style is not None else ():
-            parallelize_module(part, mesh, style)
+    _apply_styles(module, mesh, plan, slices)
     for pattern in module.tensor_parallel_scopes():
         inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
         for part in module.matching(pattern):
@@ -91,6 +90,23 @@ def apply_tensor_parallel(
     module.tie_parameters()
     for name, parameter in module.named_parameters():  # some styles make trainable copies
         parameter.requires_grad_(trainable[name])
+
+
+def _apply_styles(
+    module: LayeredModule,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str],
+    slices: SequenceSlices | None,
+) -> None:
+    every = module.layer_sizes()
+    sizes = {part: every[i] for i, layer in module.indexed_layers() for part in layer.modules()}
+    for pattern, name in plan.items():
+        inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
+        for part in module.matching(pattern):
+            own = sizes.get(part, every[0])
+            style = _style(pattern, name, own, module.name, mesh.size(), inside)
+            if style is not None:
+                parallelize_module(part, mesh, style)
 
 
 def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) -> list[str]:
@@ -140,10 +156,14 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
 
 
 def _style(
-    pattern: str, name: str, module: LayeredModule, size: int, slices: SequenceSlices | None
+    pattern: str,
+    name: str,
+    sizes: LayerDescription,
+    module_name: str,
+    size: int,
+    slices: SequenceSlices | None,
 ) -> ParallelStyle | None:
-    # Layers may differ in kind, but not in the sizes of what has these styles.
-    sizes = module.layer_sizes()[0]
+    """What a style's name means for a part of a layer of these sizes; None: nothing."""
     overlap = None if slices is None else slices.overlap
     if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
         return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim, overlap is not None)
@@ -158,6 +178,7 @@ def _style(
         "sharded_norm": ShardedNorm(),
         "experts": ExpertsOfRanks(slices),
         "delta_net": DeltaNetHeads(overlap is not None),
+        "experts_alone": ExpertsAlone(slices),
         "local_heads": _LocalHeads(),
         "head_scores": _HeadScores(),
         "latent_heads": LatentHeads(),
@@ -165,7 +186,7 @@ def _style(
     }
     if name not in styles:
         raise ConfigError(
-            f"tensor parallelism of {module.name!r}: style {name!r} of {pattern!r} is not "
+            f"tensor parallelism of {module_name!r}: style {name!r} of {pattern!r} is not "
             "supported; set [parallel] tensor = 1"
         )
     return styles[name]

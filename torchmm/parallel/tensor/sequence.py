@@ -156,6 +156,8 @@ class LocalNorm(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh)
         settings = {k: v for k, v in vars(module).items() if not k.startswith("_")}
+        settings |= dict(module.named_children())  # of a router
+        settings |= {name: None for name, p in module._parameters.items() if p is None}
         norm: Any = type(module).forward
 
         def forward(*inputs: Tensor) -> Tensor:  # two where the norm has a gate

@@ -173,7 +173,7 @@ class ExpertsOfRanks(ParallelStyle):
         router = block.gate if hasattr(block, "gate") else block.router
         LocalNorm()._apply(router, device_mesh)
         router.balance_share = 1 / device_mesh.size()
-        self._split(block.experts, device_mesh)
+        split_experts(block.experts, device_mesh)
         if hasattr(block, "shared_expert"):
             shared = block.shared_expert
             for linear in (shared.gate_proj, shared.up_proj):
@@ -192,39 +192,75 @@ class ExpertsOfRanks(ParallelStyle):
             # Every rank adds the gradients of its own experts.
             out = whole(block, hidden.to_local(grad_placements=[Partial()]))
             if isinstance(out, tuple):  # with the router's scores, which nothing reads
-                return combined(out[0]), out[1]
-            return combined(out)
-
-        def combined(out: Tensor) -> Tensor:
-            if self._slices is not None:
-                return self._slices.reduce(block, (), out)
-            summand = DTensor.from_local(out, device_mesh, [Partial()], run_check=False)
-            return summand.redistribute(placements=[Replicate()]).to_local()
+                return _summed(out[0], device_mesh, self._slices), out[1]
+            return _summed(out, device_mesh, self._slices)
 
         block.forward = forward
         return module
 
-    def _split(self, experts: Any, mesh: DeviceMesh) -> None:
-        placements = {name: Shard(0) for name, _ in experts.named_parameters(recurse=False)}
-        distribute_parameters(experts, mesh, **placements)
-        own = experts.num_experts // mesh.size()
-        first = mesh.get_local_rank() * own
-        settings = {k: v for k, v in vars(experts).items() if not k.startswith("_")}
-        settings |= dict(experts.named_children())
-        settings |= {"num_experts": own, "_is_expert_parallel": True}
-        compute: Any = type(experts).forward
+
+class ExpertsAlone(ParallelStyle):
+    """Experts whose layer routes to them itself, as Gemma 4's do beside a feed-forward part.
+
+    What they get, rows and routing weights, is replicated, or slices of the sequence, which are
+    gathered: routers work on slices like norms.
+    """
+
+    def __init__(self, slices: SequenceSlices | None) -> None:
+        super().__init__()
+        self._slices = slices
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts: Any = module
+        split_experts(experts, device_mesh)
+        own: Any = experts.forward
+
+        def whole(x: Tensor) -> Tensor:
+            if self._slices is not None:
+                replicated = self._slices.whole(x)
+            else:
+                replicated = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
+            # Every rank adds the gradients of its own experts.
+            return replicated.to_local(grad_placements=[Partial()])
 
         def forward(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            local = {
-                name: cast(DTensor, parameter).to_local()
-                for name, parameter in experts.named_parameters(recurse=False)
-            }
-            index = index - first
-            others = (index < 0) | (index >= own)
-            index = index.masked_fill(others, own)  # Hugging Face's number for "not here"
-            return compute(LocalWeights(type(experts), settings, local), rows, index, weights)
+            out = own(whole(rows), whole(index), whole(weights))
+            return _summed(out, device_mesh, self._slices)
 
         experts.forward = forward
+        return module
+
+
+def split_experts(experts: Any, mesh: DeviceMesh) -> None:
+    """Gives each rank some of the experts; its forward adds up what these compute."""
+    placements = {name: Shard(0) for name, _ in experts.named_parameters(recurse=False)}
+    distribute_parameters(experts, mesh, **placements)
+    own = experts.num_experts // mesh.size()
+    first = mesh.get_local_rank() * own
+    settings = {k: v for k, v in vars(experts).items() if not k.startswith("_")}
+    settings |= dict(experts.named_children())
+    settings |= {"num_experts": own, "_is_expert_parallel": True}
+    compute: Any = type(experts).forward
+
+    def forward(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        local = {
+            name: cast(DTensor, parameter).to_local()
+            for name, parameter in experts.named_parameters(recurse=False)
+        }
+        index = index - first
+        others = (index < 0) | (index >= own)
+        index = index.masked_fill(others, own)  # Hugging Face's number for "not here"
+        return compute(LocalWeights(type(experts), settings, local), rows, index, weights)
+
+    experts.forward = forward
+
+
+def _summed(out: Tensor, mesh: DeviceMesh, slices: SequenceSlices | None) -> Tensor:
+    """Sum over ranks, whole or this rank's slice of it."""
+    if slices is not None:
+        return slices.reduce(nn.Identity(), (), out)
+    partial = DTensor.from_local(out, mesh, [Partial()], run_check=False)
+    return partial.redistribute(placements=[Replicate()]).to_local()
 
 
 class ShardedNorm(ParallelStyle):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
@@ -38,6 +39,10 @@ LLAVA_VISION = WeightFiles(
 )
 
 
+_OWN_LOGITS = ("paligemma", "gemma4")
+"""Composites that cap logits as their LLMs do."""
+
+
 class CompositeParts(NamedTuple):
     """What a composite config says about its parts."""
 
@@ -61,21 +66,27 @@ def text_config(config: Any) -> Any:
     return text
 
 
-def part_problems(config: Any) -> list[str]:
-    """Parts that are not supported."""
-    text, vision = config.text_config.model_type, config.vision_config.model_type
+def part_problems(config: Any, towers: Sequence[str] = ()) -> list[str]:
+    """Parts that are not supported.
+
+    Args:
+        towers: those that the composite can have; empty: all on images of a fixed size.
+    """
+    text = config.text_config.model_type
+    vision = getattr(config.vision_config, "model_type", None)
     problems = []
     if text not in LLM_FAMILIES:
         problems.append(f"LLM {text!r} is not supported; supported: {', '.join(LLM_FAMILIES)}")
-    elif LLM_FAMILIES[text].own_logits and config.model_type != "paligemma":
+    elif LLM_FAMILIES[text].own_logits and config.model_type not in _OWN_LOGITS:
         problems.append(
             f"LLM {text!r} scales or caps its logits, which Hugging Face's composite leaves out; "
             "name encoder and LLM as [model.encoders.NAME] and [model.llm] instead"
         )
-    family = ENCODER_FAMILIES.get(vision)
-    if family is None or family.inputs != "fixed":
-        fixed = [name for name, f in ENCODER_FAMILIES.items() if f.inputs == "fixed"]
-        problems.append(f"vision tower {vision!r} is not supported; supported: {', '.join(fixed)}")
+    families = ENCODER_FAMILIES.items()
+    fixed = [name for name, f in families if f.inputs == "fixed" and f.in_composites]
+    known = towers or fixed
+    if vision not in known:
+        problems.append(f"vision tower {vision!r} is not supported; supported: {', '.join(known)}")
     return problems
 
 

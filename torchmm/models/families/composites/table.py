@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers import (
     Gemma3ForConditionalGeneration,
+    Gemma4ForConditionalGeneration,
     Idefics3ForConditionalGeneration,
     InternVLForConditionalGeneration,
     LlavaForConditionalGeneration,
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from torchmm.models.families.composites.gemma import take_gemma3, take_paligemma
+from torchmm.models.families.composites.gemma4 import take_gemma4
 from torchmm.models.families.composites.idefics3 import take_idefics3
 from torchmm.models.families.composites.internvl import take_internvl
 from torchmm.models.families.composites.llava import take_llava, take_llava_next
@@ -50,6 +52,7 @@ COMPOSITES: dict[str, Composite] = {
     "smolvlm": Composite(SmolVLMForConditionalGeneration, take_idefics3),
     "paligemma": Composite(PaliGemmaForConditionalGeneration, take_paligemma),
     "gemma3": Composite(Gemma3ForConditionalGeneration, take_gemma3),
+    "gemma4": Composite(Gemma4ForConditionalGeneration, take_gemma4),
     **{name: Composite(kind, take_qwen_vl) for name, kind in QWEN_VL.items()},
     **{name: Composite(kind, take_qwen3_vl) for name, kind in QWEN3_VL.items()},
 }

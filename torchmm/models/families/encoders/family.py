@@ -57,6 +57,12 @@ class EncoderFamily:
     unused: tuple[str, ...] = ()
     """Other parts that no features pass."""
     has_class_token = True
+    in_composites = True
+    """Whether Hugging Face's LLaVA and its like can have the tower: they build it with `AutoModel`
+    and take all but a class token for patches."""
+    replaced_processor: str = ""
+    """Class in its files that `processor_class` stands for, if Hugging Face has it with torchvision
+    alone."""
     tiling: Tiling | None = None
     """How image processors in its files cut pictures, if that is what it was made for."""
     renames: tuple[tuple[str, str], ...] = ()
@@ -71,6 +77,8 @@ class EncoderFamily:
     """Parts of it that apply a norm before their linears."""
     splits_clips = False
     """Where patches span several frames: whether each group of frames is an image of its own."""
+    merger: str = ""
+    """Its part with parameters that does so, if any."""
     tensor_parallel: ClassVar[dict[str, str]] = {
         "self_attn.q_proj": "colwise",
         "self_attn.k_proj": "colwise",
@@ -140,7 +148,11 @@ class EncoderFamily:
 
     def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
         """Shape of the hidden states between layers, from the number of patches of each image."""
-        return len(patches), patches[0] + self.has_class_token, self.width(config)
+        return len(patches), patches[0] + self.tokens_before(config), self.width(config)
+
+    def tokens_before(self, config: Any) -> int:
+        """Positions in the layers before those of an image's patches."""
+        return int(self.has_class_token)
 
     def output_size(self, config: Any) -> int:
         """D of what `finish` returns."""
@@ -154,6 +166,11 @@ class EncoderFamily:
         """Settings of the image processor that follow from the config."""
         size = side(config.image_size)
         return {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
+
+    def known_processor(self, name: str) -> str:
+        """The image processor that stands for one that files name."""
+        replaced = name.removesuffix("Fast") == self.replaced_processor
+        return self.processor_class if replaced else name
 
     def patch_size(self, config: Any) -> int:
         """Side of a patch in pixels; for sounds, its samples."""

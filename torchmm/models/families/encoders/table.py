@@ -14,6 +14,13 @@ from torch.nn import functional
 from torchmm.common.batch import EncoderInputs
 from torchmm.models.families.encoders.audio import Wav2Vec2Family, WhisperFamily
 from torchmm.models.families.encoders.family import EncoderFamily, image_starts, side
+from torchmm.models.families.encoders.gemma4 import Gemma4VisionFamily
+from torchmm.models.families.encoders.later_vits import (
+    Aimv2Family,
+    Dinov3Family,
+    MetaClip2Family,
+)
+from torchmm.models.families.encoders.pixtral import PixtralFamily
 from torchmm.models.families.encoders.qwen import Qwen2_5VisionFamily, Qwen2VisionFamily
 from torchmm.models.families.encoders.qwen3 import Qwen3MoeVisionFamily, Qwen3VisionFamily
 from torchmm.models.families.encoders.vision import Dinov2Family, Idefics3Family, InternVisionFamily
@@ -72,6 +79,7 @@ class Siglip2Family(SiglipFamily):
 
 ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "clip_vision_model": EncoderFamily(),
+    "metaclip_2_vision_model": MetaClip2Family(),
     "siglip_vision_model": SiglipFamily(),
     "siglip2_vision_model": Siglip2Family(),
     "dinov2": Dinov2Family(),
@@ -82,6 +90,10 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "qwen2_5_vl_vision": Qwen2_5VisionFamily(),
     "qwen3_vl_vision": Qwen3VisionFamily(),
     "qwen3_vl_moe_vision": Qwen3MoeVisionFamily(),
+    "dinov3_vit": Dinov3Family(),
+    "aimv2_vision_model": Aimv2Family(),
+    "pixtral": PixtralFamily(),
+    "gemma4_vision": Gemma4VisionFamily(),
     "whisper": WhisperFamily(),
     "wav2vec2": Wav2Vec2Family(),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -18,6 +18,13 @@ def _build_causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     )
 
 
+GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+"""From Gemma 2 on."""
 NormPlace = Literal["before", "behind", "around"]
 """See `LayerDescription.norm_place`."""
 
@@ -55,9 +62,9 @@ class LlmFamily:
     """Whether one linear computes queries, keys and values."""
     output_gate: bool = False
     """Whether the queries' linear also gives a gate of attention's result."""
-    both_ways: Literal["images", "prompts"] | None = None
-    """Tokens with bidirectional attention: those of an image, or all before the first target of a
-    sample."""
+    both_ways: Literal["images", "images in windows", "prompts"] | None = None
+    """Tokens with bidirectional attention: those of an image (in all layers, or in those with a
+    window), or all before the first target of a sample."""
     image_token_id: int = -1
     """Placeholder of images, if their tokens attend in both directions."""
     old_names: tuple[tuple[str, str], ...] = ()
@@ -68,3 +75,13 @@ class LlmFamily:
     behind as many of the first layers, see `torchmm.models.layers.deepstack`."""
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     """Styles of a layer's parts that replace those of Hugging Face's plan; "": none."""
+    choose: Callable[[LlmFamily, Any], LlmFamily] | None = None
+    """See `variant`."""
+
+    def variant(self, config: Any) -> LlmFamily:
+        """The family for `config`: models of one type may have different layers.
+
+        Raises:
+            ConfigError: the family has no part for it.
+        """
+        return self if self.choose is None else self.choose(self, config)

@@ -82,10 +82,12 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
             "shared_key_dim": shared,
         }
         return sizes
+    value_is_key = getattr(attention, "v_proj", attention) is None
     parts = () if attention is None or counted else attention.modules()
     weights = sum(part.weight.numel() for part in parts if isinstance(part, nn.Linear))
-    usual = 2 * config.hidden_size * head_dim * (heads + sizes["kv_heads"])
-    return sizes | {"other_weights": max(0, weights - usual)}
+    products = 2 * heads + (1 if value_is_key else 2) * sizes["kv_heads"]
+    usual = config.hidden_size * head_dim * products
+    return sizes | {"value_is_key": value_is_key, "other_weights": max(0, weights - usual)}
 
 
 def _dense_width(layer: nn.Module, config: Any, gated: bool) -> int:

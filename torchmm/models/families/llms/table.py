@@ -7,16 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.llms.family import GEMMA_NORMS, LlmFamily
+from torchmm.models.families.llms.gemma4 import GEMMA4
 from torchmm.models.families.llms.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
-_GEMMA_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-_GEMMA = LlmFamily(norms=_GEMMA_NORMS, norm_place="around", norm_weight_float32=True)
+_GEMMA = LlmFamily(norms=GEMMA_NORMS, norm_place="around", norm_weight_float32=True)
 _OLMO2 = LlmFamily(
     norm_place="behind",
     norm_weight_float32=True,
@@ -108,6 +103,7 @@ LLM_FAMILIES = {
     "smollm3": LlmFamily(),  # some layers without rotary positions
     "gemma2": replace(_GEMMA, own_logits=True),  # capped scores, every other layer with a window
     "gemma3_text": _GEMMA,
+    "gemma4_text": GEMMA4,
     "qwen3_moe": _QWEN3_MOE,
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,

@@ -1,0 +1,75 @@
+"""What Gemma 4 has of its own: blocks in windows only, constants in files, variants refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from model_cases import COMPOSITES, ENCODERS, LLMS, build, composite_config, relative_error
+from test_multimodal import plain_composite, two_samples_with_images
+from torch.nn import functional
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.registry import build_model
+from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+
+
+@pytest.mark.parametrize("wrong", ["images", None])
+def test_images_in_other_layers_than_those_with_a_window_are_noticed(wrong: str | None) -> None:
+    model = build(composite_config("gemma4"))
+    batch, samples = two_samples_with_images("gemma4")
+    theirs = torch.cat([plain_composite(model)(**sample).logits[0] for sample in samples])
+    expected = functional.cross_entropy(theirs, batch.targets_T, reduction="sum")
+    assert relative_error(model(batch), expected) < 1e-5
+    model.llm.family = replace(model.llm.family, both_ways=wrong)
+    assert relative_error(model(batch), expected) > 1e-5  # what comparisons allow
+
+
+@pytest.mark.parametrize("name", ["layer_scalar", "std_bias", "std_scale"])
+def test_constants_of_the_files_are_noticed(name: str) -> None:
+    model = build(composite_config("gemma4"))
+    batch, _ = two_samples_with_images("gemma4")
+    before = model(batch)
+    found = [buffer for fqn, buffer in model.named_buffers() if fqn.endswith(name)]
+    assert found and all(buffer.isfinite().all() for buffer in found)
+    for buffer in found:
+        buffer.mul_(torch.linspace(0.5, 2.0, buffer.numel()))
+    assert relative_error(model(batch), before) > 1e-5  # what comparisons allow
+
+
+def test_layers_differ_in_their_heads() -> None:
+    window, everything, _ = build(composite_config("gemma4")).llm.layer_sizes()
+    assert (window.kv_heads, window.head_dim, window.window) == (4, 8, 4)
+    assert (everything.kv_heads, everything.head_dim, everything.window) == (2, 16, None)
+    assert everything.value_is_key and not window.value_is_key
+    assert window.ffn_size == 48 + 2 * 24
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size_per_layer_input": 8}, "second embedding in every layer"),
+        ({"num_kv_shared_layers": 1}, "read keys and values of earlier ones"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ],
+)
+def test_variants_of_the_llm_are_refused(changes: dict, message: str) -> None:
+    for config in (
+        ModelConfig(llm=LlmConfig(config={**LLMS["gemma4"], **changes})),
+        composite_config("gemma4", text_config={**LLMS["gemma4"], **changes}),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_model(config, FreezeConfig())
+
+
+def test_variants_of_the_tower_are_refused() -> None:
+    clipped = {**ENCODERS["gemma4"], "use_clipped_linears": True}
+    pair = EncoderConfig(config=clipped)
+    for config in (
+        ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"eye": pair}),
+        composite_config("gemma4", vision_config=clipped),
+    ):
+        with pytest.raises(ConfigError, match="use_clipped_linears"):
+            build_model(config, FreezeConfig())
+    sounds = {**COMPOSITES["gemma4"], "audio_config": {"model_type": "gemma4_audio"}}
+    with pytest.raises(ConfigError, match="audio tower is not implemented"):
+        build_model(ModelConfig(config=sounds), FreezeConfig())

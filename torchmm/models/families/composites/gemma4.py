@@ -1,0 +1,71 @@
+"""Gemma 4: images of any size, a mean of n x n patches to a token, one product.
+
+Tokens of an image see each other in layers with a window only, where the config says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torchmm.models.families.composites.parts import (
+    LLAVA_LLM,
+    CompositeParts,
+    part_problems,
+    refuse,
+    text_config,
+)
+from torchmm.models.families.encoders.gemma4 import refuse_clipping
+from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.families.text import TextConventions
+from torchmm.models.layered import WeightFiles
+
+GEMMA4_VISION = WeightFiles(
+    renames=(
+        (r"model\.vision_tower\.std_", "connector.std_"),
+        (r"model\.vision_tower\.", "tower."),
+        (r"model\.embed_vision\.embedding_projection\.", "connector.linear."),
+    ),
+    hf_prefixes=(
+        ("tower.", "model.vision_tower."),
+        ("connector.std_", "model.vision_tower.std_"),
+        ("connector.linear.", "model.embed_vision.embedding_projection."),
+    ),
+)
+
+
+def take_gemma4(config: Any) -> CompositeParts:
+    """Takes a config apart.
+
+    Raises:
+        ConfigError: a part is not supported.
+    """
+    text, vision = text_config(config), config.vision_config
+    problems = part_problems(config, towers=("gemma4_vision",))
+    if config.audio_config is not None:
+        problems.append(
+            "audio_config (Gemma 4 E2B, E4B): its audio tower is not implemented; only models "
+            "without are supported (31B, 26B-A4B)"
+        )
+    refuse(config, problems)
+    refuse_clipping(vision)
+    family = replace(LLM_FAMILIES[text.model_type], image_token_id=config.image_token_id)
+    if text.use_bidirectional_attention == "vision":
+        family = replace(family, both_ways="images in windows")
+    return CompositeParts(
+        llm_config=text,
+        llm_family=family,
+        llm_files=LLAVA_LLM,
+        encoder_config=vision,
+        encoder_family=ENCODER_FAMILIES[vision.model_type],
+        encoder_files=GEMMA4_VISION,
+        encoder={
+            "connector": "scaled_linear",
+            "connector_eps": vision.rms_norm_eps,
+            "connector_from_files": True,
+        },
+        text=TextConventions(
+            config.image_token_id, prefix=(config.boi_token_id,), suffix=(config.eoi_token_id,)
+        ),
+    )

@@ -1,0 +1,139 @@
+"""Vision transformers after CLIP on images of a fixed size: MetaCLIP 2, DINOv3 and AIMv2.
+
+Shape legend: N images, S positions of one image, D features.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import MetaClip2VisionModel, PreTrainedConfig, PreTrainedModel
+from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
+from torchmm.models.layers.attention import PACKED
+
+
+class MetaClip2Family(EncoderFamily):
+    """MetaCLIP 2: CLIP's tower under a name that `AutoModel`, and with it LLaVA, does not know."""
+
+    in_composites = False
+
+    def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        return MetaClip2VisionModel._from_config(config, dtype=dtype, attn_implementation=PACKED)
+
+
+class Dinov3Family(EncoderFamily):
+    """DINOv3: rotation by places of patches, register tokens, layer scale, perhaps a gate.
+
+    Hugging Face's tower perturbs places at random in training. Stages that run again in backward
+    would have to draw the same numbers, so here they stay where they are.
+    """
+
+    # Hugging Face has no DINOv3ViTImageProcessor without torchvision; it resizes before it rounds.
+    processor_class = "ViTImageProcessor"
+    replaced_processor = "DINOv3ViTImageProcessor"
+    layers = "model.layer"
+    pre = ("embeddings",)
+    patch_embedding = "embeddings.patch_embeddings"
+    final_norm = "norm"
+    unused = ("embeddings.mask_token",)
+    renames = ((r"(model\.)?layer\.", "tower.model.layer."),)
+    in_composites = False
+    tensor_parallel: ClassVar[dict[str, str]] = {
+        "attention": "local_heads",
+        **{f"attention.{name}_proj": "colwise" for name in "qkv"},
+        "attention.o_proj": "rowwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+        **dict.fromkeys(("norm1", "norm2", "layer_scale1", "layer_scale2"), "sequence"),
+    }
+
+    def variant(self, config: Any) -> EncoderFamily:
+        if config.drop_path_rate:
+            raise ConfigError(
+                f"[model] dinov3_vit: drop_path_rate = {config.drop_path_rate} is not implemented; "
+                "override it with 0.0"
+            )
+        return self
+
+    def styles(self, config: Any) -> dict[str, str]:
+        gate = {"mlp.gate_proj": "colwise"} if config.use_gated_mlp else {}
+        return self.tensor_parallel | gate
+
+    def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        tower: Any = super().build(config, dtype)
+        still = copy.copy(config)
+        for change in ("shift", "jitter", "rescale"):
+            setattr(still, f"pos_embed_{change}", None)
+        tower.rope_embeddings.config = still
+        return tower
+
+    def context(
+        self, tower: Any, inputs: EncoderInputs, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        _, rows, columns = inputs.grids_thw[0]
+        size = side(tower.config.patch_size)
+        like = torch.empty((1, 0, rows * size, columns * size), device=device)
+        return tower.rope_embeddings(like)
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        return tower.embeddings(inputs.pixels)
+
+    def run_layer(
+        self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any
+    ) -> Tensor:
+        cos, sin = (table.to(hidden.dtype) for table in context)
+        return layer(hidden, position_embeddings=(cos, sin))
+
+    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
+        return hidden[:, self.tokens_before(tower.config) :].flatten(0, 1)
+
+    def tokens_before(self, config: Any) -> int:
+        return 1 + config.num_register_tokens
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        size = side(config.image_size)
+        return {
+            "size": {"height": size, "width": size},
+            "image_mean": list(IMAGENET_DEFAULT_MEAN),
+            "image_std": list(IMAGENET_DEFAULT_STD),
+        }
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        sizes = super().describe_layer(config, index)
+        return replace(sizes, gated_ffn=config.use_gated_mlp, rotary=True)
+
+
+class Aimv2Family(EncoderFamily):
+    """AIMv2: gates and root-mean-square norms, no class token; learned or computed places."""
+
+    pre = ("embeddings",)
+    patch_embedding = "embeddings.patch_embed"
+    final_norm = "rms_norm"
+    unused = ("head",)
+    has_class_token = False
+    tensor_parallel: ClassVar[dict[str, str]] = {
+        "attention": "local_heads",
+        **{f"attention.{name}_proj": "colwise" for name in "qkv"},
+        "attention.out_proj": "rowwise",
+        "ffn.gate_proj": "colwise",
+        "ffn.up_proj": "colwise",
+        "ffn.down_proj": "rowwise",
+        "rms_norm1": "sequence",
+        "rms_norm2": "sequence",
+    }
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        rows = patches_per_row(tower.config)
+        assert inputs.grids_thw[0][1:] == (rows, rows), "places are those of whole images"
+        return tower.embeddings(inputs.pixels)
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        return replace(super().describe_layer(config, index), gated_ffn=True, norm="rms")
