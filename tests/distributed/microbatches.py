@@ -1,5 +1,6 @@
 """Random packed microbatches of a tiny image-text model, made by hand."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -48,6 +49,48 @@ MODEL = ModelConfig.model_validate(
         },
     }
 )
+
+
+TAPPED = {
+    "model_type": "qwen3_vl_vision",
+    "depth": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
+
+
+def deepstack_model(llm_layers: int, tower_layers: int, tied: bool = False) -> ModelConfig:
+    """The same LLM as a Qwen3-VL's, with three taps, for microbatches `with_patches`."""
+    assert MODEL.llm is not None and MODEL.llm.config is not None
+    text = {k: v for k, v in MODEL.llm.config.items() if k != "model_type"}
+    config = {
+        "model_type": "qwen3_vl",
+        "text_config": {**text, "num_hidden_layers": llm_layers},
+        "vision_config": {**TAPPED, "depth": tower_layers},
+        "image_token_id": 3,
+        "tie_word_embeddings": tied,
+    }
+    return ModelConfig.model_validate({"config": config})
+
+
+def with_patches(microbatch: Microbatch) -> Microbatch:
+    """The same with images of 4 x 4 patches, which become as many tokens when they are merged."""
+    samples = tuple(
+        replace(s, images=tuple(replace(i, patches=4 * IMAGE_TOKENS) for i in s.images))
+        for s in microbatch.meta.samples
+    )
+    encoders = {}
+    for name, inputs in microbatch.encoders.items():
+        count = len(inputs.grids_thw)
+        generator = torch.Generator().manual_seed(microbatch.cu_seqlens[1])
+        pixels = torch.randn(count * 16, 3 * 2 * 4 * 4, generator=generator)
+        encoders[name] = EncoderInputs(pixels, [(1, 4, 4)] * count, inputs.positions_K)
+    return replace(microbatch, encoders=encoders, meta=replace(microbatch.meta, samples=samples))
 
 
 def random_microbatch(seed: int, images: int, tokens: int = 64) -> Microbatch:

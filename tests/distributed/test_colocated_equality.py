@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_distributed
-from microbatches import MODEL, random_microbatch
+from microbatches import MODEL, deepstack_model, random_microbatch, with_patches
 from shared_reference import on_first_rank
 from torch.distributed.tensor import DTensor
 
@@ -88,6 +88,8 @@ class Case:
         )
 
 
+DEEPSTACK = 0
+"""As the number of encoders: one, with three taps."""
 SIZES = ("pipeline", "shard", "replicate", "tensor")
 
 
@@ -103,6 +105,8 @@ CASES = {
         Case(2, 1, slices=2, encoders=2),
         Case(2, 1, slices=2, copies=2, llm_schedule="zero_bubble"),
         Case(1, 1, slices=None, tensor=2, split=1),
+        Case(2, 1, slices=2, encoders=DEEPSTACK),
+        Case(2, 2, slices=2, encoders=DEEPSTACK, llm_schedule="zero_bubble"),
     ],
     4: [
         Case(4, 1, slices=None),
@@ -149,6 +153,8 @@ def test_colocated_encoders_equal_one_process(ranks):
 
 
 def model_config(encoders: int) -> ModelConfig:
+    if encoders == DEEPSTACK:
+        return deepstack_model(llm_layers=4, tower_layers=4)
     config = MODEL.model_copy(deep=True)
     assert config.llm is not None and config.llm.config is not None
     config.llm.config.update(tie_word_embeddings=False, num_hidden_layers=4)
@@ -163,6 +169,8 @@ def model_config(encoders: int) -> ModelConfig:
 def global_batch(encoders: int) -> list[Microbatch]:
     """Every other sequence's images are the second encoder's."""
     batch = [random_microbatch(seed, n) for seed, n in enumerate(IMAGES)]
+    if encoders == DEEPSTACK:
+        return [with_patches(microbatch) for microbatch in batch]
     for index, microbatch in enumerate(batch):
         if encoders == 2 and index % 2 and microbatch.encoders:
             microbatch.encoders["second"] = microbatch.encoders.pop("vision")

@@ -10,7 +10,7 @@ from functools import cache, partial
 import pytest
 import torch
 from launch import run_distributed
-from microbatches import MODEL, random_microbatch
+from microbatches import MODEL, deepstack_model, random_microbatch, with_patches
 from shared_reference import on_first_rank
 from test_generator_equality import GENERATOR, a_microbatch, filled
 from torch.distributed.tensor import DTensor
@@ -43,6 +43,7 @@ IMAGES = [2, 0, 3, 0, 5, 1, 1, 4]
 """To be read, in each sequence of the global batch."""
 DRAWN = [0, 2, 1, 0, 3, 0, 1, 1]
 CONNECTORS = ("vision", "llm", "generator")
+DEEPSTACK = "nothing, in a model with deepstack"
 FREEZES = {
     "nothing": (),
     "tower": ("vision",),
@@ -51,7 +52,7 @@ FREEZES = {
     "all but the LLM": ("vision", "vision.connector", "generator", "generator.connector"),
     "all but the generator": ("vision", "vision.connector", "llm"),
 }
-PASSES = {"nothing": 3, "tower": 3, "all but connectors": 3, "all but the encoder": 3,
+PASSES = {"nothing": 3, DEEPSTACK: 3, "tower": 3, "all but connectors": 3, "all but the encoder": 3,
           "all but the LLM": 2, "all but the generator": 1}  # fmt: skip
 """Modules with backwards, counted from the end: what lies before all that is trained has none."""
 
@@ -85,13 +86,16 @@ CASES = {
         Case(ONE, ONE, schedule="zero_bubble", parallel={"vision": {"sub_microbatch_images": 2}}),
     ],
     3: [
+        Case(ONE, PP2, freeze=DEEPSTACK),
+        Case(PP2, ONE, freeze=DEEPSTACK, schedule="zero_bubble"),
+        Case(DP2, ONE, freeze=DEEPSTACK),
         *(Case(encoder, ONE) for encoder in (DP2, TP2, PP2, unit(replicate=2))),
         *(Case(ONE, llm) for llm in (DP2, TP2, PP2)),
         Case(ONE, TP2, freeze="tower", parallel={"sequence_parallel": True}),
         Case(ONE, PP2, schedule="interleaved_1f1b", parallel={"virtual_stages": 2}),
         Case(DP2, ONE, freeze="all but connectors", schedule="separated"),
         Case(ONE, DP2, freeze="all but the encoder"),
-        *(Case(ONE, ONE, ONE, freeze=f) for f in FREEZES),
+        *(Case(ONE, ONE, ONE, freeze=f) for f in FREEZES if f != DEEPSTACK),
     ],
     4: [
         Case(DP2, DP2),  # two replica groups, as the next
@@ -128,6 +132,8 @@ def a_model(draws: bool, freeze: str) -> MultimodalModel:
     config = MODEL.model_copy(deep=True)
     assert config.llm is not None and config.llm.config is not None
     config.llm.config.update(num_hidden_layers=4)
+    if freeze == DEEPSTACK:
+        return build_model(deepstack_model(llm_layers=4, tower_layers=4, tied=True), FreezeConfig())
     frozen = [n for n in FREEZES[freeze] if draws or not n.startswith("generator")]
     if draws:
         config = config.model_copy(
@@ -136,8 +142,10 @@ def a_model(draws: bool, freeze: str) -> MultimodalModel:
     return build_model(config, FreezeConfig(modules=frozen))
 
 
-def a_batch(draws: bool) -> list[Microbatch]:
+def a_batch(draws: bool, freeze: str = "nothing") -> list[Microbatch]:
     lengths = (64, 72, 80)
+    if freeze == DEEPSTACK:
+        return [with_patches(microbatch) for microbatch in a_batch(draws)]
     if not draws:
         return [random_microbatch(seed, n, lengths[seed % 3]) for seed, n in enumerate(IMAGES)]
     pairs = zip(IMAGES, DRAWN, strict=True)
@@ -168,7 +176,7 @@ def shared_reference(draws: bool, freeze: str) -> Reference:
 
 
 def reference(draws: bool, freeze: str) -> Reference:
-    model, batch = filled(a_model(draws, freeze)), a_batch(draws)
+    model, batch = filled(a_model(draws, freeze)), a_batch(draws, freeze)
     counts = _counts(batch)
     losses = dict.fromkeys(("llm", "generator") if draws else ("llm",), 0.0)
     for microbatch in batch:
@@ -213,7 +221,7 @@ def compare_all() -> list[tuple[Case, list[str]]]:
 def compare(case: Case) -> list[str]:
     """What differs from the single process on this rank."""
     mesh, draws = build_units(case.units, CPU), case.generator is not None
-    model, batch = a_model(draws, case.freeze), a_batch(draws)
+    model, batch = a_model(draws, case.freeze), a_batch(draws, case.freeze)
     settings = {"placement": "disaggregated", "schedule": case.schedule, **case.parallel}
     config = ParallelConfig.model_validate(settings)
     descriptions = [module.describe() for module in model.modality_modules()]

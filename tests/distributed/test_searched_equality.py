@@ -9,6 +9,7 @@ import random
 
 import pytest
 from launch import run_distributed
+from microbatches import with_patches
 from pipeline_cases import gradient_errors, shared_losses
 from searched_cases import CPU, batch_of, build_searched
 from tuned_limits import half_way
@@ -31,13 +32,16 @@ def compute_order(plan: PipelinePlan) -> list[list]:
     return [[action for action in row if action.type in COMPUTE] for row in plan.actions]
 
 
-def compare(layout: dict[str, int]) -> tuple[list[str], int, int]:
+def compare(layout: dict[str, int], deepstack: bool = False) -> tuple[list[str], int, int]:
     """What is wrong, and how many batches ran in another order than the separated schedule's, and
     how many recomputed something."""
-    of = build_searched(layout, evaluations=80)
+    of = build_searched(layout, deepstack, evaluations=80)
     problems, searched, tuned = [], 0, 0
-    for seed in range(BATCHES):
-        batch, speed = batch_of(seed), random.Random(seed)
+    for seed in range(BATCHES // 4 if deepstack else BATCHES):
+        speed = random.Random(seed)
+        batch = batch_of(seed)
+        if deepstack:
+            batch = [with_patches(microbatch) for microbatch in batch]
         targets = sum(m.target_count for m in batch)
         factors = {
             (name, kind): speed.choice((0.3, 1.0, 3.0))
@@ -63,9 +67,11 @@ def compare(layout: dict[str, int]) -> tuple[list[str], int, int]:
     return problems, searched, tuned
 
 
-def compare_all(layouts: list[dict[str, int]]) -> list[tuple[list[str], int, int]]:
+def compare_all(
+    layouts: list[dict[str, int]], deepstack: bool = False
+) -> list[tuple[list[str], int, int]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
-    return [compare(layout) for layout in layouts]
+    return [compare(layout, deepstack) for layout in layouts]
 
 
 @pytest.mark.slow
@@ -77,3 +83,12 @@ def test_searched_plans_equal_the_single_process(ranks):
             assert not problems, (rank, layout, problems)
             assert searched > BATCHES // 3, (rank, layout)
             assert BATCHES // 3 < tuned <= BATCHES // 2, (rank, layout)
+
+
+@pytest.mark.slow
+def test_so_do_those_of_a_model_with_deepstack():
+    layout = {"pipeline": 2, "virtual_stages": 2}
+    for rank, found in enumerate(run_distributed(compare_all, 2, [layout], True)):
+        ((problems, searched, _),) = found
+        assert not problems, (rank, problems)
+        assert searched, rank
