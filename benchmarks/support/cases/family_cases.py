@@ -75,6 +75,10 @@ def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
     }
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    delta |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    shared = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": size.hidden}
+    shared["shared_expert_intermediate_size"] = size.hidden
     special: dict[str, dict[str, Any]] = {
         "llama": {},
         "mistral": {"sliding_window": 32},
@@ -101,6 +105,9 @@ def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
         "minicpm3": latent,
         "cohere2": {"sliding_window": 32, "layer_types": _alternating(size.layers)},
         "olmo3": {"sliding_window": 32, "layer_types": _alternating(size.layers)},
+        "qwen3_5_text": {**head, **delta},
+        "qwen3_5_moe_text": {**head, **delta, **shared},
+        "qwen3_next": {**head, **delta, **shared},
         "smollm3": {},
         "gemma": head,
         "gemma2": {**head, "sliding_window": 32},
@@ -110,7 +117,9 @@ def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
         "phi3": {"sliding_window": None},
         "starcoder2": {"sliding_window": None},
     }
-    return {n: {"model_type": n, **sizes, **settings} for n, settings in special.items()}
+    found = {n: {"model_type": n, **sizes, **settings} for n, settings in special.items()}
+    del found["qwen3_5_moe_text"]["intermediate_size"]  # all of its layers have experts
+    return found
 
 
 _SHARED = {
