@@ -115,7 +115,7 @@ KINDS = {
                     "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32,
                     "patch_size": 8, "num_position_embeddings": 16,
                     "deepstack_visual_indexes": [0, 1, 3]}},
-        [(1, 2, 2), (1, 4, 6), (2, 2, 4)], (3 * 2 * 8 * 8,), 2, composite="qwen3_vl",
+        [(1, 2, 2), (1, 4, 6), (1, 4, 4)], (3 * 2 * 8 * 8,), 2, composite="qwen3_vl",
     ),
     "whisper": Kind(
         {"modality": "audio", **FOLDED,

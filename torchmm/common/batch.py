@@ -435,6 +435,8 @@ class ModuleDescription:
     connector_trainable: bool = True
     """Whether the connector is trained: an encoder's is part of post_flops_per_unit, a generator's
     has context_flops_per_unit."""
+    connector_norm: bool = False
+    """Whether an encoder's connector begins with a norm that has weights."""
     merge: int = 1
     """Patches per row and column that become one output token (encoders)."""
     tied: bool = False

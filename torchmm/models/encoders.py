@@ -191,6 +191,12 @@ class EncoderModule(LayeredModule):
         return self.family.describe_layer(self.spec.config, index)
 
     @property
+    def connector_norm(self) -> bool:
+        """Whether the connector begins with a norm that has weights."""
+        weighted = (p for p in self.connector.modules() if list(p.parameters(recurse=False)))
+        return "Norm" in type(next(weighted, None)).__name__
+
+    @property
     def merge(self) -> int:
         return self.family.merge(self.spec.config) * self.spec.shuffle
 

@@ -277,6 +277,7 @@ class LayeredModule(nn.Module, ABC):
             parameters=sum(p.numel() for p in self.parameters()),
             trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
             connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
+            connector_norm=self.connector_norm,
             merge=self.merge,
             taps=self.taps,
             tied=bool(self.tied_parameters()),
@@ -291,6 +292,11 @@ class LayeredModule(nn.Module, ABC):
     def layer_sizes(self) -> list[LayerDescription]:
         """Sizes of all layers, those of other stages included."""
         return [self._describe_layer(i) for i in range(len(self._layer_list()))]
+
+    @property
+    def connector_norm(self) -> bool:
+        """Whether the connector begins with a norm that has weights."""
+        return False
 
     @property
     def merge(self) -> int:

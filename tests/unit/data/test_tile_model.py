@@ -6,10 +6,10 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from proofs import proves
 import torch
 from data_cases import data_config, png, training, write_parquet
-from model_cases import build, relative_error, worst_gradient
+from model_cases import COMPOSITES, build, relative_error, worst_gradient
+from proofs import proves
 from test_multimodal import our_hf_name, plain_composite
 from tile_cases import (
     SWITCHES,

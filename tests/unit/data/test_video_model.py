@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from proofs import proves
 import torch
 from data_cases import caption, data_config, png, training, write_parquet
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
+from proofs import proves
 from test_multimodal import our_hf_name, plain_composite
 from test_video import pictures
 from torch.nn import functional

@@ -41,7 +41,7 @@ def test_layers_differ_in_their_heads() -> None:
     assert (window.kv_heads, window.head_dim, window.window) == (4, 8, 4)
     assert (everything.kv_heads, everything.head_dim, everything.window) == (2, 16, None)
     assert everything.value_is_key and not window.value_is_key
-    assert window.ffn_size == 48 + 2 * 24
+    assert (window.shared_ffn_size, window.ffn_size) == (48, 2 * 24)
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,7 @@ class Projection(Block):
         first, last: whether it is the first or last linear of its role in the module.
         flops_per_image: besides the linear, whatever the image's size.
         normed: kind and width of a norm that the module has next to it, if any.
+        after_norm: whether its input comes from a norm that is trained with it.
     """
 
     role: Literal["embedding", "context", "output"] = field(kw_only=True)
@@ -199,6 +200,7 @@ class Projection(Block):
     last: bool = False
     flops_per_image: int = 0
     normed: tuple[str, int] | None = None
+    after_norm: bool = False
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
         """Of the matrix product, and of images."""
@@ -358,6 +360,8 @@ def gradients(blocks: Sequence[Block], arrives: Flag) -> Iterator[tuple[Block, F
     for block in blocks:
         # Inside a trained layer gradients pass from product to product, whatever is before it.
         inputs = needed | (isinstance(block, Layers) and block.trained)
+        if isinstance(block, Projection) and block.after_norm:
+            inputs = inputs | block.trained
         yield block, inputs & (not block.leaf), block.trained
         needed = needed | block.trained
 
@@ -411,6 +415,7 @@ def _after(module: ModuleDescription) -> list[Block]:
     for index, linear in enumerate(linears):
         of_connector = module.kind == "encoder" and index >= len(linears) - own
         first = index == 0
+        opens_connector = of_connector and index == len(linears) - own
         found.append(
             Projection(
                 module.connector_trainable if of_connector else module.trainable,
@@ -419,6 +424,7 @@ def _after(module: ModuleDescription) -> list[Block]:
                 first=first,
                 last=index == len(linears) - 1,
                 normed=_norm(module, "layer", "rms") if first else None,
+                after_norm=opens_connector and module.connector_norm,
             )
         )
     return found

@@ -14,9 +14,9 @@ clip). Only container formats that hold their own data are allowed: playlists na
 `ClipMedia` turns clips into inputs of an image encoder. Encoders whose patches span frames (Qwen's:
 two) read a clip as one image of several frames, after one marker; their LLM's positions follow the
 time. Qwen3-VL's reads each group of frames as an image of its own, with the mean of its times
-before it as text ("<1.5 seconds>"). All others read single frames that way. All use the encoder's image processor: a patch of two frames
-consists of halves of theirs. Rejected: Hugging Face's video processors, which need torchvision and
-otherwise differ little (its resizing from Pillow's).
+before it as text ("<1.5 seconds>"). All others read single frames that way. All use the encoder's
+image processor: a patch of two frames consists of halves of theirs. Rejected: Hugging Face's video
+processors, which need torchvision and otherwise differ little (its resizing from Pillow's).
 
 Shape legend: F frames, G groups of them that make patches, P patches of a frame, D values of a
 patch.
