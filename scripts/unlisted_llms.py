@@ -1,4 +1,4 @@
-"""Writes into docs/models.md which causal LMs of transformers train without being listed.
+"""Writes into docs/unlisted_llms.md which causal LMs of transformers train without being listed.
 
 python scripts/unlisted_llms.py            # all of them; about a minute
 python scripts/unlisted_llms.py olmo phi   # prints what became of some
@@ -23,7 +23,7 @@ from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.registry import LLM_FILES
 from torchmm.models.unlisted import Proof, prove
 
-TARGET = Path(__file__).parents[1] / "docs" / "models.md"
+TARGET = Path(__file__).parents[1] / "docs" / "unlisted_llms.md"
 BEGIN = "<!-- unlisted: written by scripts/unlisted_llms.py -->"
 END = "<!-- end of unlisted -->"
 REASONS = {
