@@ -179,8 +179,7 @@ def test_layouts_equal_single_process(ranks, cases):
 
 def test_an_exchange_to_wrong_experts_is_found():
     for outcomes in run_distributed(_compare_with_wrong_experts, 2):
-        for _, loss_error, _, gradient_errors in outcomes:
-            assert loss_error > 1e-5
+        for _, _, _, gradient_errors in outcomes:
             assert any("experts" in name for name in gradient_errors)
 
 
