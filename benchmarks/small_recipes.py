@@ -58,6 +58,7 @@ CASES = {
     "llava": Case("tiny/llava.toml"),
     "qwen2_5_vl": Case("tiny/qwen2_5_vl.toml"),
     "qwen3_vl": Case("tiny/qwen3_vl.toml"),
+    "gemma4": Case("tiny/gemma4.toml"),
     "wav2vec2_llama": Case("tiny/wav2vec2_llama.toml"),
     "quickstart": Case("quickstart.toml"),
     "quickstart_searched": Case("quickstart_searched.toml"),
