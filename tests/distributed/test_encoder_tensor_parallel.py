@@ -93,6 +93,16 @@ TOWERS = {
         "num_position_embeddings": 25,
         "deepstack_visual_indexes": [0, 2],
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "num_position_embeddings": 25,
+    },
 }
 TOWERS |= {
     "gemma4": {
@@ -169,7 +179,7 @@ COMPOSITES = {
 }
 GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "qwen2_vl": [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]],
-    **{n: [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]] for n in ("qwen3_vl", "in qwen3_vl")},
+    **{n: [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]] for n in ("qwen3_vl", "in qwen3_vl", "qwen3_5")},
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
     "pixtral": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
@@ -179,7 +189,7 @@ GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
 PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
 PATCH_VALUES |= {"gemma4": 3 * 4 * 4, "pixtral": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
-PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl"), 3 * 2 * 4 * 4)
+PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl", "qwen3_5"), 3 * 2 * 4 * 4)
 
 
 @dataclass(frozen=True)

@@ -293,6 +293,9 @@ ENCODERS |= {
     },
 }
 ENCODERS["qwen3_vl_moe"] = {**ENCODERS["qwen3_vl"], "model_type": "qwen3_vl_moe_vision"}
+for _name in ("qwen3_5", "qwen3_5_moe"):
+    ENCODERS[_name] = {**ENCODERS["qwen3_vl"], "model_type": f"{_name}_vision"}
+    del ENCODERS[_name]["deepstack_visual_indexes"]
 ENCODERS |= {
     "whisper": {
         "model_type": "whisper",
@@ -461,6 +464,18 @@ COMPOSITES |= {
         },
     },
 }
+for _name in ("qwen3_5", "qwen3_5_moe"):
+    COMPOSITES[_name] = {
+        **_QWEN3_VL,
+        "model_type": _name,
+        "vision_config": ENCODERS[_name],
+        # A delta net that reads features directly is ill-conditioned with random weights: gradients
+        # in float32 are off by 1e-4, Hugging Face's as ours.
+        "text_config": {
+            **LLMS[_name],
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        },
+    }
 COMPOSITES |= {
     "gemma4": {
         "model_type": "gemma4",
@@ -503,6 +518,8 @@ GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     "qwen2_5_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen3_vl": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen3_vl_moe": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "qwen3_5": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "qwen3_5_moe": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "pixtral": [(1, 2, 5), (1, 4, 4), (1, 3, 1)],
     "gemma4": [(1, 4, 6), (1, 10, 4), (1, 2, 2)],
     **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
@@ -515,7 +532,7 @@ PATCH_VALUES = {
     "qwen2_vl": 3 * 2 * 4 * 4,
     "qwen2_5_vl": 3 * 2 * 4 * 4,
     "qwen3_vl": 3 * 2 * 4 * 4,
-    "qwen3_vl_moe": 3 * 2 * 4 * 4,
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), 3 * 2 * 4 * 4),
     "pixtral": 3 * 4 * 4,
     "gemma4": 3 * 4 * 4,
 }

@@ -91,7 +91,8 @@ class LlmModule(LayeredModule):
 
     @property
     def hf(self) -> PreTrainedModel:
-        return self.backbone
+        # A composite's own config may lack what that of its text part has.
+        return self.backbone if self.config is self.text_config else self.text_model
 
     @property
     def text_model(self) -> Any:

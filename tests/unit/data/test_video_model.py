@@ -136,14 +136,14 @@ def whole_clips(samples: list[dict]) -> None:
 
 
 @proves("clips", COMPOSITES)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
     model = build(qwen(name))
     plain = plain_composite(model)
     clips = 0
     for microbatch in load(model, sequence_length=256)[:4]:
         samples = theirs(model, microbatch)
-        if name == "qwen3_vl":
+        if name in ("qwen3_vl", "qwen3_5"):
             whole_clips(samples)
         clips += sum(i.duration_ms > 0 for i in microbatch.meta.images_read_by("vision"))
         logits = []
@@ -162,7 +162,9 @@ def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
         assert relative_error(loss, expected) < 1e-5
         loss.backward()
         expected.backward()
-        assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+        # Decays of delta nets are small differences of large sums (see test_delta_net).
+        bound = 5e-5 if name == "qwen3_5" else 1e-5
+        assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < bound
         model.zero_grad()
         plain.zero_grad()
         assert len(samples) > 1

@@ -25,6 +25,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -39,6 +41,8 @@ UNNAMED = {  # which AutoModel does not know
     "qwen2_5_vl_vision": Qwen2_5_VisionTransformerPretrainedModel,
     "qwen3_vl_vision": Qwen3VLVisionModel,
     "qwen3_vl_moe_vision": Qwen3VLMoeVisionModel,
+    "qwen3_5_vision": Qwen3_5VisionModel,
+    "qwen3_5_moe_vision": Qwen3_5MoeVisionModel,
 }
 
 

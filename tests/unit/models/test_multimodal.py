@@ -171,6 +171,8 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
         ("qwen3_vl", {}),
         ("qwen3_vl", {"tie_word_embeddings": True}),
         ("qwen3_vl_moe", {}),
+        ("qwen3_5", {}),
+        ("qwen3_5_moe", {}),
     ],
 )
 def test_composites_give_hugging_faces_loss_and_gradients(name: str, changes: dict) -> None:

@@ -71,7 +71,8 @@ def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalMod
 
 def example(name: str, model: MultimodalModel) -> Microbatch:
     """Two packed samples; all images stand in the first."""
-    families = (*BASIC_ENCODERS, "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "gemma4")
+    families = (*BASIC_ENCODERS, "qwen2_vl", "gemma4")
+    families += ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     family = next((family for family in families if name.endswith(family)), "clip")
     inputs = make_inputs(family)
     encoder = next(iter(model.encoders.values()))

@@ -1,4 +1,5 @@
-"""Qwen3-VL and Qwen3-VL-MoE: deepstack, interleaved three-dimensional positions, times as text."""
+"""Qwen3-VL and Qwen3.5, dense and with experts: interleaved three-dimensional positions, times as
+text; Qwen3-VL with deepstack, Qwen3.5 with gated delta nets."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import torch
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
 )
@@ -23,6 +26,7 @@ from torchmm.models.families.text import TextConventions
 from torchmm.models.layered import WeightFiles
 from torchmm.models.layers.attention import PACKED
 from torchmm.models.layers.deepstack import add_block
+from torchmm.models.layers.delta_net import pack_delta_nets
 
 QWEN3_VISION = WeightFiles(
     renames=(
@@ -37,9 +41,17 @@ QWEN3_VISION = WeightFiles(
 QWEN3_VL: dict[str, type[PreTrainedModel]] = {
     "qwen3_vl": Qwen3VLForConditionalGeneration,
     "qwen3_vl_moe": Qwen3VLMoeForConditionalGeneration,
+    "qwen3_5": Qwen3_5ForConditionalGeneration,
+    "qwen3_5_moe": Qwen3_5MoeForConditionalGeneration,
 }
 """Hugging Face's classes by model_type."""
-_STYLES = {  # the dense config has no plan, and that of experts leaves the norms out
+_TEXTS = {
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+_STYLES = {  # Qwen3-VL's dense config has no plan, and that of experts leaves the norms out
     **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
     "self_attn.o_proj": "rowwise",
     "self_attn.q_norm": "replicated_with_grad_allreduce",
@@ -59,18 +71,19 @@ def take_qwen3_vl(config: Any) -> CompositeParts:
     if problems := _problems(config):
         raise ConfigError([f"[model] {config.model_type}: {problem}" for problem in problems])
     vision = config.vision_config
-    family = LLM_FAMILIES["qwen3_moe" if config.model_type == "qwen3_vl_moe" else "qwen3"]
+    family = LLM_FAMILIES[_TEXTS[config.model_type]]
+    styles = _STYLES if config.model_type.startswith("qwen3_vl") else {}
     family = replace(
         family,
         build=_build_text,
         text_model="model.language_model",
-        tensor_parallel=_STYLES | dict(family.tensor_parallel),
-        taps=len(vision.deepstack_visual_indexes),
+        tensor_parallel=styles | dict(family.tensor_parallel),
+        taps=len(_taps(vision)),
     )
     return CompositeParts(
         llm_config=config,
         llm_family=family,
-        llm_files=replace(QWEN_LLM, stacked_experts=True),
+        llm_files=replace(QWEN_LLM, stacked_experts=config.model_type == "qwen3_vl_moe"),
         encoder_config=vision,
         encoder_family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
         encoder_files=QWEN3_VISION,
@@ -85,6 +98,10 @@ def take_qwen3_vl(config: Any) -> CompositeParts:
     )
 
 
+def _taps(vision: Any) -> list[int]:
+    return list(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
 def _problems(config: Any) -> list[str]:
     vision = config.vision_config
     text = config.text_config
@@ -94,7 +111,7 @@ def _problems(config: Any) -> list[str]:
             f"vision_config.out_hidden_size = {vision.out_hidden_size} differs from "
             f"text_config.hidden_size = {text.hidden_size}; make them equal"
         )
-    taps = list(vision.deepstack_visual_indexes)
+    taps = _taps(vision)
     rises = all(a < b for a, b in pairwise([-1, *taps, vision.depth]))
     if not rises:
         found.append(
@@ -114,5 +131,8 @@ def _build_text(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     kind: Any = QWEN3_VL[config.model_type]
     model = kind._from_config(config, dtype=dtype, attn_implementation=PACKED)
     model.model.visual = None
-    model.model.language_model._deepstack_process = add_block
+    text = model.model.language_model
+    if hasattr(text, "_deepstack_process"):
+        text._deepstack_process = add_block
+    pack_delta_nets(text.layers)
     return model

@@ -1,5 +1,5 @@
-"""The vision tower of Qwen3-VL: learned positions besides rotary ones, and perhaps layers whose
-outputs go to the LLM beside the last one's (deepstack).
+"""The vision tower of Qwen3-VL and Qwen3.5: learned positions besides rotary ones, and in Qwen3-VL
+layers whose outputs go to the LLM beside the last one's (deepstack).
 
 Learned positions are a square table, interpolated to each image's grid; which of its rows with
 which weights is computed on the host, from the grids. A clip is several images, one for each group
@@ -15,6 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
@@ -41,14 +43,14 @@ class Qwen3VisionFamily(Qwen2VisionFamily):
     """Qwen3-VL's tower; the base of those without deepstack, whose configs name no layers."""
 
     pre = ("patch_embed", "pos_embed")
-    unused = ("deepstack_merger_list",)  # without the LLM that they are made for
+    unused: tuple[str, ...] = ("deepstack_merger_list",)  # without the LLM that they are made for
     splits_clips = True
     merger_styles: ClassVar[dict[str, str]] = {
         f"{merger}.{part}": style
         for merger in ("merger", "deepstack_merger_list.*")
         for part, style in (("linear_fc1", "colwise"), ("linear_fc2", "rowwise"))
     }
-    merger_norms = ("merger", "deepstack_merger_list.*")
+    merger_norms: tuple[str, ...] = ("merger", "deepstack_merger_list.*")
     tensor_parallel: ClassVar[dict[str, str]] = {
         "attn": "packed_qkv",
         "attn.proj": "rowwise",
@@ -104,3 +106,21 @@ class Qwen3MoeVisionFamily(Qwen3VisionFamily):
     """The same in front of experts."""
 
     tower: ClassVar[Any] = Qwen3VLMoeVisionModel
+
+
+class Qwen3p5VisionFamily(Qwen3VisionFamily):
+    """Qwen3.5's: the same without deepstack."""
+
+    unused = ()
+    merger_styles: ClassVar[dict[str, str]] = {
+        "merger.linear_fc1": "colwise",
+        "merger.linear_fc2": "rowwise",
+    }
+    merger_norms = ("merger",)
+    tower: ClassVar[Any] = Qwen3_5VisionModel
+
+
+class Qwen3p5MoeVisionFamily(Qwen3p5VisionFamily):
+    """The same in front of experts."""
+
+    tower: ClassVar[Any] = Qwen3_5MoeVisionModel

@@ -22,7 +22,12 @@ from torchmm.models.families.encoders.later_vits import (
 )
 from torchmm.models.families.encoders.pixtral import PixtralFamily
 from torchmm.models.families.encoders.qwen import Qwen2_5VisionFamily, Qwen2VisionFamily
-from torchmm.models.families.encoders.qwen3 import Qwen3MoeVisionFamily, Qwen3VisionFamily
+from torchmm.models.families.encoders.qwen3 import (
+    Qwen3MoeVisionFamily,
+    Qwen3p5MoeVisionFamily,
+    Qwen3p5VisionFamily,
+    Qwen3VisionFamily,
+)
 from torchmm.models.families.encoders.vision import Dinov2Family, Idefics3Family, InternVisionFamily
 from torchmm.models.layers.attention import Segments
 
@@ -90,6 +95,8 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "qwen2_5_vl_vision": Qwen2_5VisionFamily(),
     "qwen3_vl_vision": Qwen3VisionFamily(),
     "qwen3_vl_moe_vision": Qwen3MoeVisionFamily(),
+    "qwen3_5_vision": Qwen3p5VisionFamily(),
+    "qwen3_5_moe_vision": Qwen3p5MoeVisionFamily(),
     "dinov3_vit": Dinov3Family(),
     "aimv2_vision_model": Aimv2Family(),
     "pixtral": PixtralFamily(),
