@@ -57,6 +57,7 @@ CASES = {
     "llava_connector": Case("tiny/llava_connector.toml"),
     "llava": Case("tiny/llava.toml"),
     "qwen2_5_vl": Case("tiny/qwen2_5_vl.toml"),
+    "siglip2_qwen3_5": Case("tiny/siglip2_qwen3_5.toml"),
     "qwen3_vl": Case("tiny/qwen3_vl.toml"),
     "gemma4": Case("tiny/gemma4.toml"),
     "wav2vec2_llama": Case("tiny/wav2vec2_llama.toml"),

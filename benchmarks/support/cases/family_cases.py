@@ -160,7 +160,10 @@ def _towers(size: Size) -> dict[str, dict[str, Any]]:
         "num_position_embeddings": (IMAGE_PX // PATCH_PX) ** 2,
         "deepstack_visual_indexes": [0, 1],
     }
+    plain = {key: value for key, value in qwen3.items() if key != "deepstack_visual_indexes"}
     return {
+        "qwen3_5": {"model_type": "qwen3_5_vision", **plain},
+        "qwen3_5_moe": {"model_type": "qwen3_5_moe_vision", **plain},
         "qwen3_vl": {"model_type": "qwen3_vl_vision", **qwen3},
         "qwen3_vl_moe": {"model_type": "qwen3_vl_moe_vision", **qwen3},
         "clip": {"model_type": "clip_vision_model", **shared, **ffn},
@@ -220,4 +223,6 @@ def _composites(
             "text_config": {**own, "rope_parameters": {**mrope, "mrope_section": [6, 5, 5]}},
         }
         found[name] = {"model_type": name, **parts, "tie_word_embeddings": False}
+    for name in ("qwen3_5", "qwen3_5_moe"):
+        found[name] = composite(name, name, f"{name}_text")
     return found
