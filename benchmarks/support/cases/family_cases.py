@@ -38,7 +38,7 @@ def families(size: Size, vocabulary: int, image_token: int) -> list[Family]:
         image_token: the placeholder's id.
     """
     texts, towers = _texts(size, vocabulary), _towers(size)
-    eager = {"gemma2": "eager"}  # sdpa has no soft cap
+    eager = {"gemma2": "eager", "gpt_oss": "eager"}  # sdpa has no soft cap and no sinks
     found = [Family(n, c, False, eager.get(n, "sdpa")) for n, c in texts.items()]
     for name, config in _composites(size, texts, towers).items():
         key = "image_token_id" if "qwen" in name or name in _BY_ID else "image_token_index"
@@ -111,6 +111,14 @@ def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
         "smollm3": {},
         "gemma": head,
         "gemma2": {**head, "sliding_window": 32},
+        "gemma4_text": {
+            **head,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 2,
+            "sliding_window": 32,
+            "layer_types": _alternating(size.layers),
+            "hidden_size_per_layer_input": 0,
+        },
         "gemma3_text": {**head, "sliding_window": 32, "layer_types": _alternating(size.layers)},
         "granite": {},
         "olmo2": {},
