@@ -93,16 +93,10 @@ TOWERS = {
         "num_position_embeddings": 25,
         "deepstack_visual_indexes": [0, 2],
     },
-    "qwen3_5": {
-        "model_type": "qwen3_5_vision",
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "num_position_embeddings": 25,
-    },
+}
+TOWERS["qwen3_5"] = {
+    **{k: v for k, v in TOWERS["qwen3_vl"].items() if k != "deepstack_visual_indexes"},
+    "model_type": "qwen3_5_vision",
 }
 TOWERS |= {
     "gemma4": {

@@ -26,18 +26,17 @@ arrive, D features.
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import expert_parts
-from torchmm.parallel.tensor.sequence import LocalWeights, distribute_parameters
+from torchmm.parallel.tensor.styles import own_experts
 
 
 def apply_expert_parallel(module: LayeredModule, mesh: DeviceMesh) -> None:
@@ -111,28 +110,19 @@ def _all_to_all(rows_SD: Tensor, counts: _Counts, group: dist.ProcessGroup) -> T
 
 
 def _divide(experts: Any, mesh: DeviceMesh) -> None:
-    placements = {name: Shard(0) for name, _ in experts.named_parameters(recurse=False)}
-    distribute_parameters(experts, mesh, **placements)
+    compute = own_experts(experts, mesh, some_elsewhere=False)
     own = experts.num_experts // mesh.size()
-    settings = {k: v for k, v in vars(experts).items() if not k.startswith("_")}
-    settings |= dict(experts.named_children())
-    settings |= {"num_experts": own, "_is_expert_parallel": False}
-    compute: Any = type(experts).forward
     group = mesh.get_group()
 
     def compute_own(rows_RD: Tensor, expert_R: Tensor) -> Tensor:
-        local = {
-            name: cast(DTensor, parameter).to_local()
-            for name, parameter in experts.named_parameters(recurse=False)
-        }
-        whole = LocalWeights(type(experts), settings, local)
         weights_R1 = rows_RD.new_ones(len(rows_RD), 1)  # those of the routing wait for the results
-        out_RD = compute(whole, rows_RD, expert_R[:, None], weights_R1)
+        out_RD = compute(rows_RD, expert_R[:, None], weights_R1)
         if len(rows_RD):
             return out_RD
         # Nobody's tokens: the backward has to come by all the same, as other ranks wait for this
         # rank in the exchange, and for the gradients of its weights in FSDP's reduction.
-        return out_RD + 0.0 * (rows_RD.sum() + sum(weight.sum() for weight in local.values()))
+        weights = (p.to_local().sum() for p in experts.parameters(recurse=False))
+        return out_RD + 0.0 * (rows_RD.sum() + sum(weights))
 
     def forward(rows_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         expert_S, order_S = index_TK.flatten().sort(stable=True)

@@ -108,8 +108,7 @@ class ExpertLoads:
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         parts = expert_parts(layers)
         self._layers = len(parts)
-        counts = [len(p) for part in parts for p in part.parameters() if p.ndim == 3]
-        self._experts = max(counts, default=0)
+        self._experts = max((len(stacked_weights(part)[0]) for part in parts), default=0)
         self._loads_LE: Tensor | None = None
         for place, part in enumerate(parts):
             part.register_forward_pre_hook(partial(self._count, place))
@@ -154,8 +153,13 @@ def expert_parts(layers: Iterable[nn.Module]) -> list[nn.Module]:
         part
         for layer in layers
         for name, part in layer.named_modules()
-        if name.rpartition(".")[2] == "experts" and any(p.ndim == 3 for p in part.parameters())
+        if name.rpartition(".")[2] == "experts" and stacked_weights(part)
     ]
+
+
+def stacked_weights(experts: nn.Module) -> list[nn.Parameter]:
+    """Those that hold one matrix for each expert."""
+    return [parameter for parameter in experts.parameters() if parameter.ndim == 3]
 
 
 def check_compiles(name: str, layers: Iterable[nn.Module], device: str) -> None:

@@ -19,6 +19,7 @@ keys and values and attends with all heads on every rank.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -174,18 +175,16 @@ class ExpertsOfRanks(ParallelStyle):
         LocalNorm()._apply(router, device_mesh)
         router.balance_share = 1 / device_mesh.size()
         split_experts(block.experts, device_mesh)
-        if hasattr(block, "shared_expert"):
-            shared = block.shared_expert
+        for name in ("shared_expert", "shared_experts"):
+            shared = getattr(block, name, None)
+            if shared is None:
+                continue
             for linear in (shared.gate_proj, shared.up_proj):
                 compute_locally(linear, device_mesh, Shard(0))
             compute_locally(shared.down_proj, device_mesh, Shard(1))
+        if hasattr(block, "shared_expert_gate"):
             # Multiplies parts of a sum, so its gradients are parts of sums.
             compute_locally(block.shared_expert_gate, device_mesh, Replicate())
-        if hasattr(block, "shared_experts"):
-            shared = block.shared_experts
-            for linear in (shared.gate_proj, shared.up_proj):
-                compute_locally(linear, device_mesh, Shard(0))
-            compute_locally(shared.down_proj, device_mesh, Shard(1))
         whole: Any = type(block).forward
 
         def forward(hidden: DTensor) -> Any:
@@ -233,26 +232,44 @@ class ExpertsAlone(ParallelStyle):
 
 def split_experts(experts: Any, mesh: DeviceMesh) -> None:
     """Gives each rank some of the experts; its forward adds up what these compute."""
-    placements = {name: Shard(0) for name, _ in experts.named_parameters(recurse=False)}
-    distribute_parameters(experts, mesh, **placements)
+    compute = own_experts(experts, mesh, some_elsewhere=True)
     own = experts.num_experts // mesh.size()
     first = mesh.get_local_rank() * own
-    settings = {k: v for k, v in vars(experts).items() if not k.startswith("_")}
-    settings |= dict(experts.named_children())
-    settings |= {"num_experts": own, "_is_expert_parallel": True}
-    compute: Any = type(experts).forward
 
     def forward(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        index = index - first
+        others = (index < 0) | (index >= own)
+        index = index.masked_fill(others, own)  # Hugging Face's number for "not here"
+        return compute(rows, index, weights)
+
+    experts.forward = forward
+
+
+def own_experts(
+    experts: Any, mesh: DeviceMesh, *, some_elsewhere: bool
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Divides experts among the ranks of a 1-D mesh; their forward with those of this rank, which
+    it counts from 0.
+
+    Args:
+        some_elsewhere: whether rows come that are for experts of other ranks, too.
+    """
+    placements = {name: Shard(0) for name, _ in experts.named_parameters(recurse=False)}
+    distribute_parameters(experts, mesh, **placements)
+    settings = {k: v for k, v in vars(experts).items() if not k.startswith("_")}
+    settings |= dict(experts.named_children())
+    settings["num_experts"] = experts.num_experts // mesh.size()
+    settings["_is_expert_parallel"] = some_elsewhere
+    compute: Any = type(experts).forward
+
+    def compute_own(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         local = {
             name: cast(DTensor, parameter).to_local()
             for name, parameter in experts.named_parameters(recurse=False)
         }
-        index = index - first
-        others = (index < 0) | (index >= own)
-        index = index.masked_fill(others, own)  # Hugging Face's number for "not here"
         return compute(LocalWeights(type(experts), settings, local), rows, index, weights)
 
-    experts.forward = forward
+    return compute_own
 
 
 def _summed(out: Tensor, mesh: DeviceMesh, slices: SequenceSlices | None) -> Tensor:

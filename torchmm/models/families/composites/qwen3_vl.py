@@ -17,14 +17,16 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from torchmm.common.errors import ConfigError
-from torchmm.models.families.composites.parts import CompositeParts
-from torchmm.models.families.composites.qwen_vl import QWEN_LLM
+from torchmm.models.families.composites.parts import CompositeParts, refuse
+from torchmm.models.families.composites.qwen_vl import (
+    QWEN_LLM,
+    build_without_tower,
+    qwen_text,
+    width_problems,
+)
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.families.text import TextConventions
 from torchmm.models.layered import WeightFiles
-from torchmm.models.layers.attention import PACKED
 from torchmm.models.layers.deepstack import add_block
 from torchmm.models.layers.delta_net import pack_delta_nets
 
@@ -68,8 +70,7 @@ def take_qwen3_vl(config: Any) -> CompositeParts:
     Raises:
         ConfigError: the sizes of tower and LLM differ, or the tapped layers are impossible.
     """
-    if problems := _problems(config):
-        raise ConfigError([f"[model] {config.model_type}: {problem}" for problem in problems])
+    refuse(config, _problems(config))
     vision = config.vision_config
     family = LLM_FAMILIES[_TEXTS[config.model_type]]
     styles = _STYLES if config.model_type.startswith("qwen3_vl") else {}
@@ -88,13 +89,7 @@ def take_qwen3_vl(config: Any) -> CompositeParts:
         encoder_family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
         encoder_files=QWEN3_VISION,
         encoder={"connector": "merger", "connector_from_files": True},
-        text=TextConventions(
-            config.image_token_id,
-            prefix=(config.vision_start_token_id,),
-            suffix=(config.vision_end_token_id,),
-            mrope=True,
-            video_token_id=config.video_token_id,
-        ),
+        text=qwen_text(config),
     )
 
 
@@ -105,12 +100,7 @@ def _taps(vision: Any) -> list[int]:
 def _problems(config: Any) -> list[str]:
     vision = config.vision_config
     text = config.text_config
-    found = []
-    if vision.out_hidden_size != text.hidden_size:
-        found.append(
-            f"vision_config.out_hidden_size = {vision.out_hidden_size} differs from "
-            f"text_config.hidden_size = {text.hidden_size}; make them equal"
-        )
+    found = width_problems(config, "out_hidden_size")
     taps = _taps(vision)
     rises = all(a < b for a, b in pairwise([-1, *taps, vision.depth]))
     if not rises:
@@ -127,10 +117,7 @@ def _problems(config: Any) -> list[str]:
 
 
 def _build_text(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    # Hugging Face has no causal LM of the text part alone: take the composite without its tower.
-    kind: Any = QWEN3_VL[config.model_type]
-    model = kind._from_config(config, dtype=dtype, attn_implementation=PACKED)
-    model.model.visual = None
+    model: Any = build_without_tower(QWEN3_VL[config.model_type], config, dtype)
     text = model.model.language_model
     if hasattr(text, "_deepstack_process"):
         text._deepstack_process = add_block

@@ -12,8 +12,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 
-from torchmm.common.errors import ConfigError
-from torchmm.models.families.composites.parts import CompositeParts
+from torchmm.models.families.composites.parts import CompositeParts, refuse
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.text import TextConventions
@@ -44,12 +43,39 @@ QWEN_VL: dict[str, type[PreTrainedModel]] = {
 """Hugging Face's classes by model_type."""
 
 
-def _build_qwen_text(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    # Hugging Face has no causal LM of the text part alone: take the composite without its tower.
-    kind: Any = QWEN_VL[config.model_type]
+def build_without_tower(kind: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A composite without its tower: Hugging Face has no causal LM of its text part alone."""
     model = kind._from_config(config, dtype=dtype, attn_implementation=PACKED)
     model.model.visual = None
     return model
+
+
+def width_problems(config: Any, key: str) -> list[str]:
+    """What is wrong if the tower's outputs, `vision_config.key` wide, do not fit the LLM."""
+    given = getattr(config.vision_config, key)
+    wanted = config.text_config.hidden_size
+    if given == wanted:
+        return []
+    return [
+        f"vision_config.{key} = {given} differs from text_config.hidden_size = {wanted}; make "
+        "them equal"
+    ]
+
+
+def qwen_text(config: Any) -> TextConventions:
+    """How images and clips appear in the text of all of them."""
+    return TextConventions(
+        config.image_token_id,
+        prefix=(config.vision_start_token_id,),
+        suffix=(config.vision_end_token_id,),
+        mrope=True,
+        video_token_id=config.video_token_id,
+        tokens_per_second=getattr(config.vision_config, "tokens_per_second", None),
+    )
+
+
+def _build_text(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    return build_without_tower(QWEN_VL[config.model_type], config, dtype)
 
 
 def take_qwen_vl(config: Any) -> CompositeParts:
@@ -60,25 +86,14 @@ def take_qwen_vl(config: Any) -> CompositeParts:
     """
     vision = config.vision_config
     key = "hidden_size" if config.model_type == "qwen2_vl" else "out_hidden_size"
-    if getattr(vision, key) != config.text_config.hidden_size:
-        raise ConfigError(
-            f"[model] {config.model_type}: vision_config.{key} = {getattr(vision, key)} differs "
-            f"from text_config.hidden_size = {config.text_config.hidden_size}; make them equal"
-        )
+    refuse(config, width_problems(config, key))
     return CompositeParts(
         llm_config=config,
-        llm_family=LlmFamily(build=_build_qwen_text, text_model="model.language_model"),
+        llm_family=LlmFamily(build=_build_text, text_model="model.language_model"),
         llm_files=QWEN_LLM,
         encoder_config=vision,
         encoder_family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
         encoder_files=QWEN_VISION,
         encoder={"connector": "merger", "connector_from_files": True},
-        text=TextConventions(
-            config.image_token_id,
-            prefix=(config.vision_start_token_id,),
-            suffix=(config.vision_end_token_id,),
-            mrope=True,
-            video_token_id=config.video_token_id,
-            tokens_per_second=getattr(vision, "tokens_per_second", None),
-        ),
+        text=qwen_text(config),
     )

@@ -57,9 +57,6 @@ class SoundFamily(EncoderFamily):
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
         return hidden[0]
 
-    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
-        return 1, sum(patches), self.width(config)
-
     def smallest_folded(
         self, config: Any, shuffle: int
     ) -> tuple[tuple[int, ...], tuple[int, int, int]]:

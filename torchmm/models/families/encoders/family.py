@@ -148,6 +148,8 @@ class EncoderFamily:
 
     def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
         """Shape of the hidden states between layers, from the number of patches of each image."""
+        if self.inputs == "patches":
+            return 1, sum(patches), self.width(config)
         return len(patches), patches[0] + self.tokens_before(config), self.width(config)
 
     def tokens_before(self, config: Any) -> int:

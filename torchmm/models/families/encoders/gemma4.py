@@ -95,9 +95,6 @@ class Gemma4VisionFamily(EncoderFamily):
             return mean_KD
         return (mean_KD.float() * tower.config.hidden_size**0.5).to(hidden.dtype)
 
-    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
-        return 1, sum(patches), config.hidden_size
-
     def merge(self, config: Any) -> int:
         return config.pooling_kernel_size
 

@@ -63,9 +63,6 @@ class PixtralFamily(EncoderFamily):
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
         return hidden[0]
 
-    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
-        return 1, sum(patches), config.hidden_size
-
     def processor(self, config: Any) -> dict[str, Any]:
         size = side(config.patch_size)
         return {"patch_size": {"height": size, "width": size}}

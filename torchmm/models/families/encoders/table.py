@@ -72,9 +72,6 @@ class Siglip2Family(SiglipFamily):
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
         return hidden[0]
 
-    def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
-        return 1, sum(patches), config.hidden_size
-
     def processor(self, config: Any) -> dict[str, Any]:
         return {"patch_size": config.patch_size, "max_num_patches": config.num_patches}
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.layers.delta_net import MIXER, delta_sizes
-from torchmm.models.layers.experts import expert_parts
+from torchmm.models.layers.experts import expert_parts, stacked_weights
 
 _ATTENTIONS = ("self_attn", "attention", "attn", "self_attention", "temporal_block", MIXER)
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts")
@@ -34,7 +34,7 @@ def experts_of(layer: nn.Module) -> nn.Module | None:
 def expert_count(layer: nn.Module) -> int:
     """Experts among which a router chooses; 0: none."""
     experts = experts_of(layer)
-    return 0 if experts is None else len(_stacked(experts)[0])
+    return 0 if experts is None else len(stacked_weights(experts)[0])
 
 
 def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _chosen_width(layer: nn.Module, config: Any, gated: bool) -> int:
     """The same of the experts that are chosen for a token, together."""
     experts = experts_of(layer)
     assert experts is not None
-    weights = sum(tensor.numel() for tensor in _stacked(experts)) // expert_count(layer)
+    weights = sum(tensor.numel() for tensor in stacked_weights(experts)) // expert_count(layer)
     return round(weights * _chosen(config) / config.hidden_size / (3 if gated else 2))
 
 
@@ -110,7 +110,7 @@ def _is_gated(layer: nn.Module, config: Any) -> bool:
     hidden = config.hidden_size
     experts = experts_of(layer)
     if experts is not None:
-        sizes = [tensor.numel() for tensor in _stacked(experts)]
+        sizes = [tensor.numel() for tensor in stacked_weights(experts)]
         return sum(sizes) > 2 * min(sizes)
     linears = list(_ffn_linears(layer))
     up = sum(n.out_features for n in linears if n.in_features == hidden)
@@ -119,10 +119,6 @@ def _is_gated(layer: nn.Module, config: Any) -> bool:
 
 def _chosen(config: Any) -> int:
     return next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), 1)
-
-
-def _stacked(experts: nn.Module) -> list[Any]:
-    return [p for _, p in experts.named_parameters() if p.ndim == 3]
 
 
 def _ffn_linears(layer: nn.Module) -> Iterator[nn.Linear]:
