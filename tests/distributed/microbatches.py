@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
+from pipeline_cases import DELTA_NETS, EXPERTS
 
 from torchmm.common.batch import (
     IGNORE_TARGET,
@@ -51,8 +53,7 @@ MODEL = ModelConfig.model_validate(
 )
 
 
-TAPPED = {
-    "model_type": "qwen3_vl_vision",
+TOWER = {
     "depth": 4,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -60,18 +61,30 @@ TAPPED = {
     "out_hidden_size": 32,
     "patch_size": 4,
     "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0, 1, 2],
 }
+TAPS = {"deepstack_visual_indexes": [0, 1, 2]}
+COMPOSITES: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3_vl": {"vision_config": TAPS, "text_config": {}},
+    "qwen3_vl_moe": {"vision_config": TAPS, "text_config": EXPERTS},
+    "qwen3_5": {"vision_config": {}, "text_config": DELTA_NETS},
+}
+"""What sets their parts apart."""
+TOLERANCES = {"qwen3_5": 5e-5}
+"""Gradients of decays are small differences of large sums (`test_delta_net`)."""
 
 
-def deepstack_model(llm_layers: int, tower_layers: int, tied: bool = False) -> ModelConfig:
-    """The same LLM as a Qwen3-VL's, with three taps, for microbatches `with_patches`."""
+def composite_model(
+    model_type: str, llm_layers: int, tower_layers: int, tied: bool = False
+) -> ModelConfig:
+    """The same LLM as that of a composite, for microbatches `with_patches`."""
     assert MODEL.llm is not None and MODEL.llm.config is not None
     text = {k: v for k, v in MODEL.llm.config.items() if k != "model_type"}
+    text |= COMPOSITES[model_type]["text_config"]
+    tower = {**TOWER, **COMPOSITES[model_type]["vision_config"]}
     config = {
-        "model_type": "qwen3_vl",
+        "model_type": model_type,
         "text_config": {**text, "num_hidden_layers": llm_layers},
-        "vision_config": {**TAPPED, "depth": tower_layers},
+        "vision_config": {**tower, "depth": tower_layers},
         "image_token_id": 3,
         "tie_word_embeddings": tied,
     }

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 import torch
-from microbatches import MODEL, deepstack_model, random_microbatch
+from microbatches import MODEL, composite_model, random_microbatch
 
 from torchmm.common.batch import Microbatch, ModuleDescription
 from torchmm.models.initialize import init_weights
@@ -49,18 +49,18 @@ class Searched:
         return batch[self.mesh.data_parallel_rank :: self.mesh.data_parallel_size]
 
 
-def build_searched(layout: dict[str, int], deepstack: bool = False, **search: object) -> Searched:
+def build_searched(layout: dict[str, int], composite: str = "", **search: object) -> Searched:
     """A layer for each stage, and one more in the LLM.
 
     Args:
-        deepstack: whether the model has taps; its microbatches are those `with_patches`.
+        composite: its model_type, for microbatches `with_patches`; "": an LLM behind CLIP.
         search: keys of [parallel.search].
     """
     config = ParallelConfig.model_validate({"shard": 1, "schedule": "searched", **layout,
                                             "search": search})  # fmt: skip
     mesh = build_mesh(config, CPU)
     layers, tied = config.pipeline * config.virtual_stages, config.virtual_stages == 1
-    model = whole_model(layers, tied, deepstack)
+    model = whole_model(layers, tied, composite)
     descriptions = [module.describe() for module in model.modality_modules()]
     stage_layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
     stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
@@ -68,14 +68,14 @@ def build_searched(layout: dict[str, int], deepstack: bool = False, **search: ob
     parallelize(model, mesh, config, tuned, CompileConfig(), torch.float32)
     filled(model)
     pipeline = Pipeline(model, stages, stage_layout, descriptions, config, mesh, torch.float32)
-    alone = filled(whole_model(layers, tied, deepstack))
+    alone = filled(whole_model(layers, tied, composite))
     return Searched(mesh, model, alone, descriptions, pipeline, TrainStep(pipeline, mesh))
 
 
-def whole_model(layers: int, tied: bool, deepstack: bool = False) -> MultimodalModel:
+def whole_model(layers: int, tied: bool, composite: str = "") -> MultimodalModel:
     """On the meta device."""
-    if deepstack:
-        return build_model(deepstack_model(layers + 1, layers, tied), FreezeConfig())
+    if composite:
+        return build_model(composite_model(composite, layers + 1, layers, tied), FreezeConfig())
     config: ModelConfig = MODEL.model_copy(deep=True)
     config.llm.config.update(num_hidden_layers=layers + 1, tie_word_embeddings=tied)
     config.encoders["vision"].config["num_hidden_layers"] = layers

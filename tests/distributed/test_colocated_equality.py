@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_distributed
-from microbatches import MODEL, deepstack_model, random_microbatch, with_patches
+from microbatches import (
+    COMPOSITES,
+    MODEL,
+    TOLERANCES,
+    composite_model,
+    random_microbatch,
+    with_patches,
+)
 from shared_reference import on_first_rank
 from torch.distributed.tensor import DTensor
 
@@ -68,6 +75,8 @@ class Case:
     split: int | None = None
     sequence_parallel: bool = False
     tensor_bubbles: float = 0.0
+    composite: str = ""
+    """Its model_type; "": an LLM and `encoders` by hand."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -88,8 +97,6 @@ class Case:
         )
 
 
-DEEPSTACK = 0
-"""As the number of encoders: one, with three taps."""
 SIZES = ("pipeline", "shard", "replicate", "tensor")
 
 
@@ -105,8 +112,8 @@ CASES = {
         Case(2, 1, slices=2, encoders=2),
         Case(2, 1, slices=2, copies=2, llm_schedule="zero_bubble"),
         Case(1, 1, slices=None, tensor=2, split=1),
-        Case(2, 1, slices=2, encoders=DEEPSTACK),
-        Case(2, 2, slices=2, encoders=DEEPSTACK, llm_schedule="zero_bubble"),
+        *(Case(2, 1, slices=2, composite=name) for name in COMPOSITES),
+        *(Case(2, 2, slices=2, composite=name, llm_schedule="zero_bubble") for name in COMPOSITES),
     ],
     4: [
         Case(4, 1, slices=None),
@@ -152,9 +159,9 @@ def test_colocated_encoders_equal_one_process(ranks):
             assert all(ran), f"{case}: encoder tasks on each rank: {ran}"
 
 
-def model_config(encoders: int) -> ModelConfig:
-    if encoders == DEEPSTACK:
-        return deepstack_model(llm_layers=4, tower_layers=4)
+def model_config(encoders: int, composite: str = "") -> ModelConfig:
+    if composite:
+        return composite_model(composite, llm_layers=4, tower_layers=4)
     config = MODEL.model_copy(deep=True)
     assert config.llm is not None and config.llm.config is not None
     config.llm.config.update(tie_word_embeddings=False, num_hidden_layers=4)
@@ -166,10 +173,10 @@ def model_config(encoders: int) -> ModelConfig:
     return config
 
 
-def global_batch(encoders: int) -> list[Microbatch]:
+def global_batch(encoders: int, composite: str = "") -> list[Microbatch]:
     """Every other sequence's images are the second encoder's."""
     batch = [random_microbatch(seed, n) for seed, n in enumerate(IMAGES)]
-    if encoders == DEEPSTACK:
+    if composite:
         return [with_patches(microbatch) for microbatch in batch]
     for index, microbatch in enumerate(batch):
         if encoders == 2 and index % 2 and microbatch.encoders:
@@ -183,21 +190,21 @@ def global_batch(encoders: int) -> list[Microbatch]:
 
 def build(case: Case) -> MultimodalModel:
     freeze = FreezeConfig(modules=list(FREEZES[case.freeze]))
-    return build_model(model_config(case.encoders), freeze)
+    return build_model(model_config(case.encoders, case.composite), freeze)
 
 
 @cache
-def shared_reference(freeze: str, encoders: int) -> tuple[float, dict[str, torch.Tensor]]:
+def shared_reference(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     """Computed once for all ranks."""
-    return on_first_rank(partial(reference, freeze, encoders))
+    return on_first_rank(partial(reference, case))
 
 
-def reference(freeze: str, encoders: int) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the single process."""
-    model = build(Case(1, 1, freeze=freeze, encoders=encoders))
+    model = build(case)
     materialize(model, "cpu")
     init_weights(model, seed=1)
-    batch = global_batch(encoders)
+    batch = global_batch(case.encoders, case.composite)
     targets = sum(m.target_count for m in batch)
     total = 0.0
     for microbatch in batch:
@@ -222,7 +229,8 @@ def _compare_all(cases: list[Case]) -> list[tuple[Case, list[str], int]]:
 
 def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[list[str], int]:
     """What differs from the single process; how many encoder forwards this rank ran."""
-    model, batch = build(case), global_batch(case.encoders)
+    model = build(case)
+    batch = global_batch(case.encoders, case.composite)
     descriptions = [module.describe() for module in model.modality_modules()]
     encoders = [d.name for d in descriptions if d.kind == "encoder"]
     layout = plan_layout(config, descriptions, [m.meta for m in batch])
@@ -236,10 +244,11 @@ def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[li
     targets = sum(m.target_count for m in batch)
     plan = pipeline.plan_training(share)
     result = pipeline.run(plan, share, loss_scale=1 / targets)
-    loss, gradients = shared_reference(case.freeze, case.encoders)
+    alone = Case(1, 1, freeze=case.freeze, encoders=case.encoders, composite=case.composite)
+    loss, gradients = shared_reference(alone)
     here = result.losses if mesh.own.mesh.get_local_rank("tensor") == 0 else {}
     problems = _loss_problems(here, targets, loss)
-    problems += _gradient_problems(model, gradients, mesh)
+    problems += _gradient_problems(model, gradients, mesh, TOLERANCES.get(case.composite, 1e-5))
     problems += _losses_problems(pipeline, share, loss * targets, mesh)
     build_optimizer(model, module_of, OptimizerConfig()).step()
     if case.tensor_bubbles and not plan.fillers:
@@ -271,7 +280,7 @@ def _losses_problems(
 
 
 def _gradient_problems(
-    model: MultimodalModel, wanted: dict[str, torch.Tensor], mesh: ParallelMesh
+    model: MultimodalModel, wanted: dict[str, torch.Tensor], mesh: ParallelMesh, tolerance: float
 ) -> list[str]:
     whole = torch.stack([g.norm() for g in wanted.values()]).norm().item()
     problems = []
@@ -284,7 +293,7 @@ def _gradient_problems(
         # Zero but for rounding (a key bias cannot change attention): against the whole gradient.
         scale = size if size > 1e-6 * whole else whole
         error = (found - wanted[name]).norm().item() / scale
-        if not error <= 1e-5:
+        if not error <= tolerance:
             problems.append(f"{name} is off by {error}")
     trained = [p for p in model.parameters() if p.requires_grad]
     norm = global_grad_norm(trained, pipeline=mesh.norm_ranks).item()

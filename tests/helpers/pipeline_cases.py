@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -58,9 +59,7 @@ LLM = {
     "head_dim": 8,
     "max_position_embeddings": 256,
 }
-DELTA_LLM = {
-    **LLM,
-    "model_type": "qwen3_5_text",
+DELTA_NETS = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -72,7 +71,9 @@ DELTA_LLM = {
         "mrope_section": [1, 1, 0],
     },
 }
+DELTA_LLM = {**LLM, **DELTA_NETS, "model_type": "qwen3_5_text"}
 """Three layers with a gated delta net, one with attention."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TOWER = {**SIZES, "num_hidden_layers": LAYERS, "patch_size": 8}
 FOLDED = {"connector": "pixel_shuffle_mlp", "shuffle": 2}
 
@@ -88,6 +89,8 @@ class Kind(NamedTuple):
     merge: int = 1
     composite: str = ""
     """Of the composite whose tower it is, and whose LLM is in the case; "": any LLM's."""
+    text: Mapping[str, Any] = MappingProxyType({})
+    """What else that composite says of its LLM."""
 
 
 ANY_GRID = [(1, rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3, 4)]
@@ -110,13 +113,6 @@ KINDS = {
                     "patch_size": 8, "window_size": 32, "fullatt_block_indexes": [1]}},
         [(1, 2, 2), (1, 4, 6), (2, 2, 4)], (3 * 2 * 8 * 8,), 2,
     ),
-    "qwen3_vl": Kind(
-        {"config": {"model_type": "qwen3_vl_vision", "depth": LAYERS, "hidden_size": 32,
-                    "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32,
-                    "patch_size": 8, "num_position_embeddings": 16,
-                    "deepstack_visual_indexes": [0, 1, 3]}},
-        [(1, 2, 2), (1, 4, 6), (1, 4, 4)], (3 * 2 * 8 * 8,), 2, composite="qwen3_vl",
-    ),
     "whisper": Kind(
         {"modality": "audio", **FOLDED,
          "config": {"model_type": "whisper", "num_mel_bins": 6, "d_model": 32,
@@ -125,6 +121,32 @@ KINDS = {
         [(1, 1, n) for n in (4, 8, 12, 16)], (2 * 6,), 2,
     ),
 }  # fmt: skip
+_QWEN3_TOWER = {
+    "model_type": "qwen3_vl_vision",
+    "depth": LAYERS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 8,
+    "num_position_embeddings": 16,
+}
+_QWEN3_IMAGES = Kind(
+    {"config": {**_QWEN3_TOWER, "deepstack_visual_indexes": [0, 1, 3]}},
+    [(1, 2, 2), (1, 4, 6), (1, 4, 4)],
+    (3 * 2 * 8 * 8,),
+    merge=2,
+    composite="qwen3_vl",
+)
+KINDS |= {
+    "qwen3_vl": _QWEN3_IMAGES,
+    "qwen3_vl_moe": _QWEN3_IMAGES._replace(composite="qwen3_vl_moe", text=EXPERTS),
+    "qwen3_5": _QWEN3_IMAGES._replace(
+        section={"config": {**_QWEN3_TOWER, "model_type": "qwen3_5_vision"}},
+        composite="qwen3_5",
+        text=DELTA_NETS,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -170,7 +192,11 @@ class Case:
         if kind.composite:
             text = {key: value for key, value in LLM.items() if key != "model_type"}
             whole = {"model_type": kind.composite, "vision_config": kind.section["config"]}
-            whole |= {"text_config": text, "tie_word_embeddings": self.tied, "image_token_id": 3}
+            whole |= {
+                "text_config": {**text, **kind.text},
+                "tie_word_embeddings": self.tied,
+                "image_token_id": 3,
+            }
             config = {"config": whole}
         model = ModelConfig.model_validate(config)
         return build_model(model, FreezeConfig(modules=list(self.freeze)), dtype)
