@@ -3,11 +3,13 @@ same."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 from data_cases import data_config, png, training, write_parquet
+from generation import written, written_by
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from proofs import proves
 from test_multimodal import our_hf_name, plain_composite
@@ -29,6 +31,8 @@ from torchmm.data.loader import build_loader
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.order import Item
 from torchmm.data.wire import pack_step, unpack_step
+from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
+from torchmm.models.hf.export import export_hf
 from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.model_section import ModelConfig
 
@@ -75,14 +79,13 @@ def open_run(tmp_path):
     return opened
 
 
-def theirs(plain, family, processor, settings, number):
-    """Logits of Hugging Face's model for one picture and its caption."""
+def processed(family, processor, settings, number):
+    """What Hugging Face's processor makes of one picture and its caption."""
     image = decode_rgb(png(*PICTURES[number], number), 10**6)
     text = "<s>" + WRITTEN.get(family, "<image>") + CAPTIONS[number] + "</s>"
     inputs = processor(images=[image], text=text, return_tensors="pt", **settings)
     kept = ("input_ids", "pixel_values", "token_type_ids", "image_sizes")
-    sample = {name: value for name, value in inputs.items() if name in kept}
-    return sample["input_ids"][0], plain(**sample, use_cache=False).logits[0]
+    return {name: value for name, value in inputs.items() if name in kept}
 
 
 SHRUNK = {"vision_aspect_ratio": "anyres_max_1"}
@@ -109,7 +112,9 @@ def test_tiles_give_hugging_faces_loss_and_gradients(family, changes, open_run) 
     for microbatch in microbatches:
         for position, meta in enumerate(microbatch.meta.samples):
             start, stop = microbatch.cu_seqlens[position : position + 2]
-            ids, logits = theirs(plain, family, processor, settings, meta.index)
+            sample = processed(family, processor, settings, meta.index)
+            ids = sample["input_ids"][0]
+            logits = plain(**sample, use_cache=False).logits[0]
             assert torch.equal(microbatch.input_ids_T[start:stop], ids)
             assert torch.equal(microbatch.position_ids[start:stop], torch.arange(len(ids)))
             targets = microbatch.targets_T[start:stop]
@@ -123,6 +128,31 @@ def test_tiles_give_hugging_faces_loss_and_gradients(family, changes, open_run) 
     loss.backward()
     expected.backward()
     assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+
+
+@proves("generation", COMPOSITES)
+@pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
+def test_exports_write_the_same_of_tiles(family, open_run, tmp_path) -> None:
+    model, microbatches, processor, settings = open_run(family)
+    kind = FAMILIES[family].kind
+    kind._from_config(model.composite).save_pretrained(tmp_path / "hf")  # parts it does not run
+    export_hf(model, tmp_path / "export", make_tokenizer(family))
+    plain = kind.from_pretrained(tmp_path / "export", attn_implementation="eager")
+    shown = microbatches[0]
+    images = range(len(shown.meta.samples[0].images))
+    assert len(images) > 1
+    length = shown.cu_seqlens[1]
+    prompt = replace(
+        shown,
+        input_ids_T=shown.input_ids_T[:length],
+        targets_T=torch.full((length,), IGNORE_TARGET),
+        position_ids=shown.position_ids[:length],
+        cu_seqlens=[0, length],
+        encoders={"vision": shown.encoders["vision"].select(images)},
+    )
+    sample = processed(family, processor, settings, shown.meta.samples[0].index)
+    unwritten = model.text_spec(make_tokenizer(family)).image_token_id
+    assert written(model, prompt, unwritten) == written_by(plain, sample, unwritten)
 
 
 def test_tiles_in_another_order_change_the_loss(open_run) -> None:

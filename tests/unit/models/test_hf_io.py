@@ -19,9 +19,6 @@ from model_cases import (
 )
 from proofs import proves
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -47,21 +44,6 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
-
-WORDS = {**{f"w{i}": i for i in range(63)}, "<image>": 63}
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(WordLevel(WORDS, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        additional_special_tokens=["<image>"],
-        pad_token="w0",
-        bos_token="w1",
-        eos_token="w2",
-    )
 
 
 def load(config: ModelConfig) -> MultimodalModel:

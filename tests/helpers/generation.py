@@ -1,0 +1,42 @@
+"""The likeliest text after a prompt, by our model and by Hugging Face's."""
+
+from dataclasses import replace
+
+import torch
+from model_cases import IMAGE_TOKEN_ID
+from transformers import PreTrainedModel
+
+from torchmm.common.batch import IGNORE_TARGET, Microbatch
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.training.validation import _append
+
+TOKENS = 12
+
+
+@torch.no_grad()
+def written(
+    model: MultimodalModel, prompt: Microbatch, unwritten: int = IMAGE_TOKEN_ID
+) -> list[int]:
+    """By our model after `prompt`, without the token `unwritten`, which stands for images."""
+    state, ids = prompt, []
+    for _ in range(TOKENS):
+        last = torch.tensor([state.input_ids_T.numel() - 1])
+        logits_V = model.llm.logits(state, model.encode(state), last)[0]
+        logits_V[unwritten] = -torch.inf
+        token = logits_V.argmax()
+        ids.append(int(token))
+        state = _append(state, token)
+    return ids
+
+
+def written_by(plain: PreTrainedModel, sample: dict, unwritten: int = IMAGE_TOKEN_ID) -> list[int]:
+    """By Hugging Face's model after `sample`."""
+    settings = {"do_sample": False, "min_new_tokens": TOKENS, "max_new_tokens": TOKENS}
+    sample = {**sample, "attention_mask": torch.ones_like(sample["input_ids"])}
+    settings |= {"eos_token_id": None, "pad_token_id": 0, "suppress_tokens": [unwritten]}
+    ids = plain.generate(**sample, **settings)
+    return ids[0, sample["input_ids"].shape[1] :].tolist()
+
+
+def as_prompt(sample: Microbatch) -> Microbatch:
+    return replace(sample, targets_T=torch.full_like(sample.targets_T, IGNORE_TARGET))
