@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.table import LLM_FAMILIES
@@ -32,12 +34,20 @@ COLUMNS = {
     "compiled": "compiled",
     "tiles": "tiles",
     "clips": "clips",
+    "sounds": "sounds",
+    "generation": "same text from the export",
 }
 """What is proved, by its name in tests, in order."""
 COLUMNS_OF = {
-    "LLMs": ("equal", "packed", "stages", "tensor", "sequence", "files", "flops", "compiled"),
+    "LLMs": (
+        *("equal", "packed", "stages", "tensor", "sequence", "files", "flops", "compiled"),
+        "generation",
+    ),
     "Encoders": ("equal", "packed", "stages", "tensor", "sequence", "files", "flops", "compiled"),
-    "Composites": ("equal", "packed", "stages", "tensor", "files", "tiles", "clips"),
+    "Composites": (
+        *("equal", "packed", "stages", "tensor", "files", "tiles", "clips", "sounds"),
+        "generation",
+    ),
 }
 
 
@@ -84,13 +94,23 @@ def lines(found: Mapping[str, Proofs]) -> Iterator[str]:
     for kind, families in kinds.items():
         columns = COLUMNS_OF[kind]
         heads = [COLUMNS[column] for column in columns]
-        yield f"| {kind} | {' | '.join(heads)} | transformers |"
-        yield "|---" * (len(columns) + 2) + "|"
+        classes = export_classes(kind)
+        yield f"| {kind} | {' | '.join(heads)} | exported as | transformers |"
+        yield "|---" * (len(columns) + 3) + "|"
         for model_type in families:
             proofs = found.get(model_type, Proofs(set(), set()))
             cells = ["yes" if column in proofs.what else "" for column in columns]
-            yield f"| {model_type} | {' | '.join(cells)} | {', '.join(sorted(proofs.versions))} |"
+            cells += [classes.get(model_type, ""), ", ".join(sorted(proofs.versions))]
+            yield f"| {model_type} | {' | '.join(cells)} |"
         yield ""
+
+
+def export_classes(kind: str) -> Mapping[str, str]:
+    """Hugging Face's classes by model_type, which open what a run leaves; an encoder's depends on
+    the model it is in."""
+    if kind == "Composites":
+        return {model_type: family.kind.__name__ for model_type, family in COMPOSITES.items()}
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == "LLMs" else {}
 
 
 if __name__ == "__main__":
