@@ -9,5 +9,8 @@ LLM = "llm"
 GENERATOR = "generator"
 """The module that draws what the LLM describes."""
 
-COMPOSITE_ENCODER = "vision"
-"""The encoder of a composite Hugging Face model, whose recipe names none."""
+VISION = "vision"
+"""The image encoder of a composite Hugging Face model, whose recipe names none."""
+
+AUDIO = "audio"
+"""The audio encoder of one."""

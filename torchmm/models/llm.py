@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, LayerDescription, Microbatch
 from torchmm.common.errors import ConfigError
-from torchmm.common.module_names import COMPOSITE_ENCODER
+from torchmm.common.module_names import VISION
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.sizes import attention_of, product_sizes
 from torchmm.models.hf.config import layer_config
@@ -222,9 +222,9 @@ class LlmModule(LayeredModule):
             hidden_TD, blocks_KB = inputs
             return hidden_TD, blocks_KB
         hidden_TD = self._embed(microbatch, inputs)
-        if not self.family.taps or COMPOSITE_ENCODER not in microbatch.encoders:
+        if not self.family.taps or VISION not in microbatch.encoders:
             return hidden_TD, None
-        return hidden_TD, inputs[COMPOSITE_ENCODER][:, hidden_TD.shape[1] :]
+        return hidden_TD, inputs[VISION][:, hidden_TD.shape[1] :]
 
     @contextmanager
     def _adding(self, microbatch: Microbatch, blocks_KB: Tensor | None) -> Iterator[None]:
@@ -233,7 +233,7 @@ class LlmModule(LayeredModule):
             yield
             return
         blocks = blocks_KB.split(self.text_config.hidden_size, dim=1)
-        positions_K = microbatch.encoders[COMPOSITE_ENCODER].positions_K
+        positions_K = microbatch.encoders[VISION].positions_K
         adds: list[Add | None] = [None] * (self.family.taps - len(blocks))
         for (index, _), block_KD in zip(self.indexed_layers(), blocks, strict=False):
             assert index == len(adds), "blocks of other layers"

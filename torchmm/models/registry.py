@@ -17,7 +17,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from torchmm.common.batch import TileSpec
 from torchmm.common.errors import ConfigError
-from torchmm.common.module_names import COMPOSITE_ENCODER
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
@@ -81,33 +80,36 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     parts = composite.take(hf_config)
     problems: list[str] = []
     problems += size_problems("model", parts.llm_config.get_text_config())
-    problems += size_problems("model", parts.encoder_config)
+    for part in parts.encoders.values():
+        problems += size_problems("model", part.config)
     generator = None
     llm_config = parts.llm_config.get_text_config()
     with _collected(problems):
         generator = _build_generator(config.generator, llm_config.hidden_size, dtype)
-    with _collected(problems):
-        family = parts.encoder_family
-        tower = parts.encoder_config
-        processor = _load_processor(
-            "model", family, tower, config.source, config.processor, parts.tiling
-        )
+    encoders = {}
+    for name, part in parts.encoders.items():
+        # [model.processor] sets that of images.
+        settings = config.processor if part.family.modality == "image" else {}
+        with _collected(problems):
+            processor = _load_processor(
+                "model", part.family, part.config, config.source, settings, part.tiling
+            )
+            spec = EncoderSpec(
+                name,
+                part.family,
+                part.config,
+                *processor,
+                llm_hidden_size=llm_config.hidden_size,
+                dtype=dtype,
+                **part.settings,
+            )
+            encoders[name] = EncoderModule(spec, replace(part.files, source=config.source))
     if problems:
         raise ConfigError(problems)
-    spec = EncoderSpec(
-        COMPOSITE_ENCODER,
-        family,
-        tower,
-        *processor,
-        llm_hidden_size=llm_config.hidden_size,
-        dtype=dtype,
-        **parts.encoder,
-    )
-    encoder = EncoderModule(spec, replace(parts.encoder_files, source=config.source))
     llm_files = replace(parts.llm_files, source=config.source)
     draws = generator is not None
     llm = LlmModule(parts.llm_config, parts.llm_family, dtype, llm_files, draws)
-    return MultimodalModel(llm, {COMPOSITE_ENCODER: encoder}, parts.text, hf_config, generator)
+    return MultimodalModel(llm, encoders, parts.text, hf_config, generator)
 
 
 def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:

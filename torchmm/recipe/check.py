@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.module_names import COMPOSITE_ENCODER, LLM
+from torchmm.common.module_names import LLM, VISION
 from torchmm.recipe.check_model import check_generator, check_model, is_path
 from torchmm.recipe.check_parallel import check_pipeline
 from torchmm.recipe.data_section import SourceConfig, StageConfig, unique_names
@@ -287,7 +287,7 @@ def _check_heads(recipe: Recipe) -> Problems:
     configs["model.llm.config"] = (model.llm and model.llm.config, "llm")
     for name, encoder in model.encoders.items():
         configs[f"model.encoders.{name}.config"] = (encoder.config, name)
-    for key, module in (("text_config", LLM), ("vision_config", COMPOSITE_ENCODER)):
+    for key, module in (("text_config", LLM), ("vision_config", VISION)):
         nested = (model.config or {}).get(key)
         configs[f"model.config.{key}"] = (nested if isinstance(nested, dict) else None, module)
     for key, (config, module) in configs.items():

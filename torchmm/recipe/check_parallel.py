@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchmm.common.module_names import COMPOSITE_ENCODER, GENERATOR, LLM
+from torchmm.common.module_names import GENERATOR, LLM, VISION
 from torchmm.recipe.explain import Problem, Problems, suggest
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import (
@@ -171,7 +171,7 @@ def _layer_counts(recipe: Recipe) -> dict[str, int | None]:
         if config.get("model_type") == "llava":
             reaches = isinstance(layer, int) and layer < 0 and vision_layers is not None
             vision_layers = vision_layers + 1 + layer if reaches else None  # type: ignore[operator]
-        return {COMPOSITE_ENCODER: vision_layers, LLM: _layers(text), **_generator_layers(recipe)}
+        return {VISION: vision_layers, LLM: _layers(text), **_generator_layers(recipe)}
     counts: dict[str, int | None] = {}
     for name, encoder in model.encoders.items():
         layers = _layers(encoder.config)

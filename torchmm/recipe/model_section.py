@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from torchmm.common.module_names import COMPOSITE_ENCODER, GENERATOR, LLM
+from torchmm.common.module_names import GENERATOR, LLM, VISION
 from torchmm.recipe.section import Section
 
 
@@ -110,7 +110,7 @@ class ModelConfig(Section):
     @property
     def encoder_names(self) -> list[str]:
         """All encoders, in the recipe's order."""
-        return [COMPOSITE_ENCODER] if self.is_composite else list(self.encoders)
+        return [VISION] if self.is_composite else list(self.encoders)
 
     @property
     def modality_modules(self) -> list[str]:

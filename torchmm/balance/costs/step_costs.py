@@ -17,7 +17,7 @@ from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
-from torchmm.common.module_names import COMPOSITE_ENCODER
+from torchmm.common.module_names import VISION
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
 from torchmm.pipelining.plan.transfers import tied_stages, transfers
@@ -261,7 +261,7 @@ def _beside(
         return dict(zip(own.keys, (tapped * hidden * own.sizes.units_N).tolist(), strict=True))
     left = sum(tap >= source.stop for tap in module.taps)
     found: dict[tuple[int, int], float] = {}
-    seen = tasks[COMPOSITE_ENCODER]
+    seen = tasks[VISION]
     for (microbatch, _), tokens in zip(seen.keys, seen.sizes.outputs_N.tolist(), strict=True):
         key = microbatch, 0
         found[key] = found.get(key, 0.0) + left * hidden * tokens

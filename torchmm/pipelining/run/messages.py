@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 import torch
 
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, even_ranges
-from torchmm.common.module_names import COMPOSITE_ENCODER
+from torchmm.common.module_names import VISION
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import DUMMY, GeneratorModule
 from torchmm.models.layered import LayeredModule
@@ -138,7 +138,7 @@ def _shapes(
     if source.kind == "llm" and not leaves:
         stop = graph.layout.stages[message.source].stop
         blocks = sum(tap >= stop for tap in source.taps)
-        images = meta.images_read_by(COMPOSITE_ENCODER) if blocks else []
+        images = meta.images_read_by(VISION) if blocks else []
         added = [(sum(i.tokens for i in images), blocks * source.hidden_size)] if images else []
         return [(meta.tokens, source.hidden_size), *added]
     drawn = _part(meta.generated or [DUMMY], graph, message, message.destination)

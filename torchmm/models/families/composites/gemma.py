@@ -6,10 +6,12 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
+from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
     LLAVA_LLM,
     LLAVA_VISION,
     CompositeParts,
+    EncoderPart,
     part_problems,
     refuse,
     text_config,
@@ -38,14 +40,17 @@ def take_paligemma(config: Any) -> CompositeParts:
             f"{text.hidden_size}; make them equal"
         )
     refuse(config, problems)
+    vision_part = EncoderPart(
+        config=vision,
+        family=ENCODER_FAMILIES[vision.model_type],
+        files=LLAVA_VISION,
+        settings={"final_norm": True, "connector": "linear", "connector_from_files": True},
+    )
     return CompositeParts(
         llm_config=text,
         llm_family=replace(LLM_FAMILIES[text.model_type], both_ways="prompts"),
         llm_files=LLAVA_LLM,
-        encoder_config=vision,
-        encoder_family=ENCODER_FAMILIES[vision.model_type],
-        encoder_files=LLAVA_VISION,
-        encoder={"final_norm": True, "connector": "linear", "connector_from_files": True},
+        encoders={VISION: vision_part},
         text=TextConventions(config.image_token_id),
     )
 
@@ -67,24 +72,27 @@ def take_gemma3(config: Any) -> CompositeParts:
         )
     refuse(config, problems)
     family = LLM_FAMILIES[text.model_type]
-    return CompositeParts(
-        llm_config=text,
-        llm_family=replace(family, both_ways="images", image_token_id=config.image_token_id),
-        llm_files=LLAVA_LLM,
-        encoder_config=vision,
-        encoder_family=ENCODER_FAMILIES[vision.model_type],
-        encoder_files=LLAVA_VISION,
-        encoder={
+    vision_part = EncoderPart(
+        config=vision,
+        family=ENCODER_FAMILIES[vision.model_type],
+        files=LLAVA_VISION,
+        settings={
             "final_norm": True,
             "shuffle": rows // tokens,
             "connector": "pool",
             "connector_eps": vision.layer_norm_eps,
             "connector_from_files": True,
         },
+        tiling=PAN_AND_SCAN,
+    )
+    return CompositeParts(
+        llm_config=text,
+        llm_family=replace(family, both_ways="images", image_token_id=config.image_token_id),
+        llm_files=LLAVA_LLM,
+        encoders={VISION: vision_part},
         text=TextConventions(
             config.image_token_id,
             prefix=("\n\n", config.boi_token_id),
             suffix=(config.eoi_token_id, "\n\n"),
         ),
-        tiling=PAN_AND_SCAN,
     )

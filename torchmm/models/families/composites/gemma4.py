@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
     LLAVA_LLM,
     CompositeParts,
+    EncoderPart,
     part_problems,
     refuse,
     text_config,
@@ -53,18 +55,21 @@ def take_gemma4(config: Any) -> CompositeParts:
     family = replace(LLM_FAMILIES[text.model_type], image_token_id=config.image_token_id)
     if text.use_bidirectional_attention == "vision":
         family = replace(family, both_ways="images in windows")
-    return CompositeParts(
-        llm_config=text,
-        llm_family=family,
-        llm_files=LLAVA_LLM,
-        encoder_config=vision,
-        encoder_family=ENCODER_FAMILIES[vision.model_type],
-        encoder_files=GEMMA4_VISION,
-        encoder={
+    vision_part = EncoderPart(
+        config=vision,
+        family=ENCODER_FAMILIES[vision.model_type],
+        files=GEMMA4_VISION,
+        settings={
             "connector": "scaled_linear",
             "connector_eps": vision.rms_norm_eps,
             "connector_from_files": True,
         },
+    )
+    return CompositeParts(
+        llm_config=text,
+        llm_family=family,
+        llm_files=LLAVA_LLM,
+        encoders={VISION: vision_part},
         text=TextConventions(
             config.image_token_id, prefix=(config.boi_token_id,), suffix=(config.eoi_token_id,)
         ),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
     CompositeParts,
+    EncoderPart,
     part_problems,
     refuse,
     text_config,
@@ -42,20 +44,23 @@ def take_idefics3(config: Any) -> CompositeParts:
     around = Token("<fake_token_around_image>")
     # Idefics3's own tokenizer spells it with several tokens.
     whole = Token("<global-img>", needed=False)
-    return CompositeParts(
-        llm_config=text,
-        llm_family=LLM_FAMILIES[text.model_type],
-        llm_files=IDEFICS3_LLM,
-        encoder_config=vision,
-        encoder_family=ENCODER_FAMILIES[vision.model_type],
-        encoder_files=IDEFICS3_VISION,
-        encoder={
+    vision_part = EncoderPart(
+        config=vision,
+        family=ENCODER_FAMILIES[vision.model_type],
+        files=IDEFICS3_VISION,
+        settings={
             "final_norm": True,
             "shuffle": config.scale_factor,
             "connector": "linear",
             "connector_bias": False,
             "connector_from_files": True,
         },
-        text=TextConventions(config.image_token_id, prefix=(around, whole), suffix=(around,)),
         tiling=SPLIT_TILES if config.model_type == "idefics3" else SMOLVLM_TILES,
+    )
+    return CompositeParts(
+        llm_config=text,
+        llm_family=LLM_FAMILIES[text.model_type],
+        llm_files=IDEFICS3_LLM,
+        encoders={VISION: vision_part},
+        text=TextConventions(config.image_token_id, prefix=(around, whole), suffix=(around,)),
     )

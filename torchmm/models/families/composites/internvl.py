@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
     LLAVA_LLM,
     CompositeParts,
+    EncoderPart,
     part_problems,
     refuse,
     text_config,
@@ -47,14 +49,11 @@ def take_internvl(config: Any) -> CompositeParts:
             "class token, which no square of patches has room for; set it to 'default'"
         )
     refuse(config, problems)
-    return CompositeParts(
-        llm_config=text,
-        llm_family=LLM_FAMILIES[text.model_type],
-        llm_files=LLAVA_LLM,
-        encoder_config=vision,
-        encoder_family=ENCODER_FAMILIES[vision.model_type],
-        encoder_files=INTERN_VISION,
-        encoder={
+    vision_part = EncoderPart(
+        config=vision,
+        family=ENCODER_FAMILIES[vision.model_type],
+        files=INTERN_VISION,
+        settings={
             "feature_layer": layer if layer < 0 else layer - vision.num_hidden_layers - 1,
             "final_norm": layer == -1,
             "shuffle": round(1 / config.downsample_ratio),
@@ -62,8 +61,14 @@ def take_internvl(config: Any) -> CompositeParts:
             "connector_act": config.projector_hidden_act,
             "connector_from_files": True,
         },
+        tiling=INTERN_TILES,
+    )
+    return CompositeParts(
+        llm_config=text,
+        llm_family=LLM_FAMILIES[text.model_type],
+        llm_files=LLAVA_LLM,
+        encoders={VISION: vision_part},
         text=TextConventions(
             config.image_token_id, prefix=(Token("<img>"),), suffix=(Token("</img>"),)
         ),
-        tiling=INTERN_TILES,
     )

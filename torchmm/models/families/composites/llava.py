@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
     LLAVA_LLM,
     LLAVA_VISION,
     CompositeParts,
+    EncoderPart,
     part_problems,
     refuse,
     text_config,
@@ -50,20 +52,23 @@ def take_llava(config: Any) -> CompositeParts:
         )
     refuse(config, problems)
     assert family is not None
-    return CompositeParts(
-        llm_config=text,
-        llm_family=LLM_FAMILIES[text.model_type],
-        llm_files=LLAVA_LLM,
-        encoder_config=vision,
-        encoder_family=family,
-        encoder_files=LLAVA_VISION,
-        encoder={
+    vision_part = EncoderPart(
+        config=vision,
+        family=family,
+        files=LLAVA_VISION,
+        settings={
             "feature_layer": layer if layer < 0 else layer - vision.num_hidden_layers - 1,
             "drop_class_token": drops_first,
             "connector_act": config.projector_hidden_act,
             "connector_bias": config.multimodal_projector_bias,
             "connector_from_files": True,
         },
+    )
+    return CompositeParts(
+        llm_config=text,
+        llm_family=LLM_FAMILIES[text.model_type],
+        llm_files=LLAVA_LLM,
+        encoders={VISION: vision_part},
         text=TextConventions(config.image_token_id),
     )
 
@@ -72,8 +77,9 @@ def take_llava_next(config: Any) -> CompositeParts:
     """LLaVA-NeXT and LLaVA-OneVision: LLaVA on tiles."""
     parts = take_llava(config)
     tower = config.vision_config
+    seen = parts.encoders[VISION]
     problems = []
-    if parts.encoder_family.has_class_token and not parts.encoder["drop_class_token"]:
+    if seen.family.has_class_token and not seen.settings["drop_class_token"]:
         problems.append(
             "vision_feature_select_strategy = 'full' keeps the class token, which no line of "
             "patches has room for; set it to 'default'"
@@ -90,8 +96,9 @@ def take_llava_next(config: Any) -> CompositeParts:
         most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
         tiling = replace(ONEVISION_TILES, most_tiles=most)
     pinpoints = [list(pinpoint) for pinpoint in config.image_grid_pinpoints]
-    return parts._replace(
-        encoder_files=LLAVA_NEXT_VISION,
-        encoder={**parts.encoder, "connector": "line_mlp"},
+    tiled = seen._replace(
+        files=LLAVA_NEXT_VISION,
+        settings={**seen.settings, "connector": "line_mlp"},
         tiling=replace(tiling, overridden={"image_grid_pinpoints": pinpoints}),
     )
+    return parts._replace(encoders={VISION: tiled})

@@ -43,20 +43,27 @@ _OWN_LOGITS = ("paligemma", "gemma4")
 """Composites that cap logits as their LLMs do."""
 
 
+class EncoderPart(NamedTuple):
+    """What a composite config says about one of its encoders."""
+
+    config: PreTrainedConfig
+    family: EncoderFamily
+    files: WeightFiles
+    settings: dict[str, Any]
+    """Further ones of the `EncoderSpec`."""
+    tiling: Tiling | None = None
+    """How the composite's image processor cuts pictures, if it can."""
+
+
 class CompositeParts(NamedTuple):
     """What a composite config says about its parts."""
 
     llm_config: PreTrainedConfig
     llm_family: LlmFamily
     llm_files: WeightFiles
-    encoder_config: PreTrainedConfig
-    encoder_family: EncoderFamily
-    encoder_files: WeightFiles
-    encoder: dict[str, Any]
-    """Further settings of the `EncoderSpec`."""
+    encoders: dict[str, EncoderPart]
+    """By name, `VISION` first."""
     text: TextConventions
-    tiling: Tiling | None = None
-    """How its image processor cuts pictures, if it can."""
 
 
 def text_config(config: Any) -> Any:

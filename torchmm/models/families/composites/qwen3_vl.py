@@ -17,7 +17,8 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from torchmm.models.families.composites.parts import CompositeParts, refuse
+from torchmm.common.module_names import VISION
+from torchmm.models.families.composites.parts import CompositeParts, EncoderPart, refuse
 from torchmm.models.families.composites.qwen_vl import (
     QWEN_LLM,
     build_without_tower,
@@ -81,14 +82,17 @@ def take_qwen3_vl(config: Any) -> CompositeParts:
         tensor_parallel=styles | dict(family.tensor_parallel),
         taps=len(_taps(vision)),
     )
+    vision_part = EncoderPart(
+        config=vision,
+        family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
+        files=QWEN3_VISION,
+        settings={"connector": "merger", "connector_from_files": True},
+    )
     return CompositeParts(
         llm_config=config,
         llm_family=family,
         llm_files=replace(QWEN_LLM, stacked_experts=config.model_type == "qwen3_vl_moe"),
-        encoder_config=vision,
-        encoder_family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
-        encoder_files=QWEN3_VISION,
-        encoder={"connector": "merger", "connector_from_files": True},
+        encoders={VISION: vision_part},
         text=qwen_text(config),
     )
 

@@ -12,7 +12,8 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
 )
 
-from torchmm.models.families.composites.parts import CompositeParts, refuse
+from torchmm.common.module_names import VISION
+from torchmm.models.families.composites.parts import CompositeParts, EncoderPart, refuse
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.text import TextConventions
@@ -87,13 +88,16 @@ def take_qwen_vl(config: Any) -> CompositeParts:
     vision = config.vision_config
     key = "hidden_size" if config.model_type == "qwen2_vl" else "out_hidden_size"
     refuse(config, width_problems(config, key))
+    vision_part = EncoderPart(
+        config=vision,
+        family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
+        files=QWEN_VISION,
+        settings={"connector": "merger", "connector_from_files": True},
+    )
     return CompositeParts(
         llm_config=config,
         llm_family=LlmFamily(build=_build_text, text_model="model.language_model"),
         llm_files=QWEN_LLM,
-        encoder_config=vision,
-        encoder_family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
-        encoder_files=QWEN_VISION,
-        encoder={"connector": "merger", "connector_from_files": True},
+        encoders={VISION: vision_part},
         text=qwen_text(config),
     )
