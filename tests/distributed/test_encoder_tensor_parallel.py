@@ -141,6 +141,19 @@ SOUNDS = {
         "encoder_ffn_dim": 48,
         "max_source_positions": 16,
     },
+    "qwen3_omni_sound": {
+        "model_type": "qwen3_omni_moe_audio_encoder",
+        "num_mel_bins": 8,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "max_source_positions": 16,
+        "n_window": 50,
+        "n_window_infer": 200,
+        "output_dim": 32,
+        "downsample_hidden_size": 12,
+    },
     "wav2vec2": _WAVES,
     "wav2vec2_stable": {**_WAVES, "feat_extract_norm": "layer", "do_stable_layer_norm": True},
 }
@@ -179,8 +192,10 @@ GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "pixtral": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "gemma4": [[(1, 2, 2)], [(1, 2, 6), (1, 6, 2)]],
     **{name: [[(1, 1, 1)], [(1, 1, 5), (1, 1, 2)]] for name in SOUNDS},
+    "qwen3_omni_sound": [[(1, 1, 1)], [(1, 1, 28), (1, 1, 3)]],
 }
 PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
+PATCH_VALUES |= {"qwen3_omni_sound": 8 * 8}
 PATCH_VALUES |= {"gemma4": 3 * 4 * 4, "pixtral": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl", "qwen3_5"), 3 * 2 * 4 * 4)

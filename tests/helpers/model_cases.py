@@ -347,7 +347,26 @@ ENCODERS |= {
 }
 REGISTERS = {"dinov3": 2, "dinov3_gated": 0}
 """Tokens between the class token and patches."""
-AUDIO = ("whisper", "wav2vec2", "wav2vec2_stable")
+ENCODERS |= {
+    "qwen3_omni_vision": {
+        **ENCODERS["qwen3_vl"],
+        "model_type": "qwen3_omni_moe_vision_encoder",
+    },
+    "qwen3_omni_sound": {  # chunks of 100 mel frames, 13 positions; windows of 2 chunks
+        "model_type": "qwen3_omni_moe_audio_encoder",
+        "num_mel_bins": 8,
+        "d_model": 32,
+        "encoder_layers": 3,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "max_source_positions": 16,
+        "n_window": 50,
+        "n_window_infer": 200,
+        "output_dim": 32,
+        "downsample_hidden_size": 12,
+    },
+}
+AUDIO = ("whisper", "wav2vec2", "wav2vec2_stable", "qwen3_omni_sound")
 BASIC_ENCODERS = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 """Enough of them where what is tested does not depend on the family."""
 CLASS_TOKEN = (
@@ -476,6 +495,23 @@ for _name in ("qwen3_5", "qwen3_5_moe"):
             "layer_types": ["full_attention", "linear_attention", "full_attention"],
         },
     }
+SOUND_TOKEN_ID = 59
+COMPOSITES |= {
+    "qwen3_omni": {
+        "model_type": "qwen3_omni_moe_thinker",
+        "vision_config": ENCODERS["qwen3_omni_vision"],
+        "audio_config": ENCODERS["qwen3_omni_sound"],
+        "text_config": {
+            **{k: v for k, v in _QWEN3_VL["text_config"].items() if k != "head_dim"},
+            **{key: LLMS["qwen3_moe"][key] for key in _EXPERTS},
+        },
+        "image_token_id": IMAGE_TOKEN_ID,
+        "video_token_id": 62,
+        "audio_token_id": SOUND_TOKEN_ID,
+        "audio_start_token_id": 58,
+        "position_id_per_seconds": 13,
+    },
+}
 COMPOSITES |= {
     "gemma4": {
         "model_type": "gemma4",
@@ -520,9 +556,11 @@ GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     "qwen3_vl_moe": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen3_5": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen3_5_moe": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "qwen3_omni_vision": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "pixtral": [(1, 2, 5), (1, 4, 4), (1, 3, 1)],
     "gemma4": [(1, 4, 6), (1, 10, 4), (1, 2, 2)],
     **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
+    "qwen3_omni_sound": [(1, 1, 30), (1, 1, 4), (1, 1, 13)],
 }
 PATCH_VALUES = {
     "whisper": 2 * 8,
@@ -533,6 +571,8 @@ PATCH_VALUES = {
     "qwen2_5_vl": 3 * 2 * 4 * 4,
     "qwen3_vl": 3 * 2 * 4 * 4,
     **dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), 3 * 2 * 4 * 4),
+    "qwen3_omni_vision": 3 * 2 * 4 * 4,
+    "qwen3_omni_sound": 8 * 8,
     "pixtral": 3 * 4 * 4,
     "gemma4": 3 * 4 * 4,
 }

@@ -310,6 +310,9 @@ class ImageSpec:
     """What the encoder reads."""
     max_patches: int = 0
     """Most patches of a sound; longer ones are cut."""
+    sound_chunk: tuple[int, int] | None = None
+    """Samples of sound that are read by themselves, and their patches, if the last of these is
+    shorter than the others; None: a patch is as long as any."""
     tiles: TileSpec | None = None
     """How pictures are cut; None: a picture is one image. Frames of clips always are."""
     splits_clips: bool = False
@@ -337,6 +340,12 @@ class TextSpec:
     """Placeholder id at positions of clips that are read whole; None: that of images."""
     tokens_per_second: float | None = None
     """M-RoPE: time positions per second of a clip; None: one per group of frames."""
+    clip_times: Literal["sides", "whole", "fractional"] = "sides"
+    """See `TextConventions`."""
+    sound_token_id: int | None = None
+    """Placeholder id at positions of sounds; None: sounds are written as images are."""
+    sound_prefix: Marks = ()
+    sound_suffix: Marks = ()
 
 
 class DeltaSizes(NamedTuple):

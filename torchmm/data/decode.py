@@ -243,7 +243,8 @@ class StepDecoder(Dataset[DecodedStep]):
             strict=True,
         ):
             medium = self._reader.medium(image)
-            blocks.append(self._block(start, image))
+            if medium.spec.modality == "image":  # a sound counts up as text does
+                blocks.append(self._block(start, image))
             read = row.read.setdefault(medium.spec.encoder, _Read())
             read.pixels.append(pixels)
             read.grids_thw.append(medium.grid_thw(image))
@@ -270,7 +271,7 @@ class StepDecoder(Dataset[DecodedStep]):
 
     def _positions(self, length: int, blocks: list[VisionBlock]) -> np.ndarray:
         if self._reader.text_spec.positions == "mrope":
-            return mrope_positions(length, blocks)
+            return mrope_positions(length, blocks, self._reader.text_spec.clip_times)
         return np.arange(length, dtype=np.int64)
 
 

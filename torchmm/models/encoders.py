@@ -276,6 +276,7 @@ class EncoderModule(LayeredModule):
             extra_tokens=int(kept),
             modality=self.family.modality,
             max_patches=self.family.max_patches(self.spec.config),
+            sound_chunk=self.family.sound_chunk(self.spec.config),
             tiles=self.spec.tiles,
             splits_clips=self.family.splits_clips,
             ends_lines=self.spec.connector == "line_mlp",

@@ -212,7 +212,10 @@ class LlmModule(LayeredModule):
         hidden_TD, blocks_KB = self._enter(microbatch, inputs)
         arguments = self._arguments(microbatch, hidden_TD)
         with self._adding(microbatch, blocks_KB):
-            return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
+            if self.family.logits_to_keep:
+                return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
+            hidden_TD = self.text_model(**arguments).last_hidden_state[0]
+        return self.head(hidden_TD[positions_L])
 
     def _enter(self, microbatch: Microbatch, inputs: Given) -> tuple[Tensor, Tensor | None]:
         """Hidden states (T, D), and (K, B) what is still to be added to them, if anything is."""

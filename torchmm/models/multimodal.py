@@ -211,9 +211,10 @@ class MultimodalModel(nn.Module):
             )
         vocabulary = tokenizer.get_vocab()
         problems += [
-            f"[model] the tokenizer lacks {token.text!r}, which is next to every image; use the "
+            f"[model] the tokenizer lacks {token.text!r}, which is next to every image or "
+            "sound; use the "
             "model's own tokenizer"
-            for token in dict.fromkeys((*self.text.prefix, *self.text.suffix))
+            for token in dict.fromkeys(_every_mark(self.text))
             if isinstance(token, Token) and token.needed and token.text not in vocabulary
         ]
         if problems:
@@ -230,6 +231,10 @@ class MultimodalModel(nn.Module):
             positions="mrope" if self.text.mrope else "1d",
             video_token_id=self.text.video_token_id,
             tokens_per_second=self.text.tokens_per_second,
+            clip_times=self.text.clip_times,
+            sound_token_id=self.text.sound_token_id,
+            sound_prefix=_marks(self.text.sound_prefix, vocabulary),
+            sound_suffix=_marks(self.text.sound_suffix, vocabulary),
         )
 
     def image_token_id(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -250,6 +255,10 @@ class MultimodalModel(nn.Module):
                 "that never occurs in text"
             )
         return index
+
+
+def _every_mark(text: TextConventions) -> tuple[int | str | Token, ...]:
+    return *text.prefix, *text.suffix, *text.sound_prefix, *text.sound_suffix
 
 
 def _marks(written: tuple[int | str | Token, ...], vocabulary: Mapping[str, int]) -> Marks:

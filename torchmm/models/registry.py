@@ -74,11 +74,19 @@ def build_model(
 
 def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     hf_config = load_config("model", config.source, config.config)
+    # Of an Omni model what speaks (its talker) is left out: the thinker is trained and exported.
+    hf_config = getattr(hf_config, "thinker_config", hf_config)
     composite = COMPOSITES.get(hf_config.model_type)
     if composite is None:
         raise ConfigError(_unsupported("model", hf_config, COMPOSITES))
     parts = composite.take(hf_config)
     problems: list[str] = []
+    if set(config.encoder_names) != set(parts.encoders):
+        problems.append(
+            f"[model] {hf_config.model_type} has the encoders {', '.join(parts.encoders)}, which "
+            "its config does not say beforehand; name a local directory as `source`, or give "
+            "vision_config and audio_config in `config`"
+        )
     problems += size_problems("model", parts.llm_config.get_text_config())
     for part in parts.encoders.values():
         problems += size_problems("model", part.config)

@@ -5,11 +5,13 @@ Part of the schema in `torchmm.recipe.recipe`, which imports everything.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from torchmm.common.module_names import GENERATOR, LLM, VISION
+from torchmm.common.module_names import AUDIO, GENERATOR, LLM, VISION
 from torchmm.recipe.section import Section
 
 
@@ -82,7 +84,8 @@ class ModelConfig(Section):
 
     source: str | None = None
     """Hugging Face id or local directory of a composite model (LLaVA, Qwen2.5-VL); excludes
-    `llm` and `encoders`. Its vision tower is the encoder named "vision"."""
+    `llm` and `encoders`. Its vision tower is the encoder named "vision", its audio tower
+    "audio"."""
     config: dict[str, Any] | None = None
     """Inline Hugging Face config of a composite model with `model_type`; weights are random."""
     processor: dict[str, Any] | None = None
@@ -109,8 +112,14 @@ class ModelConfig(Section):
 
     @property
     def encoder_names(self) -> list[str]:
-        """All encoders, in the recipe's order."""
-        return [VISION] if self.is_composite else list(self.encoders)
+        """All encoders, in the recipe's order; those of a composite by its config, inline or beside
+        local weights."""
+        if not self.is_composite:
+            return list(self.encoders)
+        config = {**_config_file(self.source), **(self.config or {})}
+        config = config.get("thinker_config") or config
+        keys = {VISION: "vision_config", AUDIO: "audio_config"}
+        return [name for name, key in keys.items() if config.get(key) is not None] or [VISION]
 
     @property
     def modality_modules(self) -> list[str]:
@@ -121,6 +130,15 @@ class ModelConfig(Section):
     def tokenizer_source(self) -> str | None:
         """Where the tokenizer comes from: its own key, else the composite or the LLM."""
         return self.tokenizer or self.source or (self.llm.source if self.llm else None)
+
+
+def _config_file(source: str | None) -> dict[str, Any]:
+    """The Hugging Face config in a directory; {}: there is none that can be read."""
+    try:
+        config = json.loads((Path(source or "") / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}  # on a hub, or damaged: who opens the model says so
+    return config if isinstance(config, dict) else {}
 
 
 class FreezeConfig(Section):

@@ -27,6 +27,10 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeAudioEncoder,
+    Qwen3OmniMoeVisionEncoder,
+)
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -43,6 +47,8 @@ UNNAMED = {  # which AutoModel does not know
     "qwen3_vl_moe_vision": Qwen3VLMoeVisionModel,
     "qwen3_5_vision": Qwen3_5VisionModel,
     "qwen3_5_moe_vision": Qwen3_5MoeVisionModel,
+    "qwen3_omni_moe_vision_encoder": Qwen3OmniMoeVisionEncoder,
+    "qwen3_omni_moe_audio_encoder": Qwen3OmniMoeAudioEncoder,
 }
 
 
@@ -67,6 +73,8 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
     if family.startswith("wav2vec2"):
         waves = waveforms(inputs)
         return torch.cat([tower(wave_S[None]).last_hidden_state[0] for wave_S in waves])
+    if family == "qwen3_omni_sound":
+        return chunked_features(tower, inputs)
     if family.startswith("qwen"):
         return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
     if family == "pixtral":
@@ -96,6 +104,22 @@ def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
         found.append(tower(mels_MF[None]).last_hidden_state[0])
     tower.embed_positions = nn.Embedding.from_pretrained(table)
     return torch.cat(found)
+
+
+def chunked_features(tower: Any, inputs: EncoderInputs) -> Tensor:
+    """All sounds in one call, of the frames that chunks have; before the projection."""
+    chunk, frames = 13, 100  # positions of 8 frames; the last of a chunk has 4
+    sounds = []
+    for sound_PD in inputs.pixels.split([prod(grid) for grid in inputs.grids_thw]):
+        whole = len(sound_PD) // chunk * chunk
+        read = sound_PD[:whole].reshape(-1, 8 * chunk, tower.num_mel_bins)[:, :frames]
+        rest = sound_PD[whole:].reshape(-1, tower.num_mel_bins)
+        sounds.append(torch.cat([read.flatten(0, 1), rest]))
+    found: list[Tensor] = []
+    handle = tower.ln_post.register_forward_hook(lambda *given: found.append(given[-1]))
+    tower(torch.cat(sounds).T, torch.tensor([len(sound) for sound in sounds]))
+    handle.remove()
+    return found[0]
 
 
 def gemma4_features(tower: Any, inputs: EncoderInputs) -> Tensor:

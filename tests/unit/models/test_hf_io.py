@@ -291,7 +291,10 @@ def test_other_pairs_are_saved_in_parts_that_load_again(
     assert replace(ours, processor={}) == replace(theirs, processor={})
 
 
-OTHERWISE_READ = ("dinov2_gated", "qwen2_vl", "qwen2_5_vl", "metaclip_2")
+OTHERWISE_READ = (
+    *("dinov2_gated", "qwen2_vl", "qwen2_5_vl", "metaclip_2"),
+    *("qwen3_omni_vision", "qwen3_omni_sound"),
+)
 """The first one is not; Qwen's towers have no files but those of their composites; MetaCLIP 2's are
 those of the dual model."""
 

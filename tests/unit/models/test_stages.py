@@ -15,6 +15,7 @@ from model_cases import (
     relative_error,
 )
 from proofs import proves
+from test_omni import two_samples as images_and_sounds
 from torch import Tensor
 
 from torchmm.common.batch import EncoderInputs, Microbatch
@@ -54,7 +55,7 @@ CUTS: dict[str, dict[str, Cut]] = {
 
 
 def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalModel:
-    """One rank's part, allocated and filled from seed 0."""
+    """One rank's part, allocated and filled from seed 0; the first has all further encoders."""
     model = build_model(config, FreezeConfig())
     vision = next(iter(model.encoders))
     parts = defaultdict(list)
@@ -63,6 +64,10 @@ def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalMod
         for stage, (_, _, own) in zip(ranges, of_module, strict=True):
             if own == rank:
                 parts[vision if module == "vision" else module].append(stage)
+    if rank == 0:
+        for name in list(model.encoders)[1:]:
+            layers = len(model.encoders[name].layers)
+            parts[name] = list(stage_ranges([(0, layers)]))
     model.cut(parts)
     materialize(model, "cpu")
     init_weights(model, 0)
@@ -70,7 +75,9 @@ def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalMod
 
 
 def example(name: str, model: MultimodalModel) -> Microbatch:
-    """Two packed samples; all images stand in the first."""
+    """Two packed samples; all images stand in the first, unless there are sounds too."""
+    if "audio" in model.encoders:
+        return images_and_sounds()[0]
     families = (*BASIC_ENCODERS, "qwen2_vl", "gemma4")
     families += ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     family = next((family for family in families if name.endswith(family)), "clip")
@@ -98,6 +105,8 @@ def run(ranks: list[MultimodalModel], stages: dict[str, Cut], batch: Microbatch)
     for _, _, rank in stages["vision"]:
         hidden = next(views["vision", rank])(batch.encoders[vision], hidden)
     inputs: Given = {vision: hidden}
+    for name in list(ranks[0].encoders)[1:]:
+        inputs[name] = ranks[0].stages[name][0](batch.encoders[name])
     for _, _, rank in stages["llm"]:
         inputs = next(views["llm", rank])(batch, inputs)
     assert isinstance(inputs, Tensor)

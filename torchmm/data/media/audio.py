@@ -54,6 +54,7 @@ class AudioPreprocessor:
         self._rate: int = self._extractor.sampling_rate
         self._hears_waves = self._extractor.model_input_names[0] == "input_values"
         hop = 1 if self._hears_waves else self._extractor.hop_length
+        self._hop = hop
         self._frames = spec.patch_size_px // hop
         if self._frames * hop != spec.patch_size_px:
             raise ConfigError(
@@ -84,11 +85,25 @@ class AudioPreprocessor:
             )
         samples = ceil(info.frames * self._rate / info.samplerate)
         group = self.spec.merge**2
-        patches = ceil(samples / (self.spec.patch_size_px * group)) * group
+        patches = ceil(self._patches(samples) / group) * group
         if self.spec.max_patches:
             patches = min(patches, self.spec.max_patches // group * group)
-        duration_ms = round(1000 * min(samples, patches * self.spec.patch_size_px) / self._rate)
+        duration_ms = round(1000 * min(samples, self._samples(patches)) / self._rate)
         return ImageMeta(0, 0, patches, patches // group, duration_ms=duration_ms)
+
+    def _patches(self, samples: int) -> int:
+        """That hold so many samples."""
+        size = self.spec.patch_size_px
+        chunk_size, chunk_patches = self.spec.sound_chunk or (size, 1)
+        chunks, rest = divmod(samples, chunk_size)
+        return chunks * chunk_patches + min(ceil(rest / size), chunk_patches)
+
+    def _samples(self, patches: int) -> int:
+        """That so many patches hold."""
+        size = self.spec.patch_size_px
+        chunk_size, chunk_patches = self.spec.sound_chunk or (size, 1)
+        chunks, rest = divmod(patches, chunk_patches)
+        return chunks * chunk_size + rest * size
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Patches as (frames, rows, columns)."""
@@ -104,7 +119,7 @@ class AudioPreprocessor:
         Raises:
             CorruptSampleError: it cannot be decoded.
         """
-        wanted = meta.patches * self.spec.patch_size_px
+        wanted = self._samples(meta.patches)
         wave_S = self._decode(data, wanted)
         if self._hears_waves and len(wave_S):  # normalized without the zeros after it
             made: Any = self._extractor(wave_S, sampling_rate=self._rate, return_tensors="np")
@@ -117,7 +132,21 @@ class AudioPreprocessor:
             padded_S, sampling_rate=self._rate, padding="longest", return_tensors="np"
         )
         frames_FM = np.asarray(found["input_features"][0], np.float32).T
+        if self.spec.sound_chunk is not None:
+            frames_FM = self._fill_chunks(frames_FM, meta.patches)
         return np.ascontiguousarray(frames_FM).reshape(meta.patches, -1)
+
+    def _fill_chunks(self, frames_FM: np.ndarray, patches: int) -> np.ndarray:
+        """The same with zeros where the last patch of a chunk is shorter than the others."""
+        assert self.spec.sound_chunk is not None
+        chunk_size, chunk_patches = self.spec.sound_chunk
+        given = chunk_size // self._hop
+        filled = chunk_patches * self._frames
+        whole_FM = np.zeros((patches * self._frames, frames_FM.shape[1]), np.float32)
+        for chunk, start in enumerate(range(0, len(frames_FM), given)):
+            piece_FM = frames_FM[start : start + given]
+            whole_FM[chunk * filled :][: len(piece_FM)] = piece_FM
+        return whole_FM
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Zeros instead of a sound that turned out to be undecodable, same shape."""

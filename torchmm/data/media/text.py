@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -26,6 +26,7 @@ from torchmm.common.batch import IGNORE_TARGET, Marks, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import (
+    AudioSegment,
     FileSegment,
     GeneratedSegment,
     ImageSegment,
@@ -189,6 +190,9 @@ class TextEncoder:
         placeholder = spec.image_token_id
         if isinstance(segment, VideoSegment) and spec.video_token_id is not None:
             placeholder = spec.video_token_id
+        if isinstance(segment, AudioSegment) and spec.sound_token_id is not None:
+            placeholder = spec.sound_token_id
+            marks = [spec.sound_prefix, spec.sound_suffix]
         assert placeholder is not None
         before = after = ""
         if marks[0] and isinstance(marks[0][0], str):
@@ -255,28 +259,39 @@ class VisionBlock(NamedTuple):
     """Time positions from a frame to the next."""
 
 
-def mrope_positions(length: int, blocks: Sequence[VisionBlock]) -> np.ndarray:
-    """Multimodal rotary positions of one sample (Qwen2-VL section 2.1): int64 (3, L).
+def mrope_positions(
+    length: int,
+    blocks: Sequence[VisionBlock],
+    clip_times: Literal["sides", "whole", "fractional"] = "sides",
+) -> np.ndarray:
+    """Multimodal rotary positions of one sample (Qwen2-VL section 2.1): int64 (3, L), float32 if
+    times are fractional.
 
     Text counts up in all three rows (time, height, width). Rows and columns of a frame count up
     from where the text before it ended, and so does the time of a clip's frames; an image has one
     time. Text after it continues after the larger side, as in Hugging Face's code, even if a clip
-    lasts longer than that (Qwen's original code then continued after its last time).
+    lasts longer than that; in Omni models it then continues after its last time.
 
     Args:
         length: tokens of the sample.
         blocks: images and clips, in order.
+        clip_times: see `TextSpec.clip_times`.
     """
-    positions_3L = np.empty((3, length), np.int64)
-    token, position = 0, 0
+    fractional = clip_times == "fractional"
+    positions_3L = np.empty((3, length), np.float32 if fractional else np.int64)
+    token = 0
+    position: float = 0
     for start, frames, rows, columns, time_step in blocks:
         positions_3L[:, token:start] = np.arange(position, position + start - token)
         position += start - token
         token = start + frames * rows * columns
         # float32, as Hugging Face multiplies: products just below a whole number count as it does.
-        times = (np.arange(frames, dtype=np.float32) * np.float32(time_step)).astype(np.int64)
+        times = np.arange(frames, dtype=np.float32) * np.float32(time_step)
+        if not fractional:
+            times = times.astype(np.int64)
         grid = np.meshgrid(times, np.arange(rows), np.arange(columns), indexing="ij")
         positions_3L[:, start:token] = position + np.stack(grid).reshape(3, -1)
-        position += max(rows, columns)
+        sides = max(rows, columns)
+        position += sides if clip_times == "sides" else max(sides, times[-1] + 1)
     positions_3L[:, token:] = np.arange(position, position + length - token)
     return positions_3L

@@ -1,8 +1,9 @@
-"""How images appear in the text of a model's samples."""
+"""How images, clips and sounds appear in the text of a model's samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -29,3 +30,10 @@ class TextConventions:
     """Placeholder of clips, if it differs from that of images."""
     tokens_per_second: float | None = None
     """Time positions per second of a clip; None: one per group of frames."""
+    clip_times: Literal["sides", "whole", "fractional"] = "sides"
+    """Where M-RoPE continues behind a clip, and what times are. sides: after the larger of rows and
+    columns; whole, fractional: after its last time too, which is cut to a whole number or not."""
+    sound_token_id: int | None = None
+    """Placeholder of sounds; None: sounds are written as images are."""
+    sound_prefix: tuple[int | str | Token, ...] = ()
+    sound_suffix: tuple[int | str | Token, ...] = ()

@@ -294,13 +294,12 @@ def _save_processor(
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)
         return
-    (encoder,) = encoders
-    image_processor = _image_processor(encoder)
     if not _is_llava(model) or isinstance(model.text.image_token, int):
-        image_processor.save_pretrained(directory)
+        _save_settings(encoders, directory)
         return
+    (encoder,) = encoders
     processor = LlavaProcessor(
-        image_processor=image_processor,
+        image_processor=_image_processor(encoder),
         tokenizer=tokenizer,
         patch_size=side(encoder.spec.config.patch_size),
         vision_feature_select_strategy="default" if encoder.family.has_class_token else "full",
@@ -308,6 +307,18 @@ def _save_processor(
         num_additional_image_tokens=int(encoder.family.has_class_token),
     )
     processor.save_pretrained(directory)
+
+
+def _save_settings(encoders: list[EncoderModule], directory: Path) -> None:
+    """Of image processor and feature extractor, in one file if a model has both, as published Omni
+    models do."""
+    file = directory / _PROCESSOR_FILES[0]
+    settings: dict[str, Any] = {}
+    for encoder in encoders:
+        _image_processor(encoder).save_pretrained(directory)
+        settings |= json.loads(file.read_text())
+    if len(encoders) > 1:
+        file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _image_processor(encoder: EncoderModule) -> Any:

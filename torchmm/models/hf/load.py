@@ -140,8 +140,9 @@ CONNECTOR_FILE = "connector.safetensors"
 LISTED = 8
 """Names of one kind that an error message lists."""
 
-_LEFT_OUT = re.compile(r"^mtp\.")
-"""Layers that predict several tokens at once, which Hugging Face's classes leave out too."""
+_LEFT_OUT = re.compile(r"^(mtp|talker|token2wav|code2wav)\.")
+"""Layers that predict several tokens at once, which Hugging Face's classes leave out too, and those
+that speak for an Omni model's thinker."""
 _COMPUTED = re.compile(r"(position_ids|rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq)$")
 """Buffers that old files contain and that are computed today."""
 

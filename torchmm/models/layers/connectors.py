@@ -103,6 +103,19 @@ class ScaledLinearConnector(LinearConnector):
         return super().forward(normed.to(hidden_states.dtype))
 
 
+class SoundProjection(nn.Module):
+    """The two linear layers behind Qwen3-Omni's tower for sounds: (K, D_in) -> (K, D_llm)."""
+
+    def __init__(self, proj1: nn.Module, act: nn.Module, proj2: nn.Module) -> None:
+        super().__init__()
+        self.proj1 = proj1
+        self.act = act
+        self.proj2 = proj2
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.proj2(self.act(self.proj1(hidden_states)))
+
+
 class PoolConnector(nn.Module):
     """Gemma 3's: mean of the folded neighbours, norm, projection."""
 

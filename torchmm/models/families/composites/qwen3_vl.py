@@ -54,7 +54,7 @@ _TEXTS = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-_STYLES = {  # Qwen3-VL's dense config has no plan, and that of experts leaves the norms out
+QWEN3_STYLES = {  # Qwen3-VL's dense config has no plan, and that of experts leaves the norms out
     **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
     "self_attn.o_proj": "rowwise",
     "self_attn.q_norm": "replicated_with_grad_allreduce",
@@ -74,7 +74,7 @@ def take_qwen3_vl(config: Any) -> CompositeParts:
     refuse(config, _problems(config))
     vision = config.vision_config
     family = LLM_FAMILIES[_TEXTS[config.model_type]]
-    styles = _STYLES if config.model_type.startswith("qwen3_vl") else {}
+    styles = QWEN3_STYLES if config.model_type.startswith("qwen3_vl") else {}
     family = replace(
         family,
         build=_build_text,
@@ -102,9 +102,14 @@ def _taps(vision: Any) -> list[int]:
 
 
 def _problems(config: Any) -> list[str]:
+    return width_problems(config, "out_hidden_size") + tap_problems(config)
+
+
+def tap_problems(config: Any) -> list[str]:
+    """What is wrong with the layers of the tower whose outputs the LLM gets."""
     vision = config.vision_config
     text = config.text_config
-    found = width_problems(config, "out_hidden_size")
+    found = []
     taps = _taps(vision)
     rises = all(a < b for a, b in pairwise([-1, *taps, vision.depth]))
     if not rises:

@@ -21,6 +21,7 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
     PaliGemmaForConditionalGeneration,
     PreTrainedModel,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
     SmolVLMForConditionalGeneration,
 )
 
@@ -29,6 +30,7 @@ from torchmm.models.families.composites.gemma4 import take_gemma4
 from torchmm.models.families.composites.idefics3 import take_idefics3
 from torchmm.models.families.composites.internvl import take_internvl
 from torchmm.models.families.composites.llava import take_llava, take_llava_next
+from torchmm.models.families.composites.omni import take_qwen3_omni
 from torchmm.models.families.composites.parts import CompositeParts
 from torchmm.models.families.composites.qwen3_vl import QWEN3_VL, take_qwen3_vl
 from torchmm.models.families.composites.qwen_vl import QWEN_VL, take_qwen_vl
@@ -55,5 +57,8 @@ COMPOSITES: dict[str, Composite] = {
     "gemma4": Composite(Gemma4ForConditionalGeneration, take_gemma4),
     **{name: Composite(kind, take_qwen_vl) for name, kind in QWEN_VL.items()},
     **{name: Composite(kind, take_qwen3_vl) for name, kind in QWEN3_VL.items()},
+    "qwen3_omni_moe_thinker": Composite(
+        Qwen3OmniMoeThinkerForConditionalGeneration, take_qwen3_omni
+    ),
 }
 """Supported composites by Hugging Face model_type."""

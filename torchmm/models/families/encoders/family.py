@@ -182,6 +182,10 @@ class EncoderFamily:
         """Most patches of a sound; 0: any number. 0 for images."""
         return 0
 
+    def sound_chunk(self, config: Any) -> tuple[int, int] | None:
+        """See `ImageSpec.sound_chunk`."""
+        return None
+
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         """Shape of the pixels and (frames, rows, columns) of the smallest valid image."""
         size = side(config.image_size)

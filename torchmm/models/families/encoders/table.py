@@ -20,6 +20,7 @@ from torchmm.models.families.encoders.later_vits import (
     Dinov3Family,
     MetaClip2Family,
 )
+from torchmm.models.families.encoders.omni import Qwen3OmniSoundFamily, Qwen3OmniVisionFamily
 from torchmm.models.families.encoders.pixtral import PixtralFamily
 from torchmm.models.families.encoders.qwen import Qwen2_5VisionFamily, Qwen2VisionFamily
 from torchmm.models.families.encoders.qwen3 import (
@@ -100,6 +101,8 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "gemma4_vision": Gemma4VisionFamily(),
     "whisper": WhisperFamily(),
     "wav2vec2": Wav2Vec2Family(),
+    "qwen3_omni_moe_vision_encoder": Qwen3OmniVisionFamily(),
+    "qwen3_omni_moe_audio_encoder": Qwen3OmniSoundFamily(),
 }
 """Supported families by Hugging Face model_type. One is supported when its parity test passes."""
 

@@ -42,6 +42,8 @@ class LlmFamily:
     """Names of those in it; "": there is none."""
     head: str = "lm_head"
     """Name of the head in the whole."""
+    logits_to_keep: bool = True
+    """Whether the whole's forward can compute the logits of some positions only."""
     listed: bool = True
     """Whether it is in the table; otherwise `models/unlisted.py` proved what is claimed of it,
     which tensor parallelism is not part of."""
