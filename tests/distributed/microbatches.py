@@ -63,10 +63,25 @@ TOWER = {
     "num_position_embeddings": 16,
 }
 TAPS = {"deepstack_visual_indexes": [0, 1, 2]}
+SOUNDS = {
+    "num_mel_bins": 8,
+    "d_model": 32,
+    "encoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "max_source_positions": 16,
+    "output_dim": 32,
+    "downsample_hidden_size": 8,
+}
 COMPOSITES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_vl": {"vision_config": TAPS, "text_config": {}},
     "qwen3_vl_moe": {"vision_config": TAPS, "text_config": EXPERTS},
     "qwen3_5": {"vision_config": {}, "text_config": DELTA_NETS},
+    "qwen3_omni_moe_thinker": {
+        "vision_config": TAPS,
+        "audio_config": SOUNDS,
+        "text_config": EXPERTS,
+    },
 }
 """What sets their parts apart."""
 TOLERANCES = {"qwen3_5": 5e-5}
@@ -79,31 +94,54 @@ def composite_model(
     """The same LLM as that of a composite, for microbatches `with_patches`."""
     assert MODEL.llm is not None and MODEL.llm.config is not None
     text = {k: v for k, v in MODEL.llm.config.items() if k != "model_type"}
-    text |= COMPOSITES[model_type]["text_config"]
-    tower = {**TOWER, **COMPOSITES[model_type]["vision_config"]}
-    config = {
+    parts = COMPOSITES[model_type]
+    text |= parts["text_config"]
+    tower = {**TOWER, **parts["vision_config"]}
+    config: dict[str, Any] = {
         "model_type": model_type,
         "text_config": {**text, "num_hidden_layers": llm_layers},
         "vision_config": {**tower, "depth": tower_layers},
         "image_token_id": 3,
         "tie_word_embeddings": tied,
     }
+    if "audio_config" in parts:
+        del config["text_config"]["head_dim"]
+        config["audio_config"] = {**parts["audio_config"], "encoder_layers": tower_layers}
     return ModelConfig.model_validate({"config": config})
 
 
-def with_patches(microbatch: Microbatch) -> Microbatch:
-    """The same with images of 4 x 4 patches, which become as many tokens when they are merged."""
-    samples = tuple(
-        replace(s, images=tuple(replace(i, patches=4 * IMAGE_TOKENS) for i in s.images))
-        for s in microbatch.meta.samples
-    )
+def towers_of(composite: str) -> tuple[str, ...]:
+    """Names of its encoders."""
+    return ("vision", "audio") if "audio_config" in COMPOSITES.get(composite, {}) else ("vision",)
+
+
+def with_patches(microbatch: Microbatch, composite: str) -> Microbatch:
+    """The same with images of 4 x 4 patches, which become as many tokens when they are merged, and
+    sounds in place of every other one if the composite hears."""
+    towers = towers_of(composite)
+    patches = {"vision": 4 * IMAGE_TOKENS, "audio": IMAGE_TOKENS}
+    samples, seen = [], 0
+    places: dict[str, list[torch.Tensor]] = {name: [] for name in towers}
+    for sample in microbatch.meta.samples:
+        if sample.images:
+            name = towers[seen % len(towers)]
+            image = replace(sample.images[0], patches=patches[name])
+            sample = replace(sample, images=(image,), encoder=name)  # noqa: PLW2901
+            own = microbatch.encoders["vision"].positions_K
+            places[name].append(own[seen * IMAGE_TOKENS : (seen + 1) * IMAGE_TOKENS])
+            seen += 1
+        samples.append(sample)
     encoders = {}
-    for name, inputs in microbatch.encoders.items():
-        count = len(inputs.grids_thw)
-        generator = torch.Generator().manual_seed(microbatch.cu_seqlens[1])
-        pixels = torch.randn(count * 16, 3 * 2 * 4 * 4, generator=generator)
-        encoders[name] = EncoderInputs(pixels, [(1, 4, 4)] * count, inputs.positions_K)
-    return replace(microbatch, encoders=encoders, meta=replace(microbatch.meta, samples=samples))
+    generator = torch.Generator().manual_seed(microbatch.cu_seqlens[1])
+    for name, positions in places.items():
+        if positions:
+            grid = (1, 4, 4) if name == "vision" else (1, 1, IMAGE_TOKENS)
+            values = 3 * 2 * 4 * 4 if name == "vision" else 8 * 8
+            pixels = torch.randn(len(positions) * patches[name], values, generator=generator)
+            grids = [grid] * len(positions)
+            encoders[name] = EncoderInputs(pixels, grids, torch.cat(positions))
+    meta = replace(microbatch.meta, samples=tuple(samples))
+    return replace(microbatch, encoders=encoders, meta=meta)
 
 
 def random_microbatch(seed: int, images: int, tokens: int = 64) -> Microbatch:

@@ -19,6 +19,7 @@ from microbatches import (
     TOLERANCES,
     composite_model,
     random_microbatch,
+    towers_of,
     with_patches,
 )
 from shared_reference import on_first_rank
@@ -92,7 +93,7 @@ class Case:
             llm_schedule=self.llm_schedule,
             sequence_parallel=self.sequence_parallel,
             tensor_bubbles=self.tensor_bubbles,
-            vision=own,
+            **dict.fromkeys(towers_of(self.composite), own),
             **({"second": own} if self.encoders == 2 else {}),
         )
 
@@ -177,7 +178,7 @@ def global_batch(encoders: int, composite: str = "") -> list[Microbatch]:
     """Every other sequence's images are the second encoder's."""
     batch = [random_microbatch(seed, n) for seed, n in enumerate(IMAGES)]
     if composite:
-        return [with_patches(microbatch) for microbatch in batch]
+        return [with_patches(microbatch, composite) for microbatch in batch]
     for index, microbatch in enumerate(batch):
         if encoders == 2 and index % 2 and microbatch.encoders:
             microbatch.encoders["second"] = microbatch.encoders.pop("vision")

@@ -16,6 +16,7 @@ from microbatches import (
     TOLERANCES,
     composite_model,
     random_microbatch,
+    towers_of,
     with_patches,
 )
 from shared_reference import on_first_rank
@@ -79,13 +80,17 @@ class Case:
     parallel: dict = field(default_factory=dict, hash=False)
     composite: str = ""
     """Its model_type; "": an LLM behind CLIP."""
+    audio: MeshSizes | None = None
 
     @property
     def units(self) -> dict[str, MeshSizes]:
-        named = {"vision": self.vision, "llm": self.llm, "generator": self.generator}
+        named = {"vision": self.vision, "audio": self.audio}
+        named |= {"llm": self.llm, "generator": self.generator}
         return {name: layout for name, layout in named.items() if layout is not None}
 
 
+SEEING = [name for name in COMPOSITES if len(towers_of(name)) == 1]
+HEARING = [name for name in COMPOSITES if len(towers_of(name)) == 2]
 ONE, TP2, DP2, PP2 = unit(), unit(tensor=2), unit(shard=2), unit(pipeline=2)
 CASES = {
     2: [
@@ -94,9 +99,10 @@ CASES = {
         Case(ONE, ONE, schedule="zero_bubble", parallel={"vision": {"sub_microbatch_images": 2}}),
     ],
     3: [
-        *(Case(ONE, PP2, composite=name) for name in COMPOSITES),
-        *(Case(PP2, ONE, composite=name, schedule="zero_bubble") for name in COMPOSITES),
-        *(Case(DP2, ONE, composite=name) for name in COMPOSITES),
+        *(Case(ONE, PP2, composite=name) for name in SEEING),
+        *(Case(PP2, ONE, composite=name, schedule="zero_bubble") for name in SEEING),
+        *(Case(DP2, ONE, composite=name) for name in SEEING),
+        *(Case(ONE, ONE, audio=ONE, composite=name) for name in HEARING),
         *(Case(encoder, ONE) for encoder in (DP2, TP2, PP2, unit(replicate=2))),
         *(Case(ONE, llm) for llm in (DP2, TP2, PP2)),
         Case(ONE, TP2, freeze="tower", parallel={"sequence_parallel": True}),
@@ -108,6 +114,8 @@ CASES = {
     4: [
         Case(DP2, DP2),  # two replica groups, as the next
         Case(DP2, unit(replicate=2), schedule="separated", freeze="tower"),
+        *(Case(ONE, PP2, audio=ONE, composite=name) for name in HEARING),
+        *(Case(ONE, ONE, audio=DP2, composite=name, schedule="zero_bubble") for name in HEARING),
         Case(ONE, PP2, ONE, schedule="interleaved_1f1b", parallel={"virtual_stages": 2}),
     ],
     5: [
@@ -153,7 +161,7 @@ def a_model(draws: bool, freeze: str, composite: str = "") -> MultimodalModel:
 def a_batch(draws: bool, composite: str = "") -> list[Microbatch]:
     lengths = (64, 72, 80)
     if composite:
-        return [with_patches(microbatch) for microbatch in a_batch(draws)]
+        return [with_patches(microbatch, composite) for microbatch in a_batch(draws)]
     if not draws:
         return [random_microbatch(seed, n, lengths[seed % 3]) for seed, n in enumerate(IMAGES)]
     pairs = zip(IMAGES, DRAWN, strict=True)

@@ -9,7 +9,7 @@ import random
 
 import pytest
 from launch import run_distributed
-from microbatches import COMPOSITES, TOLERANCES, with_patches
+from microbatches import COMPOSITES, TOLERANCES, towers_of, with_patches
 from pipeline_cases import gradient_errors, shared_losses
 from searched_cases import CPU, batch_of, build_searched
 from tuned_limits import half_way
@@ -42,11 +42,11 @@ def compare(layout: dict[str, int], composite: str = "") -> tuple[list[str], int
         speed = random.Random(seed)
         batch = batch_of(seed)
         if composite:
-            batch = [with_patches(microbatch) for microbatch in batch]
+            batch = [with_patches(microbatch, composite) for microbatch in batch]
         targets = sum(m.target_count for m in batch)
         factors = {
             (name, kind): speed.choice((0.3, 1.0, 3.0))
-            for name in ("llm", "vision")
+            for name in ("llm", *towers_of(composite))
             for kind in (ActionType.F, ActionType.B)
         }
         of.model.zero_grad(set_to_none=True)
