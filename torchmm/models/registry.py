@@ -83,9 +83,8 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     problems: list[str] = []
     if set(config.encoder_names) != set(parts.encoders):
         problems.append(
-            f"[model] {hf_config.model_type} has the encoders {', '.join(parts.encoders)}, which "
-            "its config does not say beforehand; name a local directory as `source`, or give "
-            "vision_config and audio_config in `config`"
+            f"[model] {hf_config.model_type} has other encoders than "
+            f"{', '.join(config.encoder_names)}; write towers = {list(parts.encoders)}"
         )
     problems += size_problems("model", parts.llm_config.get_text_config())
     for part in parts.encoders.values():

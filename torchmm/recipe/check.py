@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.module_names import LLM, VISION
+from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import check_generator, check_model, is_path
 from torchmm.recipe.check_parallel import check_pipeline
 from torchmm.recipe.data_section import SourceConfig, StageConfig, unique_names
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
+from torchmm.recipe.model_section import composite_parts
 from torchmm.recipe.placement_sizes import (
     check_colocated,
     check_units,
@@ -279,6 +280,9 @@ def _check_async_tensor(recipe: Recipe) -> Problems:
         )
 
 
+_HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads")
+
+
 def _check_heads(recipe: Recipe) -> Problems:
     """Tensor parallelism splits attention by heads: inline configs say how many there are."""
     model = recipe.model
@@ -287,15 +291,14 @@ def _check_heads(recipe: Recipe) -> Problems:
     configs["model.llm.config"] = (model.llm and model.llm.config, "llm")
     for name, encoder in model.encoders.items():
         configs[f"model.encoders.{name}.config"] = (encoder.config, name)
-    for key, module in (("text_config", LLM), ("vision_config", VISION)):
-        nested = (model.config or {}).get(key)
-        configs[f"model.config.{key}"] = (nested if isinstance(nested, dict) else None, module)
+    for module, (key, part) in composite_parts(model.config or {}).items():
+        configs[key] = (part, module)
     for key, (config, module) in configs.items():
         own = parallel.sizes_given(module) if parallel.placement == "colocated" else {}
         apart = parallel.placement == "disaggregated" and module != "llm"
         tensor = {**unit_sizes(parallel, module if apart else "llm"), **own}["tensor"]
         size = f"parallel.{module}.tensor" if apart or "tensor" in own else "parallel.tensor"
-        for name in ("num_attention_heads", "num_key_value_heads", "num_heads"):
+        for name in _HEADS:
             heads = (config or {}).get(name)
             if not isinstance(heads, int) or not heads % tensor:
                 continue

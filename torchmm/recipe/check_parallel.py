@@ -11,6 +11,7 @@ from typing import Any
 
 from torchmm.common.module_names import GENERATOR, LLM, VISION
 from torchmm.recipe.explain import Problem, Problems, suggest
+from torchmm.recipe.model_section import composite_parts
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import (
     check_encoder_layers,
@@ -165,13 +166,17 @@ def _layer_counts(recipe: Recipe) -> dict[str, int | None]:
     model = recipe.model
     if model.is_composite:
         config = model.config or {}
-        text, vision = (config.get(key) for key in ("text_config", "vision_config"))
+        parts = composite_parts(config)
+        found = {
+            name: _layers(parts[name][1]) if name in parts else None
+            for name in (*model.encoder_names, LLM)
+        }
         layer = config.get("vision_feature_layer")
-        vision_layers = _layers(vision)
+        layers = found.get(VISION)
         if config.get("model_type") == "llava":
-            reaches = isinstance(layer, int) and layer < 0 and vision_layers is not None
-            vision_layers = vision_layers + 1 + layer if reaches else None  # type: ignore[operator]
-        return {VISION: vision_layers, LLM: _layers(text), **_generator_layers(recipe)}
+            reaches = isinstance(layer, int) and layer < 0 and layers is not None
+            found[VISION] = layers + 1 + layer if reaches else None  # type: ignore[operator]
+        return found | _generator_layers(recipe)
     counts: dict[str, int | None] = {}
     for name, encoder in model.encoders.items():
         layers = _layers(encoder.config)
@@ -189,8 +194,10 @@ def _generator_layers(recipe: Recipe) -> dict[str, int | None]:
 
 
 def _layers(config: Any) -> int | None:
-    """Layers of an inline Hugging Face config, whose key is `depth` in Qwen's vision towers."""
+    """Layers of an inline Hugging Face config, whose key is `depth` in Qwen's vision towers and
+    `encoder_layers` in towers for sounds."""
     if not isinstance(config, dict):
         return None
-    found = config.get("num_hidden_layers", config.get("depth"))
+    keys = ("num_hidden_layers", "depth", "encoder_layers")
+    found = next((config[key] for key in keys if key in config), None)
     return found if isinstance(found, int) else None

@@ -88,6 +88,9 @@ class ModelConfig(Section):
     "audio"."""
     config: dict[str, Any] | None = None
     """Inline Hugging Face config of a composite model with `model_type`; weights are random."""
+    towers: list[Literal["vision", "audio"]] | None = None
+    """Composite models: the encoders it has. Default: what its config says, inline or in a local
+    directory; "vision" for a model of a hub."""
     processor: dict[str, Any] | None = None
     """Composite models: settings of the image processor that override the source's, such as its
     sizes."""
@@ -112,14 +115,12 @@ class ModelConfig(Section):
 
     @property
     def encoder_names(self) -> list[str]:
-        """All encoders, in the recipe's order; those of a composite by its config, inline or beside
-        local weights."""
+        """All encoders, in the recipe's order."""
         if not self.is_composite:
             return list(self.encoders)
-        config = {**_config_file(self.source), **(self.config or {})}
-        config = config.get("thinker_config") or config
-        keys = {VISION: "vision_config", AUDIO: "audio_config"}
-        return [name for name, key in keys.items() if config.get(key) is not None] or [VISION]
+        parts = composite_parts({**_config_file(self.source), **(self.config or {})})
+        found = [name for name in (VISION, AUDIO) if name in parts]
+        return list(self.towers or found or [VISION])
 
     @property
     def modality_modules(self) -> list[str]:
@@ -130,6 +131,21 @@ class ModelConfig(Section):
     def tokenizer_source(self) -> str | None:
         """Where the tokenizer comes from: its own key, else the composite or the LLM."""
         return self.tokenizer or self.source or (self.llm.source if self.llm else None)
+
+
+def composite_parts(config: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """By module: key in [model.config], and config of the parts that a composite's config spells
+    out. A whole Omni model has them in `thinker_config`, beside those that speak."""
+    prefix = "model.config."
+    if isinstance(config.get("thinker_config"), dict):
+        prefix = "model.config.thinker_config."
+        config = config["thinker_config"]
+    keys = {VISION: "vision_config", AUDIO: "audio_config", LLM: "text_config"}
+    return {
+        module: (prefix + key, config[key])
+        for module, key in keys.items()
+        if isinstance(config.get(key), dict)
+    }
 
 
 def _config_file(source: str | None) -> dict[str, Any]:

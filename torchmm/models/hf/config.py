@@ -12,6 +12,9 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.foreign_code import describe_refusal
 
 _ALSO_READ = {
+    "audio_end_token_id",  # Qwen3-Omni's published configs have these three
+    "vision_end_token_id",
+    "vision_start_token_id",
     "global_head_dim",  # Gemma 4's
     "head_dim",
     "model_type",

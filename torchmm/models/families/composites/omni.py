@@ -106,17 +106,23 @@ def take_qwen3_omni(config: Any) -> CompositeParts:
         encoders={VISION: seen, AUDIO: heard},
         text=TextConventions(
             config.image_token_id,
-            prefix=(Token("<|vision_start|>"),),
-            suffix=(Token("<|vision_end|>"),),
+            prefix=(_mark(config, "vision_start"),),
+            suffix=(_mark(config, "vision_end"),),
             mrope=True,
             video_token_id=config.video_token_id,
             tokens_per_second=config.position_id_per_seconds,
             clip_times="fractional",
             sound_token_id=config.audio_token_id,
-            sound_prefix=(Token("<|audio_start|>"),),
-            sound_suffix=(Token("<|audio_end|>"),),
+            sound_prefix=(_mark(config, "audio_start"),),
+            sound_suffix=(_mark(config, "audio_end"),),
         ),
     )
+
+
+def _mark(config: Any, name: str) -> int | Token:
+    """By its id, which Hugging Face's class of config knows for one of the four only."""
+    token_id = getattr(config, f"{name}_token_id", None)
+    return Token(f"<|{name}|>") if token_id is None else token_id
 
 
 def _build_text(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
