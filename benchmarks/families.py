@@ -59,8 +59,8 @@ PAD, BEGIN, END, IMAGE, FIRST_TEXT = 0, 1, 2, 6, 7
 
 ALWAYS_TILED = ("llava_next", "llava_onevision")
 """Composites left out: Hugging Face's models of them know no single images."""
-OWN_POSITIONS = ("gemma4",)
-"""Composites not compared yet: Hugging Face's model wants the position of every patch."""
+OTHER_INPUTS = ("gemma4", "qwen3_omni_moe_thinker")
+"""Composites not compared yet: Hugging Face's models want the positions of patches, or sounds."""
 
 
 class LossMismatchError(Exception):

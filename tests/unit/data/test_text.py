@@ -11,7 +11,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlavaProcessor
 from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.messages import conversation_of
-from torchmm.data.layouts.sample import ImageSegment, Sample, SampleOptions, TextSegment
+from torchmm.data.layouts.sample import (
+    AudioSegment,
+    ImageSegment,
+    Sample,
+    SampleOptions,
+    TextSegment,
+)
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
 from torchmm.data.media.text import TextEncoder, VisionBlock, longest_text, mrope_positions
@@ -73,6 +79,21 @@ def test_image_markers_stand_around_the_placeholders(tokenizer, text_spec):
     image = spec.image_token_id
     assert out.ids[:5] == [7, 8, image, image, 9] and out.image_starts == [2]
     assert not any(out.loss[:5])
+
+
+def test_sounds_have_placeholders_and_markers_of_their_own(tokenizer, text_spec):
+    """Where the model tells them from images; otherwise they appear as images do."""
+    files = sample(IMAGE, AudioSegment(data=b""), words("red"), add_bos=False)
+    image = text_spec.image_token_id
+    like_images = dataclasses.replace(text_spec, image_prefix=(7,), image_suffix=(8,))
+    out = TextEncoder(tokenizer, like_images, 40).encode(files, [2, 3])
+    assert out.ids[:9] == [7, image, image, 8, 7, image, image, image, 8]
+    spec = dataclasses.replace(
+        like_images, sound_token_id=11, sound_prefix=(9,), sound_suffix=(10,)
+    )
+    out = TextEncoder(tokenizer, spec, 40).encode(files, [2, 3])
+    assert out.ids[:9] == [7, image, image, 8, 9, 11, 11, 11, 10]
+    assert out.image_starts == [1, 5] and not any(out.loss[:9])
 
 
 def test_special_tokens_in_text_stay_text(encoder, tokenizer, text_spec):

@@ -1,12 +1,15 @@
 """Qwen3-Omni's thinker on samples with images, sounds and text equals Hugging Face's own."""
 
+import io
 import json
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 from generation import as_prompt, written, written_by
 from model_cases import (
@@ -19,18 +22,25 @@ from model_cases import (
     worst_gradient,
 )
 from proofs import proves
+from safetensors.torch import load_file, save_file
 from test_multimodal import our_hf_name, plain_composite
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, WhisperFeatureExtractor
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    _get_feat_extract_output_lengths,
+)
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.errors import ConfigError
+from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf
-from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import ModelConfig
+from torchmm.models.hf.load import load_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 NAMES = ["qwen3_omni"]
 VISION_START, VISION_END, SOUND_START, SOUND_END = 61, 60, 58, 57
@@ -222,3 +232,60 @@ def test_impossible_sizes_of_sounds_are_refused() -> None:
         build(composite_config("qwen3_omni", audio_config={**audio, "output_dim": 48}))
     with pytest.raises(ConfigError, match="n_window = 25"):
         build(composite_config("qwen3_omni", audio_config={**audio, "n_window": 25}))
+
+
+@pytest.mark.parametrize("samples", [1, 16_000, 16_001, 15_400, 40_123])
+def test_sounds_become_the_frames_of_the_extractor(samples: int) -> None:
+    """In chunks of a second, and as many tokens as Hugging Face counts for the sound."""
+    medium = AudioPreprocessor(build(composite_config("qwen3_omni")).image_specs()["audio"])
+    wave_S = np.random.default_rng(0).normal(0, 0.1, samples).astype(np.float32)
+    stream = io.BytesIO()
+    soundfile.write(stream, wave_S, 16_000, format="WAV", subtype="FLOAT")
+    meta = medium.meta(stream.getvalue())
+    assert meta.tokens == meta.patches == _get_feat_extract_output_lengths(ceil(samples / 160))
+    frames = frames_of(meta.patches)
+    assert samples / 160 <= frames < samples / 160 + 8
+    padded_S = np.pad(wave_S, (0, 160 * frames - samples))
+    extractor = WhisperFeatureExtractor(feature_size=MELS, chunk_length=300)
+    theirs = extractor(padded_S, sampling_rate=16_000, padding="longest", return_tensors="np")
+    expected = patches_of(torch.from_numpy(theirs["input_features"][0].T))
+    assert torch.equal(torch.from_numpy(medium.pixels(stream.getvalue(), meta)), expected)
+    assert medium.blank(meta).shape == expected.shape
+
+
+def test_a_silent_microbatch_gives_the_tower_of_sounds_zeros() -> None:
+    model = build(composite_config("qwen3_omni"))
+    batch, _ = two_samples()
+    del batch.encoders["audio"]
+    model(batch).backward()
+    heard = [p.grad for p in model.encoders["audio"].parameters()]
+    assert all(grad is not None and not grad.any() for grad in heard)
+
+
+def test_files_of_whole_models_are_read_for_their_thinkers(tmp_path: Path) -> None:
+    kind: Any = FAMILIES["qwen3_omni_moe_thinker"].kind
+    config = AutoConfig.for_model(**COMPOSITES["qwen3_omni"])
+    torch.manual_seed(0)
+    plain = kind._from_config(config)
+    plain.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    whole = {f"thinker.{name}": tensor for name, tensor in weights.items()}
+    whole["talker.model.norm.weight"] = torch.ones(2)
+    save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = {"model_type": "qwen3_omni_moe", "thinker_config": config.to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    model = build_model(ModelConfig(source=str(tmp_path)), FreezeConfig())
+    materialize(model, "cpu")
+    load_weights(model)
+    theirs = plain.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, theirs[our_hf_name(model, name)]), name
+
+
+def test_a_source_on_a_hub_says_which_towers_it_has() -> None:
+    assert ModelConfig(source="a/hub").encoder_names == ["vision"]
+    told = ModelConfig(source="a/hub", towers=["vision", "audio"])
+    assert told.encoder_names == ["vision", "audio"]
+    wrong = ModelConfig(config=COMPOSITES["qwen3_omni"], towers=["vision"])
+    with pytest.raises(ConfigError, match="write towers = "):
+        build(wrong)

@@ -38,6 +38,8 @@ _FRAMES = 8
 _CHUNK = 100
 """Mel frames of a chunk, a second."""
 _CHUNK_POSITIONS = ceil(_CHUNK / _FRAMES)
+_LONGEST_S = 300
+"""Longer sounds are cut: what the published extractor keeps. A chunk lasts a second."""
 _HOP = 160
 """Samples from a mel frame to the next, 10 ms at 16 kHz."""
 
@@ -170,10 +172,13 @@ class Qwen3OmniSoundFamily(SoundFamily):
         return *sizes, (channels * bins, config.d_model)
 
     def processor(self, config: Any) -> dict[str, Any]:
-        return {"feature_size": config.num_mel_bins}
+        return {"feature_size": config.num_mel_bins, "chunk_length": _LONGEST_S}
 
     def patch_size(self, config: Any) -> int:
         return _FRAMES * _HOP
+
+    def max_patches(self, config: Any) -> int:
+        return _LONGEST_S * _CHUNK_POSITIONS
 
     def sound_chunk(self, config: Any) -> tuple[int, int] | None:
         return _CHUNK * _HOP, _CHUNK_POSITIONS
