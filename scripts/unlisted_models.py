@@ -54,6 +54,7 @@ OF_ENCODERS = {
     "given something else": "something between layers",
     "weights outside": "weights outside of embeddings and layers",
     "comparisons with": "results differ",
+    "small layers does": "no small copy of the default config",
     "small copy": "no small copy of the default config",
     "no tower for": "no class for the tower alone",
     "Hugging Face's model by itself": "the default config does not run on pixels alone",
