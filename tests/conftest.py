@@ -31,7 +31,8 @@ CAMPAIGNS = {
     "test_train.py::test_layouts_give_the_single_process_curve[4]",
     "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[4]",
     "test_pipeline_model.py",
-    # Every causal LM of transformers.
+    # Every causal LM and image encoder of transformers.
+    "test_unlisted_encoders.py::test_all_image_encoders_of_transformers",
     "test_unlisted.py::test_all_causal_lms_of_transformers",
     "test_train.py::test_resume_continues_with_the_same_bits[pipeline-workers1]",
     # Whole runs of what the equality tests above them compare step by step.

@@ -85,6 +85,7 @@ class EncoderModule(LayeredModule):
         self.spec = spec
         self.new_connector = not spec.connector_from_files
         self.family = spec.family
+        self.splits = spec.family.listed
         self.layers_fqn = f"tower.{spec.family.layers}"
         self.tower: Any = self.uncut_tower()
         self.taps = spec.family.taps(spec.config) if spec.connector == "merger" else ()

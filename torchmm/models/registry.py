@@ -20,9 +20,10 @@ from torchmm.common.errors import ConfigError
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
+from torchmm.models.families.encoders.structural import known_processor
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.forms import mechanisms, nearest
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.llms.structural import mechanisms, nearest
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.families.text import TextConventions
 from torchmm.models.families.tiling import Tiling
@@ -31,7 +32,7 @@ from torchmm.models.hf.config import load_config, size_problems
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, module_of
-from torchmm.models.unlisted import adopt
+from torchmm.models.unlisted import adopt, adopt_encoder
 from torchmm.recipe.model_section import (
     EncoderConfig,
     FreezeConfig,
@@ -171,11 +172,12 @@ def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
     except ConfigError as error:
         has = mechanisms(config)
         also = f"It has {', '.join(has)}. " if has else ""
+        near = nearest(config, LLM_FAMILIES)
+        like = f"The nearest listed one is {near!r}; " if near else ""
         raise ConfigError(
             f"[model.llm] model_type {config.model_type!r} is not listed, and a small copy of it "
             f"did not pass for the usual form of causal LMs: {'; '.join(error.problems)}. {also}"
-            f"The nearest listed one is {nearest(config, LLM_FAMILIES)!r}; listed: "
-            f"{', '.join(LLM_FAMILIES)}"
+            f"{like}listed: {', '.join(LLM_FAMILIES)}"
         ) from error
 
 
@@ -202,9 +204,8 @@ def _build_encoder(
         raise ConfigError(f"[{key}] an encoder cannot be named {name!r}; choose another name")
     config = load_config(key, section.source, section.config)
     family = ENCODER_FAMILIES.get(config.model_type)
-    if family is None:
-        raise ConfigError(_unsupported(key, config, ENCODER_FAMILIES))
-    family = family.variant(config)
+    # A tower that nobody has tried may lack the sizes that are checked here, and is refused first.
+    family = (family or _unlisted_encoder(key, section, config)).variant(config)
     problems = size_problems(key, config)
     problems += _connector_problems(key, section, family, config)
     processor: _Processor = ("", {}, None)
@@ -227,6 +228,20 @@ def _build_encoder(
     )
     renames = (*family.renames, *TOWER_FILES.renames)
     return EncoderModule(spec, replace(TOWER_FILES, source=section.source, renames=renames))
+
+
+def _unlisted_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFamily:
+    """The family of a tower that the table does not have, if a proof finds it to be one of ViT's
+    form."""
+    files = replace(TOWER_FILES, source=section.source)
+    try:
+        settings = {**_read_settings(section.source), **(section.processor or {})}
+        return adopt_encoder(config, files, known_processor(config, settings))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{_unsupported(key, config, ENCODER_FAMILIES)}. A small copy of it did not pass for "
+            f"a tower of ViT's form: {'; '.join(error.problems)}"
+        ) from error
 
 
 def _connector_problems(
@@ -358,9 +373,13 @@ def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
             listed = "supported" if part.model_type in known[section] else "not listed either"
             parts.append(f"its {name} is {part.model_type!r} ({listed})")
     near = difflib.get_close_matches(model_type, list(supported), 1, cutoff=0.4)
+    like = nearest(config, supported)
+    has = mechanisms(config)
     return (
         f"[{key}] model_type {model_type!r} is not supported"
-        + (f"; nearest by name: {near[0]!r}" if near else "")
+        + (f"; it has {', '.join(has)}" if has else "")
+        + (f"; nearest by its parts: {like!r}" if like else "")
+        + (f"; nearest by name: {near[0]!r}" if near and near[0] != like else "")
         + (
             f"; {', '.join(parts)}: parts that are can be joined by a new connector, as "
             "[model.llm] and [model.encoders.NAME]"

@@ -15,7 +15,8 @@ from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import ConfigError
 from torchmm.models import unlisted
-from torchmm.models.families.llms.structural import copy_config, layer_kind
+from torchmm.models.families.forms import layer_kind
+from torchmm.models.families.llms.structural import copy_config
 from torchmm.models.layered import WeightFiles
 from torchmm.models.layers import attention
 from torchmm.models.llm import LlmModule
@@ -29,8 +30,8 @@ SIZES = {k: v for k, v in LLMS["llama"].items() if k != "model_type"}
 
 
 def load_script():
-    path = ROOT / "scripts" / "unlisted_llms.py"
-    spec = importlib.util.spec_from_file_location("unlisted_llms", path)
+    path = ROOT / "scripts" / "unlisted_models.py"
+    spec = importlib.util.spec_from_file_location("unlisted_models", path)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -154,9 +155,9 @@ def test_files_with_other_names_are_refused_only_where_they_are_read() -> None:
 def test_all_causal_lms_of_transformers() -> None:
     """The page lists those that pass; their cost model counts what torch does."""
     script = load_script()
-    outcomes = script.survey(script.causal_lms())
-    page = (ROOT / "docs" / "unlisted_llms.md").read_text()
-    assert script.written(page) == script.section(outcomes).strip()
+    outcomes = script.survey(script.LLMS, script.causal_lms())
+    page = (ROOT / "docs" / "unlisted_models.md").read_text()
+    assert script.written(script.LLMS, page) == script.section(script.LLMS, outcomes).strip()
     wrong = {}
     for name, outcome in outcomes.items():
         if outcome.proof:

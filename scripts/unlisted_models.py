@@ -1,0 +1,201 @@
+"""Writes into docs/unlisted_models.md which causal LMs and image encoders of transformers train
+without being listed.
+
+python scripts/unlisted_models.py            # all of them; about two minutes
+python scripts/unlisted_models.py olmo vit   # prints what became of some
+
+Each model type goes through the proof that a recipe with it goes through, with the default config
+of its class."""
+
+import argparse
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.encoders.structural import known_processor, tower_class
+from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.forms import mechanisms
+from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.registry import LLM_FILES, TOWER_FILES
+from torchmm.models.unlisted import Proof, prove, prove_encoder
+
+TARGET = Path(__file__).parents[1] / "docs" / "unlisted_models.md"
+OF_LLMS = {
+    "no list of layers": "no list of layers as long as the config says, or parts of several kinds",
+    "are not beside": "embeddings and layers in separate parts (BERT's form)",
+    "parts with weights besides": "further parts with weights around the layers",
+    "comparisons with": "results differ",
+    "small layers does": "no small copy of the default config",
+    "small copy": "no small copy of the default config",
+    "Hugging Face's model by itself": "the default config does not run in Hugging Face's own model",
+    "building": "cannot be built",
+    "fails": "its forward does not take packed samples, or stages",
+}
+"""What a refusal contains -> how the page sums it up; the first that fits."""
+OF_ENCODERS = {
+    "no list of layers": "no list of layers, or several (stages of several widths)",
+    "image_size and patch_size": "no images of a fixed size in its config",
+    "not a square": "images that are no squares",
+    "given more than hidden": "layers read more than hidden states (places, biases, masks, grids)",
+    "no module of its own": "something between pixels and layers that is no module",
+    "given more than one": "something before the layers reads more than pixels",
+    "hidden states (": "patches are left out or merged before the layers",
+    "pixels of patch": "a position sees more than its own patch",
+    "convolutions over pixels": "patches are made by several convolutions, or by none",
+    "given something else": "something between layers",
+    "weights outside": "weights outside of embeddings and layers",
+    "comparisons with": "results differ",
+    "small layers does": "no small copy of the default config",
+    "small copy": "no small copy of the default config",
+    "no tower for": "no class for the tower alone",
+    "Hugging Face's model by itself": "the default config does not run on pixels alone",
+    "fails": "it cannot be built or cut",
+}
+"""The same of encoders."""
+
+
+class Outcome(NamedTuple):
+    """What the proof of a model type gave: one or the other."""
+
+    proof: Proof[Any] | None
+    refusal: str
+
+
+class Kind(NamedTuple):
+    """One kind of models, and its section of the page."""
+
+    name: str
+    prove: Callable[[PreTrainedConfig], Proof[Any]]
+    reasons: dict[str, str]
+
+    @property
+    def begin(self) -> str:
+        """Where its section starts."""
+        return f"<!-- {self.name}: written by scripts/unlisted_models.py -->"
+
+    @property
+    def end(self) -> str:
+        """Where it stops."""
+        return f"<!-- end of {self.name} -->"
+
+
+def _prove_encoder(config: PreTrainedConfig) -> Proof[Any]:
+    try:
+        processor = known_processor(config, {})
+    except ConfigError:  # which files usually name
+        processor = "ViTImageProcessor"
+    return prove_encoder(config, TOWER_FILES, processor)
+
+
+LLMS = Kind("causal LMs", lambda config: prove(config, LLM_FILES), OF_LLMS)
+ENCODERS = Kind("image encoders", _prove_encoder, OF_ENCODERS)
+
+
+def survey(kind: Kind, names: list[str]) -> dict[str, Outcome]:
+    """The outcome by model type, with the default config of each."""
+    outcomes = {}
+    for name in names:
+        try:
+            outcomes[name] = Outcome(kind.prove(CONFIG_MAPPING[name]()), "")
+        except ConfigError as error:
+            outcomes[name] = Outcome(None, "; ".join(error.problems))
+        except Exception as error:  # raised by their classes; counted among the refused
+            outcomes[name] = Outcome(None, f"small copy: {' '.join(str(error).split())}")
+    return outcomes
+
+
+def causal_lms() -> list[str]:
+    """All that the table does not list."""
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in LLM_FAMILIES]
+
+
+def image_encoders() -> list[str]:
+    """The same: towers that read pixels, without a text part."""
+    found = []
+    for name in CONFIG_MAPPING:
+        if name in ENCODER_FAMILIES or not (
+            name in IMAGE_PROCESSOR_MAPPING_NAMES or re.search(r"vision|vit|dino", name)
+        ):
+            continue
+        try:
+            config = CONFIG_MAPPING[name]()
+            tower_class(config)
+        except Exception:  # raised by their classes, or no tower for pixels
+            continue
+        if not config.sub_configs:
+            found.append(name)
+    return found
+
+
+def section(kind: Kind, outcomes: dict[str, Outcome]) -> str:
+    """What the page says of them."""
+    passed = {name: outcome.proof for name, outcome in outcomes.items() if outcome.proof}
+    read = [name for name, proof in passed.items() if not proof.unreadable]
+    unread = [name for name, proof in passed.items() if proof.unreadable]
+    refused = defaultdict(list)
+    for name, outcome in outcomes.items():
+        if not outcome.proof:
+            refused[sum_up(kind, outcome.refusal)].append(_with_mechanisms(name))
+    lines = [
+        f"Of the {len(outcomes)} other {kind.name} of transformers, {len(passed)} pass with the "
+        "default config of their class.",
+        "",
+        f"- weights read too ({len(read)}): {', '.join(read)}",
+        f"- from random weights only, as their files have other names ({len(unread)}): "
+        f"{', '.join(unread)}",
+        "",
+        "| refused because | `model_type` |",
+        "|---|---|",
+        *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())),
+    ]
+    return "\n".join(lines)
+
+
+def sum_up(kind: Kind, refusal: str) -> str:
+    """A refusal in the page's words."""
+    return next((words for mark, words in kind.reasons.items() if mark in refusal), refusal)
+
+
+def _with_mechanisms(name: str) -> str:
+    try:
+        found = mechanisms(CONFIG_MAPPING[name]())
+    except Exception:  # raised by their classes, which is counted already
+        found = []
+    return f"{name} ({', '.join(found)})" if found else name
+
+
+def written(kind: Kind, page: str) -> str:
+    """The section that a page has now."""
+    return page.partition(kind.begin)[2].partition(kind.end)[0].strip()
+
+
+def main() -> None:
+    """Prints outcomes, or writes them all."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("types", nargs="*", help="model types; none: all, into the page")
+    types = parser.parse_args().types
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    for kind, every in ((LLMS, causal_lms()), (ENCODERS, image_encoders())):
+        outcomes = survey(kind, [n for n in types if n in every] if types else every)
+        for name, (proof, refusal) in outcomes.items():
+            print(name, f"passes, {proof.worst:.1e} {proof.unreadable}" if proof else refusal)
+        if not types:
+            page = TARGET.read_text()
+            pattern = f"{re.escape(kind.begin)}.*{re.escape(kind.end)}"
+            new = f"{kind.begin}\n\n{section(kind, outcomes)}\n\n{kind.end}"
+            (old,) = re.findall(pattern, page, flags=re.DOTALL)
+            TARGET.write_text(page.replace(old, new))
+
+
+if __name__ == "__main__":
+    main()

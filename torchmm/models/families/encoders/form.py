@@ -1,0 +1,282 @@
+"""Reading off a forward where an image encoder has what a layered module needs.
+
+The tower's own forward is run once; which tensor goes into which module says what comes before the
+layers, what the layers are given, and what comes after them, whatever the parts are called.
+
+Shape legend: N images, C channels, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.encoders.family import patches_per_row, side
+from torchmm.models.families.forms import is_outside
+
+
+@dataclass(frozen=True)
+class Form:
+    """Where a tower has what a layered module needs; names of its parts."""
+
+    layers: str
+    pre: tuple[str, ...]
+    """What makes hidden states of pixels, one called on the result of the other."""
+    patch_embedding: str
+    final_norm: str
+    """"": there is none."""
+    unused: tuple[str, ...]
+    tokens_before: int
+    left_out: tuple[str, ...]
+    """Arguments that layers insist on, and that are None."""
+    gated_ffn: bool
+    rms: bool
+    old_names: tuple[tuple[str, str], ...]
+    prefix: str
+    """What files of models with heads put before names of the tower."""
+    processor_class: str
+
+
+def ffn_size(config: Any) -> int:
+    """Hidden size of the feed-forward part, as far as the config says it."""
+    size = getattr(config, "intermediate_size", None)
+    return size or int(config.hidden_size * getattr(config, "mlp_ratio", 4))
+
+
+def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
+    """The parts of a small tower, from a forward of its own.
+
+    Raises:
+        ConfigError: what keeps it from the form.
+    """
+    layers = layer_list(tower)
+    pixels = example_pixels(tower.config, 2)
+    calls, outputs = _record(tower, layers, pixels)
+    pre = _chain_before(calls[f"{layers}.0"], outputs, pixels)
+    last = _last_result(tower, layers, calls)
+    patches = patches_per_row(tower.config) ** 2
+    if last.ndim != 3 or len(last) != len(pixels) or last.shape[1] < patches:
+        raise ConfigError(f"hidden states {tuple(last.shape)} for 2 images of {patches} patches")
+    if strange := _strange(tower, last, (*pre, layers)):
+        raise ConfigError(f"weights outside of embeddings and layers: {', '.join(strange)}")
+    norms = [
+        name
+        for name, call in outputs.items()
+        if call.hidden is last and "Norm" in type(tower.get_submodule(name)).__name__
+    ]
+    layer = tower.get_submodule(f"{layers}.0")
+    return Form(
+        layers=layers,
+        pre=pre,
+        patch_embedding=_patch_embedding(tower, pre),
+        final_norm=min(norms, key=len, default=""),
+        unused=_unused(tower, last, pre, (*pre, layers, *norms)),
+        tokens_before=last.shape[1] - patches,
+        left_out=_left_out(layer),
+        gated_ffn=_is_gated(layer, tower.config),
+        rms=any("RMS" in type(part).__name__ for part in layer.modules()),
+        old_names=_old_names(tower),
+        prefix=tower.base_model_prefix,
+        processor_class=processor_class,
+    )
+
+
+def _chain_before(entered: _Call, outputs: dict[str, _Call], pixels: Tensor) -> tuple[str, ...]:
+    """Modules between pixels and the first layer, one called on the result of the other."""
+    if entered.others:
+        raise ConfigError(f"layers are given more than hidden states: {entered.others}")
+    hidden: Tensor | None = entered.hidden
+    pre: list[str] = []
+    while hidden is not pixels:
+        made = [n for n, call in outputs.items() if call.result is hidden and not call.unchanged]
+        if not made:
+            after = f"after {pre[0]}" if pre else "before the layers"
+            raise ConfigError(f"something that is no module of its own is {after}")
+        name = min(made, key=len)
+        if outputs[name].others:
+            raise ConfigError(f"{name} is given more than one input: {outputs[name].others}")
+        pre.insert(0, name)
+        hidden = outputs[name].hidden
+    return tuple(pre)
+
+
+def _last_result(tower: PreTrainedModel, layers: str, calls: dict[str, _Call]) -> Tensor:
+    """What the last layer returns, if each layer was called on what the one before it returned."""
+    every = [calls[f"{layers}.{index}"] for index in range(tower.config.num_hidden_layers)]
+    for index, (one, following) in enumerate(pairwise(every)):
+        if following.others or following.hidden is not one.result:
+            raise ConfigError(
+                f"layer {index + 1} is given something else than what layer {index} returned"
+            )
+    return every[-1].result
+
+
+def _patch_embedding(tower: PreTrainedModel, pre: tuple[str, ...]) -> str:
+    convolutions = [
+        f"{part}.{name}" if name else part
+        for part in pre
+        for name, module in tower.get_submodule(part).named_modules()
+        if isinstance(module, nn.Conv2d)
+    ]
+    if len(convolutions) != 1:
+        raise ConfigError(f"{len(convolutions)} convolutions over pixels instead of one")
+    return convolutions[0]
+
+
+def example_pixels(config: Any, images: int) -> Tensor:
+    """(N, C, H, W) random pixels."""
+    size = side(config.image_size)
+    return torch.randn(images, getattr(config, "num_channels", 3), size, size)
+
+
+class _Call(NamedTuple):
+    hidden: Tensor | None
+    """First tensor that a module was given."""
+    others: list[str]
+    """What else it was given."""
+    result: Tensor
+
+    @property
+    def unchanged(self) -> bool:
+        return self.result is self.hidden
+
+
+def _record(
+    tower: PreTrainedModel, layers: str, pixels: Tensor
+) -> tuple[dict[str, _Call], dict[str, _Call]]:
+    """What layers, and what modules outside of them, were given and returned."""
+    calls: dict[str, _Call] = {}
+
+    def listen(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = [*((str(i), value) for i, value in enumerate(args)), *kwargs.items()]
+            tensors = [value for _, value in given if isinstance(value, Tensor)]
+            hidden = tensors[0] if tensors else None
+            others = [key for key, value in given if value is not hidden and _says(value)]
+            result = first(output)
+            if isinstance(result, Tensor):
+                calls[name] = _Call(hidden, others, result)
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(listen(name), with_kwargs=True)
+        for name, module in tower.named_modules()
+        if name and not f"{layers}.".startswith(f"{name}.")
+    ]
+    was_training = tower.training
+    try:
+        tower.eval()(pixels)
+    finally:
+        tower.train(was_training)
+        for handle in handles:
+            handle.remove()
+    inside = {n: call for n, call in calls.items() if n.rpartition(".")[0] == layers}
+    outside = {n: call for n, call in calls.items() if not n.startswith(f"{layers}.")}
+    return inside, outside
+
+
+def _says(value: Any) -> bool:
+    """Whether an argument could change what a module does."""
+    return isinstance(value, Tensor) or bool(value)
+
+
+def first(output: Any) -> Any:
+    """Hidden states, of a module that may return more."""
+    return output[0] if isinstance(output, tuple) and output else output
+
+
+def layer_list(tower: PreTrainedModel) -> str:
+    """Name of the list of layers.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    count = getattr(tower.config, "num_hidden_layers", None)
+    lists = [
+        name
+        for name, part in tower.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) == count and is_outside(tower, name)
+    ]
+    if len(lists) != 1:
+        found = ", ".join(lists) or "none"
+        raise ConfigError(f"no list of layers as long as num_hidden_layers = {count}: {found}")
+    return lists[0]
+
+
+def _gradients(last: Tensor, weights: dict[str, nn.Parameter]) -> tuple[Tensor | None, ...]:
+    every = list(weights.values())
+    return torch.autograd.grad(last.sum(), every, retain_graph=True, allow_unused=True)
+
+
+def _strange(tower: PreTrainedModel, last: Tensor, parts: Iterable[str]) -> list[str]:
+    """Weights that the last layer's output depends on, and that are in none of `parts`."""
+    outside = {
+        name: value
+        for name, value in tower.named_parameters()
+        if not name.startswith(tuple(f"{part}." for part in parts))
+    }
+    if not outside:
+        return []
+    given = _gradients(last, outside)
+    return [name for name, grad in zip(outside, given, strict=True) if grad is not None]
+
+
+def _unused(
+    tower: PreTrainedModel, last: Tensor, pre: tuple[str, ...], kept: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Largest parts with weights outside of `kept`, and weights within that nothing reads."""
+    within = {
+        name: value
+        for name, value in tower.named_parameters()
+        if name.startswith(tuple(f"{part}." for part in pre))
+    }
+    given = _gradients(last, within)
+    unread = [name for name, grad in zip(within, given, strict=True) if grad is None]
+    names: dict[str, None] = dict.fromkeys(unread)
+    for name, _ in tower.named_parameters():
+        if name.startswith(tuple(f"{part}." for part in kept)):
+            continue
+        parts = name.split(".")
+        prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        own = [p for p in prefixes if not any(f"{k}.".startswith(f"{p}.") for k in kept)]
+        names[own[0]] = None
+    return tuple(names)
+
+
+def _left_out(layer: nn.Module) -> tuple[str, ...]:
+    """Arguments without a default, hidden states aside."""
+    _, *others = signature(layer.forward).parameters.values()
+    named = (one for one in others if one.kind is Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(one.name for one in named if one.default is Parameter.empty)
+
+
+def _is_gated(layer: nn.Module, config: Any) -> bool:
+    """Whether the feed-forward part has three matrices instead of two."""
+    sizes = {config.hidden_size, ffn_size(config)}
+    matrices = [
+        part
+        for part in layer.modules()
+        if isinstance(part, nn.Linear) and {part.in_features, part.out_features} == sizes
+    ]
+    return len(matrices) == 3
+
+
+def _old_names(tower: PreTrainedModel) -> tuple[tuple[str, str], ...]:
+    """What transformers renames in files of this type; those that it also cuts stay unread."""
+    return tuple(
+        (str(old), str(conversion.target_patterns[0]))
+        for conversion in get_model_conversion_mapping(tower)
+        if isinstance(conversion, WeightRenaming)
+        for old in conversion.source_patterns
+    )

@@ -1,0 +1,241 @@
+"""What searching the form of a model needs, whatever its kind: sizes of a short, narrow copy, what
+makes layers alike, and what the names of parts tell of a model that is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.hf.config import DROPOUTS
+
+MOST_LAYERS = 24
+"""Layers of a copy; models whose kinds of layers show only later are refused."""
+MOST_PARAMETERS = 5_000_000
+"""Parameters of a copy; more mean that a size has a name which is not among those below."""
+SMALL = {
+    "hidden_size": 32,
+    "embedding_size": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "intermediate_size_mlp": 40,
+    "dense_intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "shared_intermediate_size": 40,
+    "shared_expert_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 40,
+    "num_attention_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 12,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 8,
+    "sliding_window": 4,
+    "attention_chunk_size": 4,
+    "floor_scale": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Sizes of the copy by name; those that a config does not have, or leaves out, are left out."""
+_EXPERTS = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+}
+_AT_MOST = {
+    **_EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_shared_experts": 2,
+    "num_shared_experts": 2,
+    "moe_num_shared_experts": 2,
+    "n_group": 2,
+    "final_logit_softcapping": 3.0,
+    "attn_logit_softcapping": 2.0,
+    "logits_soft_cap": 3.0,
+}
+"""The same where a model may have fewer, and where a large value would not show on small
+numbers."""
+_INDEX = ("layer_idx", "layer_id", "layer_number", "training")
+
+
+def is_outside(model: nn.Module, name: str) -> bool:
+    """Whether a list is not inside of another."""
+    parents = name.split(".")[:-1]
+    above = (model.get_submodule(".".join(parents[: i + 1])) for i in range(len(parents)))
+    return not any(isinstance(part, nn.ModuleList) for part in above)
+
+
+def layer_kind(layer: nn.Module) -> frozenset[tuple[Any, ...]]:
+    """What a layer consists of, its sizes aside: equal for layers that compute alike."""
+    marks: set[tuple[Any, ...]] = set()
+    for name, part in layer.named_modules():
+        place = re.sub(r"\d+", "n", name)
+        marks.add((place, type(part).__name__))
+        for key, value in vars(part).items():
+            if key.startswith("_") or key in _INDEX:
+                continue
+            if isinstance(value, str):
+                marks.add((place, key, value))
+            elif value is None or isinstance(value, (bool, int, float)):
+                marks.add((place, key, bool(value)))
+    return frozenset(marks)
+
+
+def shrunk_value(name: str, value: Any) -> Any:
+    """A setting of the copy, by the name it usually has."""
+    if name in SMALL and value:
+        return SMALL[name]
+    if name in _AT_MOST and isinstance(value, (int, float)):
+        return min(value, _AT_MOST[name])
+    # What else is wrong is said together with rates that are refused.
+    return 0.0 if name in DROPOUTS else value
+
+
+def small_copy(
+    config: PreTrainedConfig,
+    layers_of: Callable[[PreTrainedConfig], nn.ModuleList],
+    shrunk: Callable[[PreTrainedConfig, int], dict[str, Any]],
+) -> PreTrainedConfig:
+    """A config of the same kind whose model is small and has every kind of layer.
+
+    Args:
+        layers_of: the layers of a config's model, on the current default device.
+        shrunk: settings with small sizes and a given number of layers.
+
+    Raises:
+        ConfigError: the copy has not.
+    """
+    settings = config.to_dict()
+    settings |= {name: 0.0 for name in DROPOUTS if name in settings}
+    with torch.device("meta"):
+        whole = layers_of(AutoConfig.for_model(**settings))
+    kinds = [layer_kind(layer) for layer in whole]
+    needed = max(kinds.index(kind) for kind in set(kinds)) + 1
+    count = min(max(needed, 3), MOST_LAYERS)
+    small = AutoConfig.for_model(**shrunk(config, count))
+    with torch.device("meta"):
+        layers = layers_of(small)
+        size = sum(p.numel() for layer in layers for p in layer.parameters())
+    if missing := set(kinds) - {layer_kind(layer) for layer in layers}:
+        differ = set.union(*map(set, missing)) - set(layer_kind(layers[0]))
+        raise ConfigError(
+            f"a copy of {len(layers)} small layers does not show {sorted(differ)[:3]}"
+        )
+    if size > MOST_PARAMETERS:
+        raise ConfigError(
+            f"its small copy has {size:,} parameters: some of its sizes are not known"
+        )
+    return small
+
+
+_MECHANISMS = (
+    (r"mamba|\bssm\b|A_log", "state-space (Mamba) layers"),
+    (r"linear_attn|delta_net|\bkda\b|lightning|rwkv|time_mix", "linear attention"),
+    (r"(^|\.)conv", "convolutions over tokens"),
+    (r"indexer", "an indexer that chooses which tokens attend to which"),
+    (r"kv_a_proj|kv_b_proj", "latent attention (MLA)"),
+    (r"sinks", "attention sinks"),
+    (r"(^|\.)(wpe|embed_positions|position_embeddings|positions_embed)", "learned positions"),
+    (r"rel_pos|relative_attention_bias|position_bias", "biases by distance"),
+    (r"crossattention|encoder_attn|cross_attn", "attention to an encoder"),
+    (r"(^|\.)(hc_|attn_hc|ffn_hc)|altup|hyper_conn", "several streams from layer to layer"),
+    (r"per_layer", "embeddings for every layer"),
+    (r"embeddings\.word_embeddings|embeddings\.tok_embeddings", "BERT's form of embeddings"),
+)
+"""Names of parts -> what they are."""
+
+
+_OF_TOWERS = (
+    (r"relative_position|rel_pos|position_bias", "biases by distance"),
+    (r"q_?former", "a Q-Former"),
+    (r"resampler|perceiver|abstractor", "a resampler of features"),
+    (r"crossattention|encoder_attn|cross_attn", "attention to an encoder"),
+    (r"downsample|(^|\.)(stages|blocks|layers)\.n\.(blocks|layers)\.n", "stages of several widths"),
+    (r"depthwise|dwconv|conv_layers|convolution", "convolutional stages"),
+    (r"codebook|quantize", "a codebook (images become discrete tokens)"),
+    (r"timm_model|backbone", "a network of another library, or a backbone for detection"),
+)
+"""The same for what reads pixels or sounds, and for composites."""
+
+
+def mechanisms(config: PreTrainedConfig) -> list[str]:
+    """What a model has that those of the usual form do not, as far as names tell."""
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return _mechanisms_of_towers(config)
+    found = []
+    if getattr(config, "is_encoder_decoder", False):
+        found.append("an encoder and a decoder")
+    if config.get_text_config() is not config:
+        inner = config.get_text_config().model_type
+        found.append(f"parts of several kinds (its text part alone is {inner!r})")
+    if getattr(config, "alibi", False) or "attn_config" in config.to_dict():
+        found.append("biases by distance (ALiBi)")
+    names = "\n".join(_part_names(config, whole=True))
+    found += [what for pattern, what in _MECHANISMS if re.search(pattern, names, re.MULTILINE)]
+    return found
+
+
+def _mechanisms_of_towers(config: PreTrainedConfig) -> list[str]:
+    """The same of encoders and composites: what the listed ones have not."""
+    names = "\n".join(_part_names(config, whole=True))
+    found = [what for pattern, what in _OF_TOWERS if re.search(pattern, names, re.MULTILINE)]
+    if config.model_type == "timm_wrapper":
+        found.append("a network of another library (timm)")
+    windows = ("window_size", "window_block_indexes", "num_windows")
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    if any(getattr(part, name, None) for part in parts for name in windows):
+        found.append("attention in windows")
+    if any(isinstance(getattr(config, name, None), list) for name in ("depths", "hidden_sizes")):
+        found.append("stages of several widths")
+    return list(dict.fromkeys(found))
+
+
+def nearest(config: PreTrainedConfig, families: Collection[str]) -> str:
+    """The listed family most of whose layers' parts have the names of this model's; "": none has
+    any of them."""
+    own = _part_names(config)
+
+    def likeness(model_type: str) -> float:
+        other = _part_names(CONFIG_MAPPING[model_type]())
+        return len(own & other) / max(len(own | other), 1)
+
+    shares = {model_type: likeness(model_type) for model_type in families}
+    best = max(shares, key=lambda model_type: shares[model_type])
+    return best if shares[best] else ""
+
+
+def _part_names(config: PreTrainedConfig, whole: bool = False) -> set[str]:
+    """Of a model's modules and weights; only of its first layer, from there, or of all."""
+    try:
+        with torch.device("meta"):
+            causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            auto = AutoModelForCausalLM if causal else AutoModel
+            model = auto.from_config(config, trust_remote_code=False)
+    except Exception:  # raised by classes that need more than a config: nothing is said of parts
+        return set()
+    names = [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())]
+    places = {re.sub(r"\.\d+(?=\.|$)", ".n", name) for name in names}
+    if whole:
+        return places
+    return {name.partition(".n.")[2] for name in places if ".n." in name}
