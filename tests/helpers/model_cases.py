@@ -495,6 +495,16 @@ for _name in ("qwen3_5", "qwen3_5_moe"):
             "layer_types": ["full_attention", "linear_attention", "full_attention"],
         },
     }
+COMPOSITES |= {
+    "mistral3": {
+        "model_type": "mistral3",
+        "vision_config": ENCODERS["pixtral"],
+        "text_config": LLMS["mistral"],
+        "image_token_index": IMAGE_TOKEN_ID,
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+    },
+}
 SOUND_TOKEN_ID = 59
 COMPOSITES |= {
     "qwen3_omni": {

@@ -332,6 +332,8 @@ class TextSpec:
     image_prefix: Marks = ()
     """Before each image, e.g. the id of <|vision_start|>."""
     image_suffix: Marks = ()
+    row_end_id: int | None = None
+    """After every row of an image's tokens but the last; None: rows follow each other."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int = 0

@@ -30,7 +30,7 @@ from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DecodedDrawing, DrawingRow
 from torchmm.data.media.images import decode_rgb
-from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.data.media.text import VisionBlock, mrope_positions, places_in_rows
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.order import Item
@@ -201,12 +201,19 @@ class StepDecoder(Dataset[DecodedStep]):
         text = sample.text
         kept = [file.kept if isinstance(file, Tile) else None for file in sample.files]
         places = [
-            file.places if isinstance(file, Tile) else np.arange(image.tokens)
+            file.places if isinstance(file, Tile) else self._places(image)
             for file, image in zip(sample.files, meta.images, strict=True)
         ]
         return DecodedSample(
             ids_L, text.targets_L, text.image_starts, pixels, kept, places, drawings
         )
+
+    def _places(self, image: ImageMeta) -> np.ndarray:
+        """Of its tokens, relative to its first placeholder."""
+        if self._reader.text_spec.row_end_id is None:
+            return np.arange(image.tokens)
+        _, _, columns = self._reader.medium(image).block(image)
+        return places_in_rows(image.tokens, columns)
 
     def _placeholder(self, item: Item) -> DecodedSample:
         """A sample of the same size that teaches nothing."""

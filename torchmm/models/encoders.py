@@ -32,6 +32,7 @@ from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, Weig
 from torchmm.models.layers.connectors import (
     LinearConnector,
     LineMlpConnector,
+    MergeMlpConnector,
     MlpConnector,
     NormMlpConnector,
     PoolConnector,
@@ -65,7 +66,7 @@ class EncoderSpec:
     final_norm: bool = False
     """Whether features pass the norm after the last layer."""
     connector: Literal[
-        "mlp", "line_mlp", "norm_mlp", "linear", "scaled_linear", "pool", "merger"
+        "mlp", "line_mlp", "norm_mlp", "merge_mlp", "linear", "scaled_linear", "pool", "merger"
     ] = "mlp"
     """merger: the tower's own."""
     connector_act: str = "gelu"
@@ -125,6 +126,9 @@ class EncoderModule(LayeredModule):
             connector = PoolConnector(folded, spec.shuffle**2, hidden, spec.connector_eps)
         elif spec.connector == "norm_mlp":
             connector = NormMlpConnector(folded, hidden, spec.connector_act)
+        elif spec.connector == "merge_mlp":
+            settings = (spec.connector_act, spec.connector_bias, spec.connector_eps)
+            connector = MergeMlpConnector(size, hidden, spec.shuffle**2, *settings)
         elif spec.connector == "line_mlp":
             connector = LineMlpConnector(folded, hidden, spec.connector_act, spec.connector_bias)
         else:
@@ -176,6 +180,7 @@ class EncoderModule(LayeredModule):
         pairs = {
             "mlp": ("linear_1", "linear_2"),
             "line_mlp": ("linear_1", "linear_2"),
+            "merge_mlp": ("linear_1", "linear_2"),
             "norm_mlp": ("mlp.linear_1", "mlp.linear_2"),
         }
         if self.spec.connector in pairs:  # others have a single, small product

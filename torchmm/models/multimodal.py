@@ -220,6 +220,7 @@ class MultimodalModel(nn.Module):
         if problems:
             raise ConfigError(problems)
         pad = tokenizer.pad_token_id
+        row_end = self.text.row_end
         return TextSpec(
             vocab_size=vocab_size,
             image_token_id=image_token_id,
@@ -232,6 +233,7 @@ class MultimodalModel(nn.Module):
             video_token_id=self.text.video_token_id,
             tokens_per_second=self.text.tokens_per_second,
             clip_times=self.text.clip_times,
+            row_end_id=None if row_end is None else vocabulary[row_end.text],
             sound_token_id=self.text.sound_token_id,
             sound_prefix=_marks(self.text.sound_prefix, vocabulary),
             sound_suffix=_marks(self.text.sound_suffix, vocabulary),
@@ -258,7 +260,8 @@ class MultimodalModel(nn.Module):
 
 
 def _every_mark(text: TextConventions) -> tuple[int | str | Token, ...]:
-    return *text.prefix, *text.suffix, *text.sound_prefix, *text.sound_suffix
+    ends = () if text.row_end is None else (text.row_end,)
+    return *text.prefix, *text.suffix, *ends, *text.sound_prefix, *text.sound_suffix
 
 
 def _marks(written: tuple[int | str | Token, ...], vocabulary: Mapping[str, int]) -> Marks:

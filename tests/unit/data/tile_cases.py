@@ -40,6 +40,11 @@ TOKENS = {
         "image_token": "<image_soft_token>",
     },
 }
+TOKENS["mistral3"] = {
+    "image_token": "[IMG]",
+    "image_break_token": "[IMG_BREAK]",
+    "image_end_token": "[IMG_END]",
+}
 TOKENS["llava_next"] = TOKENS["llava_onevision"] = {"image_token": "<image>"}
 TOKENS["smolvlm"] = {**TOKENS["idefics3"], "global_image_token": "<global-img>"}
 """Special tokens by the name that Hugging Face's processors look for."""

@@ -65,22 +65,26 @@ def plain_composite(model: MultimodalModel) -> PreTrainedModel:
     return plain
 
 
+def two_images(
+    name: str, generator: torch.Generator
+) -> tuple[list[tuple[int, int, int]], Tensor, list[int]]:
+    """Grids, pixels or patches, and tokens of each."""
+    if name.startswith("qwen"):
+        return [(1, 4, 6), (1, 6, 2)], torch.randn(36, 96, generator=generator), [6, 3]
+    if name == "gemma4":
+        return [(1, 4, 6), (1, 6, 2)], torch.randn(36, 48, generator=generator), [6, 3]
+    if name == "mistral3":
+        return [(1, 4, 4), (1, 2, 4)], torch.randn(24, 48, generator=generator), [4, 2]
+    pixels = torch.randn(2, 3, 16, 16, generator=generator)
+    whole = name in ("llava", "paligemma", "paligemma2")
+    return [(1, 4, 4), (1, 4, 4)], pixels, [16, 16] if whole else [4, 4]
+
+
 def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
     """A packed microbatch, and what Hugging Face's model takes for each sample on its own."""
     generator = torch.Generator().manual_seed(5)
     of_qwen = name.startswith("qwen")
-    if of_qwen:
-        grids = [(1, 4, 6), (1, 6, 2)]
-        pixels = torch.randn(36, 96, generator=generator)
-        tokens = [6, 3]
-    else:
-        grids = [(1, 4, 4), (1, 4, 4)]
-        pixels = torch.randn(2, 3, 16, 16, generator=generator)
-        tokens = [16, 16] if name in ("llava", "paligemma", "paligemma2") else [4, 4]
-    if name == "gemma4":
-        grids = [(1, 4, 6), (1, 6, 2)]
-        pixels = torch.randn(36, 48, generator=generator)
-        tokens = [6, 3]
+    grids, pixels, tokens = two_images(name, generator)
     kept = None
     if name.startswith("llava_"):
         kept = [Kept(0, 4, 0, 4, line_ends=1)] * 2
@@ -91,7 +95,7 @@ def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
     # PaliGemma's images stand in the prompt, before the first target.
     ignored = 4 + tokens[0] + 2 if name.startswith("paligemma") else 2
     batch = microbatch(lengths, images, places, ignored)
-    pieces = pixels.split([24, 12] if len(pixels) == 36 else 1)
+    pieces = pixels.split([24, 12] if len(pixels) == 36 else len(pixels) // 2)
     samples = []
     for i, (start, stop) in enumerate([(0, lengths[0]), (lengths[0], sum(lengths))]):
         ids = batch.input_ids_T[None, start:stop]
@@ -105,6 +109,11 @@ def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
             places = [[column, row] for row in range(rows) for column in range(columns)]
             sample |= {"mm_token_type_ids": shown, "image_position_ids": torch.tensor([places])}
             sample["pixel_values"] = pieces[i][None]
+        elif name == "mistral3":
+            _, rows, columns = grids[i]
+            own = pixels.split([16, 8])[i].view(rows, columns, 3, 4, 4).permute(2, 0, 3, 1, 4)
+            sample["pixel_values"] = own.reshape(1, 3, 4 * rows, 4 * columns)
+            sample["image_sizes"] = torch.tensor([[4 * rows, 4 * columns]])
         elif name in ("idefics3", "smolvlm"):
             sample["pixel_values"] = pieces[i][None]
         elif name == "gemma3":
@@ -165,6 +174,7 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
         ),
         ("gemma3", {}),
         ("gemma4", {}),
+        ("mistral3", {}),
         ("qwen2_vl", {}),
         ("qwen2_5_vl", {}),
         ("qwen2_5_vl", {"tie_word_embeddings": True}),

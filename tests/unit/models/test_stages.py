@@ -15,6 +15,7 @@ from model_cases import (
     relative_error,
 )
 from proofs import proves
+from test_multimodal import two_samples_with_images
 from test_omni import two_samples as images_and_sounds
 from torch import Tensor
 
@@ -78,6 +79,8 @@ def example(name: str, model: MultimodalModel) -> Microbatch:
     """Two packed samples; all images stand in the first, unless there are sounds too."""
     if "audio" in model.encoders:
         return images_and_sounds()[0]
+    if name == "mistral3":
+        return two_samples_with_images(name)[0]
     families = (*BASIC_ENCODERS, "qwen2_vl", "gemma4")
     families += ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     family = next((family for family in families if name.endswith(family)), "clip")

@@ -222,7 +222,8 @@ class ImagePreprocessor:
             values = np.asarray(self._run(image)["pixel_values"])[0]
         else:
             limits = self._layout.limits(limit_px) if limit_px else {}
-            values = self._layout.patches(self._run(image, **limits))
+            outputs = self._run(image, **self._layout.settings(), **limits)
+            values = self._layout.patches(outputs)
         return np.ascontiguousarray(values, dtype=np.float32)
 
     def blank(self, width_px: int, height_px: int, limit_px: int = 0) -> np.ndarray:

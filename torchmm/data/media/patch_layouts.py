@@ -45,6 +45,10 @@ class PatchLayout(ABC):
         self.processor = processor
         self.spec = spec
 
+    def settings(self) -> dict[str, Any]:
+        """Arguments of every call of the processor."""
+        return {}
+
     @abstractmethod
     def limits(self, limit_px: int) -> dict[str, Any]:
         """The processor's settings that limit sizes.
@@ -157,12 +161,17 @@ class PooledLayout(PatchLayout):
 
 
 class SizedLayout(PatchLayout):
-    """Pixtral's: whole pictures, shrunk to a longest side and rounded up to whole patches."""
+    """Pixtral's: whole pictures, shrunk to a longest side and rounded up to whole tokens, which
+    Mistral 3's processor calls patches."""
 
     marker = "image_sizes"
 
+    def settings(self) -> dict[str, Any]:
+        token = self.spec.patch_size_px * self.spec.merge
+        return {"patch_size": {"height": token, "width": token}}
+
     def limits(self, limit_px: int) -> dict[str, Any]:
-        patch = self.spec.patch_size_px
+        patch = self.spec.patch_size_px * self.spec.merge
         most = self.processor.size["longest_edge"]
         limit = max(patch, isqrt(limit_px) // patch * patch) if limit_px else most
         return {"size": {"longest_edge": min(most, limit)}}
@@ -171,7 +180,7 @@ class SizedLayout(PatchLayout):
         longest = self.limits(limit_px)["size"]["longest_edge"]
         shape_only = np.broadcast_to(np.uint8(0), (3, height_px, width_px))
         channels = ChannelDimension.FIRST
-        patch = self.spec.patch_size_px
+        patch = self.spec.patch_size_px * self.spec.merge
         height, width = get_resize_output_image_size(shape_only, longest, patch, channels)
         if not height or not width:  # where the processor itself would fail
             raise CorruptSampleError(

@@ -98,12 +98,15 @@ class TextEncoder:
         self._plain = _copy_backend(tokenizer, encode_special_tokens=True)
         self._scaffold = _copy_backend(tokenizer, encode_special_tokens=False)
 
-    def encode(self, sample: Sample, image_tokens: Sequence[int]) -> EncodedSample:
+    def encode(
+        self, sample: Sample, image_tokens: Sequence[int], columns: Sequence[int] = ()
+    ) -> EncodedSample:
         """Tokenise, expand images to placeholders and truncate, never inside an image.
 
         Args:
             sample: segments in order.
             image_tokens: placeholders of each image, tile, clip or sound.
+            columns: of each image, where rows end with a token.
 
         Raises:
             CorruptSampleError: a text is far too long, or has half a character.
@@ -113,7 +116,7 @@ class TextEncoder:
         out = EncodedSample([], [], [])
         if sample.add_bos and spec.bos_token_id is not None:
             _extend(out, [spec.bos_token_id], loss=False)
-        counts = iter(image_tokens)
+        counts = iter(zip(image_tokens, columns or [0] * len(image_tokens), strict=True))
         for piece in self._pieces(sample.segments):
             if isinstance(piece, TextSegment):
                 _extend(out, self._encode_text(piece), piece.loss)
@@ -203,16 +206,23 @@ class TextEncoder:
         return TextSegment(before, loss=False), block, TextSegment(after, loss=False)
 
     def _image_block(
-        self, block: _ImageBlock, counts: Iterator[int]
+        self, block: _ImageBlock, counts: Iterator[tuple[int, int]]
     ) -> tuple[list[int], list[int]]:
         """Token ids, and where the placeholders of each tile start."""
         ids = self._encode_marks(block.marks[0])
         starts = []
         for marks in block.marks[1:]:
             starts.append(len(ids))
-            ids += [block.placeholder] * next(counts)
+            ids += self._placeholders(block.placeholder, *next(counts))
             ids += self._encode_marks(marks)
         return ids, starts
+
+    def _placeholders(self, placeholder: int, tokens: int, columns: int) -> list[int]:
+        row_end = self.spec.row_end_id
+        if row_end is None:
+            return [placeholder] * tokens
+        rows = tokens // columns
+        return ([placeholder] * columns + [row_end]) * (rows - 1) + [placeholder] * columns
 
     def _encode_marks(self, marks: Marks) -> list[int]:
         ids: list[int] = []
@@ -246,6 +256,12 @@ def _copy_backend(tokenizer: PreTrainedTokenizerBase, encode_special_tokens: boo
     backend.no_padding()
     backend.encode_special_tokens = encode_special_tokens
     return backend
+
+
+def places_in_rows(tokens: int, columns: int) -> np.ndarray:
+    """int64 (tokens,): where an image's placeholders are, relative to the first, if a token stands
+    between its rows."""
+    return np.arange(tokens) + np.arange(tokens) // columns
 
 
 class VisionBlock(NamedTuple):

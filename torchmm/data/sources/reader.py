@@ -137,7 +137,10 @@ class SampleReader:
         if self.drawings is None:
             sample = without_generated(sample)
         sample, files, metas = self._open_files(sample)
-        text = self._text.encode(sample, placeholders(files, metas))
+        columns: list[int] = []
+        if self.text_spec.row_end_id is not None:
+            columns = [self.medium(image).block(image)[2] for image in metas]
+        text = self._text.encode(sample, placeholders(files, metas), columns)
         generated, generated_files = self._measure_generated(sample, text)
         if not any(text.loss[1:]) and not generated:
             raise CorruptSampleError(

@@ -24,6 +24,8 @@ class TextConventions:
     prefix: tuple[int | str | Token, ...] = ()
     """What stands before every image: ids, plain text, tokens."""
     suffix: tuple[int | str | Token, ...] = ()
+    row_end: Token | None = None
+    """After every row of an image's placeholders but the last."""
     mrope: bool = False
     """Three position ids per token (time, row, column)."""
     video_token_id: int | None = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.mistral3.modeling_mistral3 import Mistral3RMSNorm
 
 from torchmm.common.kept_tokens import Kept, Shrunk, shrink_weights
 
@@ -53,6 +54,29 @@ class LineMlpConnector(MlpConnector):
             # Also none of them, so that the embedding always has a gradient.
             parts.append(self.image_newline.expand(box.line_ends, -1).to(features_RCD.dtype))
         return torch.cat(parts)
+
+
+class MergeMlpConnector(MlpConnector):
+    """Mistral 3's: n x n neighbours become one by a product, behind a norm of each:
+    (K, n n D_in), neighbour after neighbour -> (K, D_llm).
+
+    Args:
+        in_features: D_in.
+        neighbours: n n.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, neighbours: int, act: str, bias: bool, eps: float
+    ) -> None:
+        super().__init__(in_features, out_features, act, bias)
+        self.norm = Mistral3RMSNorm(in_features, eps)
+        merging = nn.Linear(neighbours * in_features, in_features, bias=False)
+        self.patch_merger = nn.ModuleDict({"merging_layer": merging})
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x_KND = self.norm(hidden_states.unflatten(1, (-1, self.linear_1.in_features)))
+        merged = self.patch_merger["merging_layer"](x_KND.transpose(1, 2).flatten(1))
+        return super().forward(merged)
 
 
 class NormMlpConnector(nn.Module):

@@ -19,6 +19,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaNextForConditionalGeneration,
     LlavaOnevisionForConditionalGeneration,
+    Mistral3ForConditionalGeneration,
     PaliGemmaForConditionalGeneration,
     PreTrainedModel,
     Qwen3OmniMoeThinkerForConditionalGeneration,
@@ -30,6 +31,7 @@ from torchmm.models.families.composites.gemma4 import take_gemma4
 from torchmm.models.families.composites.idefics3 import take_idefics3
 from torchmm.models.families.composites.internvl import take_internvl
 from torchmm.models.families.composites.llava import take_llava, take_llava_next
+from torchmm.models.families.composites.mistral3 import take_mistral3
 from torchmm.models.families.composites.omni import take_qwen3_omni
 from torchmm.models.families.composites.parts import CompositeParts
 from torchmm.models.families.composites.qwen3_vl import QWEN3_VL, take_qwen3_vl
@@ -49,6 +51,7 @@ COMPOSITES: dict[str, Composite] = {
     "llava": Composite(LlavaForConditionalGeneration, take_llava),
     "llava_next": Composite(LlavaNextForConditionalGeneration, take_llava_next),
     "llava_onevision": Composite(LlavaOnevisionForConditionalGeneration, take_llava_next),
+    "mistral3": Composite(Mistral3ForConditionalGeneration, take_mistral3),
     "internvl": Composite(InternVLForConditionalGeneration, take_internvl),
     "idefics3": Composite(Idefics3ForConditionalGeneration, take_idefics3),
     "smolvlm": Composite(SmolVLMForConditionalGeneration, take_idefics3),

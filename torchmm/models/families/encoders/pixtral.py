@@ -70,6 +70,12 @@ class PixtralFamily(EncoderFamily):
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         return (1, config.num_channels * side(config.patch_size) ** 2), (1, 1, 1)
 
+    def smallest_folded(
+        self, config: Any, shuffle: int
+    ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        (_, values), _ = self.smallest_image(config)
+        return (shuffle**2, values), (1, shuffle, shuffle)
+
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         return LayerDescription(
             hidden_size=config.hidden_size,

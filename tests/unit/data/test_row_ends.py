@@ -1,0 +1,120 @@
+"""Mistral 3: a token at the end of every row of an image; Hugging Face's processor and model on the
+same pictures give the same."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from data_cases import data_config, png, training, write_parquet
+from model_cases import COMPOSITES, build, relative_error, worst_gradient
+from proofs import proves
+from test_multimodal import our_hf_name, plain_composite
+from tile_cases import make_tokenizer
+from torch.nn import functional
+from transformers import PixtralImageProcessorPil
+
+from torchmm.common.errors import ConfigError
+from torchmm.data.loader import build_loader
+from torchmm.data.media.images import decode_rgb
+from torchmm.data.media.text import places_in_rows
+from torchmm.recipe.data_section import SourceConfig
+from torchmm.recipe.model_section import ModelConfig
+
+PICTURES = [(100, 40), (40, 120), (64, 64), (20, 20)]
+CAPTIONS = [" a red dog", " two", " the small green cats", " in the sun"]
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer("mistral3")
+
+
+@pytest.fixture
+def model(tokenizer):
+    vision = {**COMPOSITES["mistral3"]["vision_config"], "image_size": 64}
+    text = {**COMPOSITES["mistral3"]["text_config"], "vocab_size": 1024}
+    image = tokenizer.convert_tokens_to_ids("[IMG]")
+    config = {**COMPOSITES["mistral3"], "vision_config": vision, "text_config": text}
+    processor = {"size": {"longest_edge": 48}}
+    return build(ModelConfig(config={**config, "image_token_index": image}, processor=processor))
+
+
+@pytest.fixture
+def microbatches(model, tokenizer, tmp_path):
+    rows = [
+        {"image": {"bytes": png(*size, seed), "path": None}, "text": CAPTIONS[seed]}
+        for seed, size in enumerate(PICTURES)
+    ]
+    path = write_parquet(tmp_path / "pictures", rows)
+    loader = build_loader(
+        data_config(tmp_path, SourceConfig(path=str(path), name="pictures"), shuffle=False),
+        training(global_batch_size=1, sequence_length=1024),
+        text_spec=model.text_spec(tokenizer),
+        image_specs=model.image_specs(),
+        tokenizer=tokenizer,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        state=None,
+    )
+    (batch,) = islice(loader, 1)
+    assert not batch.skipped
+    return batch.microbatches
+
+
+def test_placeholders_of_rows_leave_room_for_their_ends() -> None:
+    assert places_in_rows(6, 3).tolist() == [0, 1, 2, 4, 5, 6]
+    assert places_in_rows(3, 1).tolist() == [0, 2, 4]
+
+
+def processed(number: int, tokenizer) -> dict[str, torch.Tensor]:
+    """A picture by Hugging Face's image processor, and its text as `PixtralProcessor` writes it,
+    which needs torchvision."""
+    processor = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4})
+    picture = decode_rgb(png(*PICTURES[number], number), 10**6)
+    token = {"height": 8, "width": 8}
+    images = processor(picture, patch_size=token, size={"longest_edge": 48}, return_tensors="pt")
+    height, width = images["image_sizes"][0].tolist()
+    rows = ["[IMG]" * (width // 8)] * (height // 8)
+    written = "[IMG_BREAK]".join(rows) + "[IMG_END]"
+    ids = tokenizer(f"<s>{written}{CAPTIONS[number]}</s>", return_tensors="pt")["input_ids"]
+    return {"input_ids": ids, **images}
+
+
+@proves("equal", COMPOSITES)
+@pytest.mark.parametrize("name", ["mistral3"])
+def test_rows_give_hugging_faces_ids_loss_and_gradients(
+    name, model, microbatches, tokenizer
+) -> None:
+    plain = plain_composite(model)
+    losses = []
+    for microbatch in microbatches:
+        for position, meta in enumerate(microbatch.meta.samples):
+            start, stop = microbatch.cu_seqlens[position : position + 2]
+            sample = processed(meta.index, tokenizer)
+            ids = sample["input_ids"][0]
+            assert torch.equal(microbatch.input_ids_T[start:stop], ids)
+            rows = len(np.flatnonzero(ids == tokenizer.convert_tokens_to_ids("[IMG_BREAK]"))) + 1
+            assert rows > 1 or meta.images[0].height_px < 40
+            logits = plain(**sample, use_cache=False).logits[0]
+            targets = microbatch.targets_T[start:stop]
+            losses.append(functional.cross_entropy(logits, targets, reduction="sum"))
+    assert len(losses) >= len(PICTURES)
+    expected = torch.stack(losses).sum()
+    loss = torch.stack([model(microbatch) for microbatch in microbatches]).sum()
+    assert relative_error(loss, expected) < 1e-5
+    loss.backward()
+    expected.backward()
+    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+
+
+def test_features_in_the_places_of_row_ends_change_the_loss(model, microbatches) -> None:
+    loss = model(microbatches[0])
+    inputs = microbatches[0].encoders["vision"]
+    inputs.positions_K = inputs.positions_K[0] + torch.arange(len(inputs.positions_K))
+    assert relative_error(model(microbatches[0]), loss) > 1e-5
+
+
+def test_a_tokenizer_without_row_ends_is_refused(model) -> None:
+    with pytest.raises(ConfigError, match=r"lacks '\[IMG_BREAK\]'"):
+        model.text_spec(make_tokenizer("llava_next"))
