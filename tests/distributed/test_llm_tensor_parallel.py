@@ -43,7 +43,7 @@ class Case:
         if not self.composite:
             return microbatch([5, 9, 9])
         batch, _ = two_samples_with_images(self.family)
-        if self.family.startswith("qwen"):
+        if self.family.startswith(("qwen", "glm")):
             batch.position_ids = batch.position_ids.expand(3, -1) * torch.tensor([[1], [2], [3]])
         return batch
 

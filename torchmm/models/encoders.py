@@ -165,8 +165,8 @@ class EncoderModule(LayeredModule):
         inner = []
         if self.spec.final_norm:
             inner.append(f"tower.{self.family.final_norm}")
-        if self.family.merger and self.spec.connector != "merger":
-            inner.append(f"tower.{self.family.merger}")
+        if self.spec.connector != "merger":
+            inner += [f"tower.{name}" for name in self.family.merger]
         return (*inner, "connector")
 
     def _tensor_parallel_styles(self) -> dict[str, str]:

@@ -26,6 +26,7 @@ from transformers import (
 
 from torchmm.models.families.composites.gemma import take_gemma3, take_paligemma
 from torchmm.models.families.composites.gemma4 import take_gemma4
+from torchmm.models.families.composites.glm4v import GLM4V, take_glm4v
 from torchmm.models.families.composites.idefics3 import take_idefics3
 from torchmm.models.families.composites.internvl import take_internvl
 from torchmm.models.families.composites.llava import take_llava, take_llava_next
@@ -55,5 +56,6 @@ COMPOSITES: dict[str, Composite] = {
     "gemma4": Composite(Gemma4ForConditionalGeneration, take_gemma4),
     **{name: Composite(kind, take_qwen_vl) for name, kind in QWEN_VL.items()},
     **{name: Composite(kind, take_qwen3_vl) for name, kind in QWEN3_VL.items()},
+    **{name: Composite(kind, take_glm4v) for name, kind in GLM4V.items()},
 }
 """Supported composites by Hugging Face model_type."""

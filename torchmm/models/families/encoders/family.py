@@ -77,8 +77,8 @@ class EncoderFamily:
     """Parts of it that apply a norm before their linears."""
     splits_clips = False
     """Where patches span several frames: whether each group of frames is an image of its own."""
-    merger: str = ""
-    """Its part with parameters that does so, if any."""
+    merger: tuple[str, ...] = ()
+    """Its parts with parameters that do so, if any."""
     tensor_parallel: ClassVar[dict[str, str]] = {
         "self_attn.q_proj": "colwise",
         "self_attn.k_proj": "colwise",
