@@ -99,6 +99,16 @@ TOWERS["qwen3_5"] = {
     "model_type": "qwen3_5_vision",
 }
 TOWERS |= {
+    "glm4v": {
+        "model_type": "glm4v_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "image_size": 20,
+        "patch_size": 4,
+    },
     "gemma4": {
         "model_type": "gemma4_vision",
         **SIZES,
@@ -176,6 +186,16 @@ COMPOSITES = {
         },
         "image_token_id": 63,
     },
+    "in glm4v": {
+        "model_type": "glm4v",
+        "vision_config": TOWERS["glm4v"],
+        "text_config": {
+            **{k: v for k, v in LLM.items() if k != "model_type"},
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+        },
+        "image_token_id": 63,
+    },
     "in gemma3": {
         "model_type": "gemma3",
         "vision_config": {**TOWERS["siglip"], "vision_use_head": False},
@@ -187,6 +207,7 @@ COMPOSITES = {
 GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "qwen2_vl": [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]],
     **{n: [[(1, 2, 2)], [(1, 2, 6), (2, 2, 2)]] for n in ("qwen3_vl", "in qwen3_vl", "qwen3_5")},
+    **{name: [[(1, 2, 2)], [(1, 2, 6), (1, 6, 2)]] for name in ("glm4v", "in glm4v")},
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
     "pixtral": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
@@ -199,6 +220,7 @@ PATCH_VALUES |= {"qwen3_omni_sound": 8 * 8}
 PATCH_VALUES |= {"gemma4": 3 * 4 * 4, "pixtral": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl", "qwen3_5"), 3 * 2 * 4 * 4)
+PATCH_VALUES |= dict.fromkeys(("glm4v", "in glm4v"), 3 * 2 * 4 * 4)
 
 
 @dataclass(frozen=True)

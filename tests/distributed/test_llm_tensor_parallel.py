@@ -46,7 +46,7 @@ class Case:
         if "omni" in self.family:
             return images_and_sounds()[0]
         batch, _ = two_samples_with_images(self.family)
-        if self.family.startswith("qwen"):
+        if self.family.startswith(("qwen", "glm")):
             batch.position_ids = batch.position_ids.expand(3, -1) * torch.tensor([[1], [2], [3]])
         return batch
 

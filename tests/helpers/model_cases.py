@@ -297,6 +297,19 @@ for _name in ("qwen3_5", "qwen3_5_moe"):
     ENCODERS[_name] = {**ENCODERS["qwen3_vl"], "model_type": f"{_name}_vision"}
     del ENCODERS[_name]["deepstack_visual_indexes"]
 ENCODERS |= {
+    _name: {
+        "model_type": f"{_name}_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "image_size": 20,
+        "patch_size": 4,
+    }
+    for _name in ("glm4v", "glm4v_moe")
+}
+ENCODERS |= {
     "whisper": {
         "model_type": "whisper",
         "num_mel_bins": 8,
@@ -536,6 +549,42 @@ COMPOSITES |= {
         "audio_token_id": 65,
     },
 }
+_GLM4V = {
+    "image_token_id": IMAGE_TOKEN_ID,
+    "video_token_id": 62,
+    "image_start_token_id": 61,
+    "image_end_token_id": 60,
+    "video_start_token_id": 59,
+    "video_end_token_id": 58,
+}
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
+COMPOSITES |= {
+    "glm4v": {
+        "model_type": "glm4v",
+        **_GLM4V,
+        "vision_config": ENCODERS["glm4v"],
+        "text_config": {
+            **{k: v for k, v in _LLM.items() if k not in ("bos_token_id", "eos_token_id")},
+            "rope_parameters": _GLM_ROPE,
+        },
+    },
+    "glm4v_moe": {
+        "model_type": "glm4v_moe",
+        **_GLM4V,
+        "vision_config": ENCODERS["glm4v_moe"],
+        "text_config": {
+            **{k: v for k, v in LLMS["glm4_moe"].items() if k not in ("model_type", "use_qk_norm")},
+            "rope_parameters": {**_GLM_ROPE, "partial_rotary_factor": 0.5},
+        },
+    },
+}
+COMPOSITES |= {
+    "glm46v": {
+        **COMPOSITES["glm4v"],
+        "model_type": "glm46v",
+        "text_config": {**COMPOSITES["glm4v"]["text_config"], "model_type": "glm4v_text"},
+    },
+}
 COMPOSITES |= {  # InternVL 3.5
     f"internvl_{llm}": {**COMPOSITES["internvl"], "text_config": LLMS[llm]}
     for llm in ("qwen3", "qwen3_moe")
@@ -567,6 +616,7 @@ GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     "qwen3_5": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen3_5_moe": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen3_omni_vision": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    **{name: [(1, 4, 6), (1, 10, 4), (1, 2, 2)] for name in ("glm4v", "glm4v_moe")},
     "pixtral": [(1, 2, 5), (1, 4, 4), (1, 3, 1)],
     "gemma4": [(1, 4, 6), (1, 10, 4), (1, 2, 2)],
     **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
@@ -583,6 +633,7 @@ PATCH_VALUES = {
     **dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), 3 * 2 * 4 * 4),
     "qwen3_omni_vision": 3 * 2 * 4 * 4,
     "qwen3_omni_sound": 8 * 8,
+    **dict.fromkeys(("glm4v", "glm4v_moe"), 3 * 2 * 4 * 4),
     "pixtral": 3 * 4 * 4,
     "gemma4": 3 * 4 * 4,
 }

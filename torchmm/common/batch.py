@@ -315,6 +315,8 @@ class ImageSpec:
     shorter than the others; None: a patch is as long as any."""
     tiles: TileSpec | None = None
     """How pictures are cut; None: a picture is one image. Frames of clips always are."""
+    reads_clips: bool = True
+    """Whether clips are prepared as its processor would; otherwise they are refused."""
     splits_clips: bool = False
     """Where patches span several frames: whether each group of frames is an image of its own, with
     its time before it; otherwise a clip is one image."""

@@ -170,8 +170,8 @@ class EncoderModule(LayeredModule):
         inner = []
         if self.spec.final_norm:
             inner.append(f"tower.{self.family.final_norm}")
-        if self.family.merger and self.spec.connector != "merger":
-            inner.append(f"tower.{self.family.merger}")
+        if self.spec.connector != "merger":
+            inner += [f"tower.{name}" for name in self.family.merger]
         return (*inner, "connector")
 
     def _tensor_parallel_styles(self) -> dict[str, str]:
@@ -284,6 +284,7 @@ class EncoderModule(LayeredModule):
             max_patches=self.family.max_patches(self.spec.config),
             sound_chunk=self.family.sound_chunk(self.spec.config),
             tiles=self.spec.tiles,
+            reads_clips=self.family.reads_clips,
             splits_clips=self.family.splits_clips,
             ends_lines=self.spec.connector == "line_mlp",
         )

@@ -21,6 +21,8 @@ from model_cases import (
 from proofs import proves
 from torch import Tensor, nn
 from transformers import AutoModel, MetaClip2VisionModel
+from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
+from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
@@ -49,6 +51,8 @@ UNNAMED = {  # which AutoModel does not know
     "qwen3_5_moe_vision": Qwen3_5MoeVisionModel,
     "qwen3_omni_moe_vision_encoder": Qwen3OmniMoeVisionEncoder,
     "qwen3_omni_moe_audio_encoder": Qwen3OmniMoeAudioEncoder,
+    "glm4v_vision": Glm4vVisionModel,
+    "glm4v_moe_vision": Glm4vMoeVisionModel,
 }
 
 
@@ -75,7 +79,7 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
         return torch.cat([tower(wave_S[None]).last_hidden_state[0] for wave_S in waves])
     if family == "qwen3_omni_sound":
         return chunked_features(tower, inputs)
-    if family.startswith("qwen"):
+    if family.startswith(("qwen", "glm")):
         return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
     if family == "pixtral":
         return pixtral_features(tower, inputs)

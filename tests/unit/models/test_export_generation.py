@@ -47,7 +47,7 @@ def test_exports_of_composites_write_what_was_trained(name: str, tmp_path: Path,
         tmp_path, attn_implementation="eager"
     )
     batch, samples = two_samples_with_images(name)
-    if name.startswith("qwen"):
+    if model.text.mrope:
         batch.position_ids = mrope_positions(plain, samples)
     sample = {key: value for key, value in samples[0].items() if key != "use_cache"}
     if name.startswith("paligemma"):

@@ -265,6 +265,7 @@ def test_a_pair_becomes_a_llava_model(
         ("qwen2_vl", {}),
         ("qwen2_5_vl", {}),
         ("qwen3_vl", {}),
+        ("glm4v", {}),
         ("clip", {"connector": "pixel_shuffle_mlp"}),
         ("whisper", {"connector": "pixel_shuffle_mlp"}),
         ("wav2vec2", {"connector": "pixel_shuffle_mlp"}),

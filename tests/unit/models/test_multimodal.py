@@ -69,7 +69,7 @@ def two_images(
     name: str, generator: torch.Generator
 ) -> tuple[list[tuple[int, int, int]], Tensor, list[int]]:
     """Grids, pixels or patches, and tokens of each."""
-    if name.startswith("qwen"):
+    if name.startswith(("qwen", "glm")):
         return [(1, 4, 6), (1, 6, 2)], torch.randn(36, 96, generator=generator), [6, 3]
     if name == "gemma4":
         return [(1, 4, 6), (1, 6, 2)], torch.randn(36, 48, generator=generator), [6, 3]
@@ -83,7 +83,7 @@ def two_images(
 def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
     """A packed microbatch, and what Hugging Face's model takes for each sample on its own."""
     generator = torch.Generator().manual_seed(5)
-    of_qwen = name.startswith("qwen")
+    of_qwen = name.startswith(("qwen", "glm"))
     grids, pixels, tokens = two_images(name, generator)
     kept = None
     if name.startswith("llava_"):
@@ -183,13 +183,16 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
         ("qwen3_vl_moe", {}),
         ("qwen3_5", {}),
         ("qwen3_5_moe", {}),
+        ("glm4v", {}),
+        ("glm4v_moe", {}),
+        ("glm46v", {}),
     ],
 )
 def test_composites_give_hugging_faces_loss_and_gradients(name: str, changes: dict) -> None:
     model = build(composite_config(name, **changes))
     plain = plain_composite(model)
     batch, samples = two_samples_with_images(name)
-    if name.startswith("qwen"):
+    if model.text.mrope:
         batch.position_ids = mrope_positions(plain, samples)
     theirs = [plain(**sample).logits[0] for sample in samples]
     for own, logits in ((batch, torch.cat(theirs)), (first_sample(batch), theirs[0])):
@@ -225,6 +228,50 @@ def one_after_another(frequencies: Tensor) -> Tensor:
     time, rows, columns = frequencies
     joined = torch.cat([time[..., :4], rows[..., 4:6], columns[..., 6:]], dim=-1)
     return torch.cat([joined, joined], dim=-1)
+
+
+def test_glms_parts_that_are_not_its_own_are_refused() -> None:
+    text = COMPOSITES["glm4v_moe"]["text_config"]
+    with pytest.raises(ConfigError, match="glm4v_moe_text' is not supported; supported: glm4v_t"):
+        build(composite_config("glm46v", text_config={**text, "model_type": "glm4v_moe_text"}))
+    vision = COMPOSITES["glm4v"]["vision_config"]
+    with pytest.raises(ConfigError, match="out_hidden_size = 64 differs"):
+        build(composite_config("glm4v", vision_config={**vision, "out_hidden_size": 64}))
+
+
+@pytest.mark.parametrize("name", ["glm4v", "glm4v_moe"])
+def test_mistakes_in_glms_tower_and_positions_are_measurably_off(name: str) -> None:
+    model = build(composite_config(name))
+    batch, samples = two_samples_with_images(name)
+    batch.position_ids = mrope_positions(plain_composite(model), samples)
+    everywhere = torch.arange(len(batch.input_ids_T))
+    encoder = model.encoders["vision"]
+
+    def logits() -> Tensor:
+        with torch.no_grad():
+            return model.llm.logits(batch, model.encode(batch), everywhere)
+
+    right = logits()
+
+    def error() -> float:
+        return relative_error(logits(), right)
+
+    rows = batch.position_ids
+    batch.position_ids = rows[[0, 2, 1]]
+    assert error() > 1e-4, "sections of rows and columns exchanged"
+    batch.position_ids = rows
+    encoder.tower.embeddings.interpolated_method = "bilinear"
+    assert error() > 1e-5, "learned positions resized otherwise"
+    encoder.tower.embeddings.interpolated_method = "bicubic"
+    norm = encoder.connector.post_layernorm
+    encoder.connector.post_layernorm = torch.nn.Identity()
+    assert error() > 1e-4, "norm behind the layers left out"
+    encoder.connector.post_layernorm = norm
+    weight = encoder.connector.downsample.weight.data
+    encoder.connector.downsample.weight.data = weight.transpose(2, 3).contiguous()
+    assert error() > 1e-4, "rows and columns of a token's patches exchanged"
+    encoder.connector.downsample.weight.data = weight
+    assert error() == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])

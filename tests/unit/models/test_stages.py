@@ -82,8 +82,9 @@ def example(name: str, model: MultimodalModel) -> Microbatch:
     if name == "mistral3":
         return two_samples_with_images(name)[0]
     families = (*BASIC_ENCODERS, "qwen2_vl", "gemma4")
-    families += ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-    family = next((family for family in families if name.endswith(family)), "clip")
+    families += ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
+    like = "glm4v" if name == "glm46v" else name  # whose tower it has
+    family = next((family for family in families if like.endswith(family)), "clip")
     inputs = make_inputs(family)
     encoder = next(iter(model.encoders.values()))
     with torch.no_grad():

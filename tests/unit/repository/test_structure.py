@@ -88,6 +88,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
         for name in (
             "gemma",
             "gemma4",
+            "glm4v",
             "idefics3",
             "internvl",
             "llava",
@@ -96,6 +97,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
         )
     },
     "torchmm/models/families/encoders/qwen3.py": "one kind of tower, one file",
+    "torchmm/models/families/encoders/glm4v.py": "one kind of tower, one file",
     "torchmm/models/families/llms/hybrid.py": "a family, or a few alike, one file",
     "torchmm/models/families/generators/build.py": "needs diffusers, which not every run has",
     "torchmm/models/families/llms/gemma4.py": "a family with rules of its own, one file",

@@ -102,7 +102,7 @@ class SampleReader:
         self.clips = {
             name: ClipMedia(medium.preprocessor, data.video)
             for name, medium in self.media.items()
-            if isinstance(medium, ImageMedia)
+            if isinstance(medium, ImageMedia) and medium.spec.reads_clips
         }
         vocabulary = tokenizer.get_vocab()
         self.tiles = {
@@ -190,7 +190,12 @@ class SampleReader:
     ) -> None:
         """Appends a clip, or its frames (or groups of them) with their times."""
         assert segment.encoder is not None
-        medium = self.clips[segment.encoder]
+        medium = self.clips.get(segment.encoder)
+        if medium is None:
+            raise ConfigError(
+                f"[data] a sample has a clip, but encoder {segment.encoder!r} reads none: how its "
+                "model's processor writes clips is not implemented; leave samples with clips out"
+            )
         for part in medium.parts(clip):
             if part.before:
                 segments.append(TextSegment(part.before, loss=False))

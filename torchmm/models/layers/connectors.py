@@ -192,6 +192,8 @@ def linear_sizes(module: nn.Module) -> list[tuple[int, int]]:
         elif isinstance(part, PoolConnector):
             features, out = part.mm_input_projection_weight.shape
             found.append((features, out))
+        elif isinstance(part, nn.Conv2d):  # without overlap: once per token
+            found.append((part.weight[0].numel(), part.out_channels))
     return found
 
 

@@ -14,12 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
 
+from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import AUDIO, VISION
 from torchmm.models.families.composites.parts import CompositeParts, EncoderPart, refuse
 from torchmm.models.families.composites.qwen3_vl import QWEN3_STYLES, tap_problems
@@ -72,6 +75,11 @@ def take_qwen3_omni(config: Any) -> CompositeParts:
     Raises:
         ConfigError: the sizes of towers and LLM differ, or the tapped layers are impossible.
     """
+    if not hasattr(modeling_qwen3_omni_moe, "Qwen3OmniMoeThinkerModel"):
+        raise ConfigError(
+            f"[model] {config.model_type}: transformers {transformers.__version__} builds thinkers "
+            "in another way; install 5.23"
+        )
     vision = config.vision_config
     audio = config.audio_config
     problems = width_problems(config, "out_hidden_size") + tap_problems(config)

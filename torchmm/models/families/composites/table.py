@@ -28,6 +28,7 @@ from transformers import (
 
 from torchmm.models.families.composites.gemma import take_gemma3, take_paligemma
 from torchmm.models.families.composites.gemma4 import take_gemma4
+from torchmm.models.families.composites.glm4v import GLM4V, take_glm4v
 from torchmm.models.families.composites.idefics3 import take_idefics3
 from torchmm.models.families.composites.internvl import take_internvl
 from torchmm.models.families.composites.llava import take_llava, take_llava_next
@@ -63,5 +64,6 @@ COMPOSITES: dict[str, Composite] = {
     "qwen3_omni_moe_thinker": Composite(
         Qwen3OmniMoeThinkerForConditionalGeneration, take_qwen3_omni
     ),
+    **{name: Composite(kind, take_glm4v) for name, kind in GLM4V.items()},
 }
 """Supported composites by Hugging Face model_type."""

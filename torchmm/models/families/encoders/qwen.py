@@ -43,7 +43,7 @@ class Qwen2VisionFamily(EncoderFamily):
     final_norm = ""
     has_class_token = False
     fixed_merge = True
-    merger = "merger"
+    merger: tuple[str, ...] = ("merger",)
     tensor_parallel: ClassVar[dict[str, str]] = {
         "attn": "packed_qkv",
         "attn.proj": "rowwise",

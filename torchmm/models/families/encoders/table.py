@@ -15,6 +15,7 @@ from torchmm.common.batch import EncoderInputs
 from torchmm.models.families.encoders.audio import Wav2Vec2Family, WhisperFamily
 from torchmm.models.families.encoders.family import EncoderFamily, image_starts, side
 from torchmm.models.families.encoders.gemma4 import Gemma4VisionFamily
+from torchmm.models.families.encoders.glm4v import GlmMoeVisionFamily, GlmVisionFamily
 from torchmm.models.families.encoders.later_vits import (
     Aimv2Family,
     Dinov3Family,
@@ -95,6 +96,8 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "qwen3_vl_moe_vision": Qwen3MoeVisionFamily(),
     "qwen3_5_vision": Qwen3p5VisionFamily(),
     "qwen3_5_moe_vision": Qwen3p5MoeVisionFamily(),
+    "glm4v_vision": GlmVisionFamily(),
+    "glm4v_moe_vision": GlmMoeVisionFamily(),
     "dinov3_vit": Dinov3Family(),
     "aimv2_vision_model": Aimv2Family(),
     "pixtral": PixtralFamily(),

@@ -1,0 +1,144 @@
+"""The vision tower of GLM-4V: learned positions resized to each image's grid, a norm and a
+convolution without overlap behind the layers.
+
+What follows the layers (norm, convolution, merger) is one part, `GlmMerger`: the encoder's
+connector in a composite. The convolution reads the patches of one token, so it is a product like
+that of the patch embedding.
+
+Shape legend: P patches of all images, K output tokens of all images, D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
+from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
+from transformers.vision_utils import get_vision_position_ids
+
+from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.models.families.encoders.family import frame_starts, side
+from torchmm.models.families.encoders.qwen import Qwen2VisionFamily
+from torchmm.models.layers.attention import Segments, to_device
+from torchmm.models.layers.patches import embed_by_products
+
+
+class GlmContext(NamedTuple):
+    """Grids of a microbatch as the layers need them, and what precedes the layers."""
+
+    frames: Segments
+    rotary: tuple[Tensor, Tensor]
+    lengths: Tensor
+    """int64 (frames of all images,): patches of each."""
+    shapes: Tensor
+    """int64 (frames of all images, 3): 1, rows and columns of each."""
+    places: Tensor
+    """int64 (P, 2): row and column of each patch."""
+
+
+class GlmMerger(nn.Module):
+    """What follows the layers, under Hugging Face's names.
+
+    Args:
+        tower: whose parts it takes over.
+    """
+
+    def __init__(self, tower: Any) -> None:
+        super().__init__()
+        self.post_layernorm = tower.post_layernorm
+        self.downsample = tower.downsample
+        self.merger = tower.merger
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        """(K, D_llm), from the last layer's output, in which a token's patches are neighbours."""
+        return merge_patches(self, x_PD)
+
+
+def merge_patches(parts: Any, x_PD: Tensor) -> Tensor:
+    """The same, of a connector or a whole tower."""
+    rows, columns = parts.downsample.kernel_size
+    x_KhwD = parts.post_layernorm(x_PD).unflatten(0, (-1, rows, columns))
+    return parts.merger(parts.downsample(x_KhwD.permute(0, 3, 1, 2)).flatten(1))
+
+
+class GlmVisionFamily(Qwen2VisionFamily):
+    """GLM-4.1V's and GLM-4.6V's."""
+
+    processor_class = "Glm4vImageProcessor"
+    pre = ("patch_embed", "post_conv_layernorm", "embeddings")
+    reads_clips = False
+    merger = ("post_layernorm", "downsample", "merger")
+    merger_styles: ClassVar[dict[str, str]] = {
+        "merger.gate_proj": "colwise",
+        "merger.up_proj": "colwise",
+        "merger.down_proj": "rowwise",
+    }
+    merger_norms = ("merger",)
+    tensor_parallel: ClassVar[dict[str, str]] = {
+        "attn": "packed_qkv",
+        "attn.proj": "rowwise",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+        "norm1": "sequence",
+        "norm2": "sequence",
+    }
+    tower: ClassVar[Any] = Glm4vVisionModel
+
+    def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        tower: Any = super().build(config, dtype)
+        embed_by_products(tower.downsample)
+        return tower
+
+    def take_merger(self, tower: Any) -> nn.Module:
+        merger = GlmMerger(tower)
+        for name in self.merger:
+            setattr(tower, name, None)
+        return merger
+
+    def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> Any:
+        grids = inputs.grids_thw
+        frames = [(1, rows, columns) for count, rows, columns in grids for _ in range(count)]
+        shapes = torch.tensor(frames)
+        merge = tower.config.spatial_merge_size
+        places = to_device(get_vision_position_ids(torch.tensor(grids), merge), device)
+        return GlmContext(
+            Segments.from_starts(frame_starts(grids), device),
+            tower.rotary_pos_emb(places, places),
+            to_device(shapes.prod(1), device),
+            to_device(shapes, device),
+            places,
+        )
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        x_PD = tower.post_conv_layernorm(tower.patch_embed(inputs.pixels))
+        rows, columns = context.places.unbind(1)
+        return tower.embeddings(x_PD, context.lengths, context.shapes, rows, columns)
+
+    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
+        return hidden if tower.merger is None else merge_patches(tower, hidden)
+
+    def width(self, config: Any) -> int:
+        return config.hidden_size
+
+    def output_size(self, config: Any) -> int:
+        return config.out_hidden_size
+
+    def patch_size(self, config: Any) -> int:
+        return side(config.patch_size)
+
+    def ffn_size(self, config: Any) -> int:
+        return config.out_hidden_size  # the config's intermediate_size is the merger's
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        return replace(super().describe_layer(config, index), gated_ffn=True, norm="rms")
+
+
+class GlmMoeVisionFamily(GlmVisionFamily):
+    """GLM-4.5V's: the same in front of experts."""
+
+    tower: ClassVar[Any] = Glm4vMoeVisionModel
