@@ -191,6 +191,8 @@ class EncoderModule(LayeredModule):
         return styles
 
     def _norm_first(self) -> tuple[str, ...]:
+        if self.spec.connector == "merge_mlp":
+            return ("connector",)
         return tuple(f"connector.{name}" for name in self.family.merger_norms)
 
     def _describe_layer(self, index: int) -> LayerDescription:

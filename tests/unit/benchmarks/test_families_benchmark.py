@@ -25,7 +25,7 @@ def test_all_supported_families_are_compared(benchmark):
     composites = {case.config["model_type"] for case in cases if case.composite}
     texts = {case.config["model_type"] for case in cases if not case.composite}
     llms = importlib.import_module("torchmm.models.families.llms.table").LLM_FAMILIES
-    left_out = {*benchmark.ALWAYS_TILED, *benchmark.OTHER_INPUTS}
+    left_out = {*benchmark.ALWAYS_TILED, *benchmark.NOT_COMPARED}
     assert composites == set(benchmark.COMPOSITES) - left_out
     assert texts == set(llms)
 

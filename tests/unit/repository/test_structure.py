@@ -90,6 +90,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
             "gemma4",
             "glm4v",
             "idefics3",
+            "mistral3",
             "internvl",
             "llava",
             "qwen_vl",
