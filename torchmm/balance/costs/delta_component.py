@@ -62,9 +62,11 @@ class DeltaNet(Component):
         return () if self.delta.interleaved else ("delta_mixed",)
 
     def flops_N(self, sizes: TaskSizes) -> Array | float:
-        """With the convolution."""
+        """With the convolution, which also runs over the zeros between segments."""
+        width = self.delta.filter_width
+        outputs_N = sizes.units_N + (width - 1) * (sizes.segments_N - 1)
         channels = 2 * self.keys + self.values
-        return super().flops_N(sizes) + 2 * self.delta.filter_width * channels * sizes.units_N
+        return super().flops_N(sizes) + 2 * width * channels * outputs_N
 
     def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
         """Products of the recurrence, of whole chunks: keys with keys and with queries, scores with
