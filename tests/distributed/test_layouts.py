@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchmm.common.batch import Microbatch
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
+from torchmm.models.layers import loss as loss_in_chunks
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel import expert
@@ -49,6 +50,8 @@ class Case:
     """Further keys of the LLM's config."""
     idles: bool = False
     """Whether the router chooses one expert for each token, and never one of the second half."""
+    chunked_loss: bool = False
+    """Whether the loss is computed some rows at a time; the reference has all logits."""
 
     @property
     def batch(self) -> list[Microbatch]:
@@ -64,6 +67,7 @@ class Case:
         config["llm"]["config"] |= self.llm_config
         if self.idles:
             config["llm"]["config"]["num_experts_per_tok"] = 1
+        config["chunked_loss"] = self.chunked_loss
         freeze = FreezeConfig(modules=list(self.freeze))
         return build_model(ModelConfig.model_validate(config), freeze)
 
@@ -78,6 +82,8 @@ CHANGES = {
     }
 }
 """By LLM: further keys."""
+ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero_bubble"}
+CAPPED = {"final_logit_softcapping": 3.0, "sliding_window": 16}
 ASYNC = {"async_tensor_parallel": True}
 EP2_PP2 = {"expert": 2, "pipeline": 2, "schedule": "1f1b"}
 CASES_OF_4 = [
@@ -135,6 +141,19 @@ CASES_OF_4 = [
     Case("fsdp2 x tp2, LLM frozen", shard=2, tensor=2, freeze=("llm",)),
     Case("fsdp4, tower and LLM frozen", shard=4, freeze=("vision", "llm")),
     Case("hsdp 2x2, tower frozen", replicate=2, shard=2, freeze=("vision",)),
+    Case("fsdp2 x tp2, loss in chunks", shard=2, tensor=2, chunked_loss=True),
+    Case(
+        "tp4, sequence parallel, loss in chunks",
+        tensor=4,
+        sequence_parallel=True,
+        chunked_loss=True,
+    ),
+    Case(
+        "pp2 x fsdp2, zero bubble, loss in chunks", shard=2, pipeline=ZERO_BUBBLE, chunked_loss=True
+    ),
+    Case(
+        "pp2 x tp2, zero bubble, loss in chunks", tensor=2, pipeline=ZERO_BUBBLE, chunked_loss=True
+    ),
 ]
 CASES_OF_2 = [
     Case("fsdp2", shard=2),
@@ -164,6 +183,14 @@ CASES_OF_2 = [
     Case("tp2, experts", tensor=2, sequence_parallel=True, recompute="full", llm="qwen3_moe"),
     Case("pp2, experts", llm="qwen3_moe", pipeline={"pipeline": 2, "schedule": "1f1b"}),
     Case("tp2, sequence parallel, biases", tensor=2, sequence_parallel=True, llm="starcoder2"),
+    Case("fsdp2, loss in chunks", shard=2, chunked_loss=True),
+    Case("tp2, loss in chunks", tensor=2, chunked_loss=True),
+    Case(
+        "tp2, capped loss in chunks", tensor=2, llm="gemma2", llm_config=CAPPED, chunked_loss=True
+    ),
+    Case("fsdp2, LLM frozen, loss in chunks", shard=2, freeze=("llm",), chunked_loss=True),
+    Case("tp2, LLM frozen, loss in chunks", tensor=2, freeze=("llm",), chunked_loss=True),
+    Case("pp2, zero bubble, loss in chunks", pipeline=ZERO_BUBBLE, chunked_loss=True),
 ]
 
 
@@ -202,6 +229,7 @@ def _compare_all(cases: list[Case]) -> list[tuple[str, float, float, dict[str, f
 def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     batch = case.batch
     targets = sum(m.target_count for m in batch)
+    loss_in_chunks._ROWS = 7  # several chunks
     reference, loss = _reference(case, batch, targets)
     expected = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
 
@@ -248,6 +276,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
 
 def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[MultimodalModel, float]:
     model = case.model()
+    model.llm.loss_rows = 0
     materialize(model, "cpu")
     init_weights(model, seed=1)
     _idle(model, case)

@@ -4,7 +4,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from types import MappingProxyType
@@ -166,6 +166,7 @@ class Case:
     tied: bool = True
     delta: bool = False
     """Whether the LLM has gated delta nets."""
+    chunked_loss: bool = False
     recompute: str = "none"
     dtype: torch.dtype = torch.float32
     tolerance: float = 1e-5
@@ -198,7 +199,7 @@ class Case:
                 "image_token_id": 3,
             }
             config = {"config": whole}
-        model = ModelConfig.model_validate(config)
+        model = ModelConfig.model_validate({**config, "chunked_loss": self.chunked_loss})
         return build_model(model, FreezeConfig(modules=list(self.freeze)), dtype)
 
     @property
@@ -328,7 +329,7 @@ class CaseRun:
             self.channels = P2PChannels(CPU, self.mesh.plan_ranks, 60.0)
             self.channels.warm_up(channel_pairs(self.layout))
         self.runtime = PipelineRuntime(self.mesh.pipeline_rank, self.stages, self.channels)
-        self.whole = case.build()
+        self.whole = replace(case, chunked_loss=False).build()
         if case.dtype != torch.float32:
             alone = init_device_mesh(
                 "cpu", (self.mesh.world_size, 1), mesh_dim_names=("all", "own")

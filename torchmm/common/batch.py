@@ -462,6 +462,9 @@ class ModuleDescription:
     """Parameters before the layers: patch embedding, or the LLM's table of embeddings."""
     post_parameters: int = 0
     """Parameters after the layers: connector, or final norm and head, tied or not."""
+    loss_rows: int = 0
+    """LLMs: targets whose logits and gradients are computed at a time, in forward; 0: all, the
+    gradients in backward."""
     taps: tuple[int, ...] = ()
     """Encoders: layers whose outputs travel on to the connector beside the hidden states, and
     leave it as further blocks of features. LLMs: layers behind which one of these is added."""

@@ -141,6 +141,7 @@ class LayeredModule(nn.Module, ABC):
         recomputes: whether backward runs layers again instead of keeping all activations.
         taps: encoders: layers whose outputs the connector reads too; LLMs: layers behind which
             blocks of features are added (`torchmm.models.layers.deepstack`).
+        loss_rows: LLMs: targets whose logits are computed at a time; 0: all.
         between: access to hidden states between layers; behind a stage's last they are whole.
         layer_modes: where that differs from task to task: by layer, what the next forward's
             backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
@@ -165,6 +166,7 @@ class LayeredModule(nn.Module, ABC):
         self.layer_modes: list[str] = []
         self.between: Between = WholeSequences()
         self.taps: tuple[int, ...] = ()
+        self.loss_rows = 0
 
     @property
     @abstractmethod
@@ -280,6 +282,7 @@ class LayeredModule(nn.Module, ABC):
             connector_norm=self.connector_norm,
             merge=self.merge,
             taps=self.taps,
+            loss_rows=self.loss_rows,
             tied=bool(self.tied_parameters()),
             pre_linears=before if self.is_first else (),
             post_linears=after if self.is_last else (),

@@ -12,7 +12,7 @@ D features, B features of blocks (see `layers.deepstack`), V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,7 +33,12 @@ from torchmm.models.layers.attention import Segments, image_blocks, prompt_block
 from torchmm.models.layers.deepstack import Add, adding_blocks
 from torchmm.models.layers.delta_net import MIXER
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
-from torchmm.models.layers.loss import summed_cross_entropy
+from torchmm.models.layers.loss import (
+    ChunkHead,
+    chunk_rows,
+    cross_entropy_in_chunks,
+    summed_cross_entropy,
+)
 
 Given = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """What a stage gets: encoders' outputs by name, or what the stage before returned."""
@@ -45,6 +50,10 @@ class LlmModule(LayeredModule):
     Args:
         config: configuration of the causal LM (or of the composite, see `LlmFamily.build`).
         feeds_generator: whether a generator follows, which reads its hidden states.
+        chunked_loss: whether the loss is computed in chunks of targets, without all logits.
+
+    Raises:
+        ConfigError: the loss of this LLM cannot be computed in chunks.
     """
 
     kind = "llm"
@@ -57,6 +66,7 @@ class LlmModule(LayeredModule):
         dtype: torch.dtype,
         weights: WeightFiles,
         feeds_generator: bool = False,
+        chunked_loss: bool = False,
     ) -> None:
         super().__init__("llm", weights)
         self.feeds_generator = feeds_generator
@@ -71,6 +81,12 @@ class LlmModule(LayeredModule):
         self.backbone = family.build(copy.deepcopy(config), dtype)
         self.text_fqn = f"backbone.{family.text_model}"
         self.layers_fqn = f"{self.text_fqn}.{family.layers}"
+        self.loss_rows = chunk_rows(self.text_config.vocab_size) if chunked_loss else 0
+        if chunked_loss and (type(self.head) is not nn.Linear or self.head.bias is not None):
+            raise ConfigError(
+                f"[model] chunked_loss = true: the head of {self.text_config.model_type!r} is not "
+                "a linear without a bias; set it to false"
+            )
         head = f"backbone.{family.head}.weight"
         table = f"{self.text_fqn}.{family.embedding}.weight"
         self._tied = self.get_parameter(head) is self.get_parameter(table)
@@ -110,7 +126,14 @@ class LlmModule(LayeredModule):
         return self.backbone.get_submodule(self.family.head)
 
     def rebuild(self) -> LlmModule:
-        return LlmModule(self.config, self.family, self.dtype, self.weights, self.feeds_generator)
+        return LlmModule(
+            self.config,
+            self.family,
+            self.dtype,
+            self.weights,
+            self.feeds_generator,
+            self.loss_rows > 0,
+        )
 
     def tied_parameters(self) -> dict[str, str]:
         return self._tie if self._tied and self.is_first and self.is_last else {}
@@ -188,15 +211,56 @@ class LlmModule(LayeredModule):
             hidden_TD = output.last_hidden_state[0]
             rest_KB = self._handed_on(blocks_KB)
             return hidden_TD if rest_KB is None else (hidden_TD, rest_KB)
-        positions_L = microbatch.target_positions_L
         # Not `logits`: FSDP gathers around it and would free in the middle of this forward.
         if not self.feeds_generator:
-            logits_LV = self._logits(microbatch, inputs, positions_L)
-            return summed_cross_entropy(logits_LV, microbatch.targets_T[positions_L])
+            return self._loss(microbatch, inputs)
         with _output_of(self.text_model) as outputs:
-            logits_LV = self._logits(microbatch, inputs, positions_L)
-        loss = summed_cross_entropy(logits_LV, microbatch.targets_T[positions_L])
+            loss = self._loss(microbatch, inputs)
         return loss, self._context(microbatch, outputs[0].last_hidden_state[0])
+
+    def _loss(self, microbatch: Microbatch, inputs: Given) -> Tensor:
+        """float32 scalar: summed over targets."""
+        positions_L = microbatch.target_positions_L
+        targets_L = microbatch.targets_T[positions_L]
+        if not self.loss_rows:
+            return summed_cross_entropy(self._logits(microbatch, inputs, positions_L), targets_L)
+        hidden_TD, blocks_KB = self._enter(microbatch, inputs)
+        with self._adding(microbatch, blocks_KB):
+            output = self.text_model(**self._arguments(microbatch, hidden_TD))
+        rows_LD = output.last_hidden_state[0].index_select(0, positions_L)
+        head = ChunkHead(self.head, self.loss_rows)
+        with self._behind_layers(microbatch, type(output), head) as logits_of:
+            return cross_entropy_in_chunks(head, logits_of, rows_LD, targets_L)
+
+    @contextmanager
+    def _behind_layers(
+        self, microbatch: Microbatch, output: type, head: ChunkHead
+    ) -> Iterator[Callable[[Tensor], Tensor]]:
+        """What the backbone's own forward does behind its text model, with another head: (1, N, V)
+        logits of (1, N, D) rows.
+
+        Args:
+            output: what the text model returns.
+        """
+        if not self.family.logits_to_keep:
+            yield head
+            return
+
+        def logits_of(rows_1ND: Tensor) -> Tensor:
+            text.forward = lambda **_: output(last_hidden_state=rows_1ND)
+            positions_N = microbatch.position_ids[..., : rows_1ND.shape[1]]
+            return self.backbone(
+                inputs_embeds=rows_1ND, position_ids=positions_N.unsqueeze(-2), **self._switches()
+            ).logits
+
+        text = self.text_model
+        own = self.head
+        self.backbone.set_submodule(self.family.head, head)
+        try:
+            yield logits_of
+        finally:
+            self.backbone.set_submodule(self.family.head, own)
+            text.__dict__.pop("forward", None)
 
     def _context(self, microbatch: Microbatch, hidden_TD: Tensor) -> Tensor:
         """(K, D): what the generator reads; the first token's if there is nothing to draw."""
@@ -253,12 +317,9 @@ class LlmModule(LayeredModule):
         return blocks_KB[:, own:]
 
     def _arguments(self, microbatch: Microbatch, hidden_TD: Tensor) -> dict[str, Any]:
-        routes = hasattr(self.text_config, "output_router_logits") and any(self._experts)
-        arguments = {"output_router_logits": False} if routes else {}
-        return arguments | {
+        return self._switches() | {
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
-            "use_cache": False,
             # Forwards pass this keyword of Hugging Face's (`FlashAttentionKwargs`: the starts of
             # packed samples) down to the attention function without looking at it. Ours, in
             # `layers.attention`, takes more than starts: all of `Segments`.
@@ -269,6 +330,11 @@ class LlmModule(LayeredModule):
                 self.family.both_ways == "images in windows",
             ),
         }
+
+    def _switches(self) -> dict[str, Any]:
+        """What a forward leaves out."""
+        routes = hasattr(self.text_config, "output_router_logits") and any(self._experts)
+        return {"use_cache": False, **({"output_router_logits": False} if routes else {})}
 
     def _blocks(self, microbatch: Microbatch) -> Tensor | None:
         """(T,): tokens with bidirectional attention, see `LlmFamily.both_ways`."""

@@ -116,7 +116,12 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         raise ConfigError(problems)
     llm_files = replace(parts.llm_files, source=config.source)
     draws = generator is not None
-    llm = LlmModule(parts.llm_config, parts.llm_family, dtype, llm_files, draws)
+    with _collected(problems):
+        llm = LlmModule(
+            parts.llm_config, parts.llm_family, dtype, llm_files, draws, config.chunked_loss
+        )
+    if problems:
+        raise ConfigError(problems)
     return MultimodalModel(llm, encoders, parts.text, hf_config, generator)
 
 
@@ -129,7 +134,7 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     # report their problems together with the LLM's, for which any size will do.
     hidden_size = 4
     with _collected(problems):
-        llm = _build_llm(config.llm, dtype, config.generator is not None)
+        llm = _build_llm(config.llm, dtype, config.generator is not None, config.chunked_loss)
         hidden_size = llm.text_config.hidden_size
     for name, section in config.encoders.items():
         with _collected(problems):
@@ -143,7 +148,9 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     return MultimodalModel(llm, encoders, text, generator=generator)
 
 
-def _build_llm(section: LlmConfig, dtype: torch.dtype, feeds_generator: bool) -> LlmModule:
+def _build_llm(
+    section: LlmConfig, dtype: torch.dtype, feeds_generator: bool, chunked_loss: bool
+) -> LlmModule:
     config = load_config("model.llm", section.source, section.config)
     files = replace(LLM_FILES, source=section.source)
     family = LLM_FAMILIES.get(config.model_type)
@@ -157,7 +164,7 @@ def _build_llm(section: LlmConfig, dtype: torch.dtype, feeds_generator: bool) ->
         raise ConfigError(problems)
     assert family is not None
     files = replace(files, old_names=family.old_names, stacked_experts=family.stacked_experts)
-    return LlmModule(config, family, dtype, files, feeds_generator)
+    return LlmModule(config, family, dtype, files, feeds_generator, chunked_loss)
 
 
 def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:

@@ -107,6 +107,10 @@ class ModelConfig(Section):
     image_token: str = "<image>"
     """Token whose id marks image positions. It must exist in the tokenizer; any token that never
     occurs in text will do."""
+    chunked_loss: bool = False
+    """Whether logits and their gradients are computed a few hundred targets at a time, so that they
+    take almost no memory; worth it for vocabularies beyond some ten thousand words. The loss is the
+    same."""
 
     @property
     def is_composite(self) -> bool:

@@ -20,7 +20,7 @@ from support.models.bubble_model import (
 )
 from torchmm.balance.bubbles.encoder_sizes import ColocatedPlan, colocated_plans, state_bytes
 from torchmm.balance.bubbles.scheduler import BubbleSchedule
-from torchmm.balance.costs.blocks import Parameters
+from torchmm.balance.costs.layers import Parameters
 
 DEVICE_BYTES = 80e9
 KEPT_PER_LAYER = 34

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from support.papers.paper_figures import PIPEWEAVER_ABLATION
-from torchmm.balance.costs.blocks import stage_parameters
 from torchmm.balance.costs.execution import Execution, Recompute
 from torchmm.balance.costs.flops import module_layers
+from torchmm.balance.costs.layers import stage_parameters
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from torchmm.balance.costs.blocks import stage_blocks, stage_parameters
+from torchmm.balance.costs.blocks import stage_blocks
 from torchmm.balance.costs.devices import Device
 from torchmm.balance.costs.execution import Execution, Setting
-from torchmm.balance.costs.layers import layer_parameters, shared_bytes
+from torchmm.balance.costs.layers import layer_parameters, shared_bytes, stage_parameters
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.costs.operators import KINDS, Curve, Kind, Profile
 from torchmm.balance.costs.sizes import llm_sizes

@@ -12,7 +12,7 @@ from torchmm.balance.bubbles.encoder_sizes import (
     encoder_plans,
     state_bytes,
 )
-from torchmm.balance.costs.blocks import Parameters, stage_parameters
+from torchmm.balance.costs.layers import Parameters, stage_parameters
 from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.pipelining.schedules.colocated import colocated_layout
 from torchmm.pipelining.schedules.layouts import ModuleLayers

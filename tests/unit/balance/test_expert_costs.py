@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from model_cases import LLMS, build
 
-from torchmm.balance.costs.blocks import stage_parameters
 from torchmm.balance.costs.execution import Execution
-from torchmm.balance.costs.layers import expert_parameters, layer_parameters
+from torchmm.balance.costs.layers import expert_parameters, layer_parameters, stage_parameters
 from torchmm.balance.costs.model import CostModel, gather_operators
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.models.layers.experts import expert_parts

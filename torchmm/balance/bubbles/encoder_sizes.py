@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.balance.costs.blocks import Parameters, stage_parameters
+from torchmm.balance.costs.layers import Parameters, stage_parameters
 from torchmm.common.batch import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.schedules.layouts import balanced_cuts

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import sqrt
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ from torchmm.balance.costs.layers import (
     layer_gradients_bytes,
     layer_kept_bytes,
     layer_operators,
-    layer_parameters,
     layer_temporary_bytes,
 )
 from torchmm.balance.costs.operators import (
@@ -58,6 +57,11 @@ class Block(ABC):
     trained: bool
     count: int = 1
     leaf: bool = False
+
+    @property
+    def backward_in_forward(self) -> bool:
+        """Whether its gradients are computed in F already."""
+        return False
 
     @abstractmethod
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
@@ -269,10 +273,17 @@ class Head(Block):
     Attributes:
         linear: (features, vocabulary).
         norm: kind of the norm.
+        rows: targets whose logits are computed at a time, and their gradients with them; 0: all.
     """
 
     linear: Linear = field(kw_only=True)
     norm: str = field(kw_only=True)
+    rows: int = 0
+
+    @property
+    def backward_in_forward(self) -> bool:
+        """Of the norm too, which takes next to nothing."""
+        return self.rows > 0
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
         """Of the logits."""
@@ -280,32 +291,40 @@ class Head(Block):
         return 2 * hidden * vocabulary * sizes.outputs_N, sizes.inputs_N * 0.0
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Of long rows in half precision, the loss is computed chunk by chunk, and again."""
+        """Of long rows in half precision, the loss is computed chunk by chunk, and again; where
+        gradients are found with it, nothing is."""
         size = setting.element_bytes
         tensor = setting.execution.tensor
         hidden, vocabulary = self.linear
         norm = norm_operators(self.norm, sizes.units_N * hidden, 1, setting)
         product = matmul(sizes.outputs_N, hidden, vocabulary / tensor, setting)
-        logits_N = sizes.outputs_N * vocabulary
+        chunks_N = np.ceil(sizes.outputs_N / self.rows) if self.rows else 1
+        product = product._replace(calls=product.calls * chunks_N)
+        # All ranks have all logits, or each those of its part of the vocabulary.
+        logits_N = sizes.outputs_N * vocabulary / (tensor if self.rows else 1)
         picked_N = sizes.outputs_N * hidden
         casts = 4 + size if size < 4 else 0
-        loss = Operator("activation", memory_bytes=(8 + casts) * logits_N, calls=2 + (casts > 0))
+        loss = Operator(
+            "activation", memory_bytes=(8 + casts) * logits_N, calls=(2 + (casts > 0)) * chunks_N
+        )
         pick = Operator("copy", memory_bytes=2 * size * picked_N)
         unpicked_bytes = size * (2 * sizes.units_N * hidden + picked_N)
         unpick = Operator("copy", memory_bytes=unpicked_bytes, calls=2)
         # Gradient of the picked log-probabilities: zeros, then softmax times their sum.
-        back = Operator("activation", memory_bytes=(16 + casts) * logits_N, calls=3 + (casts > 0))
+        calls_N = (3 + (casts > 0)) * chunks_N
+        back = Operator("activation", memory_bytes=(16 + casts) * logits_N, calls=calls_N)
         forward = [*norm.forward, pick, product, loss]
         inputs = [*norm.inputs, unpick, product, back]
         weights = [*norm.weights, product, accumulate(hidden * vocabulary / tensor, setting, 1)]
         if tensor > 1:
-            gathered = size * logits_N * (tensor - 1) / tensor
             link = setting.tensor_link
-            forward.append(Operator("all_gather", network_bytes=gathered, link=link))
+            if not self.rows:
+                gathered = size * logits_N * (tensor - 1) / tensor
+                forward.append(Operator("all_gather", network_bytes=gathered, link=link))
             sent = all_reduce_bytes(size * picked_N, tensor)
             inputs.append(Operator("all_reduce", network_bytes=sent, link=link))
         again = []
-        if size < 4:  # chunks of logits are cast again
+        if size < 4 and not self.rows:  # chunks of logits are cast again
             many_N = (sizes.outputs_N > LOSS_CHUNK).astype(float)
             again.append(
                 loss._replace(memory_bytes=loss.memory_bytes * many_N, calls=loss.calls * many_N)
@@ -317,19 +336,25 @@ class Head(Block):
         size = setting.element_bytes
         hidden, vocabulary = self.linear
         kept_N = norm_kept_bytes(self.norm, sizes.units_N * hidden, size, weights)
-        kept_N = kept_N + weights * size * sizes.outputs_N * hidden
+        picked_N = size * sizes.outputs_N * hidden
+        if self.rows:  # gradients of what is picked and of the weight
+            tensor = setting.execution.tensor
+            return kept_N + picked_N + weights * size * hidden * vocabulary / tensor
+        kept_N = kept_N + weights * picked_N
         chunked_N = (sizes.outputs_N > LOSS_CHUNK) & (size < 4)
         return kept_N + np.where(chunked_N, size, 4) * sizes.outputs_N * vocabulary
 
     def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
         """Of the logits."""
-        return setting.element_bytes * sizes.outputs_N * self.linear[1]
+        return (self.rows == 0) * setting.element_bytes * sizes.outputs_N * self.linear[1]
 
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
         """Logits and their gradients; of long rows in half precision chunk by chunk."""
         size = setting.element_bytes
         rows_N = sizes.outputs_N
         hidden, vocabulary = self.linear
+        if self.rows:  # log-probabilities, their gradients and those of the logits, in float32
+            return 12 * np.minimum(rows_N, self.rows) * vocabulary / setting.execution.tensor
         found_N = 2 * size * rows_N * vocabulary
         if size < 4:
             found_N = found_N + 8 * np.minimum(rows_N, LOSS_CHUNK) * vocabulary
@@ -409,7 +434,8 @@ def _after(module: ModuleDescription) -> list[Block]:
         linears = [_square(module.post_flops_per_unit / halves)] * halves
     if module.kind == "llm":
         norm = module.layers[-1].norm
-        return [Head(module.trainable, linear=linear, norm=norm) for linear in linears]
+        rows = module.loss_rows
+        return [Head(module.trainable, linear=sizes, norm=norm, rows=rows) for sizes in linears]
     found: list[Block] = []
     own = 2 * (1 + len(module.taps))  # the connector's: two for the last layer, and for each tap
     for index, linear in enumerate(linears):
@@ -441,59 +467,3 @@ def _norm(module: ModuleDescription, *kinds: str) -> tuple[str, int] | None:
 def _square(flops: float) -> Linear:
     size = sqrt(flops / 2)
     return size, size
-
-
-class Parameters(NamedTuple):
-    """Numbers of parameters, and the bytes of what training holds of them: float32 master weights,
-    float32 gradients, AdamW with two float32 moments."""
-
-    all: float
-    trained: float
-
-    @property
-    def weight_bytes(self) -> float:
-        """Master weights, of all parameters."""
-        return 4 * self.all
-
-    @property
-    def gradient_bytes(self) -> float:
-        """Gradients, of trained ones."""
-        return 4 * self.trained
-
-    @property
-    def optimizer_bytes(self) -> float:
-        """Moments, of trained ones."""
-        return 8 * self.trained
-
-
-def stage_parameters(
-    module: ModuleDescription, start: int, stop: int, tensor: int = 1, expert: int = 1
-) -> Parameters:
-    """Parameters of the stage with layers [start, stop) of a whole module, on one rank while it
-    computes.
-
-    Where a description does not say how many stand before and after the layers, the rest of the
-    module's is taken to stand before them.
-
-    Args:
-        tensor: tensor-parallel ranks; biases, norms and packed projections are whole on each.
-        expert: ranks that divide experts among themselves.
-    """
-    first = start == 0
-    last = stop == len(module.layers)
-    whole = sum(layer_parameters(layer) for layer in module.layers)
-    before = float(module.pre_parameters)
-    behind = float(module.post_parameters)
-    if not before and not behind:
-        before = max(0.0, module.parameters - whole)
-    if module.tied and first and last:
-        before = max(0.0, module.parameters - whole - behind)  # the table is the head
-    draws = module.kind == "generator"
-    sees = module.kind == "encoder"
-    layers = module.layers[start:stop]
-    counts = [
-        (before / tensor * first, module.trainable or (draws and module.connector_trainable)),
-        (behind / tensor * last, module.trainable or (sees and module.connector_trainable)),
-        *((layer_parameters(layer, tensor, expert), module.trainable) for layer in layers),
-    ]
-    return Parameters(sum(n for n, _ in counts), sum(n for n, trained in counts if trained))

@@ -112,6 +112,9 @@ def pass_flops(blocks: Sequence[Block], sizes: TaskSizes, arrives: Flag) -> Pass
     for block, inputs, weights in gradients(blocks, arrives):
         dense_N, attention_N = (block.count * flops_N for flops_N in block.flops(sizes))
         forward_N += dense_N + attention_N
+        if block.backward_in_forward:
+            forward_N += (1.0 * inputs + weights) * dense_N
+            continue
         inputs_N += inputs * (dense_N + 2 * attention_N)
         weights_N += weights * dense_N
     return PassFlops(forward_N, inputs_N, weights_N)

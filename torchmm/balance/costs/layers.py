@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -318,3 +319,59 @@ def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
         return element_bytes * largest
     whole = layer_parameters(layer, execution.tensor, execution.expert)
     return element_bytes * whole + 4 * largest
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters, and the bytes of what training holds of them: float32 master weights,
+    float32 gradients, AdamW with two float32 moments."""
+
+    all: float
+    trained: float
+
+    @property
+    def weight_bytes(self) -> float:
+        """Master weights, of all parameters."""
+        return 4 * self.all
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Gradients, of trained ones."""
+        return 4 * self.trained
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Moments, of trained ones."""
+        return 8 * self.trained
+
+
+def stage_parameters(
+    module: ModuleDescription, start: int, stop: int, tensor: int = 1, expert: int = 1
+) -> Parameters:
+    """Parameters of the stage with layers [start, stop) of a whole module, on one rank while it
+    computes.
+
+    Where a description does not say how many stand before and after the layers, the rest of the
+    module's is taken to stand before them.
+
+    Args:
+        tensor: tensor-parallel ranks; biases, norms and packed projections are whole on each.
+        expert: ranks that divide experts among themselves.
+    """
+    first = start == 0
+    last = stop == len(module.layers)
+    whole = sum(layer_parameters(layer) for layer in module.layers)
+    before = float(module.pre_parameters)
+    behind = float(module.post_parameters)
+    if not before and not behind:
+        before = max(0.0, module.parameters - whole)
+    if module.tied and first and last:
+        before = max(0.0, module.parameters - whole - behind)  # the table is the head
+    draws = module.kind == "generator"
+    sees = module.kind == "encoder"
+    layers = module.layers[start:stop]
+    counts = [
+        (before / tensor * first, module.trainable or (draws and module.connector_trainable)),
+        (behind / tensor * last, module.trainable or (sees and module.connector_trainable)),
+        *((layer_parameters(layer, tensor, expert), module.trainable) for layer in layers),
+    ]
+    return Parameters(sum(n for n, _ in counts), sum(n for n, trained in counts if trained))

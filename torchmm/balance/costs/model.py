@@ -22,15 +22,13 @@ from torchmm.balance.costs.blocks import (
     Block,
     Flag,
     Layers,
-    Parameters,
     gradients,
     stage_blocks,
-    stage_parameters,
 )
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.flops import PassFlops, pass_flops
-from torchmm.balance.costs.layers import shared_bytes
+from torchmm.balance.costs.layers import Parameters, shared_bytes, stage_parameters
 from torchmm.balance.costs.operators import (
     HOST_KINDS,
     Operator,
@@ -231,8 +229,11 @@ class CostModel:
             back_N = np.asarray(needs_inputs, float)
             has_backward = np.asarray(needs_inputs | needs_weights, float)
             forward = forward.plus(own.forward, block.count)
-            inputs = inputs.plus(own.inputs, block.count * back_N)
-            weights = weights.plus(own.weights, float(block.count * needs_weights))
+            if block.backward_in_forward:
+                forward = forward.plus(own.inputs, back_N).plus(own.weights, float(needs_weights))
+            else:
+                inputs = inputs.plus(own.inputs, block.count * back_N)
+                weights = weights.plus(own.weights, float(block.count * needs_weights))
             again = again.plus(own.again, block.count * has_backward)
             found_N = block.count * block.kept_bytes(sizes, setting, needs_weights)
             found_N = found_N * (np.asarray(needs_inputs) | needs_weights)

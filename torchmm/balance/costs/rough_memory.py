@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torchmm.balance.costs.blocks import Parameters
 from torchmm.balance.costs.execution import Execution, Recompute, Setting
-from torchmm.balance.costs.layers import layer_kept_bytes
+from torchmm.balance.costs.layers import Parameters, layer_kept_bytes
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
 

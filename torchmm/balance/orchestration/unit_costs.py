@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Float64s
-from torchmm.balance.costs.blocks import stage_parameters
 from torchmm.balance.costs.execution import Execution, Recompute
 from torchmm.balance.costs.flops import gradients_arrive, microbatch_flops
+from torchmm.balance.costs.layers import stage_parameters
 from torchmm.balance.costs.model import ELEMENT_BYTES, CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.sizes import pack_sizes

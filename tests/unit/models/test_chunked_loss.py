@@ -1,0 +1,139 @@
+"""The loss in chunks gives the loss and gradients of all logits at once, without them."""
+
+import pytest
+import torch
+from model_cases import (
+    COMPOSITES,
+    LLMS,
+    build,
+    composite_config,
+    microbatch,
+    relative_error,
+    text_model,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchmm.common.batch import Microbatch
+from torchmm.common.errors import ConfigError
+from torchmm.models.layers.loss import ChunkHead, chunk_rows, cross_entropy_in_chunks
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.recipe.model_section import LlmConfig, ModelConfig
+
+HIDDEN = 24
+VOCABULARY = 300
+
+
+def loss_and_gradients(model: MultimodalModel, batch: Microbatch, rows: int) -> dict[str, Tensor]:
+    model.llm.loss_rows = rows
+    model.zero_grad()
+    loss = model(batch)
+    (loss / 7).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+@pytest.mark.parametrize("name", [*LLMS, *COMPOSITES])
+def test_equals_all_logits_at_once(name: str) -> None:
+    model = text_model(name) if name in LLMS else build(composite_config(name))
+    batch = microbatch([5, 9, 9, 4, 2])
+    if model.text.mrope:
+        batch.position_ids = batch.position_ids.expand(3, -1)
+    head = model.llm.head
+    expected = loss_and_gradients(model, batch, 0)
+    found = loss_and_gradients(model, batch, 6)
+    assert model.llm.head is head
+    assert found.keys() == expected.keys()
+    worst = {k: relative_error(found[k], v) for k, v in expected.items() if v.norm() > 1e-6}
+    assert {k: e for k, e in worst.items() if e > 1e-5} == {}
+    # Without gradients nothing is summed, and the same comes out.
+    with torch.no_grad():
+        assert relative_error(model(batch), expected["loss"]) < 1e-6
+
+
+def test_a_scale_left_out_is_measurably_off() -> None:
+    """What stands behind the head is Hugging Face's: the head alone is another loss."""
+    model = text_model("gemma2")
+    batch = microbatch([5, 9])
+    right = loss_and_gradients(model, batch, 6)
+    family = model.llm.family
+    model.llm.family = type(family)(**{**vars(family), "logits_to_keep": False})
+    wrong = loss_and_gradients(model, batch, 6)
+    assert relative_error(wrong["loss"], right["loss"]) > 1e-3
+
+
+def parts(dtype: torch.dtype, rows: int) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=dtype)
+    rows_LD = torch.randn(rows, HIDDEN, dtype=dtype, requires_grad=True)
+    return head, rows_LD, torch.randint(VOCABULARY, (rows,))
+
+
+def in_chunks(head: nn.Linear, rows_LD: Tensor, targets_L: Tensor, size: int) -> Tensor:
+    chunks = ChunkHead(head, size)
+    return cross_entropy_in_chunks(chunks, chunks, rows_LD, targets_L)
+
+
+@pytest.mark.parametrize(("weight", "rows"), [(True, False), (False, True), (False, False)])
+def test_frozen_parts_get_no_gradient(weight: bool, rows: bool) -> None:
+    head, rows_LD, targets_L = parts(torch.float32, 10)
+    head.weight.requires_grad_(weight)
+    rows_LD.requires_grad_(rows)
+    loss = in_chunks(head, rows_LD, targets_L, 4)
+    expected = functional.cross_entropy(head(rows_LD), targets_L, reduction="sum")
+    assert relative_error(loss, expected) < 1e-6
+    assert loss.requires_grad == (weight or rows)
+    if loss.requires_grad:
+        wanted = [t for t in (head.weight, rows_LD) if t.requires_grad]
+        found = torch.autograd.grad(loss, wanted)
+        for ours, theirs in zip(found, torch.autograd.grad(expected, wanted), strict=True):
+            assert relative_error(ours, theirs) < 1e-5
+
+
+def test_no_targets_give_zero_and_gradients() -> None:
+    head, rows_LD, targets_L = parts(torch.float32, 0)
+    loss = in_chunks(head, rows_LD, targets_L, 4)
+    loss.backward()
+    assert loss == 0
+    assert head.weight.grad is not None
+    assert head.weight.grad.norm() == 0
+
+
+def test_a_second_backward_is_refused() -> None:
+    head, rows_LD, targets_L = parts(torch.float32, 10)
+    loss = in_chunks(head, rows_LD, targets_L, 4)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("rows", [700])
+def test_half_precision_is_as_close_as_all_logits_at_once(rows: int) -> None:
+    """To float64: a factor rounded to half precision would be off by up to 4e-3 everywhere."""
+    head, rows_LD, targets_L = parts(torch.bfloat16, rows)
+    factor = 1 / 771
+    wanted = [head.weight, rows_LD]
+    exact = [t.detach().double().requires_grad_() for t in wanted]
+    loss = functional.cross_entropy(exact[1] @ exact[0].T, targets_L, reduction="sum")
+    right = torch.autograd.grad(loss * factor, exact)
+    at_once = functional.cross_entropy(head(rows_LD).float(), targets_L, reduction="sum")
+    plain = torch.autograd.grad(at_once * factor, wanted)
+    found = torch.autograd.grad(in_chunks(head, rows_LD, targets_L, 100) * factor, wanted)
+    for ours, theirs, expected in zip(found, plain, right, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert relative_error(ours.double(), expected) < 2 * relative_error(
+            theirs.double(), expected
+        )
+
+
+def test_chunks_are_of_bounded_size() -> None:
+    assert chunk_rows(100) == 512
+    assert chunk_rows(151_936) == 2**26 // 151_936
+    assert chunk_rows(2**27) == 1
+
+
+def test_heads_with_a_bias_are_refused() -> None:
+    config = {**LLMS["llama"], "model_type": "phi", "num_key_value_heads": 4}
+    section = ModelConfig(llm=LlmConfig(config=config), chunked_loss=True)
+    with pytest.raises(ConfigError, match="chunked_loss = true: the head of 'phi' is not a linear"):
+        build(section)
