@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from launch import run_distributed
-from microbatches import MODEL, random_microbatch
+from microbatches import MODEL, VOCAB, random_microbatch
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
@@ -186,6 +186,12 @@ CASES_OF_2 = [
     Case("fsdp2, loss in chunks", shard=2, chunked_loss=True),
     Case("tp2, loss in chunks", tensor=2, chunked_loss=True),
     Case(
+        "tp2, loss in chunks over uneven parts of the vocabulary",
+        tensor=2,
+        llm_config={"vocab_size": VOCAB + 1},
+        chunked_loss=True,
+    ),
+    Case(
         "tp2, capped loss in chunks", tensor=2, llm="gemma2", llm_config=CAPPED, chunked_loss=True
     ),
     Case("fsdp2, LLM frozen, loss in chunks", shard=2, freeze=("llm",), chunked_loss=True),
@@ -245,6 +251,8 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch])
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    for stage in stages.values():
+        assert stage.name != "llm" or stage.loss_rows == 7 * case.chunked_loss
     recompute = ActivationCheckpointConfig(mode=case.recompute)
     parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
     materialize(model, "cpu")

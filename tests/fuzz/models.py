@@ -60,6 +60,8 @@ def draw_model(rng: Random) -> tuple[Table, str]:
         model["encoders"] = encoders
     if rng.random() < 0.2:
         model["generator"] = _generator(rng)
+    # Of the model drawn, not of `rng`: seeds draw what they drew before this key was there.
+    model["chunked_loss"] = Random(repr(model)).random() < 0.25
     return model, source_of(model)
 
 
