@@ -9,10 +9,10 @@ import random
 
 import pytest
 import torch
-from allocations import CountPeak, held_in_a_step
 from launch import run_distributed
 from microbatches import MODEL, random_microbatch
 from pipeline_cases import gradient_errors, shared_losses
+from support.allocations import CountPeak, held_in_a_step
 from tuned_limits import half_way
 
 from torchmm.common.batch import Microbatch

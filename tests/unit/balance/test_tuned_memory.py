@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from allocations import CountPeak, held_in_a_step
 from pipeline_cases import KINDS, LLM, Case, varied_microbatch
+from support.allocations import CountPeak, held_in_a_step
 from support.memory_needs import memory_needs
 from test_model_stages import built
 

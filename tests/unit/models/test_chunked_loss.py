@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from allocations import CountPeak
 from model_cases import (
     COMPOSITES,
     LLMS,
@@ -15,6 +14,7 @@ from model_cases import (
     relative_error,
     text_model,
 )
+from support.allocations import CountPeak
 from torch import Tensor, nn
 from torch.nn import functional
 
