@@ -141,12 +141,12 @@ def test_frames_of_a_video_attend_to_themselves() -> None:
 
 
 @pytest.mark.parametrize(("freeze", "split"), SPLITS, ids=str)
-@pytest.mark.parametrize("encoder", [*KINDS, "clip, loss in chunks"])
+@pytest.mark.parametrize("encoder", [*KINDS, "clip; loss in chunks"])
 def test_actions_cost_what_torch_counts(
     encoder: str, freeze: tuple[str, ...], split: float
 ) -> None:
     """Every F, B, I and W of a step of many stages, run one by one."""
-    encoder, _, chunks = encoder.partition(", ")
+    encoder, _, chunks = encoder.partition("; ")
     case = replace(case_of(encoder, freeze), chunked_loss=bool(chunks))
     model, batch = build(case), batch_of(case, [3, 0, 2], seed=7)
     layout = case.layout()
