@@ -8,7 +8,6 @@ not counted. Times are of pairs in turns, one thread.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -57,17 +56,22 @@ QUICK = [Size(2048, 32_000, 64, torch.bfloat16), Size(2048, 32_000, 64, torch.fl
 
 
 class Loss:
-    """Head and rows with random values."""
+    """Head and rows with random values.
 
-    def __init__(self, size: Size) -> None:
+    Args:
+        rows: of a chunk; 0: what a model takes.
+    """
+
+    def __init__(self, size: Size, rows: int = 0) -> None:
         torch.manual_seed(0)
         self.size = size
+        self.rows = rows or chunk_rows(size.vocabulary)
         self.head = nn.Linear(size.hidden, size.vocabulary, bias=False, dtype=size.dtype)
         self.rows_LD = torch.randn(size.targets, size.hidden, dtype=size.dtype, requires_grad=True)
         self.targets_L = torch.randint(size.vocabulary, (size.targets,))
 
     def in_chunks(self) -> Tensor:
-        head = ChunkHead(self.head, chunk_rows(self.size.vocabulary))
+        head = ChunkHead(self.head, self.rows)
         return cross_entropy_in_chunks(head, head, self.rows_LD, self.targets_L)
 
     def at_once(self) -> Tensor:
@@ -94,8 +98,7 @@ class Loss:
         meta = MicrobatchMeta((SampleMeta("", 0, size.targets),), size.targets)
         sizes = llm_sizes([meta], [size.targets], padding=False)
         linear = (size.hidden, size.vocabulary)
-        rows = chunk_rows(size.vocabulary)
-        head = Head(trained=True, linear=linear, norm="rms", rows=rows)
+        head = Head(trained=True, linear=linear, norm="rms", rows=self.rows)
         norm = Head(trained=False, linear=(size.hidden, 0), norm="rms")
         setting = Setting(Execution(), size.dtype.itemsize)
         found_N = head.kept_bytes(sizes, setting, weights=True)
@@ -124,7 +127,7 @@ def loss_rows(size: Size, pairs: int) -> list[Row]:
 
 def main() -> None:
     """Prints the table."""
-    parser: argparse.ArgumentParser = make_parser(__doc__ or "")
+    parser = make_parser(__doc__ or "")
     parser.add_argument("--pairs", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -205,9 +205,7 @@ class LlmModule(LayeredModule):
             ValueError: an encoder's outputs do not fit its placeholders.
         """
         if not self.is_last:
-            hidden_TD, blocks_KB = self._enter(microbatch, inputs)
-            with self._adding(microbatch, blocks_KB):
-                output = self.text_model(**self._arguments(microbatch, hidden_TD))
+            output, blocks_KB = self._run_layers(microbatch, inputs)
             hidden_TD = output.last_hidden_state[0]
             rest_KB = self._handed_on(blocks_KB)
             return hidden_TD if rest_KB is None else (hidden_TD, rest_KB)
@@ -224,9 +222,7 @@ class LlmModule(LayeredModule):
         targets_L = microbatch.targets_T[positions_L]
         if not self.loss_rows:
             return summed_cross_entropy(self._logits(microbatch, inputs, positions_L), targets_L)
-        hidden_TD, blocks_KB = self._enter(microbatch, inputs)
-        with self._adding(microbatch, blocks_KB):
-            output = self.text_model(**self._arguments(microbatch, hidden_TD))
+        output, _ = self._run_layers(microbatch, inputs)
         rows_LD = output.last_hidden_state[0].index_select(0, positions_L)
         head = ChunkHead(self.head, self.loss_rows)
         with self._behind_layers(microbatch, type(output), head) as logits_of:
@@ -273,13 +269,19 @@ class LlmModule(LayeredModule):
         return self._logits(microbatch, inputs, positions_L)
 
     def _logits(self, microbatch: Microbatch, inputs: Given, positions_L: Tensor) -> Tensor:
+        if not self.family.logits_to_keep:
+            output, _ = self._run_layers(microbatch, inputs)
+            return self.head(output.last_hidden_state[0][positions_L])
         hidden_TD, blocks_KB = self._enter(microbatch, inputs)
         arguments = self._arguments(microbatch, hidden_TD)
         with self._adding(microbatch, blocks_KB):
-            if self.family.logits_to_keep:
-                return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
-            hidden_TD = self.text_model(**arguments).last_hidden_state[0]
-        return self.head(hidden_TD[positions_L])
+            return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
+
+    def _run_layers(self, microbatch: Microbatch, inputs: Given) -> tuple[Any, Tensor | None]:
+        """What the text model returns, and (K, B) what was to be added to hidden states."""
+        hidden_TD, blocks_KB = self._enter(microbatch, inputs)
+        with self._adding(microbatch, blocks_KB):
+            return self.text_model(**self._arguments(microbatch, hidden_TD)), blocks_KB
 
     def _enter(self, microbatch: Microbatch, inputs: Given) -> tuple[Tensor, Tensor | None]:
         """Hidden states (T, D), and (K, B) what is still to be added to them, if anything is."""

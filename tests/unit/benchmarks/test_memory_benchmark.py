@@ -1,4 +1,4 @@
-"""The benchmark of memory: rows, and predictions that hold."""
+"""The benchmark of memory: rows, predictions that hold, and how little a loss in chunks takes."""
 
 import importlib
 from pathlib import Path
@@ -7,13 +7,26 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_loss_in_chunks_is_measured_and_as_planned(monkeypatch, dtype):
+@pytest.fixture
+def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    benchmark = importlib.import_module("memory")
+    return importlib.import_module("memory")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_loss_in_chunks_is_measured_and_as_planned(benchmark, dtype):
     rows = benchmark.loss_rows(benchmark.Size(2048, 6000, 32, dtype), pairs=1)
     found = {row.metric: row for row in rows}
     assert found["peak"].ours < found["peak"].baseline
     assert found["peak over prediction"].ours == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_is_that_of_a_chunk(benchmark, dtype):
+    loss = benchmark.Loss(benchmark.Size(4096, 8192, 64, dtype), rows=256)
+    chunks = loss.peak_bytes(loss.in_chunks)
+    assert chunks < 0.25 * loss.peak_bytes(loss.at_once)
+    assert chunks == pytest.approx(loss.planned_bytes(), rel=0.05)

@@ -1,8 +1,5 @@
 """The loss in chunks gives the loss and gradients of all logits at once, without them."""
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 from model_cases import (
@@ -14,20 +11,15 @@ from model_cases import (
     relative_error,
     text_model,
 )
-from support.allocations import CountPeak
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchmm.balance.costs.blocks import Head
-from torchmm.balance.costs.execution import Execution, Setting
-from torchmm.balance.costs.sizes import llm_sizes
-from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
+from torchmm.common.batch import Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.models.layers.loss import (
     ChunkHead,
     chunk_rows,
     cross_entropy_in_chunks,
-    summed_cross_entropy,
 )
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
@@ -136,34 +128,6 @@ def test_half_precision_is_as_close_as_all_logits_at_once(rows: int) -> None:
         assert relative_error(ours.double(), expected) < 2 * relative_error(
             theirs.double(), expected
         )
-
-
-def peak_bytes(loss_of: Callable[..., Tensor], dtype: torch.dtype) -> int:
-    """Beyond the weight, its gradient and the rows: of forward and backward."""
-    torch.manual_seed(0)
-    head = nn.Linear(64, 8192, bias=False, dtype=dtype)
-    rows_LD = torch.randn(4096, 64, dtype=dtype, requires_grad=True)
-    targets_L = torch.randint(8192, (4096,))
-    held = [head.weight, rows_LD, targets_L]
-    with CountPeak(held) as counter:
-        loss_of(head, rows_LD, targets_L).backward()
-    return counter.peak_bytes - sum(t.nbytes for t in held)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory_is_that_of_a_chunk_and_as_planned(dtype: torch.dtype) -> None:
-    def at_once(head: nn.Linear, rows_LD: Tensor, targets_L: Tensor) -> Tensor:
-        return summed_cross_entropy(head(rows_LD), targets_L)
-
-    chunks = peak_bytes(partial(in_chunks, size=256), dtype)
-    assert chunks < 0.25 * peak_bytes(at_once, dtype)
-    sizes = llm_sizes([MicrobatchMeta((SampleMeta("", 0, 4096),), 4096)], [4096], padding=False)
-    block = Head(trained=True, linear=(64, 8192), norm="rms", rows=256)
-    setting = Setting(Execution(), dtype.itemsize)
-    norm_bytes = Head(trained=False, linear=(64, 0), norm="rms").kept_bytes(sizes, setting, False)
-    planned = block.kept_bytes(sizes, setting, weights=True) - norm_bytes
-    planned = planned + block.temporary_bytes(sizes, setting, has_backward=True)
-    assert chunks == pytest.approx(float(planned[0]), rel=0.05)
 
 
 def test_chunks_are_of_bounded_size() -> None:

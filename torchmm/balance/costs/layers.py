@@ -1,4 +1,4 @@
-"""What a transformer layer costs: sums over its components.
+"""What a transformer layer costs: sums over its components; how many parameters a stage has.
 
 **Operators** are what really runs, call by call, in forward and backward. Numbers of calls and
 bytes are those of Hugging Face's layers in eager PyTorch on one rank of a tensor-parallel group: an

@@ -230,7 +230,8 @@ class CostModel:
             has_backward = np.asarray(needs_inputs | needs_weights, float)
             forward = forward.plus(own.forward, block.count)
             if block.backward_in_forward:
-                forward = forward.plus(own.inputs, back_N).plus(own.weights, float(needs_weights))
+                forward = forward.plus(own.inputs, block.count * back_N)
+                forward = forward.plus(own.weights, float(block.count * needs_weights))
             else:
                 inputs = inputs.plus(own.inputs, block.count * back_N)
                 weights = weights.plus(own.weights, float(block.count * needs_weights))

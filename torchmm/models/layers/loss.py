@@ -72,38 +72,36 @@ def cross_entropy_in_chunks(
         rows_LD: what the head reads, on every tensor-parallel rank the same.
         targets_L: token ids.
     """
-    learns = torch.is_grad_enabled()
-    rows_gradient_LD = None
-    if learns and rows_LD.requires_grad:
-        rows_gradient_LD = torch.empty_like(rows_LD)
-    head.start(weights=learns, rows=rows_gradient_LD is not None)
+    learns = head.gradient_VD is not None or (torch.is_grad_enabled() and rows_LD.requires_grad)
+    rows_gradient_LD = torch.empty_like(rows_LD) if learns else None
     parts = [torch.zeros((), device=rows_LD.device)]
     for start in range(0, len(targets_L), head.rows):
         own = slice(start, start + head.rows)
         rows_ND = rows_LD[own].detach().requires_grad_(learns)
         with loss_parallel() if head.mesh else nullcontext():
             loss = _in_float32(logits_of(rows_ND[None])[0], targets_L[own])
-            if learns:
-                found = torch.autograd.grad(loss, rows_ND, allow_unused=True)
-                if rows_gradient_LD is not None:
-                    rows_gradient_LD[own] = found[0]
+            if rows_gradient_LD is not None:
+                (rows_gradient_LD[own],) = torch.autograd.grad(loss, rows_ND)
         loss = loss.detach()
         parts.append(loss.to_local() if isinstance(loss, DTensor) else loss)
     total = torch.stack(parts).sum()
     # The rows' last: a backward for inputs alone passes it, and not the weight's.
     if head.gradient_VD is not None:
         total = _HeldWeightGradient.apply(total, head.local_VD, head.gradient_VD)
-    if rows_gradient_LD is not None:
+    if rows_gradient_LD is not None and rows_LD.requires_grad:
         total = _HeldGradient.apply(total, rows_LD, head.summed(rows_gradient_LD))
     return total
 
 
 class ChunkHead(nn.Module):
-    """The head's product for the time of a loss in chunks: adds its weight's gradients in place.
+    """The head's product for one loss in chunks: sums its weight's gradients in place.
 
     Args:
         head: a linear without a bias; under tensor parallelism its rows are divided among ranks.
         rows: of a chunk.
+
+    Attributes:
+        gradient_VD: of the weight, summed over the chunks so far; None: not needed.
     """
 
     def __init__(self, head: nn.Module, rows: int) -> None:
@@ -114,25 +112,12 @@ class ChunkHead(nn.Module):
         # Not a parameter of this module: the gradient belongs to the head's.
         self.local_VD: Tensor
         object.__setattr__(self, "local_VD", weight.to_local() if self.mesh else weight)
-        self.gradient_VD: Tensor | None = None
+        learns = torch.is_grad_enabled() and weight.requires_grad
+        self.gradient_VD = torch.zeros_like(self.local_VD) if learns else None
         self._vocabulary = len(weight)
-        self._rows_learn = False
-
-    def start(self, *, weights: bool, rows: bool) -> None:
-        """Begins a loss: gradients are summed from zero on.
-
-        Args:
-            weights: whether the weight's gradient is needed, if it is trained.
-            rows: whether the gradients of what it reads are.
-        """
-        wanted = weights and self.local_VD.requires_grad
-        self.gradient_VD = torch.zeros_like(self.local_VD) if wanted else None
-        self._rows_learn = rows
 
     def forward(self, rows_1ND: Tensor) -> Tensor:
-        product_1NV = _HeadProduct.apply(
-            rows_1ND, self.local_VD.detach(), self.gradient_VD, self._rows_learn
-        )
+        product_1NV = _HeadProduct.apply(rows_1ND, self.local_VD.detach(), self.gradient_VD)
         if self.mesh is None:
             return product_1NV
         shape = torch.Size((*rows_1ND.shape[:-1], self._vocabulary))
@@ -155,21 +140,20 @@ class _HeadProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_1ND: Tensor, weight_VD: Tensor, gradient_VD: Tensor | None, inputs: bool
+        ctx: Any, rows_1ND: Tensor, weight_VD: Tensor, gradient_VD: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(rows_1ND, weight_VD)
         ctx.gradient_VD = gradient_VD
-        ctx.inputs = inputs
         return functional.linear(rows_1ND, weight_VD)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, logits_1NV: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, logits_1NV: Tensor) -> tuple[Tensor, None, None]:
         rows_1ND, weight_VD = ctx.saved_tensors
         total_VD = ctx.gradient_VD
         if total_VD is not None:  # not `addmm_`, which torch's counter of FLOPs does not know
             torch.addmm(total_VD, logits_1NV[0].mT, rows_1ND[0], out=total_VD)
-        return logits_1NV @ weight_VD if ctx.inputs else None, None, None, None
+        return logits_1NV @ weight_VD, None, None
 
 
 class _HeldGradient(torch.autograd.Function):
