@@ -1,6 +1,6 @@
 """Writes the table of families in docs/models.md from what tests have proved.
 
-python -m pytest --proofs outputs/proofs.jsonl tests/unit/models tests/unit/data \\
+python -m pytest --proofs=outputs/proofs.jsonl tests/unit/models tests/unit/data \\
     tests/unit/balance/test_real_flops.py tests/distributed/test_*_tensor_parallel.py
 python scripts/family_table.py outputs/proofs.jsonl
 
@@ -10,7 +10,8 @@ Several files, of runs with other versions of transformers, make one table.
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def read(files: list[Path]) -> Mapping[str, Proofs]:
 
 
 def lines(found: Mapping[str, Proofs]) -> Iterator[str]:
-    """Of the tables, one for each kind of module."""
+    """Of the tables, one for each kind of module; columns without an entry are left out."""
     kinds: dict[str, Mapping[str, object]] = {
         "LLMs": LLM_FAMILIES,
         "Encoders": ENCODER_FAMILIES,
@@ -93,16 +94,24 @@ def lines(found: Mapping[str, Proofs]) -> Iterator[str]:
     }
     for kind, families in kinds.items():
         columns = COLUMNS_OF[kind]
-        heads = [COLUMNS[column] for column in columns]
         classes = export_classes(kind)
-        yield f"| {kind} | {' | '.join(heads)} | exported as | transformers |"
-        yield "|---" * (len(columns) + 3) + "|"
+        heads = [kind, *(COLUMNS[column] for column in columns), "exported as", "transformers"]
+        rows = []
         for model_type in families:
             proofs = found.get(model_type, Proofs(set(), set()))
             cells = ["yes" if column in proofs.what else "" for column in columns]
-            cells += [classes.get(model_type, ""), ", ".join(sorted(proofs.versions))]
-            yield f"| {model_type} | {' | '.join(cells)} |"
+            versions = ", ".join(sorted(proofs.versions))
+            rows.append([model_type, *cells, classes.get(model_type, ""), versions])
+        filled = [any(column) for column in zip(*rows, strict=True)]
+        yield _row(compress(heads, filled))
+        yield "|---" * sum(filled) + "|"
+        for row in rows:
+            yield _row(compress(row, filled))
         yield ""
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def export_classes(kind: str) -> Mapping[str, str]:
