@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -111,6 +112,8 @@ QWEN = ImageSpec(
     patch_size_px=4,
     merge=2,
 )
+GLM = replace(QWEN, processor_class="Glm4vImageProcessor")
+"""Whose limits are of both frames of a patch."""
 
 
 def training(**changes: object) -> TrainingConfig:

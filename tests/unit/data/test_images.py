@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 import transformers
-from data_cases import CLIP, NAFLEX, QWEN, encode, png
+from data_cases import CLIP, GLM, NAFLEX, QWEN, encode, png
 from PIL import Image
 
 from torchmm.common.batch import ImageSpec
@@ -139,7 +139,7 @@ def test_header_check_does_not_decode(monkeypatch):
 SIZES = [(1, 1), (3, 500), (500, 3), (16, 24), (37, 53), (224, 224), (640, 480), (99, 1234)]
 
 
-@pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
+@pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN, GLM], ids=lambda s: s.processor_class)
 def test_pixels_equal_the_hugging_face_processor_bit_for_bit(spec):
     processor = getattr(transformers, spec.processor_class + "Pil").from_dict(spec.processor)
     ours = ImagePreprocessor(spec)
@@ -156,7 +156,7 @@ def test_pixels_equal_the_hugging_face_processor_bit_for_bit(spec):
         assert ours.pixels(image).dtype == np.float32
 
 
-@pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN], ids=lambda s: s.processor_class)
+@pytest.mark.parametrize("spec", [CLIP, NAFLEX, QWEN, GLM], ids=lambda s: s.processor_class)
 def test_sizes_are_known_without_decoding(spec):
     ours = ImagePreprocessor(spec)
     rng = np.random.default_rng(0)
@@ -171,7 +171,7 @@ def test_sizes_are_known_without_decoding(spec):
         assert pixels.shape == ours.blank(width, height).shape
         if spec is not CLIP:
             assert pixels.shape[0] == meta.patches
-        if spec is QWEN:
+        if spec in (QWEN, GLM):
             outputs = ours.processor(images=[Image.new("RGB", (width, height))])
             assert list(outputs["image_grid_thw"][0]) == [1, grid.rows, grid.columns]
 

@@ -184,13 +184,14 @@ class ImagePreprocessor:
         self._layout: PatchLayout | None = None
         if spec.inputs == "fixed":
             self._fixed_shape = self._probe_fixed_shape(outputs)
-        elif (kind := layout_of(outputs)) is not None:
+        elif (kind := layout_of(outputs, spec.processor_class)) is not None:
             self._layout = kind(self.processor, spec)
         else:
+            markers = dict.fromkeys(known.marker for known in LAYOUTS)
             raise ConfigError(
                 f"encoder {spec.encoder!r}: {spec.processor_class} makes no patches; supported for "
                 "variable sizes are Qwen2VLImageProcessor, Siglip2ImageProcessor and others whose "
-                f"results have {', '.join(known.marker for known in LAYOUTS)}"
+                f"results have {', '.join(markers)}"
             )
         self.frames_per_patch: int = getattr(self.processor, "temporal_patch_size", 1)
         """Frames of a clip that a patch spans; those of an image are the same."""

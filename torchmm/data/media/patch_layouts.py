@@ -18,6 +18,7 @@ from transformers.image_utils import ChannelDimension
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
     get_aspect_ratio_preserving_size,
 )
+from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as resize_frames
 from transformers.models.pixtral.image_processing_pil_pixtral import (
     get_resize_output_image_size,
 )
@@ -40,6 +41,8 @@ class PatchLayout(ABC):
 
     marker: ClassVar[str]
     """What only results of this kind contain."""
+    made_by: ClassVar[str] = ""
+    """How names of its processors begin, where others give the same results by another rule."""
 
     def __init__(self, processor: Any, spec: ImageSpec) -> None:
         self.processor = processor
@@ -130,6 +133,29 @@ class MergedLayout(PatchLayout):
         return super().problems() + differs
 
 
+class FramedLayout(MergedLayout):
+    """GLM's: the same, but the two numbers are of all frames that a patch spans, and pictures
+    smaller than a token are enlarged first."""
+
+    made_by = "Glm4"
+
+    def limits(self, limit_px: int) -> dict[str, Any]:
+        return super().limits(limit_px * self.processor.temporal_patch_size)
+
+    def size(self, width_px: int, height_px: int, limit_px: int) -> tuple[int, int]:
+        size = self.limits(limit_px)["size"]
+        frames = self.processor.temporal_patch_size
+        return resize_frames(
+            frames,
+            height_px,
+            width_px,
+            temporal_factor=frames,
+            factor=self.spec.patch_size_px * self.spec.merge,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+        )
+
+
 class PooledLayout(PatchLayout):
     """Gemma 4's: as large as one of five numbers of tokens allows."""
 
@@ -201,10 +227,18 @@ class SizedLayout(PatchLayout):
         return self._differs("patch size", side, self.spec.patch_size_px)
 
 
-LAYOUTS: tuple[type[PatchLayout], ...] = (NaflexLayout, MergedLayout, PooledLayout, SizedLayout)
+LAYOUTS: tuple[type[PatchLayout], ...] = (
+    NaflexLayout,
+    FramedLayout,
+    MergedLayout,
+    PooledLayout,
+    SizedLayout,
+)
+"""The first that fits."""
 
 
-def layout_of(outputs: Iterable[str]) -> type[PatchLayout] | None:
-    """The kind of results; None: of no known kind."""
+def layout_of(outputs: Iterable[str], processor_class: str) -> type[PatchLayout] | None:
+    """The kind of results of a processor; None: of no known kind."""
     names = set(outputs)
-    return next((kind for kind in LAYOUTS if kind.marker in names), None)
+    fitting = (kind for kind in LAYOUTS if processor_class.startswith(kind.made_by))
+    return next((kind for kind in fitting if kind.marker in names), None)
