@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from transformers import CONFIG_MAPPING
+
 IMAGE_PX, PATCH_PX = 64, 8
 """Fixed-size images: 64 patches."""
+MEL_BINS = 80
+"""Of sounds."""
 
 
 class Size(NamedTuple):
@@ -17,6 +21,23 @@ class Size(NamedTuple):
 
 
 QUICK, FULL = Size(128, 2), Size(256, 6)
+
+PAD, BEGIN, END = 0, 1, 2
+IMAGE, SOUND, START, STOP, SOUND_START, ROW_END, UNUSED = range(3, 10)
+FIRST_TEXT = 10
+"""Token ids: of the text, placeholders, what stands around images and sounds, and what no sample
+has."""
+_MARKS = {
+    "image_token_id": IMAGE,
+    "image_token_index": IMAGE,
+    "audio_token_id": SOUND,
+    "audio_start_token_id": SOUND_START,
+    **dict.fromkeys(("vision_start_token_id", "image_start_token_id", "boi_token_id"), START),
+    **dict.fromkeys(("vision_end_token_id", "image_end_token_id", "eoi_token_id"), STOP),
+    **{"boi_token_index": START, "eoi_token_index": STOP},
+    **dict.fromkeys(("video_token_id", "video_start_token_id", "video_end_token_id"), UNUSED),
+}
+"""By key of a composite's config."""
 
 
 @dataclass(frozen=True)
@@ -30,27 +51,20 @@ class Family:
     """Hugging Face's: the fastest it has that is right on a CPU."""
 
 
-def families(size: Size, vocabulary: int, image_token: int) -> list[Family]:
+def families(size: Size, vocabulary: int) -> list[Family]:
     """All of them.
 
     Args:
         vocabulary: size of the tokenizer's.
-        image_token: the placeholder's id.
     """
     texts, towers = _texts(size, vocabulary), _towers(size)
     eager = {"gemma2": "eager", "gpt_oss": "eager"}  # sdpa has no soft cap and no sinks
     found = [Family(n, c, False, eager.get(n, "sdpa")) for n, c in texts.items()]
     for name, config in _composites(size, texts, towers).items():
-        key = "image_token_id" if "qwen" in name or name in _BY_ID else "image_token_index"
-        marked = {**config, key: image_token}
-        if "qwen" in name:
-            marked |= {f"{n}_token_id": image_token - 1 - i for i, n in enumerate(_QWEN_MARKS)}
-        found.append(Family(name, marked, True))
+        known = CONFIG_MAPPING[config["model_type"]]()
+        marks = {key: number for key, number in _MARKS.items() if key in vars(known)}
+        found.append(Family(name, {**config, **marks}, True))
     return found
-
-
-_BY_ID = ("internvl", "idefics3", "smolvlm")
-_QWEN_MARKS = ("video", "vision_start", "vision_end")
 
 
 def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
@@ -169,7 +183,33 @@ def _towers(size: Size) -> dict[str, dict[str, Any]]:
         "deepstack_visual_indexes": [0, 1],
     }
     plain = {key: value for key, value in qwen3.items() if key != "deepstack_visual_indexes"}
+    unsized = {key: value for key, value in shared.items() if key != "image_size"}
+    glm = {**qwen, **ffn, "hidden_size": size.hidden, "out_hidden_size": size.hidden}
+    glm["image_size"] = IMAGE_PX
     return {
+        "pixtral": {"model_type": "pixtral", **shared, **ffn},
+        "gemma4": {
+            "model_type": "gemma4_vision",
+            **unsized,
+            **ffn,
+            "num_key_value_heads": size.hidden // 32,
+            "head_dim": 32,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+        "glm4v": {"model_type": "glm4v_vision", **glm},
+        "glm4v_moe": {"model_type": "glm4v_moe_vision", **glm},
+        "qwen3_omni": {"model_type": "qwen3_omni_moe_vision_encoder", **qwen3},
+        "qwen3_omni_sound": {
+            "model_type": "qwen3_omni_moe_audio_encoder",
+            "num_mel_bins": MEL_BINS,
+            "d_model": size.hidden,
+            "encoder_layers": max(2, size.layers // 2),
+            "encoder_attention_heads": size.hidden // 32,
+            "encoder_ffn_dim": 3 * size.hidden,
+            "output_dim": size.hidden,
+            "downsample_hidden_size": size.hidden // 4,
+        },
         "qwen3_5": {"model_type": "qwen3_5_vision", **plain},
         "qwen3_5_moe": {"model_type": "qwen3_5_moe_vision", **plain},
         "qwen3_vl": {"model_type": "qwen3_vl_vision", **qwen3},
@@ -207,9 +247,7 @@ def _composites(
 
     full = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     default = {**full, "vision_feature_select_strategy": "default"}
-    mrope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    qwen = {k: v for k, v in texts["qwen2"].items() if k != "model_type"}
-    qwen |= {"rope_parameters": mrope}
+    seeing = {**texts["gemma4_text"], "use_bidirectional_attention": "vision"}
     found = {
         "llava with clip": composite("llava", "clip", "llama", **default),
         "llava with siglip": composite("llava", "siglip", "qwen2", **full),
@@ -219,18 +257,45 @@ def _composites(
         "smolvlm": composite("smolvlm", "smolvlm", "llama"),
         "paligemma": composite("paligemma", "siglip", "gemma", projection_dim=size.hidden),
         "gemma3": composite("gemma3", "siglip", "gemma3_text", mm_tokens_per_image=16),
+        "gemma4": composite("gemma4", "gemma4", "gemma4_text", text_config=seeing),
+        "mistral3": composite(
+            "mistral3", "pixtral", "mistral", spatial_merge_size=2, vision_feature_layer=-1
+        ),
+        "qwen3_5": composite("qwen3_5", "qwen3_5", "qwen3_5_text"),
+        "qwen3_5_moe": composite("qwen3_5_moe", "qwen3_5_moe", "qwen3_5_moe_text"),
     }
-    for name in ("qwen2_vl", "qwen2_5_vl"):
-        parts = {"vision_config": towers[name], "text_config": qwen}
-        found[name] = {"model_type": name, **parts, "tie_word_embeddings": False}
-    for name, text in (("qwen3_vl", "qwen3"), ("qwen3_vl_moe", "qwen3_moe")):
-        left_out = ("model_type", "bos_token_id", "eos_token_id", "tie_word_embeddings")
-        own = {k: v for k, v in texts[text].items() if k not in left_out}
-        parts = {
-            "vision_config": towers[name],
-            "text_config": {**own, "rope_parameters": {**mrope, "mrope_section": [6, 5, 5]}},
+    return found | _with_mrope(texts, towers)
+
+
+_MROPE = {
+    "qwen2_vl": ("qwen2_vl", "qwen2", [4, 6, 6]),
+    "qwen2_5_vl": ("qwen2_5_vl", "qwen2", [4, 6, 6]),
+    "qwen3_vl": ("qwen3_vl", "qwen3", [6, 5, 5]),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3_moe", [6, 5, 5]),
+    "qwen3_omni_moe_thinker": ("qwen3_omni", "qwen3_moe", [6, 5, 5]),
+    "glm4v": ("glm4v", "glm4", [4, 6, 6]),
+    "glm4v_moe": ("glm4v_moe", "glm4_moe", [2, 3, 3]),
+    "glm46v": ("glm4v", "glm4", [4, 6, 6]),
+}
+"""Composites with three positions per token and text parts of their own: tower, whose sizes the LLM
+has, pairs of features of a head that turn with time, row and column."""
+
+
+def _with_mrope(
+    texts: dict[str, dict[str, Any]], towers: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, (tower, text, sections) in _MROPE.items():
+        known = CONFIG_MAPPING[name]().text_config
+        own = {k: v for k, v in texts[text].items() if hasattr(known, k) and k != "model_type"}
+        own["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": sections,
+            "partial_rotary_factor": sum(sections) / 16,  # heads have 32 features
         }
+        parts = {"vision_config": towers[tower], "text_config": own}
         found[name] = {"model_type": name, **parts, "tie_word_embeddings": False}
-    for name in ("qwen3_5", "qwen3_5_moe"):
-        found[name] = composite(name, name, f"{name}_text")
+    found["glm46v"]["text_config"]["model_type"] = "glm4v_text"
+    found["qwen3_omni_moe_thinker"]["audio_config"] = towers["qwen3_omni_sound"]
     return found

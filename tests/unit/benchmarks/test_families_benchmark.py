@@ -4,7 +4,6 @@ import importlib
 from pathlib import Path
 
 import pytest
-import torch
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -21,7 +20,7 @@ def samples(benchmark, tmp_path):
 
 
 def test_all_supported_families_are_compared(benchmark):
-    cases = benchmark.families(benchmark.QUICK, 64, benchmark.IMAGE)
+    cases = benchmark.families(benchmark.QUICK, 64)
     composites = {case.config["model_type"] for case in cases if case.composite}
     texts = {case.config["model_type"] for case in cases if not case.composite}
     llms = importlib.import_module("torchmm.models.families.llms.table").LLM_FAMILIES
@@ -30,14 +29,15 @@ def test_all_supported_families_are_compared(benchmark):
     assert texts == set(llms)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "name",
+    ["mistral", "gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen3_omni_moe_thinker", "glm4v_moe"],
+)
 def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
     found, vocabulary = samples
     assert max(max(sample.ids) for sample in found) < vocabulary
     (case,) = [
-        case
-        for case in benchmark.families(benchmark.QUICK, vocabulary, benchmark.IMAGE)
-        if case.name == name
+        case for case in benchmark.families(benchmark.QUICK, vocabulary) if case.name == name
     ]
     rows = benchmark.compare(case, found, pairs=1)
     assert [row.metric for row in rows] == ["speed ratio", "CPU time ratio", "padding"]
@@ -46,15 +46,17 @@ def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
 
 def test_losses_that_differ_stop_it(benchmark, samples, monkeypatch):
     found, vocabulary = samples
-    case = benchmark.families(benchmark.QUICK, vocabulary, benchmark.IMAGE)[0]
-    pad = benchmark._pad
+    case = benchmark.families(benchmark.QUICK, vocabulary)[0]
+    batches = benchmark.batches
+    end = importlib.import_module("support.cases.family_cases").END
 
     def one_label_less(*args):
-        padded = pad(*args)
-        padded["labels"] = torch.where(padded["labels"] == benchmark.END, -100, padded["labels"])
-        return padded
+        packed, padded = batches(*args)
+        ended = padded["input_ids"] == end
+        padded["labels"] = padded["labels"].masked_fill(ended, -100)
+        return packed, padded
 
-    monkeypatch.setattr(benchmark, "_pad", one_label_less)
+    monkeypatch.setattr(benchmark, "batches", one_label_less)
     with pytest.raises(benchmark.LossMismatchError, match="llama"):
         benchmark.compare(case, found, pairs=1)
 

@@ -1,0 +1,234 @@
+"""The same samples twice: packed into one row for ours, padded to the longest for Hugging Face's.
+
+A sample is a caption behind its picture and, for models that hear, a sound of noise: begin, media,
+caption, end. Placeholders stand where each model expects them, with marks around them and between
+the rows of a picture as its text conventions say; only captions are to be predicted. Pictures go
+through each model's own image processor, here one by one, there as a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from support.captions import Captions
+from support.cases.family_cases import (
+    BEGIN,
+    END,
+    FIRST_TEXT,
+    IMAGE,
+    IMAGE_PX,
+    PAD,
+    ROW_END,
+    SOUND,
+    SOUND_START,
+    START,
+    STOP,
+)
+from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Microbatch, MicrobatchMeta
+from torchmm.data.media.images import ImagePreprocessor, decode_rgb
+from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.models.families.text import Token
+from torchmm.models.multimodal import MultimodalModel
+
+TOKENS_PER_S = 4
+"""How fast captions are read aloud."""
+SECOND_FRAMES, FRAMES_PER_POSITION = 100, 8
+"""Mel frames of Qwen3-Omni's sounds; its tower reads them second by second."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A caption and its image."""
+
+    ids: list[int]
+    image: bytes
+
+
+class Media(NamedTuple):
+    """One image or sound of every sample."""
+
+    encoder: str
+    ours: EncoderInputs
+    """Whose positions are not known yet."""
+    theirs: dict[str, Tensor]
+    """Arguments of Hugging Face's model."""
+    written: list[list[int]]
+    """Token ids in the text of each sample."""
+    placeholder: int
+
+
+def renumbered(captions: Captions, count: int) -> tuple[list[Sample], int]:
+    """The first samples, with the tokens that occur in them numbered from `FIRST_TEXT`; how many
+    numbers there are."""
+    records = captions.records[:count]
+    texts = [captions.tokenizer(r["text"], add_special_tokens=False).input_ids for r in records]
+    numbers = {old: FIRST_TEXT + i for i, old in enumerate(sorted({i for t in texts for i in t}))}
+    samples = [
+        Sample([numbers[i] for i in text], record["image"]["bytes"])
+        for text, record in zip(texts, records, strict=True)
+    ]
+    return samples, -(-(FIRST_TEXT + len(numbers)) // 64) * 64
+
+
+def batches(model: MultimodalModel, samples: list[Sample]) -> tuple[Microbatch, dict[str, Any]]:
+    """The samples as ours takes them, and as the arguments of Hugging Face's model."""
+    specs = model.image_specs()
+    media = [
+        _images(model, spec, samples) if spec.modality == "image" else _sounds(model, spec, samples)
+        for spec in specs.values()
+    ]
+    heads = [[BEGIN, *(i for m in media for i in m.written[n])] for n in range(len(samples))]
+    rows = [torch.tensor([*head, *s.ids, END]) for head, s in zip(heads, samples, strict=True)]
+    lengths = [len(head) for head in heads]
+    packed = _pack(rows, lengths, media)
+    if model.text.mrope:
+        packed.position_ids = _mrope(model, packed)
+    padded = _pad(rows, lengths)
+    for found in media:
+        padded |= found.theirs
+    if model.composite is not None:
+        padded |= _token_types(model.composite.model_type, padded)
+    return packed, padded
+
+
+def _images(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
+    """Of any size: up to as many patches as images of a fixed size have, as far as the processor
+    can be told."""
+    settings = dict(spec.processor)
+    at_once: dict[str, Any] = {}
+    if spec.processor_class == "PixtralImageProcessor":
+        settings["size"] = {"longest_edge": IMAGE_PX}
+        at_once["patch_size"] = dict.fromkeys(("height", "width"), spec.patch_size_px * spec.merge)
+    elif spec.processor_class == "Gemma4ImageProcessor":
+        settings["max_soft_tokens"] = 70  # the fewest that it accepts
+    elif spec.inputs == "patches":
+        settings["size"] = {"shortest_edge": (IMAGE_PX // 2) ** 2, "longest_edge": IMAGE_PX**2}
+    preprocessor = ImagePreprocessor(replace(spec, processor=settings))
+    pictures = [decode_rgb(sample.image, 10**9) for sample in samples]
+    grids, pixels = [], []
+    for picture in pictures:
+        grid = preprocessor.grid(*picture.size)
+        grids.append((1, grid.rows, grid.columns))
+        pixels.append(torch.from_numpy(preprocessor.pixels(picture)))
+    whole = torch.stack(pixels) if spec.inputs == "fixed" else torch.cat(pixels)
+    outputs = preprocessor.processor(pictures, return_tensors="pt", **at_once)
+    names = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes")
+    theirs = {name: outputs[name] for name in names if name in outputs}
+    if model.composite is not None and model.composite.model_type in ("idefics3", "smolvlm"):
+        theirs["pixel_values"] = theirs["pixel_values"][:, None]
+    written = [_written(model, spec, grid) for grid in grids]
+    return Media(spec.encoder, EncoderInputs(whole, grids, torch.empty(0)), theirs, written, IMAGE)
+
+
+def _written(model: MultimodalModel, spec: ImageSpec, grid: tuple[int, int, int]) -> list[int]:
+    """An image in the text."""
+    text = model.text
+    tokens = prod(grid) // spec.merge**2 + spec.extra_tokens
+    shown = [IMAGE] * tokens
+    if text.row_end is not None:
+        row = [IMAGE] * (grid[2] // spec.merge)
+        shown = [*row, *[ROW_END, *row] * (tokens // len(row) - 1)]
+    return [*_marks(text.prefix, START), *shown, *_marks(text.suffix, STOP)]
+
+
+def _marks(marks: tuple[int | str | Token, ...], unknown: int) -> list[int]:
+    """Those that only a tokenizer knows are `unknown`."""
+    return [mark if isinstance(mark, int) else unknown for mark in marks]
+
+
+def _sounds(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
+    """Noise as long as it takes to read the captions aloud; as Qwen3-Omni takes it."""
+    generator = torch.Generator().manual_seed(len(samples))
+    step = SECOND_FRAMES // TOKENS_PER_S // FRAMES_PER_POSITION * FRAMES_PER_POSITION
+    sounds, patches = [], []
+    for sample in samples:
+        seconds, rest = divmod(len(sample.ids), TOKENS_PER_S)
+        frames = SECOND_FRAMES * seconds + step * rest
+        mels_FM = torch.randn(frames, spec.processor["feature_size"], generator=generator)
+        sounds.append(mels_FM)
+        chunks = mels_FM.split(SECOND_FRAMES)  # filled up to whole positions
+        filled = [functional.pad(c, (0, 0, 0, -len(c) % FRAMES_PER_POSITION)) for c in chunks]
+        patches.append(torch.cat(filled).unflatten(0, (-1, FRAMES_PER_POSITION)).flatten(1))
+    grids = [(1, 1, len(patch)) for patch in patches]
+    text = model.text
+    written = [
+        [
+            *_marks(text.sound_prefix, SOUND_START),
+            *[SOUND] * len(patch),
+            *_marks(text.sound_suffix, STOP),
+        ]
+        for patch in patches
+    ]
+    lengths = torch.tensor([len(mels_FM) for mels_FM in sounds])
+    padded = nn.utils.rnn.pad_sequence(sounds, batch_first=True)
+    heard = torch.arange(padded.shape[1]) < lengths[:, None]
+    theirs = {"input_features": padded.mT, "feature_attention_mask": heard.long()}
+    ours = EncoderInputs(torch.cat(patches), grids, torch.empty(0))
+    return Media(spec.encoder, ours, theirs, written, SOUND)
+
+
+def _pack(rows: list[Tensor], lengths: list[int], media: list[Media]) -> Microbatch:
+    """One row.
+
+    Args:
+        lengths: tokens of each sample before its caption.
+    """
+    starts = [0, *accumulate(len(row) for row in rows)]
+    targets = []
+    for row, length in zip(rows, lengths, strict=True):
+        shifted = torch.roll(row, -1)
+        shifted[: length - 1] = IGNORE_TARGET
+        shifted[-1] = IGNORE_TARGET
+        targets.append(shifted)
+    ids = torch.cat(rows)
+    encoders = {
+        m.encoder: replace(m.ours, positions_K=(ids == m.placeholder).nonzero()[:, 0])
+        for m in media
+    }
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    meta = MicrobatchMeta(samples=(), tokens=starts[-1])
+    return Microbatch(ids, torch.cat(targets), positions, starts, encoders, meta)
+
+
+def _mrope(model: MultimodalModel, packed: Microbatch) -> Tensor:
+    """(3, T): with one image in each sample."""
+    (merge,) = (s.merge for s in model.image_specs().values() if s.modality == "image")
+    found = []
+    grids = packed.encoders["vision"].grids_thw
+    for (start, stop), (_, rows, columns) in zip(pairwise(packed.cu_seqlens), grids, strict=True):
+        ids = packed.input_ids_T[start:stop].tolist()
+        block = VisionBlock(ids.index(IMAGE), 1, rows // merge, columns // merge)
+        positions = mrope_positions(len(ids), [block], model.text.clip_times)
+        found.append(torch.from_numpy(positions))
+    return torch.cat(found, dim=1)
+
+
+def _pad(rows: list[Tensor], lengths: list[int]) -> dict[str, Any]:
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    ends = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(padded.shape[1]) < ends[:, None]).long()
+    labels = padded.masked_fill(mask == 0, IGNORE_TARGET)
+    for row, length in enumerate(lengths):
+        labels[row, :length] = IGNORE_TARGET
+    return {"input_ids": padded, "attention_mask": mask, "labels": labels, "use_cache": False}
+
+
+def _token_types(model_type: str, padded: dict[str, Any]) -> dict[str, Tensor]:
+    """What some composites want to know of each token beside its id."""
+    shown = (padded["input_ids"] == IMAGE).int()
+    if model_type == "gemma3":
+        return {"token_type_ids": shown}
+    if model_type == "paligemma":
+        return {"token_type_ids": (padded["labels"] != IGNORE_TARGET).int()}
+    if model_type == "gemma4" or model_type.startswith("glm"):
+        return {"mm_token_type_ids": shown}
+    if model_type.startswith("qwen") and "omni" not in model_type:
+        return {"mm_token_type_ids": shown}
+    return {}
