@@ -39,4 +39,5 @@ def written_by(plain: PreTrainedModel, sample: dict, unwritten: int = IMAGE_TOKE
 
 
 def as_prompt(sample: Microbatch) -> Microbatch:
-    return replace(sample, targets_T=torch.full_like(sample.targets_T, IGNORE_TARGET))
+    nothing_T = torch.full_like(sample.targets_T, IGNORE_TARGET)
+    return replace(sample, targets_T=nothing_T, target_positions_L=None)

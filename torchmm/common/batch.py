@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -209,11 +208,14 @@ class Microbatch:
     meta: MicrobatchMeta
     generator: GeneratorInputs | None = None
     """None if there are no images to be drawn."""
+    target_positions_L: Tensor = None  # type: ignore[assignment]
+    """int64: positions that count in the loss, found on the CPU if None is given. A field, for FSDP
+    hands a copy of all fields to a forward, where finding them would wait for the device. Who
+    replaces `targets_T` has to say None here."""
 
-    @cached_property
-    def target_positions_L(self) -> Tensor:
-        """int64: positions that count in the loss; found on the CPU before `to` moves them."""
-        return (self.targets_T != IGNORE_TARGET).nonzero()[:, 0]
+    def __post_init__(self) -> None:
+        if self.target_positions_L is None:
+            self.target_positions_L = (self.targets_T != IGNORE_TARGET).nonzero()[:, 0]
 
     @property
     def target_count(self) -> int:
@@ -243,9 +245,7 @@ class Microbatch:
         tensors: dict[str, Any] = {
             name: function(v) for name, v in values.items() if isinstance(v, Tensor)
         }
-        mapped = replace(self, encoders=encoders, generator=generator, **tensors)
-        mapped.target_positions_L = function(self.target_positions_L)
-        return mapped
+        return replace(self, encoders=encoders, generator=generator, **tensors)
 
 
 @dataclass

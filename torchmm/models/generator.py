@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.common.device_copies import to_device
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.common.module_names import GENERATOR
 from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
@@ -182,7 +183,7 @@ class GeneratorModule(LayeredModule):
     def _begin(self, inputs: GeneratorInputs, context_KD: Tensor) -> Given:
         device = inputs.patches_PV.device
         sizes = [prod(grid) for grid in inputs.grids_thw]
-        times_N = torch.tensor(inputs.times, dtype=torch.float32, device=device)
+        times_N = to_device(torch.tensor(inputs.times, dtype=torch.float32), device)
         time_A1 = torch.cat([t.expand(n) for t, n in zip(times_N, sizes, strict=True)])[:, None]
         noisy_AV = (1 - time_A1) * inputs.patches_PV + time_A1 * inputs.noise_PV
         positions_AD = torch.cat([self._position(grid, device) for grid in inputs.grids_thw])
@@ -234,6 +235,6 @@ def padding_mask(lengths: list[int], like: Tensor) -> Tensor | None:
     """(N, 1, L): 0 for items, a large negative number for padding; None without padding."""
     if len(set(lengths)) == 1:
         return None
-    counts_N1 = torch.tensor(lengths, device=like.device)[:, None]
+    counts_N1 = to_device(torch.tensor(lengths), like.device)[:, None]
     is_item_NL = torch.arange(max(lengths), device=like.device) < counts_N1
     return torch.where(is_item_NL, 0.0, MASKED).to(like.dtype)[:, None]

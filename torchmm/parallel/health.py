@@ -281,6 +281,12 @@ def peer_errors(rank: int) -> Iterator[None]:
         ) from error
 
 
+def exchange_device() -> torch.device:
+    """Where numbers of the host have to lie to be sent to all ranks: on the CPU if the process
+    group can send from there, so that nobody waits for a device."""
+    return torch.device("cpu" if "cpu" in dist.get_backend_config() else "cuda")
+
+
 def gather_floats(values: Sequence[float]) -> list[list[float]]:
     """The values of all ranks, by rank, in one collective.
 
@@ -289,8 +295,7 @@ def gather_floats(values: Sequence[float]) -> list[list[float]]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [list(values)]
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    mine_N = torch.tensor(values, dtype=torch.float64, device=device)
+    mine_N = torch.tensor(values, dtype=torch.float64, device=exchange_device())
     all_RN = mine_N.new_empty(dist.get_world_size() * len(values))
     dist.all_gather_into_tensor(all_RN, mine_N)
     return all_RN.view(-1, len(values)).tolist()

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmm.common.errors import ConfigError
+from torchmm.parallel.health import exchange_device
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
 from torchmm.recipe.sizes import AXES, MeshSizes, replica_groups
@@ -226,7 +227,7 @@ class ParallelMesh:
         """
         if self.world_size == 1:
             return list(values)
-        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
+        totals = torch.tensor(values, dtype=torch.float64, device=exchange_device())
         dist.all_reduce(totals)
         return (totals / self.samples_ranks).tolist()
 

@@ -9,12 +9,26 @@ a batch is one operation to NCCL. Nothing but sends and receives runs in these g
 The receiver allocates what the plan says, and the sender checks that it sends just that: gloo
 takes a shorter message without a word and aborts the process on a longer one. Rejected: sending
 shapes along (one more round trip per tensor), and `Work.is_completed`, which gloo never sets.
+
+On CUDA, receives are posted ahead, each a kernel that waits on a stream of its own for what a peer
+sends. That takes two things:
+- A communicator for each pair of ranks, as NCCL makes them when a pair first meets. A group that is
+  bound to a device (`init_process_group(device_id=...)`) has one for all its pairs, in which a
+  receive would wait for those of other peers: so no group here is.
+- A hardware queue for each stream. Streams that share one run in the order of launching, and what
+  stands behind a waiting kernel waits too: perhaps what the peer needs first. So
+  `reserve_hardware_queues` asks CUDA for all 32, and fewer than there are streams are refused. What
+  Megatron's users set, one queue, stops every pipeline here. Rejected: to post every receive at the
+  place of its send in one order of all ranks, which runs with one queue, but makes receivers hold
+  what encoders send ahead.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -22,8 +36,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmm.common.errors import PeerError
+from torchmm.common.errors import ConfigError, PeerError
 from torchmm.parallel.health import is_peer_trouble
+
+HARDWARE_QUEUES = 32
+"""As many as CUDA has."""
+_OTHER_STREAMS = 8
+"""Of a rank, besides those of its channels: computing, fillers, FSDP2's, other communicators."""
+_QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def reserve_hardware_queues() -> None:
+    """Asks CUDA for all its hardware queues, unless the environment says how many; to be called
+    before CUDA starts."""
+    os.environ.setdefault(_QUEUES_VARIABLE, str(HARDWARE_QUEUES))
+
+
+def check_hardware_queues(channels: Collection[tuple[int, int]]) -> None:
+    """Whether the streams of every rank have queues of their own.
+
+    Args:
+        channels: of a plan, as (source, destination).
+
+    Raises:
+        ConfigError: the environment allows fewer.
+    """
+    if not channels:
+        return
+    own = Counter(rank for channel in channels for rank in channel)
+    needed = min(HARDWARE_QUEUES, max(own.values()) + _OTHER_STREAMS)
+    given = os.environ.get(_QUEUES_VARIABLE, "")
+    if given.isdigit() and int(given) < needed:
+        raise ConfigError(
+            f"{_QUEUES_VARIABLE} = {given} in the environment: ranks that send to each other need "
+            f"{needed} hardware queues, or receives that wait stop all other work; unset it, then "
+            f"{HARDWARE_QUEUES} are used"
+        )
 
 
 class ShapeAndDtype(Protocol):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 from torchmm.balance.costs.devices import BF16_TFLOPS
 from torchmm.balance.costs.flops import microbatch_flops
@@ -185,13 +186,14 @@ def gather_rank_steps(local: RankStep) -> list[RankStep]:
     ]
 
 
-def expert_load(loads: ExpertLoads, device: torch.device) -> float | None:
-    """`StepRecord.expert_load` of the step that has ended; collective for models with experts."""
+def expert_load(loads: ExpertLoads, device: torch.device) -> Tensor:
+    """`StepRecord.expert_load` of the step that has ended, a float32 scalar; 0 without experts.
+    Collective for models with experts."""
     if not loads:
-        return None
+        return torch.zeros((), device=device)
     loads_LE = loads.take(device)
     dist.all_reduce(loads_LE)
-    return busiest_expert(loads_LE).item()
+    return busiest_expert(loads_LE)
 
 
 def make_record(

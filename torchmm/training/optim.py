@@ -83,12 +83,12 @@ class Updates:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._copies = model.tied_copy_parameters()
 
-    def grad_norm(self) -> float:
-        """Norm of all gradients of all ranks; collective."""
+    def grad_norm(self) -> Tensor:
+        """Norm of all gradients of all ranks, a float32 scalar; collective."""
         mesh = self._mesh
         return global_grad_norm(
-            self._parameters, self._copies, mesh.norm_ranks, mesh.norm_sharing
-        ).item()
+            self._parameters, self._copies, mesh.norm_ranks, mesh.norm_sharing, mesh.device
+        )
 
     def apply(self, step: int, grad_norm: float) -> float:
         """Clips and applies the gradients of a step, 1-based, and lets go of them; the learning
@@ -128,6 +128,7 @@ def global_grad_norm(
     copies: Collection[nn.Parameter] = (),
     pipeline: dist.ProcessGroup | None = None,
     sharing: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """Euclidean norm of all gradients of all ranks, a float32 scalar equal on every rank.
 
@@ -139,6 +140,7 @@ def global_grad_norm(
         pipeline: the ranks of this rank's pipeline, all of which must call; None: it is alone.
         sharing: how many of these have the same parameters, or shards of them; None: those of
             each parameter's mesh.
+        device: of this rank, which may have nothing to train and then no tensor that shows it.
     """
     left_out = {id(copy) for copy in copies}
     counted = [p for p in parameters if id(p) not in left_out]
@@ -147,8 +149,6 @@ def global_grad_norm(
     whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
     if pipeline is None:
         return torch.linalg.vector_norm(torch.stack(whole))
-    # A rank may have nothing to train, and then no tensor that shows the device.
-    device = torch.device("cuda" if dist.get_backend(pipeline) == "nccl" else "cpu")
     square = torch.zeros((), dtype=torch.float64, device=device)
     ranks = set(dist.get_process_group_ranks(pipeline))
     for mesh, norm in zip(by_mesh, whole, strict=True):

@@ -218,9 +218,7 @@ def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
     drawn = microbatch.generator
     if drawn is not None and GENERATOR not in modules:
         drawn = replace(drawn, patches_PV=drawn.patches_PV[:0], noise_PV=drawn.noise_PV[:0])
-    found = replace(microbatch, encoders=encoders, generator=drawn)
-    found.target_positions_L = microbatch.target_positions_L  # found already, on the CPU
-    return found
+    return replace(microbatch, encoders=encoders, generator=drawn)
 
 
 def _with_last(

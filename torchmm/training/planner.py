@@ -50,6 +50,7 @@ from torchmm.balance.planners import search_order
 from torchmm.balance.rates import ActionKind, Change, DriftMonitor, Rates, Total, step_totals
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.parallel.health import exchange_device
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
@@ -191,7 +192,7 @@ class StepPlanner:
         kinds = sorted(COMPUTE, key=lambda kind: kind.value)
         every = [(m.name, kind) for m in self._pipeline.descriptions for kind in kinds]
         rows = [own.get(kind, Total(0.0, 0.0)) for kind in every]
-        totals = torch.tensor(rows, dtype=torch.float64, device=self._pipeline.device)
+        totals = torch.tensor(rows, dtype=torch.float64, device=exchange_device())
         dist.all_reduce(totals)
         return {kind: Total(*row) for kind, row in zip(every, totals.tolist(), strict=True)}
 

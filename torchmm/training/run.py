@@ -17,6 +17,8 @@ from torchmm.common.errors import EXIT_DONE
 from torchmm.common.files import make_writable_directory
 from torchmm.parallel.health import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
+from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
+from torchmm.pipelining.run.runtime import channel_pairs
 from torchmm.planning.open_sizes import orchestrated
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
@@ -50,11 +52,14 @@ def train(recipe: Recipe) -> int:
             # Nothing is written into the directory of a run that is alive.
             if rank == 0 and directory.try_claim():
                 write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
+            reserve_hardware_queues()
             world_size = int(os.environ.get("WORLD_SIZE", "1"))
             run = resolve(orchestrated(recipe, world_size), world_size)
             model, tokenizer = build_unfilled_model(run)
             device = select_device(recipe.training.device)
             cut = cut_model(run, model, tokenizer, device)
+            if device.type == "cuda":
+                check_hardware_queues(channel_pairs(cut.layout))
             with peer_errors(rank):
                 start_process_group(recipe.parallel, device)
                 parts = build_run(run, run_dir, device, model, tokenizer, cut, directory)

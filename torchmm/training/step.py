@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,16 +34,27 @@ class StepOutcome:
         loss: their weighted sum.
         plan: what was run.
         result: losses and records.
-        module_ms: time in forwards and backwards by module name.
-        span_ms: from the first action's start to the last one's end.
     """
 
     losses: dict[str, Tensor]
     loss: Tensor
     plan: PipelinePlan
     result: StepResult
-    module_ms: dict[str, float]
-    span_ms: float
+
+    @cached_property
+    def module_ms(self) -> dict[str, float]:
+        """Time in forwards and backwards by module name; on CUDA, waits for the step's end."""
+        times_ms: dict[str, float] = {}
+        for record in self.result.records or ():
+            if record.action.type in COMPUTE:
+                module = self.plan.graph.layout.stages[record.action.stage].module
+                times_ms[module] = times_ms.get(module, 0.0) + record.end_ms - record.start_ms
+        return times_ms
+
+    @property
+    def span_ms(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max((r.end_ms for r in self.result.records or ()), default=0.0)
 
     @property
     def loss_of_each(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,8 +117,7 @@ class TrainStep:
             for name, count in counts.items()
         }
         loss = sum((weights[name] * losses[name] for name in counts), nothing)
-        module_ms, span_ms = self._times_ms(plan, result)
-        return StepOutcome(losses, loss, plan, result, module_ms, span_ms)
+        return StepOutcome(losses, loss, plan, result)
 
     def _scale_router_losses(self, microbatches: Sequence[Microbatch], weight: float) -> None:
         """Losses that balance experts are means over the tokens of the global batch."""
@@ -114,11 +125,3 @@ class TrainStep:
         if balance is not None:
             tokens = sum(len(m.input_ids_T) for m in microbatches) * self.mesh.data_parallel_size
             balance.scale = weight / max(tokens, 1)
-
-    def _times_ms(self, plan: PipelinePlan, result: StepResult) -> tuple[dict[str, float], float]:
-        times_ms: dict[str, float] = {}
-        for record in result.records or ():
-            if record.action.type in COMPUTE:
-                module = plan.graph.layout.stages[record.action.stage].module
-                times_ms[module] = times_ms.get(module, 0.0) + record.end_ms - record.start_ms
-        return times_ms, max((r.end_ms for r in result.records or ()), default=0.0)

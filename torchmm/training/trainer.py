@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
+import torch
 from torch.profiler import record_function
 
 from torchmm.common.batch import StepBatch
@@ -59,6 +60,8 @@ class Losses(NamedTuple):
     text: float
     image: float
     grad_norm: float
+    expert_load: float | None
+    """`StepRecord.expert_load`."""
 
 
 class Trainer:
@@ -203,8 +206,7 @@ class Trainer:
             lr=lr,
             peak_flops=self._peak_flops,
         )
-        load = expert_load(parts.model.llm.expert_loads, parts.mesh.device)
-        record = replace(record, **asdict(self._planner.figures), expert_load=load)
+        record = replace(record, **asdict(self._planner.figures), expert_load=losses.expert_load)
         if parts.model.generator is not None:
             record = replace(record, loss_text=losses.text, loss_image=losses.image)
         return record, agreed.stopping
@@ -245,13 +247,16 @@ class Trainer:
         Raises:
             NonFiniteError: one of them is no number on some rank; nothing was updated.
         """
-        grad_norm = self._updates.grad_norm()
-        alike = self.parts.mesh.own.sizes.tensor  # ranks that have the same losses
-        loss, text, image = (value.item() / alike for value in outcome.loss_of_each)
+        mesh = self.parts.mesh
+        load = expert_load(self.parts.model.llm.expert_loads, mesh.device)
+        results = torch.stack([*outcome.loss_of_each, self._updates.grad_norm(), load])
+        # The one place where a step waits for its device (`torchmm.common.device_copies`).
+        *losses, grad_norm, busiest = results.tolist()
+        loss, text, image = (value / mesh.own.sizes.tensor for value in losses)  # alike on these
         rows = gather_floats([loss, grad_norm, text, image])
         check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
         loss, _, text, image = (sum(column) for column in zip(*rows, strict=True))
-        return Losses(loss, text, image, grad_norm)
+        return Losses(loss, text, image, grad_norm, busiest or None)
 
     def _save(self) -> None:
         if not self.step:

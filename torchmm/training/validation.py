@@ -215,6 +215,7 @@ def _append(state: Microbatch, token: Tensor) -> Microbatch:
         state,
         input_ids_T=torch.cat([state.input_ids_T, token[None]]),
         targets_T=torch.cat([state.targets_T[:-1], token[None], ignored]),
+        target_positions_L=None,  # type: ignore[arg-type]  # to be found again
         position_ids=torch.cat([positions, following.expand_as(positions[..., :1])], dim=-1),
         cu_seqlens=[0, length],
         meta=replace(state.meta, tokens=length),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_cases import relative_error
 from torch import Tensor, nn
-from transformers import AutoModel, CLIPVisionConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, CLIPVisionConfig, LlamaConfig, LlamaForCausalLM, masking_utils
 
 from torchmm.models.layers.attention import PACKED, Segments, attention
 
@@ -173,7 +173,16 @@ def test_values_may_be_narrower_than_keys_and_heads_have_sinks(sinks: bool, wind
         assert relative_error(grad, other) < 1e-12
 
 
-def test_a_padding_mask_is_honoured() -> None:
+@pytest.mark.parametrize("implementation", [PACKED, "sdpa"])
+def test_nothing_looks_at_positions_for_a_mask(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hugging Face's look makes the host wait for the device, in every forward."""
+    looks = []
+    find = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(
+        masking_utils, "find_packed_sequence_indices", lambda ids: looks.append(1) or find(ids)
+    )
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=32,
@@ -181,18 +190,10 @@ def test_a_padding_mask_is_honoured() -> None:
         num_attention_heads=2,
         vocab_size=32,
     )
-    plain = LlamaForCausalLM._from_config(config, attn_implementation="eager")
-    ours = LlamaForCausalLM._from_config(config, attn_implementation=PACKED)
-    ours.load_state_dict(plain.state_dict())
-    ids = torch.randint(3, 32, (2, 9))
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, :4] = 0
-    with torch.no_grad():
-        a = ours(ids, attention_mask=mask, use_cache=False).logits[1, 4:]
-        b = plain(ids, attention_mask=mask, use_cache=False).logits[1, 4:]
-        unmasked = ours(ids, use_cache=False).logits[1, 4:]
-    assert relative_error(a, b) < 1e-5
-    assert relative_error(unmasked, b) > 1e-3
+    model = LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+    ids = torch.randint(3, 32, (1, 9))
+    model(ids, position_ids=torch.arange(9)[None], use_cache=False)
+    assert bool(looks) == (implementation == "sdpa")
 
 
 def test_a_batch_without_segments_is_plain_attention() -> None:

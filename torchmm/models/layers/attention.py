@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
+from torchmm.common.device_copies import to_device
 from torchmm.models.layers.attention_ops import capped_attention, equal_runs, packed_attention
 
 PACKED = "packed"
@@ -87,13 +87,6 @@ class Segments:
             raise ValueError(f"cu_seqlens must rise from 0, got {cu_seqlens}")
         host = torch.tensor(cu_seqlens, dtype=torch.int32)
         return cls(to_device(host, device), host, max(lengths), blocks_T, only_windows)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small CPU tensor to `device` without waiting for the device."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 # torch 2.11 groups heads unasked and has no such argument.
@@ -214,17 +207,11 @@ def attention(
     return _attend_segments(q, k, v, segments, scale, rules)[None], None
 
 
-def padding_mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Mask for the layers: none, unless the caller gave a padding mask, which is honoured."""
-    if attention_mask is None:
-        return None
-    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(attention_mask=attention_mask, **kwargs)
-
-
+# Not among Hugging Face's masks: it makes none for names that it does not know there. With one that
+# gives None it would still look, in every forward, whether positions begin anew, and wait for the
+# device to tell. So a padding mask given to a whole Hugging Face model has no effect.
 for _name in (PACKED, PACKED_UNSPLIT):
     AttentionInterface.register(_name, attention)
-    AttentionMaskInterface.register(_name, padding_mask)
 
 
 def image_blocks(images_T: Tensor, cu_seqlens: list[int]) -> Tensor:

@@ -259,8 +259,9 @@ class SymmetricMemory(Collective):
         self._gathering: _Started | None = None
 
     def start_gather(self, x_SD: Tensor, rows: int) -> _Started:
-        started = torch_private.start_copy_engine_gather(x_SD.contiguous(), self.group)
-        self._gathering = _Started(started, rows)
+        given_SD = x_SD.contiguous()
+        started = torch_private.start_copy_engine_gather(given_SD, self.group)
+        self._gathering = _Started(started, rows, given_SD)
         return self._gathering
 
     def gather_linear(
@@ -289,7 +290,7 @@ class SymmetricMemory(Collective):
             partial = self._whole_product(inputs, weights, slice_rows)
             self._gathering.wait()  # frees the workspace
             started = torch_private.start_copy_engine_scatter(partial, self.group)
-            return _Started(started, slice_rows)
+            return _Started(started, slice_rows, partial)
         joint_TF = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), dim=1)
         joint_DF = weights[0] if len(weights) == 1 else torch.cat(list(weights), dim=1)
         x_NF = _padded(joint_TF.contiguous(), slice_rows * self.ranks)
@@ -298,14 +299,22 @@ class SymmetricMemory(Collective):
 
 
 class _Started:
-    """A functional collective; a second `wait` costs nothing."""
+    """A functional collective; a second `wait` costs nothing.
 
-    def __init__(self, started: Tensor, rows: int) -> None:
+    Args:
+        read: what a copy engine reads until `wait`, on a stream that torch's allocator does not
+            know of: its memory would be handed out again meanwhile.
+    """
+
+    def __init__(self, started: Tensor, rows: int, read: Tensor | None = None) -> None:
         self._started = started
         self._rows = rows
+        self._read = read
 
     def wait(self) -> Tensor:
-        return torch_private.wait(self._started)[: self._rows]
+        complete = torch_private.wait(self._started)[: self._rows]
+        self._read = None
+        return complete
 
 
 BACKENDS: dict[str, type[Backend]] = {

@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -120,14 +121,19 @@ class StepResult:
     Attributes:
         module_losses: by module and microbatch, of the stages on this rank: float32 scalars,
             detached and not scaled (of the LLM: summed over targets; of a generator: over images).
-        records: one per action, if asked for.
+        clock: what timed the actions, if they were to be.
         begin_s: time.perf_counter() at the step's start, from which the records count; processes
             of one machine share that clock.
     """
 
     module_losses: dict[tuple[str, int], Tensor]
-    records: list[ActionRecord] | None
+    clock: _Clock | None
     begin_s: float
+
+    @cached_property
+    def records(self) -> list[ActionRecord] | None:
+        """One per action, if asked for; on CUDA, waits for the step's end."""
+        return self.clock.records() if self.clock else None
 
     @property
     def losses(self) -> dict[int, Tensor]:
@@ -223,7 +229,7 @@ class PipelineRuntime:
             if side is not None:
                 side.join()
             state.finish()
-        return StepResult(state.losses, clock.records() if clock else None, begin_s)
+        return StepResult(state.losses, clock, begin_s)
 
     def _side_stream(self, plan: PipelinePlan) -> SideStream | None:
         if self.device.type != "cuda" or not plan.fillers:
@@ -280,8 +286,8 @@ class _Clock:
         self._marks.append((action, begin, self.mark()))
 
     def records(self) -> list[ActionRecord]:
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
+        if self._cuda and not (last := self.mark()).query():
+            last.synchronize()
         return [
             ActionRecord(self._rank, action, self._since_ms(begin), self._since_ms(end))
             for action, begin, end in self._marks

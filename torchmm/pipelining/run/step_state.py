@@ -57,6 +57,7 @@ from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, Task
 from torchmm.pipelining.plan.plan import PipelinePlan, TensorSpec
 from torchmm.pipelining.run.stage import PipelineStage
+from torchmm.pipelining.schedules.fillers import encoder_stages
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -128,6 +129,8 @@ class StepState:
         self._split: dict[Task, list[dict[str, Any]] | None] = {}
         """Between I and W: what torch keeps for the weights; None: their gradients are done."""
         self._weights: dict[int, list[nn.Parameter]] = {}
+        self._beside = encoder_stages(plan.graph) if plan.fillers else frozenset()
+        """Stages that run on a side stream."""
         # Stages that are here and nowhere else: no need to ask where each of their tasks runs.
         self._here = {s.index for s in self._graph.layout.stages if s.ranks == (plan_rank,)}
 
@@ -147,7 +150,7 @@ class StepState:
             kind.RECV_B: partial(self._receive, True),
             kind.WAIT_B: partial(self._wait, True),
             kind.WAIT_SEND_B: partial(self._wait_send, True),
-            kind.UNSHARD: partial(self._drive, StepSharding.unshard),
+            kind.UNSHARD: self._unshard,
             kind.RESHARD: partial(self._drive, StepSharding.reshard),
             kind.REDUCE_GRAD: partial(self._drive, StepSharding.reduce_gradients),
             kind.REDUCE_TIED: self._reduce_tied,
@@ -360,6 +363,10 @@ class StepState:
         return [spec for spec in specs if spec.requires_grad] if backward else specs
 
     # Sharded parameters.
+
+    def _unshard(self, action: Action) -> None:
+        complete = action.stage in self._beside
+        self._drive(partial(StepSharding.unshard, complete=complete), action)
 
     def _drive(self, collective: Callable[[StepSharding], None], action: Action) -> None:
         self._weights.pop(action.stage, None)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.device_copies import to_device
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.encoders.family import EncoderFamily, frame_starts
 from torchmm.models.families.encoders.pixtral import grid_places
-from torchmm.models.layers.attention import Segments, to_device
+from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.connectors import fold_neighbours
 
 

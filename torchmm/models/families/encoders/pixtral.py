@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.device_copies import to_device
 from torchmm.models.families.encoders.family import EncoderFamily, frame_starts, side
-from torchmm.models.layers.attention import Segments, to_device
+from torchmm.models.layers.attention import Segments
 
 
 class PixtralContext(NamedTuple):

@@ -22,9 +22,10 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from torchmm.common.batch import EncoderInputs
+from torchmm.common.device_copies import to_device
 from torchmm.models.families.encoders.family import frame_starts
 from torchmm.models.families.encoders.qwen import Qwen2VisionFamily
-from torchmm.models.layers.attention import Segments, to_device
+from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.deepstack import DeepstackConnector
 
 

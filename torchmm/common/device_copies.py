@@ -1,0 +1,30 @@
+"""Small copies to the device, and where a training step waits for the device.
+
+CUDA runs behind the host. Whoever asks for a number of a device tensor (`item`, `tolist`,
+`nonzero`, copies from and to memory that is not page-locked) makes the host wait until the device
+has come so far, and then the device until the host has sent it new work. A step waits only here:
+
+| where | for what | why |
+|---|---|---|
+| `Trainer._check` | losses and the norm of gradients, in one vector | no update where they are no \
+numbers; clipping |
+| experts, once per layer and forward | how many tokens each expert gets | lengths of messages and \
+of grouped products |
+
+Everything else that ranks tell each other (sizes of the batch, wishes to stop, times) are numbers
+of the host, and travel by the CPU's process group. Times of actions are read behind the first wait,
+when the events are long there. Steps that validate, save, draw or profile wait more.
+`tests/cuda_emulation` runs recipes and fails on any other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy of a small CPU tensor on `device`, without waiting for the device."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
