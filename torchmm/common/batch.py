@@ -274,6 +274,18 @@ Marks = tuple[int | str, ...]
 
 
 @dataclass(frozen=True)
+class ClipText:
+    """How clips are written whose frames, or groups of frames, are images of their own."""
+
+    group: str = "<{mean_s:.1f} seconds>{frames}"
+    """One of them and its time. Times that it may name: first_s, of the first frame; whole_s, the
+    same in whole seconds, cut; mean_s, the mean of the first and the last frame's."""
+    prefix: Marks = ()
+    """Before a whole clip."""
+    suffix: Marks = ()
+
+
+@dataclass(frozen=True)
 class TileSpec:
     """How pictures are cut into tiles, each of which is an image of the encoder."""
 
@@ -315,8 +327,6 @@ class ImageSpec:
     shorter than the others; None: a patch is as long as any."""
     tiles: TileSpec | None = None
     """How pictures are cut; None: a picture is one image. Frames of clips always are."""
-    reads_clips: bool = True
-    """Whether clips are prepared as its processor would; otherwise they are refused."""
     splits_clips: bool = False
     """Where patches span several frames: whether each group of frames is an image of its own, with
     its time before it; otherwise a clip is one image."""
@@ -346,6 +356,7 @@ class TextSpec:
     """M-RoPE: time positions per second of a clip; None: one per group of frames."""
     clip_times: Literal["sides", "whole", "fractional"] = "sides"
     """See `TextConventions`."""
+    clip: ClipText = ClipText()
     sound_token_id: int | None = None
     """Placeholder id at positions of sounds; None: sounds are written as images are."""
     sound_prefix: Marks = ()

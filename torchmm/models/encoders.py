@@ -286,7 +286,6 @@ class EncoderModule(LayeredModule):
             max_patches=self.family.max_patches(self.spec.config),
             sound_chunk=self.family.sound_chunk(self.spec.config),
             tiles=self.spec.tiles,
-            reads_clips=self.family.reads_clips,
             splits_clips=self.family.splits_clips,
             ends_lines=self.spec.connector == "line_mlp",
         )

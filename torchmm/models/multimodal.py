@@ -233,6 +233,7 @@ class MultimodalModel(nn.Module):
             video_token_id=self.text.video_token_id,
             tokens_per_second=self.text.tokens_per_second,
             clip_times=self.text.clip_times,
+            clip=self.text.clip,
             row_end_id=None if row_end is None else vocabulary[row_end.text],
             sound_token_id=self.text.sound_token_id,
             sound_prefix=_marks(self.text.sound_prefix, vocabulary),

@@ -131,7 +131,8 @@ class FakeFrames:
 
 
 def media(spec: ImageSpec, **settings: object) -> ClipMedia:
-    return ClipMedia(ImagePreprocessor(spec), VideoConfig(**settings))  # type: ignore[arg-type]
+    config = VideoConfig(**settings)  # type: ignore[arg-type]
+    return ClipMedia(ImagePreprocessor(spec), config, TextSpec(64, 63))
 
 
 def test_patches_span_two_frames() -> None:

@@ -1,4 +1,4 @@
-"""Clips from files to the loss: Hugging Face's Qwen models on the same clips give the same.
+"""Clips from files to the loss: Hugging Face's Qwen and GLM models on the same clips give the same.
 
 Loss, logits, gradients and positions, with samples packed and alone, along with images and text.
 """
@@ -20,6 +20,7 @@ from proofs import proves
 from test_multimodal import our_hf_name, plain_composite
 from test_video import pictures
 from torch.nn import functional
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
@@ -29,13 +30,17 @@ from torchmm.data.prepare.clip_files import write_clip
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
 from torchmm.recipe.model_section import ModelConfig
 
-IMAGE, VIDEO, START, END = 440, 441, 442, 443
+IMAGE, VIDEO, START, END, CLIP_START, CLIP_END = range(440, 446)
+GLM = ("glm4v", "glm4v_moe", "glm46v")
 
 
-def qwen(name: str) -> ModelConfig:
+def tiny(name: str) -> ModelConfig:
     """A tiny model with room for the tokenizer's words."""
     config = {**COMPOSITES[name], "image_token_id": IMAGE, "video_token_id": VIDEO}
-    config |= {"vision_start_token_id": START, "vision_end_token_id": END}
+    marked = "image" if name in GLM else "vision"
+    config |= {f"{marked}_start_token_id": START, f"{marked}_end_token_id": END}
+    if name in GLM:
+        config |= {"video_start_token_id": CLIP_START, "video_end_token_id": CLIP_END}
     config["text_config"] = {**config["text_config"], "vocab_size": 448}
     size = {"shortest_edge": 64, "longest_edge": 1024}
     return ModelConfig(config=config, processor={"size": size})
@@ -81,9 +86,10 @@ def theirs(model, microbatch: Microbatch) -> list[dict]:
     """What Hugging Face's model takes of each sample."""
     inputs, samples, at = microbatch.encoders.get("vision"), [], 0
     segments = zip(pairwise(microbatch.cu_seqlens), microbatch.meta.samples, strict=False)
+    glm = model.composite.model_type in GLM
     for (start, stop), meta in segments:
         ids = microbatch.input_ids_T[None, start:stop]
-        kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        kinds = glm_kinds(ids) if glm else (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
         sample: dict = {"input_ids": ids, "mm_token_type_ids": kinds}
         for image in meta.images:
             own = inputs.select(range(at, at + 1))
@@ -99,6 +105,12 @@ def theirs(model, microbatch: Microbatch) -> list[dict]:
                 sample |= {"pixel_values": own.pixels, "image_grid_thw": grid}
         samples.append(sample)
     return samples
+
+
+def glm_kinds(ids: torch.Tensor) -> torch.Tensor:
+    """Of (1, L) ids, by Hugging Face's processor: images and clips have the same placeholder."""
+    tokens = SimpleNamespace(image_token_id=IMAGE, video_start_id=CLIP_START, video_end_id=CLIP_END)
+    return torch.tensor(Glm4vProcessor.create_mm_token_type_ids(tokens, ids.tolist()))
 
 
 def single(microbatch: Microbatch, number: int) -> Microbatch:
@@ -135,15 +147,31 @@ def whole_clips(samples: list[dict]) -> None:
             sample["video_grid_thw"] = grids[:1] * torch.tensor([len(grids), 1, 1])
 
 
+def as_images_alone(sample: dict) -> None:
+    """Makes an image of every group of a clip, if the sample has images too: Hugging Face's GLM
+    takes all placeholders of such a sample for images'."""
+    if "pixel_values" not in sample or "pixel_values_videos" not in sample:
+        return
+    kinds = sample["mm_token_type_ids"]
+    groups, rows, columns = sample.pop("video_grid_thw")[0].tolist()
+    clip = sample.pop("pixel_values_videos"), torch.tensor([[1, rows, columns]] * groups)
+    image = sample["pixel_values"], sample["image_grid_thw"]
+    image_first = (kinds == 1).nonzero()[0, 1] < (kinds == 2).nonzero()[0, 1]
+    ordered = (image, clip) if image_first else (clip, image)
+    pixels, grids = zip(*ordered, strict=True)
+    sample |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
+    sample["mm_token_type_ids"] = kinds.clamp(max=1)
+
+
 @proves("clips", COMPOSITES)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5", *GLM])
 def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
-    model = build(qwen(name))
+    model = build(tiny(name))
     plain = plain_composite(model)
     clips = 0
     for microbatch in load(model, sequence_length=256)[:4]:
         samples = theirs(model, microbatch)
-        if name in ("qwen3_vl", "qwen3_5"):
+        if name in ("qwen3_vl", "qwen3_5", *GLM):
             whole_clips(samples)
         clips += sum(i.duration_ms > 0 for i in microbatch.meta.images_read_by("vision"))
         logits = []
@@ -153,6 +181,8 @@ def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
                 assert torch.equal(expected_positions(plain, sample), alone.position_ids)
             if name != "qwen2_5_vl":
                 sample.pop("second_per_grid_ts", None)
+            if name in GLM:
+                as_images_alone(sample)
             logits.append(plain(**sample, use_cache=False).logits[0])
             own = functional.cross_entropy(logits[-1], alone.targets_T, reduction="sum")
             assert relative_error(model(alone), own) < 1e-5
@@ -172,7 +202,7 @@ def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
 
 
 def test_clips_stand_between_the_markers_of_images(load) -> None:
-    model = build(qwen("qwen2_5_vl"))
+    model = build(tiny("qwen2_5_vl"))
     for microbatch in load(model, sequence_length=160):
         ids = microbatch.input_ids_T.numpy()
         runs = np.flatnonzero(np.diff(np.concatenate([[0], ids == VIDEO, [0]])))
@@ -184,7 +214,7 @@ def test_clips_stand_between_the_markers_of_images(load) -> None:
 
 
 def test_the_time_of_frames_changes_the_loss(load) -> None:
-    model = build(qwen("qwen2_5_vl"))
+    model = build(tiny("qwen2_5_vl"))
     batches = [m for m in load(model, sequence_length=160) if m.position_ids.max() > 20]
     microbatch = batches[0]
     loss = model(microbatch)
@@ -198,7 +228,7 @@ def test_the_time_of_frames_changes_the_loss(load) -> None:
 def test_times_are_written_as_hugging_faces_processor_writes_them(
     frames: int, tmp_path, tokenizer
 ) -> None:
-    model = build(qwen("qwen3_vl"))
+    model = build(tiny("qwen3_vl"))
     clip = write_clip(pictures(frames, 24, 16), fps=3)
     path = write_parquet(tmp_path / "clips", [{"video": clip, "text": caption(1)}] * 4)
     video = VideoConfig(fps=3.0, max_pixels=16 * 1024)

@@ -21,6 +21,7 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
+from torchmm.common.batch import TextSpec
 from torchmm.data.media.images import ImagePreprocessor
 from torchmm.data.media.video import ClipMedia, sampled_frames
 from torchmm.recipe.data_section import VideoConfig
@@ -72,7 +73,8 @@ def test_patches_are_those_of_the_reference(shape: tuple[int, int, int]) -> None
     single, groups = preprocessor.meta(width, height), -(-count // 2)
     meta = replace(single, frames=groups, patches=groups * single.patches)
     frames = [Image.fromarray(x_HWC.numpy()) for x_HWC in x_FCHW.permute(0, 2, 3, 1).contiguous()]
-    found = ClipMedia(preprocessor, CONFIG).pixels(FakeFrames(frames), meta)  # type: ignore[arg-type]
+    medium = ClipMedia(preprocessor, CONFIG, TextSpec(64, 63))
+    found = medium.pixels(FakeFrames(frames), meta)  # type: ignore[arg-type]
     expected = reference_patches(x_FCHW).numpy()
     assert found.shape == expected.shape
     # Pillow's resizing rounds otherwise than torch's, by one of 256 steps.

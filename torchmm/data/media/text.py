@@ -56,6 +56,14 @@ class TiledSegment(ImageSegment):
 
 
 @dataclass(frozen=True)
+class FramesSegment(VideoSegment):
+    """A group of frames of a clip."""
+
+    marks: tuple[Marks, ...] = ()
+    """Before and after them."""
+
+
+@dataclass(frozen=True)
 class EncodedSample:
     """One tokenised sample of at most `sequence_length` tokens."""
 
@@ -188,7 +196,7 @@ class TextEncoder:
         """Plain text before an image, clip or sound; the rest of it; plain text after it."""
         spec = self.spec
         marks = [spec.image_prefix, spec.image_suffix]
-        if isinstance(segment, TiledSegment):
+        if isinstance(segment, TiledSegment | FramesSegment):
             marks = list(segment.marks)
         placeholder = spec.image_token_id
         if isinstance(segment, VideoSegment) and spec.video_token_id is not None:

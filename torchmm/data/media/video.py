@@ -13,10 +13,11 @@ clip). Only container formats that hold their own data are allowed: playlists na
 
 `ClipMedia` turns clips into inputs of an image encoder. Encoders whose patches span frames (Qwen's:
 two) read a clip as one image of several frames, after one marker; their LLM's positions follow the
-time. Qwen3-VL's reads each group of frames as an image of its own, with the mean of its times
-before it as text ("<1.5 seconds>"). All others read single frames that way. All use the encoder's
-image processor: a patch of two frames consists of halves of theirs. Rejected: Hugging Face's video
-processors, which need torchvision and otherwise differ little (its resizing from Pillow's).
+time. Qwen3-VL's and GLM-4V's read each group of frames as an image of its own, with its time as
+text: the mean of its frames' before it ("<1.5 seconds>"), or the first one's after it (`ClipText`).
+All others read single frames that way. All use the encoder's image processor: a patch of two frames
+consists of halves of theirs. Rejected: Hugging Face's video processors, which need torchvision and
+otherwise differ little (its resizing from Pillow's).
 
 Shape legend: F frames, G groups of them that make patches, P patches of a frame, D values of a
 patch.
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from torchmm.common.batch import ImageMeta
+from torchmm.common.batch import ImageMeta, Marks, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import MAX_ASPECT_RATIO, ImagePreprocessor, to_rgb
@@ -231,7 +232,9 @@ class ClipPart(NamedTuple):
     """The part of a clip that becomes one image of the encoder."""
 
     before: str
-    """Text in front of it: when it is shown."""
+    """Text in front of it, e.g. when it is shown."""
+    marks: tuple[Marks, ...]
+    """Directly before and after it, if it is not the whole clip."""
     file: ClipFrames
     meta: ImageMeta
 
@@ -242,10 +245,12 @@ class ClipMedia:
     Args:
         images: the encoder's preprocessing.
         config: which frames are read.
+        text: how the LLM wants its text.
     """
 
-    def __init__(self, images: ImagePreprocessor, config: VideoConfig) -> None:
+    def __init__(self, images: ImagePreprocessor, config: VideoConfig, text: TextSpec) -> None:
         self.spec = images.spec
+        self._text = text
         self._images = images
         self._config = config
         self._group = images.frames_per_patch
@@ -274,20 +279,34 @@ class ClipMedia:
                 frames=groups,
                 duration_ms=_ms(clip.duration_s),
             )
-            return [ClipPart("", clip.select(numbers), meta)]
+            return [ClipPart("", (), clip.select(numbers), meta)]
         meta = replace(meta, duration_ms=_ms(clip.duration_s / groups))
         return [
-            ClipPart(
-                f"<{self._time_s(clip, shown):.1f} seconds>" if config.timestamps else "",
-                clip.select(shown),
-                meta,
-            )
+            self._part(clip, shown, meta, shown[0] == numbers[0], shown[-1] == numbers[-1])
             for shown in _groups(numbers, self._group)
         ]
 
-    def _time_s(self, clip: Clip, shown: Sequence[int]) -> float:
-        """Of a group of frames: the mean of the first and the last."""
-        return (clip.at_s(shown[0]) + clip.at_s(shown[-1])) / 2
+    def _part(
+        self, clip: Clip, shown: Sequence[int], meta: ImageMeta, first: bool, last: bool
+    ) -> ClipPart:
+        """A frame, or a group of them, with its time."""
+        text = self._text
+        first_s = clip.at_s(shown[0])
+        mean_s = (first_s + clip.at_s(shown[-1])) / 2
+        written = text.clip.group if self._config.timestamps else "{frames}"
+        before, after = (
+            beside.format(first_s=first_s, whole_s=int(first_s), mean_s=mean_s)
+            for beside in written.split("{frames}")
+        )
+        prefix = text.image_prefix
+        suffix = text.image_suffix
+        if after:
+            suffix += (after,)
+        if first:
+            prefix = text.clip.prefix + prefix
+        if last:
+            suffix += text.clip.suffix
+        return ClipPart(before, (prefix, suffix), clip.select(shown), meta)
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Patches as (frames, rows, columns)."""

@@ -34,7 +34,7 @@ from torchmm.data.layouts.sample import (
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
-from torchmm.data.media.text import EncodedSample, TextEncoder, TiledSegment
+from torchmm.data.media.text import EncodedSample, FramesSegment, TextEncoder, TiledSegment
 from torchmm.data.media.tiles import Tile, TiledMedia, TiledPicture, cut_within
 from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
 from torchmm.recipe.data_section import DataConfig
@@ -100,9 +100,9 @@ class SampleReader:
         }
         self._readers["video"] = self._readers["image"]
         self.clips = {
-            name: ClipMedia(medium.preprocessor, data.video)
+            name: ClipMedia(medium.preprocessor, data.video, text_spec)
             for name, medium in self.media.items()
-            if isinstance(medium, ImageMedia) and medium.spec.reads_clips
+            if isinstance(medium, ImageMedia)
         }
         vocabulary = tokenizer.get_vocab()
         self.tiles = {
@@ -190,17 +190,13 @@ class SampleReader:
     ) -> None:
         """Appends a clip, or its frames (or groups of them) with their times."""
         assert segment.encoder is not None
-        medium = self.clips.get(segment.encoder)
-        if medium is None:
-            raise ConfigError(
-                f"[data] a sample has a clip, but encoder {segment.encoder!r} reads none: how its "
-                "model's processor writes clips is not implemented; leave samples with clips out"
-            )
+        medium = self.clips[segment.encoder]
+        kind = FramesSegment if medium.grouped else TiledSegment
         for part in medium.parts(clip):
             if part.before:
                 segments.append(TextSegment(part.before, loss=False))
-            single = ImageSegment(encoder=segment.encoder)
-            segments.append(segment if medium.grouped else single)
+            own = kind(encoder=segment.encoder, marks=part.marks)
+            segments.append(own if part.marks else segment)
             files.append(part.file)
             metas.append(self._named(part.meta, segment.encoder))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from torchmm.common.batch import ClipText
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class TextConventions:
     clip_times: Literal["sides", "whole", "fractional"] = "sides"
     """Where M-RoPE continues behind a clip, and what times are. sides: after the larger of rows and
     columns; whole, fractional: after its last time too, which is cut to a whole number or not."""
+    clip: ClipText = field(default_factory=ClipText)
+    """Around groups of frames that are images of their own."""
     sound_token_id: int | None = None
     """Placeholder of sounds; None: sounds are written as images are."""
     sound_prefix: tuple[int | str | Token, ...] = ()

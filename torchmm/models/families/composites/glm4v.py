@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from torchmm.common.batch import ClipText
 from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import CompositeParts, EncoderPart, refuse
 from torchmm.models.families.composites.qwen_vl import (
@@ -42,6 +43,12 @@ GLM4V: dict[str, type[PreTrainedModel]] = {
     "glm46v": Glm46VForConditionalGeneration,
 }
 """Hugging Face's classes by model_type."""
+_TIMES = {  # Hugging Face's processors write them; GLM-4.5V's is GLM-4.1V's
+    "glm4v": "{frames}{whole_s}",
+    "glm4v_moe": "{frames}{whole_s}",
+    "glm46v": "{frames}{first_s:.1f} seconds",
+}
+"""Groups of frames of a clip with their times, see `ClipText`."""
 _TEXTS = {"glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe"}
 """Whose layers they have, by model_type of the text part."""
 
@@ -71,6 +78,11 @@ def take_glm4v(config: Any) -> CompositeParts:
             prefix=(config.image_start_token_id,),
             suffix=(config.image_end_token_id,),
             mrope=True,
+            clip=ClipText(
+                _TIMES[config.model_type],
+                prefix=(config.video_start_token_id,),
+                suffix=(config.video_end_token_id,),
+            ),
         ),
     )
 

@@ -78,8 +78,6 @@ class EncoderFamily:
     """Style of each linear of what `take_merger` returns."""
     merger_norms: tuple[str, ...] = ()
     """Parts of it that apply a norm before their linears."""
-    reads_clips = True
-    """Whether clips can be given to it, as its processor would give them."""
     splits_clips = False
     """Where patches span several frames: whether each group of frames is an image of its own."""
     merger: tuple[str, ...] = ()

@@ -71,7 +71,7 @@ class GlmVisionFamily(Qwen2VisionFamily):
 
     processor_class = "Glm4vImageProcessor"
     pre = ("patch_embed", "post_conv_layernorm", "embeddings")
-    reads_clips = False
+    splits_clips = True
     merger = ("post_layernorm", "downsample", "merger")
     merger_styles: ClassVar[dict[str, str]] = {
         "merger.gate_proj": "colwise",
