@@ -3,9 +3,9 @@
 A collective that times out tells every rank that somebody is missing, never who. Beside the
 training group there is therefore a gloo group of its own, on which `monitored_barrier` lists the
 ranks that do not arrive, and a file per rank ("heartbeat") that says which step and phase it
-was in. The barrier runs every few steps and once more when a collective fails. Rejected: a
-watchdog that kills the process (it cannot say why), and heartbeats over the network (the run
-directory is shared anyway, for checkpoints).
+was in. The barrier runs every few steps and once more when a collective fails. On CUDA, where a
+lost peer raises nothing, the heartbeat's thread ends the rank (`peer_watch`). Rejected: heartbeats
+over the network (the run directory is shared anyway, for checkpoints).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.common.files import canonical_json, replace_atomically
+from torchmm.parallel.peer_watch import PeerWatch
 
 T = TypeVar("T")
 SIDE_GROUP_TIMEOUT_S = 1800.0
@@ -39,6 +40,7 @@ _PEER_TROUBLE = re.compile(
 _LAST_BARRIER_S = 5.0
 """After a failed collective: all ranks that can still do so fail within about this time."""
 WAITING_FOR_DATA = "waiting for data"
+WAITING_FOR_DEVICE = "waiting for the device"
 _MISSING_RANKS = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 
 
@@ -91,6 +93,8 @@ class Health:
         timeout_s: seconds to wait for a rank in a barrier.
         barrier_interval: steps between barriers.
         heartbeat_s: seconds between heartbeats.
+        on_lost: where lost peers raise nothing: what ends the process, called in the thread of the
+            heartbeat.
     """
 
     def __init__(
@@ -99,9 +103,16 @@ class Health:
         timeout_s: float,
         barrier_interval: int = 100,
         heartbeat_s: float = 2.0,
+        on_lost: Callable[[PeerError], None] | None = None,
     ) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            PeerWatch.forget(directory)
         self._group = SideGroup.create(timeout_s)
         self._directory = directory
+        self._on_lost = on_lost
+        self._watch = PeerWatch(
+            directory, self._group.rank, self._group.size, timeout_s, self._file
+        )
         self._timeout_s = timeout_s
         self._barrier_interval = barrier_interval
         self._heartbeat_s = heartbeat_s
@@ -133,6 +144,16 @@ class Health:
         in its heartbeat."""
         outer = self._phase
         self._enter(WAITING_FOR_DATA)
+        try:
+            yield
+        finally:
+            self._enter(outer)
+
+    @contextmanager
+    def waiting_for_device(self) -> Iterator[None]:
+        """Inside of a phase: the host waits for its device, which may wait for a peer."""
+        outer = self._phase
+        self._enter(WAITING_FOR_DEVICE)
         try:
             yield
         finally:
@@ -233,6 +254,16 @@ class Health:
             # A full disk must not end a run for want of a heartbeat; its age shows that.
             with suppress(OSError):
                 self._write_heartbeat()
+                self._look()
+
+    def _look(self) -> None:
+        phase = self._phase
+        phase_s = time.monotonic() - self._phase_began
+        if self._on_lost is None or phase == WAITING_FOR_DATA:
+            return
+        error = self._watch.look(self._step, phase, phase_s, phase == WAITING_FOR_DEVICE)
+        if error is not None:
+            self._on_lost(error)
 
     def _write_heartbeat(self) -> None:
         beat = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchmm.common.errors import EXIT_DONE
+from torchmm.common.errors import EXIT_DONE, PeerError
 from torchmm.common.files import make_writable_directory
 from torchmm.parallel.health import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
@@ -46,6 +46,14 @@ def train(recipe: Recipe) -> int:
     rank = int(os.environ.get("RANK", "0"))
     directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger("torchmm"))
     trainer = None
+
+    def end_for(error: PeerError) -> None:
+        """Ends the process, whose main thread waits for its device for ever."""
+        logging.getLogger("torchmm").error("%s", error)
+        write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
+        directory.release()
+        os._exit(error.exit_code)
+
     try:
         with StopSignal() as stop, starting(run_dir):
             make_writable_directory(run_dir)  # all ranks see that it is not, and none waits
@@ -63,7 +71,7 @@ def train(recipe: Recipe) -> int:
             with peer_errors(rank):
                 start_process_group(recipe.parallel, device)
                 parts = build_run(run, run_dir, device, model, tokenizer, cut, directory)
-            trainer = Trainer(parts, stop)
+            trainer = Trainer(parts, stop, end_for if device.type == "cuda" else None)
             with training(run_dir):
                 trainer.run()
         if rank == 0:

@@ -9,7 +9,7 @@ conditional on something all ranks agreed on.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch.profiler import record_function
 
 from torchmm.common.batch import StepBatch
-from torchmm.common.errors import DataError, Preempted
+from torchmm.common.errors import DataError, PeerError, Preempted
 from torchmm.common.rng import restore_rng
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.models.hf.export import export_hf
@@ -65,9 +65,15 @@ class Losses(NamedTuple):
 
 
 class Trainer:
-    """The loop over steps of one rank."""
+    """The loop over steps of one rank.
 
-    def __init__(self, parts: RunParts, stop: StopSignal) -> None:
+    Args:
+        on_lost: ends the process where a lost peer raises nothing, see `Health`.
+    """
+
+    def __init__(
+        self, parts: RunParts, stop: StopSignal, on_lost: Callable[[PeerError], None] | None = None
+    ) -> None:
         self.parts = parts
         recipe = parts.run.recipe
         mesh = parts.mesh
@@ -103,7 +109,9 @@ class Trainer:
         )
         self._timeline_step = min(recipe.metrics.timeline_step, recipe.training.steps)
         self._profiler = StepProfiler(recipe.metrics, parts.run_dir, mesh.rank, mesh.device)
-        self._health = Health(parts.run_dir / "heartbeats", recipe.parallel.timeout_s)
+        self._health = Health(
+            parts.run_dir / "heartbeats", recipe.parallel.timeout_s, on_lost=on_lost
+        )
 
     def run(self) -> None:
         """All steps, then the results.
@@ -251,7 +259,8 @@ class Trainer:
         load = expert_load(self.parts.model.llm.expert_loads, mesh.device)
         results = torch.stack([*outcome.loss_of_each, self._updates.grad_norm(), load])
         # The one place where a step waits for its device (`torchmm.common.device_copies`).
-        *losses, grad_norm, busiest = results.tolist()
+        with self._health.waiting_for_device():
+            *losses, grad_norm, busiest = results.tolist()
         loss, text, image = (value / mesh.own.sizes.tensor for value in losses)  # alike on these
         rows = gather_floats([loss, grad_norm, text, image])
         check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)

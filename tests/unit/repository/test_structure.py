@@ -103,6 +103,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/models/families/generators/build.py": "needs diffusers, which not every run has",
     "torchmm/models/families/llms/gemma4.py": "a family with rules of its own, one file",
     "torchmm/models/layers/loss.py": "a function with its own backward and numerical argument",
+    "torchmm/parallel/peer_watch.py": "about processes that CUDA holds, in a thread of its own",
     "torchmm/planning/dry_run.py": "train.py imports it only for a dry run",
     "torchmm/planning/forecast_command.py": "its script answers before torch is loaded",
     "torchmm/planning/inspection/pictures.py": "about arrays of pixels alone",

@@ -51,6 +51,8 @@ synchronisation per layer, unless "flash" is in the name of the attention functi
 
 _WIDEST_HEAD = 256
 """Features of a head that the kernel for all segments can take."""
+_HEAD_MULTIPLE = 8
+"""What their number has to be a multiple of."""
 _UNSUPPORTED = ("position_bias",)
 
 
@@ -121,9 +123,13 @@ def _attend_segments(
     fits = query_THD.shape[-1] <= _WIDEST_HEAD and s.blocks_T is None
     if query_THD.device.type == "cuda" and half and fits:
         features = value_TGD.shape[2]
-        if features < query_THD.shape[2]:  # latent attention, which the kernel does not know
-            inputs = (*inputs[:2], functional.pad(value_TGD, (0, query_THD.shape[2] - features)))
-        q, k, v = (x.contiguous() for x in inputs)  # no copies: layers compute in this layout
+        # Values narrower than keys (latent attention) and heads that are no multiple of 8 features
+        # are widened by zeros. All others are not copied: layers compute in this layout.
+        width = -(-query_THD.shape[2] // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+        q, k, v = (
+            x.contiguous() if x.shape[2] == width else functional.pad(x, (0, width - x.shape[2]))
+            for x in inputs
+        )
         starts = s.cu_seqlens
         longest = s.max_length
         back = window - 1

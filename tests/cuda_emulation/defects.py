@@ -1,0 +1,96 @@
+"""Mistakes of the kinds that the emulation is to find, put into torchmm on purpose."""
+
+from collections.abc import Callable
+
+import torch
+
+from torchmm.models.llm import LlmModule
+from torchmm.parallel.fsdp import StepSharding
+from torchmm.parallel.p2p import P2PChannels
+from torchmm.parallel.tensor.overlap_backends import _Started
+from torchmm.pipelining.run.runtime import CudaStreams
+
+
+def no_wait() -> None:
+    """The side stream of fillers does not wait for the main one."""
+    CudaStreams.side_waits = lambda self: None
+
+
+def freed_early() -> None:
+    """What a copy engine reads is let go of before it has been read."""
+    plain = _Started.__init__
+    _Started.__init__ = lambda self, started, rows, read=None: plain(self, started, rows)
+
+
+def gathered_elsewhere() -> None:
+    """FSDP's buffers are waited for on the side stream only."""
+    plain = StepSharding.unshard
+    StepSharding.unshard = lambda self, complete=False: plain(self)
+
+
+def look_at_device() -> None:
+    """A forward asks for a number of a device tensor."""
+    plain = LlmModule.forward
+
+    def forward(self, microbatch, *args):
+        assert bool((microbatch.targets_T > -200).all())
+        return plain(self, microbatch, *args)
+
+    LlmModule.forward = forward
+
+
+def swapped_sends() -> None:
+    """A rank holds the first message of each channel back until the second is sent."""
+    plain = P2PChannels.send
+    held: dict[int, tuple] = {}
+
+    def send(self, tensors, specs, peer, action):
+        if "SEND" not in str(action) or peer in held:
+            found = plain(self, tensors, specs, peer, action)
+            if (waiting := held.pop(peer, None)) is not None:
+                of_held, arguments = waiting
+                later = plain(self, *arguments)
+                of_held._works += later._works
+            return found
+        # Shapes differ between messages seldom enough for gloo, which carries the bytes here.
+        pending = plain.__globals__["PendingTransfer"](tuple(tensors), [], self._rank)
+        held[peer] = pending, (tensors, specs, peer, action)
+        return pending
+
+    P2PChannels.send = send
+
+
+def one_communicator() -> None:
+    """Both directions of a pair of ranks use one process group."""
+    plain = P2PChannels.__init__
+
+    def init(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        self._down = self._up
+
+    P2PChannels.__init__ = init
+
+
+def pageable_copy() -> None:
+    """A copy to the device from memory that is not page-locked."""
+    plain = LlmModule.forward
+
+    def forward(self, microbatch, *args):
+        torch.zeros(1).to(microbatch.targets_T.device)
+        return plain(self, microbatch, *args)
+
+    LlmModule.forward = forward
+
+
+DEFECTS: dict[str, Callable[[], None]] = {
+    function.__name__: function
+    for function in (
+        no_wait,
+        freed_early,
+        gathered_elsewhere,
+        look_at_device,
+        one_communicator,
+        pageable_copy,
+        swapped_sends,
+    )
+}

@@ -1,0 +1,94 @@
+"""Runs a script of the project on emulated CUDA devices: python emulate.py SCRIPT [ARGUMENTS].
+
+Environment:
+    FAKECUDA_LOG: folder for what each rank would have done on its device, see `fakecuda.records`.
+    FAKECUDA_STEPS: the steps that are logged; by default 3, when caches and pools are warm.
+    FAKECUDA_DEFECT: one of `defects.DEFECTS`, to see that it is found.
+"""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import fakecuda
+
+fakecuda.install(int(os.environ.get("FAKECUDA_DEVICES", "8")))
+
+import torch
+from defects import DEFECTS
+
+from torchmm.pipelining.run.step_state import StepState
+from torchmm.training.trainer import Trainer
+
+device = fakecuda.ext
+
+
+def watch(directory: Path, steps: set[int]) -> None:
+    """Logs chosen steps of a training run, with the plan's actions as labels."""
+    directory.mkdir(parents=True, exist_ok=True)
+    plain_step, plain_handlers, plain_finish = (
+        Trainer.run_step,
+        StepState.handlers,
+        StepState.finish,
+    )
+
+    def run_step(self, batches):
+        step = self.step + 1
+        if step not in steps:
+            return plain_step(self, batches)
+        device.drain()
+        device.set_label("before the plan")
+        device.start_log()
+        try:
+            return plain_step(self, batches)
+        finally:
+            device.stop_log()
+            file = directory / f"step-{step}-rank-{os.environ.get('RANK', '0')}.json"
+            file.write_text(json.dumps(device.drain()))
+
+    def handlers(self):
+        def labelled(handler):
+            def call(action):
+                device.set_label(str(action))
+                try:
+                    return handler(action)
+                finally:
+                    device.set_label("between actions")
+
+            return call
+
+        return {kind: labelled(handler) for kind, handler in plain_handlers(self).items()}
+
+    def finish(self):
+        plain_finish(self)
+        device.set_label("behind the plan")
+
+    Trainer.run_step, StepState.handlers, StepState.finish = run_step, handlers, finish
+
+
+def trace_only() -> None:
+    """torch.compile traces and splits into forward and backward, but generates no code."""
+    plain = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self, **options: plain(
+        self, **{**options, "backend": "aot_eager"}
+    )
+
+
+def main() -> None:
+    """Runs the script."""
+    trace_only()
+    if defect := os.environ.get("FAKECUDA_DEFECT"):
+        DEFECTS[defect]()
+    script, sys.argv = sys.argv[1], sys.argv[1:]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    if "FAKECUDA_LOG" in os.environ:
+        steps = {int(s) for s in os.environ.get("FAKECUDA_STEPS", "3").split(",")}
+        watch(Path(os.environ["FAKECUDA_LOG"]), steps)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Small recipes on emulated CUDA devices: no races, no unexpected waits, no order that needs luck.
+
+The third step of every run is logged by `fakecuda` and looked at (`fakecuda.races`,
+`fakecuda.hangs`, `fakecuda.records`). What the emulation cannot tell: speed, numerics of GPU
+kernels, kernels that are missing on CUDA.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+from ports import free_port
+from tiny_recipe import ROOT, overrides
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from fakecuda.hangs import mismatches, stuck
+from fakecuda.races import races
+from fakecuda.records import Record, host_waits, read_records
+
+STEP = 3
+LIMIT_S = 380
+HARDWARE_QUEUES = 32  # as `torchmm.parallel.p2p` asks for
+
+
+class Case(NamedTuple):
+    ranks: int
+    changes: Mapping[str, object] = MappingProxyType({})
+    """Of the tiny recipe."""
+    recipe: str = ""
+    """Another recipe than the quickstart's, as it is."""
+    waits: int = 1
+    """How often the host waits in a step, at most."""
+
+
+TENSOR = {"parallel__tensor": 2, "parallel__sequence_parallel": "true"}
+COLOCATED = {
+    "parallel__pipeline": 2,
+    "parallel__placement": "colocated",
+    "parallel__schedule": "optimus",
+}
+FILLERS = COLOCATED | {
+    "parallel__tensor": 2,
+    "parallel__tensor_bubbles": 0.3,
+    "parallel__vision__tensor": 1,
+}
+ASYNC = TENSOR | {"parallel__async_tensor_parallel": "true"}
+CASES = {
+    "quickstart": Case(1),
+    "fsdp2": Case(2),
+    "tp and sp": Case(2, TENSOR),
+    "async tp": Case(2, ASYNC),
+    "ring": Case(
+        2,
+        ASYNC | {"parallel__async_tensor_backend": "ring", "parallel__async_tensor_chunks": 2},
+    ),
+    "pp2": Case(2, {"parallel__pipeline": 2}),
+    "pp2 x fsdp2": Case(4, {"parallel__pipeline": 2}),
+    "zero bubble": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "zero_bubble"}),
+    "colocated": Case(2, COLOCATED),
+    "fillers": Case(4, FILLERS),
+    "searched": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "searched"}),
+    "generator": Case(1, recipe="quickstart_generation.toml"),
+    "disaggregated": Case(3, recipe="quickstart_disaggregated.toml"),
+    "native resolution": Case(1, recipe="tiny/siglip2_qwen3.toml"),
+    "checkpoint": Case(2, {"checkpoint__interval": 2, "checkpoint__export_hf": "true"}),
+    "recomputed": Case(1, {"activation_checkpoint__mode": "full"}),
+    "chunked loss": Case(2, {"model__chunked_loss": "true"}),
+}
+DEFAULT = {"quickstart", "pp2"}
+"""Cases that run without `--all`."""
+
+
+@pytest.fixture(scope="session")
+def built() -> None:
+    """The compiled device."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not (shutil.which("g++") and header.exists()):
+        pytest.skip("the emulated device needs a C++ compiler and Python's headers")
+    if not shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"):
+        pytest.skip("the emulated device needs ninja")
+    run([sys.executable, str(HERE / "fakecuda" / "build.py")])
+
+
+def run(command: list[str], **environment: str) -> None:
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {
+        **os.environ,
+        "PATH": paths,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+def logged(case: Case, tmp_path: Path, data: Path, defect: str = "") -> dict[int, list[Record]]:
+    """What the ranks of a case did in the step."""
+    settings: dict[str, object] = {
+        "training__dtype": "bfloat16",
+        "training__steps": STEP,
+        "optimizer__warmup_steps": 2,
+        "optimizer__schedule": "constant",
+        "data__workers": 0,
+        "validation__interval": 0,
+        "checkpoint__interval": 0,
+        "checkpoint__export_hf": "false",
+        "checkpoint__resume": "none",
+        "parallel__timeout_s": 120,
+    }
+    if case.recipe:
+        config = ROOT / "recipes" / case.recipe
+        drawn = {"validation__drawings": 0, "validation__samples": 0}
+        values = settings | {"name": "run", "output_dir": tmp_path} | dict(case.changes)
+        if "generation" in case.recipe or "disaggregated" in case.recipe:
+            values |= drawn
+        if case.ranks == 1:
+            values |= {"parallel__pipeline": 1, "parallel__schedule": "separated"}
+        arguments = [f"--{k.replace('__', '.')}={v}" for k, v in values.items()]
+    else:
+        config = ROOT / "recipes" / "quickstart.toml"
+        values = {"parallel__vision__sub_microbatch_images": 2} | settings | dict(case.changes)
+        arguments = overrides(tmp_path / "run", data, **values)
+    start = [sys.executable]
+    if case.ranks > 1:
+        start += ["-m", "torch.distributed.run", f"--nproc-per-node={case.ranks}"]
+        start += [f"--master-port={free_port()}"]
+    command = [*start, str(HERE / "emulate.py"), "train.py", "--config", str(config), *arguments]
+    log = tmp_path / "log"
+    shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    run(command, FAKECUDA_LOG=str(log), FAKECUDA_DEFECT=defect, **shared)
+    ranks = read_records(log, STEP)
+    assert len(ranks) == case.ranks
+    return ranks
+
+
+def found_races(ranks: dict[int, list[Record]]) -> Counter:
+    return sum((races(records) for records in ranks.values()), Counter())
+
+
+def unexpected_waits(ranks: dict[int, list[Record]], at_most: int) -> list:
+    """Of the rank with most: all inside of actions, and those behind the plan beyond a number."""
+    found: list = []
+    for records in ranks.values():
+        waits = host_waits(records)
+        inside = [w for w in waits if w.action not in ("before the plan", "behind the plan")]
+        found += inside if sum(waits.values()) <= at_most else list(waits.items())
+    return found
+
+
+def of_selected(names: Iterable[str]) -> list:
+    return [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.campaign) for n in names]
+
+
+@pytest.mark.slow
+def test_the_emulated_device_finds_what_it_is_for(built) -> None:
+    run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest",
+         "-c", os.devnull, str(HERE / "checks_of_fakecuda.py")])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", of_selected(CASES))
+def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) -> None:
+    case = CASES[name]
+    ranks = logged(case, tmp_path, real_data)
+    assert not found_races(ranks)
+    assert not unexpected_waits(ranks, case.waits)
+    assert not mismatches(ranks)
+    assert not stuck(ranks)
+    assert not stuck(ranks, queues=HARDWARE_QUEUES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("defect", "name"),
+    [
+        pytest.param(*pair, marks=() if pair[1] in DEFAULT else pytest.mark.campaign)
+        for pair in (
+            ("look_at_device", "quickstart"),
+            ("pageable_copy", "quickstart"),
+            ("no_wait", "fillers"),
+            ("gathered_elsewhere", "fillers"),
+            ("freed_early", "async tp"),
+            ("one_communicator", "pp2"),
+            ("swapped_sends", "pp2"),
+        )
+    ],
+)
+def test_defects_are_found(defect, name, built, tmp_path, real_data) -> None:
+    ranks = logged(CASES[name], tmp_path, real_data, defect)
+    if defect in ("look_at_device", "pageable_copy"):
+        assert unexpected_waits(ranks, CASES[name].waits)
+    elif defect in ("one_communicator", "swapped_sends"):
+        assert mismatches(ranks) or stuck(ranks)
+    else:
+        assert found_races(ranks)
+
+
+@pytest.mark.slow
+def test_one_hardware_queue_stops_a_pipeline(built, tmp_path, real_data) -> None:
+    """Why `check_hardware_queues` refuses it."""
+    ranks = logged(CASES["pp2"], tmp_path, real_data)
+    assert stuck(ranks, queues=1)

@@ -1,0 +1,98 @@
+"""Ranks whose device waits for a peer that is gone."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from torchmm.common.errors import PeerError
+from torchmm.parallel.peer_watch import WORD, PeerWatch
+
+
+def watch(directory: Path, rank: int, **limits: float) -> PeerWatch:
+    settings = {"timeout_s": 60.0, "silent_s": 0.05, "grace_s": 0.05, **limits}
+    return PeerWatch(directory, rank, 3, heartbeat=lambda r: directory / f"{r}", **settings)
+
+
+def beat(directory: Path, rank: int, content: str) -> None:
+    (directory / f"{rank}").write_text(content)
+
+
+def test_a_rank_whose_heartbeat_changes_is_not_missed(tmp_path):
+    own = watch(tmp_path, 0)
+    for number in range(4):
+        beat(tmp_path, 1, str(number))
+        assert own.look(3, "step", 100.0, False) is None
+        time.sleep(0.03)
+    assert not (tmp_path / WORD).exists()
+
+
+def test_a_silent_rank_is_named_by_the_one_before_it_and_known_to_all(tmp_path):
+    for rank in range(3):
+        beat(tmp_path, rank, "same")
+    before, other = watch(tmp_path, 0), watch(tmp_path, 2, silent_s=60.0)
+    assert before.look(3, "step", 100.0, False) is None
+    time.sleep(0.1)
+    assert "rank 1 has been silent" in str(before.look(3, "step", 100.0, False))
+    error = other.look(3, "step", 100.0, False)
+    assert isinstance(error, PeerError) and "rank 2 lost a peer at step 3 in step" in str(error)
+    assert "rank 1 has been silent" in str(error)
+    PeerWatch.forget(tmp_path)
+    assert other.look(3, "step", 100.0, False) is None
+
+
+def test_who_has_only_begun_may_still_fail_by_itself(tmp_path):
+    beat(tmp_path, 1, "same")
+    own = watch(tmp_path, 0, grace_s=10.0)
+    own.look(3, "step", 0.0, False)
+    time.sleep(0.1)
+    assert own.look(3, "step", 9.0, False) is None
+    assert own.look(3, "step", 11.0, False) is not None
+
+
+@pytest.mark.parametrize(("of_device", "ends"), [(True, True), (False, False)])
+def test_a_device_that_does_not_come_to_its_end(of_device, ends, tmp_path):
+    beat(tmp_path, 1, "same")
+    own = watch(tmp_path, 0, silent_s=60.0)
+    assert own.look(3, "waiting for the device", 59.0, of_device) is None
+    assert (own.look(3, "waiting for the device", 61.0, of_device) is not None) == ends
+
+
+def test_alone_there_is_nobody_to_miss(tmp_path):
+    own = PeerWatch(tmp_path, 0, 1, 60.0, lambda r: tmp_path / f"{r}", 0.0, 0.0)
+    assert own.look(3, "step", 100.0, False) is None
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_process_whose_main_thread_waits_is_ended(guarded, tmp_path):
+    """As with CUDA, the main thread does not come back to Python."""
+    program = f"""
+        import ctypes, os, sys
+        from pathlib import Path
+        from torchmm.parallel import health, peer_watch
+        health.PeerWatch.__init__.__defaults__ = (0.3, 0.1)
+        health.SideGroup.size = property(lambda self: 2, lambda self, size: None)
+        def end(error):
+            print(error, flush=True)
+            os._exit(error.exit_code)
+        own = health.Health(Path({str(tmp_path)!r}), 60.0, heartbeat_s=0.05,
+                            on_lost=end if {guarded} else None)
+        with own.phase(5, "step"), own.waiting_for_device():
+            ctypes.CDLL(None).sleep(4)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    if guarded:
+        assert done.returncode == PeerError("").exit_code, done.stderr
+        assert "at step 5 in waiting for the device: rank 1 has been silent" in done.stdout
+    else:
+        assert done.returncode == 0, done.stderr
