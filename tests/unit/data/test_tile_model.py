@@ -146,6 +146,7 @@ def test_exports_write_the_same_of_tiles(family, open_run, tmp_path) -> None:
         shown,
         input_ids_T=shown.input_ids_T[:length],
         targets_T=torch.full((length,), IGNORE_TARGET),
+        target_positions_L=None,
         position_ids=shown.position_ids[:length],
         cu_seqlens=[0, length],
         encoders={"vision": shown.encoders["vision"].select(images)},

@@ -132,6 +132,7 @@ def first_sample(batch: Microbatch) -> Microbatch:
         batch,
         input_ids_T=batch.input_ids_T[:length],
         targets_T=batch.targets_T[:length],
+        target_positions_L=None,
         position_ids=batch.position_ids[..., :length],
         cu_seqlens=[0, length],
         encoders={"vision": batch.encoders["vision"].select(range(1))},
@@ -340,6 +341,7 @@ def test_what_was_written_is_not_part_of_the_prompt() -> None:
         first_sample(batch),
         input_ids_T=batch.input_ids_T[:length],
         targets_T=torch.full((length,), IGNORE_TARGET),
+        target_positions_L=None,
         position_ids=batch.position_ids[:length],
         cu_seqlens=[0, length],
     )

@@ -123,6 +123,7 @@ def alone(batch: Microbatch) -> Microbatch:
         batch,
         input_ids_T=batch.input_ids_T[:length],
         targets_T=batch.targets_T[:length],
+        target_positions_L=None,
         position_ids=batch.position_ids[:, :length],
         cu_seqlens=[0, length],
         encoders={name: inputs.select(range(1)) for name, inputs in batch.encoders.items()},
