@@ -16,6 +16,7 @@ import tomli_w
 
 from fuzz.draw import Draw
 from fuzz.judge import Judge, Verdict
+from fuzz.models import model_types
 from fuzz.shrink import shrink
 
 Table = dict[str, Any]
@@ -31,10 +32,7 @@ class Judged:
     @property
     def layout(self) -> str:
         """The first layout in one line, and what trains in it."""
-        model = self.draw.sections["model"]
-        parts = [e["config"]["model_type"] for e in model.get("encoders", {}).values()]
-        parts.append(model["llm"]["config"]["model_type"])
-        parts += ["generator"] if "generator" in model else []
+        parts = model_types(self.draw.sections["model"])
         keys = ", ".join(sorted(features(self.draw.first.sections)))
         return f"{self.draw.first.world} ranks, {' + '.join(parts)}: {keys}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,23 @@ BOUNDS = {
     "float32": Bounds(1e-5, 1e-5, 1e-6, 1e-4, 1e-6, 1e-5),
     "bfloat16": Bounds(2e-2, 2e-1, 2e-2, 4e-1, 1e-5, 4e-2),
 }
+
+
+def bounds_of(dtype: str, sharp: bool) -> Bounds:
+    """For a model trained in `dtype`.
+
+    Args:
+        sharp: see `fuzz.models.is_sharp`; in float32 the reference itself is then off by more
+            than 2e-5, against float64.
+    """
+    found, factor = BOUNDS[dtype], 10 if sharp else 1
+    return replace(
+        found,
+        gradient=factor * found.gradient,
+        floor=factor * found.floor,
+        update=factor * found.update,
+        sway=factor * found.sway,
+    )
 
 
 def differences(

@@ -19,7 +19,15 @@ from transformers import PreTrainedTokenizerFast
 
 WORDS = 80
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
-TOKENS = len(SPECIAL) + WORDS
+MARKS = [
+    *("<|vision_start|>", "<|vision_end|>", "<|audio_start|>", "<|audio_end|>"),
+    *("[IMG_BREAK]", "[IMG_END]", "<sound>", "<video>"),
+]
+"""What stands beside images and sounds of composites, and their other placeholders."""
+TOKEN_IDS = {
+    token: number
+    for number, token in enumerate([*SPECIAL, *(f"w{n}" for n in range(WORDS)), *MARKS])
+}
 SAMPLES = 48
 IMAGES = 12
 SOUNDS = 8
@@ -58,9 +66,7 @@ def make_data(directory: Path) -> None:
 
 
 def _make_tokenizer(directory: Path) -> None:
-    vocabulary = {token: number for number, token in enumerate(SPECIAL)}
-    vocabulary |= {f"w{number}": len(SPECIAL) + number for number in range(WORDS)}
-    words = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    words = Tokenizer(WordLevel(TOKEN_IDS, unk_token="<unk>"))
     words.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words,

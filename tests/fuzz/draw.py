@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from fuzz.layouts import Shape, draw_layout, perturbed
-from fuzz.models import draw_model, module_layers
+from fuzz.models import draw_model, experts_of, is_sharp, module_layers
 
 Table = dict[str, Any]
 
@@ -84,7 +84,8 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
             "seed": rng.randrange(1000),
         },
     }
-    if rng.random() < 0.08:
+    sections["training"]["sequence_length"] += model.get("processor", {}).get("max_soft_tokens", 0)
+    if rng.random() < 0.08 and not is_sharp(model):
         sections["training"]["dtype"] = "bfloat16"
     if rng.random() < 0.04:
         sections["training"]["deterministic"] = True
@@ -92,7 +93,7 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
         sections["optimizer"] = {"max_grad_norm": 0.05}
     weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
     world = rng.choices(worlds, weights)[0]
-    experts = model.get("llm", {}).get("config", {}).get("num_experts", 0)
+    experts = experts_of(model)
     shape = Shape(layers, batch, world, experts)
     first = draw_layout(rng, shape)
     if rng.random() < PERTURBED:

@@ -1,10 +1,14 @@
-"""The models that recipes are drawn with: tiny, several families, whole sections of a recipe."""
+"""The models that recipes are drawn with: tiny, several families, whole sections of a recipe.
+
+Composites are in `fuzz.composites`.
+"""
 
 from __future__ import annotations
 
 from random import Random
 from typing import Any
 
+from fuzz.composites import delta_layers, draw_composite, layers_of
 from fuzz.data import SPECIAL
 
 Table = dict[str, Any]
@@ -32,9 +36,13 @@ LLM_FAMILIES: dict[str, Table] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     },
+    "qwen3_5_text": {"head_dim": 16, **delta_layers(0)},
 }
 """By model_type: keys beside those of `_llm`."""
-LLM_WEIGHTS = (8, 8, 2, 2, 2, 1, 2, 2, 2, 2, 3)
+LLM_WEIGHTS = (8, 8, 2, 2, 2, 1, 2, 2, 2, 2, 3, 0)
+"""0: see `draw_model`."""
+COMPOSITES, DELTA_NETS = 0.2, 0.06
+"""Shares of models."""
 
 ENCODER_FAMILIES = {
     "siglip_vision_model": {"intermediate_size": 48, "image_size": 16},
@@ -60,13 +68,22 @@ def draw_model(rng: Random) -> tuple[Table, str]:
         model["encoders"] = encoders
     if rng.random() < 0.2:
         model["generator"] = _generator(rng)
-    # Of the model drawn, not of `rng`: seeds draw what they drew before this key was there.
-    model["chunked_loss"] = Random(repr(model)).random() < 0.25
+    # Of the model drawn, not of `rng`: most seeds draw what they drew before this was there.
+    later = Random(repr(model))
+    chunked = later.random() < 0.25
+    kind = later.random()
+    if kind < COMPOSITES:
+        model = draw_composite(later)
+    elif kind < COMPOSITES + DELTA_NETS:
+        model["llm"] = {"config": _llm(later, "qwen3_5_text")}
+    model["chunked_loss"] = chunked
     return model, source_of(model)
 
 
 def source_of(model: Table) -> str:
     """The source that fits a model (`data.SOURCES`)."""
+    if "config" in model:
+        return "both" if "audio_config" in model["config"] else "images"
     modalities = {encoder["modality"] for encoder in model.get("encoders", {}).values()}
     read = {(): "text", ("image",): "images", ("audio",): "sounds", ("audio", "image"): "both"}
     source = read[tuple(sorted(modalities))]
@@ -77,12 +94,15 @@ def source_of(model: Table) -> str:
 
 def _llm(rng: Random, model_type: str) -> Table:
     own = {k: v for k, v in LLM_FAMILIES[model_type].items() if v is not None}
+    vocabulary, layers = rng.choice((96, 96, 97)), rng.choice((2, 2, 3, 4, 4))
+    if model_type == "qwen3_5_text":
+        own |= delta_layers(layers)
     return {
         "model_type": model_type,
-        "vocab_size": rng.choice((96, 96, 97)),
+        "vocab_size": vocabulary,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": rng.choice((2, 2, 3, 4, 4)),
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": rng.choice((2, 4)),
         "max_position_embeddings": 256,
@@ -143,6 +163,8 @@ def _generator(rng: Random) -> Table:
 
 def module_layers(model: Table) -> dict[str, int]:
     """Layers that run, by module in the order of the model."""
+    if "config" in model:
+        return layers_of(model["config"])
     found = {}
     for name, encoder in model.get("encoders", {}).items():
         config = encoder["config"]
@@ -152,3 +174,24 @@ def module_layers(model: Table) -> dict[str, int]:
     if "generator" in model:
         found["generator"] = model["generator"]["config"]["num_layers"]
     return found
+
+
+def experts_of(model: Table) -> int:
+    """Of a layer of the LLM."""
+    text = model["config"]["text_config"] if "config" in model else model["llm"]["config"]
+    return text.get("num_experts", text.get("n_routed_experts", 0))
+
+
+def is_sharp(model: Table) -> bool:
+    """Whether rounding grows in gradients: Gemma 4 does not divide scores by the root of a head's
+    width, so attention with random weights is close to a choice."""
+    return model.get("config", {}).get("model_type") == "gemma4"
+
+
+def model_types(model: Table) -> list[str]:
+    """Encoders, LLM and generator; a composite's is one."""
+    if "config" in model:
+        return [model["config"]["model_type"]]
+    parts = [encoder["config"]["model_type"] for encoder in model.get("encoders", {}).values()]
+    generator = ["generator"] if "generator" in model else []
+    return [*parts, model["llm"]["config"]["model_type"], *generator]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fuzz import reference
 from torchmm.data.loader import build_loader
+from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
@@ -104,8 +105,22 @@ def run_reference(
     batches = reference_batches(recipe, model, tokenizer, steps)
     section = recipe.model.model_dump(exclude_none=True)
     optimizer = recipe.optimizer.model_dump()
-    trained = reference.train(section, list(recipe.freeze.modules), optimizer, initial, batches)
+    frozen, names = list(recipe.freeze.modules), composite_names(model)
+    trained = reference.train(section, frozen, optimizer, initial, batches, names)
     torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, found)
+
+
+def composite_names(model: MultimodalModel) -> dict[str, str]:
+    """Of parameters in Hugging Face's model, by ours; a pair of models has no such names."""
+    if model.composite is None:
+        return {}
+    prefixes, found = hf_prefixes(model), {}
+    for prefix, module in model.named_modality_modules():
+        for name, _ in module.named_parameters():
+            theirs = hf_name(prefixes, module.name, name)
+            assert theirs is not None, name
+            found[f"{prefix}.{name}"] = theirs
+    return found
 
 
 def reference_batches(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.draw import merged
+from fuzz.models import is_sharp
 
 Table = dict[str, Any]
 
@@ -15,6 +16,8 @@ OPTIMIZER = {
     "schedule": "constant",
     "max_grad_norm": 1.0,
 }
+SMALL_STEPS = {"lr": 1e-3}
+"""Of models in which rounding grows."""
 
 
 def complete(table: Table, source: str, data: Path, directory: Path, steps: int) -> Table:
@@ -36,7 +39,7 @@ def complete(table: Table, source: str, data: Path, directory: Path, steps: int)
         "model": {"tokenizer": str(data / "tokenizer")},
         "data": {"sources": [entry], "workers": 0, "index_cache": str(data / "index")},
         "training": {"steps": steps, "device": "cpu"},
-        "optimizer": OPTIMIZER,
+        "optimizer": OPTIMIZER | (SMALL_STEPS if is_sharp(table["model"]) else {}),
         "checkpoint": {"interval": 2, "export_hf": False},
         "metrics": {"peak_tflops": 1.0, "timeline_step": 0},
         "parallel": {"timeout_s": 60},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from fuzz.composites import CompositeReference
 
 Table = dict[str, Any]
 Grid = tuple[int, int, int]
@@ -289,6 +291,7 @@ def train(
     optimizer: Table,
     initial: dict[str, Tensor],
     batches: list[list[Any]],
+    names: Mapping[str, str],
 ) -> list[Step]:
     """A step for every batch.
 
@@ -298,8 +301,11 @@ def train(
         optimizer: the recipe's section, complete.
         initial: weights by name.
         batches: packed sequences (`Microbatch`) of each global batch.
+        names: of a composite's parameters in Hugging Face's model, by those in `initial`.
     """
-    reference = Reference(model).train()
+    reference = (
+        CompositeReference(model["config"], names) if model.get("config") else Reference(model)
+    ).train()
     parameters = reference.named()
     with torch.no_grad():
         for name, value in initial.items():
@@ -343,7 +349,7 @@ def train(
     return steps
 
 
-def _gradients(reference: Reference, samples: list[Sample]) -> float:
+def _gradients(reference: Reference | CompositeReference, samples: list[Sample]) -> float:
     targets = max(1, sum(int((s.targets != -100).sum()) for s in samples))
     images = max(1, sum(len(s.drawn) for s in samples))
     of_text, of_images = reference.weights

@@ -20,9 +20,10 @@ import tomli_w
 import torch
 from ports import free_port
 
-from fuzz.compare import BOUNDS, differences
+from fuzz.compare import Bounds, bounds_of, differences
 from fuzz.data import make_data
 from fuzz.draw import STEPS, Draw, Layout
+from fuzz.models import is_sharp
 from fuzz.orders import write_csv
 from fuzz.ranks import run_rank, run_reference
 from fuzz.recipes import complete
@@ -104,12 +105,12 @@ class Server:
         if not expected.exists():
             raise FailedError("no reference", [f"ended with {helper.exitcode}"])
         wanted = torch.load(expected, weights_only=True)
-        bounds = BOUNDS[recipe.training.dtype]
+        bounds = bounds_of(recipe.training.dtype, is_sharp(draw.sections["model"]))
         if problems := list(differences(ranks, wanted, 0, bounds)):
             raise FailedError("different", problems)
-        return {"kind": "equal", "how": "", "then": self._go_on(draw, directory, wanted)}
+        return {"kind": "equal", "how": "", "then": self._go_on(draw, directory, wanted, bounds)}
 
-    def _go_on(self, draw: Draw, directory: Path, wanted: Table) -> str:
+    def _go_on(self, draw: Draw, directory: Path, wanted: Table, bounds: Bounds) -> str:
         """One more step from the checkpoint, in the first other layout that is not refused."""
         for layout in draw.then:
             read = self._read(draw, layout, directory, STEPS + 1)
@@ -117,7 +118,6 @@ class Server:
                 continue
             try:
                 ranks = self._launch(layout, read, directory)
-                bounds = BOUNDS[read[0].recipe.training.dtype]
                 if problems := list(differences(ranks, wanted, STEPS, bounds)):
                     raise FailedError("different", problems)
             except BeyondMemoryError:

@@ -153,7 +153,10 @@ def _models(draw: Draw) -> Iterator[Table]:
 
 def _simpler_values(sections: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Paths, and what to put there; None: nothing."""
-    yield from _simpler_llm(sections["model"]["llm"]["config"])
+    if "config" in sections["model"]:
+        yield from _simpler_composite(sections["model"]["config"])
+    else:
+        yield from _simpler_llm(sections["model"]["llm"]["config"])
     for name, encoder in sections["model"].get("encoders", {}).items():
         at = ("model", "encoders", name)
         if "feature_layer" in encoder:
@@ -182,3 +185,17 @@ def _simpler_llm(config: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in {**simple, "num_hidden_layers": 2}.items():
         if config.get(key) != value:
             yield (*at, key), value
+
+
+def _simpler_composite(config: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Fewer layers of each part; which composite it is stays."""
+    at = ("model", "config")
+    if config["tie_word_embeddings"]:
+        yield (*at, "tie_word_embeddings"), False
+    for part in ("text_config", "vision_config", "audio_config"):
+        for key in ("num_hidden_layers", "depth", "encoder_layers"):
+            if (found := config.get(part, {})).get(key, 2) > 2:
+                fewer = {**found, key: 2}
+                if "layer_types" in found:
+                    fewer["layer_types"] = found["layer_types"][:2]
+                yield (*at, part), fewer

@@ -3,11 +3,16 @@
 The draws themselves are judged by run.py, two at a time (`./scripts/test.sh`).
 """
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 
 from fuzz.campaign import features
+from fuzz.composites import draw_composite
 from fuzz.draw import STEPS, Draw, Layout, draw_recipe
 from fuzz.judge import Judge
+from fuzz.models import source_of
 
 SMALL: Draw = Draw(
     "small",
@@ -45,6 +50,18 @@ def test_what_is_spoiled_is_found(spoil, told):
         return
     assert (verdict.kind, verdict.how) == ("failed", "different")
     assert any(told in problem for problem in verdict.problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spoil", "told"), [("", None), ("rows", "loss")])
+def test_composites_that_see_and_hear_are_judged(spoil, told):
+    models = (draw_composite(Random(seed)) for seed in range(100))
+    omni = next(m for m in models if "audio_config" in m["config"])
+    draw = replace(SMALL, source=source_of(omni), sections={**SMALL.sections, "model": omni})
+    with Judge(spoil=spoil) as judge:
+        verdict = judge(draw)
+    assert verdict.kind == ("failed" if spoil else "equal"), verdict
+    assert told is None or any(told in problem for problem in verdict.problems)
 
 
 def test_draws_are_a_function_of_seed_and_number():

@@ -28,7 +28,9 @@ def keys(table: dict, prefix: str = "") -> set[str]:
     """Dotted names; all modules are NAME."""
     found = set()
     for key, value in table.items():
-        named = re.sub(r"^(parallel\.)(llm|vision|second|generator)$", r"\1NAME", f"{prefix}{key}")
+        named = re.sub(
+            r"^(parallel\.)(llm|vision|second|audio|generator)$", r"\1NAME", f"{prefix}{key}"
+        )
         found |= {named} | (keys(value, f"{named}.") if isinstance(value, dict) else set())
     return found
 

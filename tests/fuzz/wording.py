@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_MODULES = r"(?:vision|second|generator|llm)"
+_MODULES = r"(?:vision|second|audio|generator|llm)"
 _REPLACED = (
     (r"^\S*recipe\.toml: ", ""),
     (r"/[\w./-]+", "PATH"),
@@ -15,7 +15,7 @@ _REPLACED = (
     (r"\brank \d+\b", "rank N"),
     (r"(?<!to )(?<!be )(?<! > )(?<![\w.-])-?\d+(?:\.\d+)?(?:e-?\d+)?\b", "N"),
     (r"NAME \([^)]*\)(?:, NAME \([^)]*\))*", "NAME (SIZES), ..."),
-    (r"'(?:vision|second|generator|llm)'", "NAME"),
+    (rf"'{_MODULES}'", "NAME"),
     (r"\bN(?:, N)+\b", "N, ..."),
     (r"N(?: and N)+", "N, ..."),
     (r"\[[^\]]*'[^\]]*\]", "[...]"),

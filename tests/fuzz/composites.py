@@ -1,0 +1,295 @@
+"""Composites that recipes are drawn with, and what Hugging Face's own models take of a sample.
+
+Towers, connectors and LLM are one config here, and one plain model in the reference: its own
+forward finds placeholders, counts positions in three dimensions, adds deepstack's features. Images
+and sounds of a sample go to it as its processor would arrange them.
+
+Shape legend: N images or sounds of a sample, P patches, F mel frames, M mel bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig
+
+from fuzz.data import SPECIAL, TOKEN_IDS
+
+if TYPE_CHECKING:
+    from fuzz.reference import Sample
+
+Table = dict[str, Any]
+
+CLASSES = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "glm4v": "Glm4vForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+}
+"""Hugging Face's, by model_type."""
+PATCH_PX, MEL_BINS = 8, 8
+SECOND_FRAMES, SECOND_POSITIONS = 100, 13
+"""Of Qwen3-Omni's sounds: the last position of a second has fewer frames."""
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SHARED_EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+DELTA_NETS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def draw_composite(rng: Random) -> Table:
+    """Keys of [model]: `config`, and `processor` for images of a few tokens."""
+    model_type = rng.choice(list(CLASSES))
+    text = _text(rng, model_type)
+    vision = _vision(rng, model_type)
+    config: Table = {
+        "model_type": model_type,
+        "vision_config": vision,
+        "text_config": text,
+        "tie_word_embeddings": rng.random() < 0.5,
+        **_marks(model_type),
+    }
+    size = {"shortest_edge": (2 * PATCH_PX) ** 2, "longest_edge": (4 * PATCH_PX) ** 2}
+    processor: Table = {"size": size}
+    if model_type == "mistral3":
+        config |= {"spatial_merge_size": 2, "vision_feature_layer": -1}
+        processor = {"size": {"longest_edge": 4 * PATCH_PX}}
+    elif model_type == "gemma4":
+        processor = {"max_soft_tokens": 70}  # the fewest that it accepts
+    elif model_type == "qwen3_omni_moe_thinker":
+        config["audio_config"] = _sound(rng)
+    elif model_type.startswith("glm4v"):  # of both frames of a patch
+        processor = {"size": {edge: 2 * pixels for edge, pixels in size.items()}}
+    return {"config": config, "processor": processor}
+
+
+def delta_layers(layers: int) -> Table:
+    """Kinds of layers of Qwen3.5. The first has attention: with random weights, float32's rounding
+    grows a hundredfold in gradients of a delta net that reads features directly, whosever it is."""
+    kinds = ("full_attention", "linear_attention")
+    return {**DELTA_NETS, "layer_types": [kinds[i % 2] for i in range(layers)]}
+
+
+def _text(rng: Random, model_type: str) -> Table:
+    layers = rng.choice((2, 2, 3, 4))
+    config: Table = {
+        "vocab_size": rng.choice((96, 96, 97)),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": rng.choice((2, 4)),
+        "max_position_embeddings": 512,
+        "pad_token_id": SPECIAL.index("<pad>"),
+    }
+    rope: Table = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    if model_type == "qwen3_5":
+        rope |= {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+        config |= {"head_dim": 16, **delta_layers(layers), "rope_parameters": rope}
+    elif model_type == "qwen3_vl":
+        config |= {"head_dim": 8, "rope_parameters": rope}
+    elif model_type == "qwen3_omni_moe_thinker":
+        config |= {**_EXPERTS, "rope_parameters": rope}
+    elif model_type == "glm4v":
+        config["rope_parameters"] = {**rope, "mrope_section": [1, 2, 1]}
+    elif model_type == "glm4v_moe":
+        rope |= {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
+        config |= {**_SHARED_EXPERTS, "head_dim": 16, "rope_parameters": rope}
+    elif model_type == "mistral3":
+        config |= {"model_type": "mistral", "sliding_window": rng.choice((8, 24))}
+    else:
+        config |= _gemma4(rng, layers)
+    return config
+
+
+def _gemma4(rng: Random, layers: int) -> Table:
+    kinds = ("sliding_attention", "full_attention")
+    config: Table = {
+        "model_type": "gemma4_text",
+        "head_dim": 4,  # wider ones would attend even more sharply
+        "global_head_dim": 8,
+        "num_global_key_value_heads": 2,
+        "sliding_window": 24,
+        "layer_types": [kinds[i % 2] for i in range(layers)],
+        "final_logit_softcapping": 3.0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": rng.random() < 0.5,
+        "use_bidirectional_attention": rng.choice(("vision", None)),
+    }
+    if rng.random() < 0.5:
+        experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+        config |= {"enable_moe_block": True, **experts}
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _vision(rng: Random, model_type: str) -> Table:
+    layers = rng.choice((2, 2, 3, 4))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "patch_size": PATCH_PX}
+    if model_type in ("mistral3", "gemma4"):
+        config: Table = {**sizes, "num_hidden_layers": layers, "num_attention_heads": 4}
+        if model_type == "mistral3":
+            return {"model_type": "pixtral", **config, "image_size": 4 * PATCH_PX}
+        own = {"num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2}
+        return {"model_type": "gemma4_vision", **config, **own, "position_embedding_size": 64}
+    config = {**sizes, "depth": layers, "num_heads": 4, "out_hidden_size": 32}
+    if model_type.startswith("glm4v"):
+        return {**config, "model_type": f"{model_type}_vision", "image_size": 5 * PATCH_PX}
+    config["num_position_embeddings"] = 25
+    if model_type == "qwen3_5":
+        return {**config, "model_type": "qwen3_5_vision"}
+    taps = sorted(rng.sample(range(layers), rng.choice((1, 2))))
+    name = "qwen3_vl_vision" if model_type == "qwen3_vl" else "qwen3_omni_moe_vision_encoder"
+    return {**config, "model_type": name, "deepstack_visual_indexes": taps}
+
+
+def _sound(rng: Random) -> Table:
+    return {
+        "model_type": "qwen3_omni_moe_audio_encoder",
+        "num_mel_bins": MEL_BINS,
+        "d_model": 32,
+        "encoder_layers": rng.choice((2, 2, 3, 4)),
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "max_source_positions": 16,
+        "n_window_infer": 200,
+        "output_dim": 32,
+        "downsample_hidden_size": 12,
+    }
+
+
+def _marks(model_type: str) -> Table:
+    start, stop = TOKEN_IDS["<|vision_start|>"], TOKEN_IDS["<|vision_end|>"]
+    image, video = TOKEN_IDS["<image>"], TOKEN_IDS["<video>"]
+    if model_type == "mistral3":
+        return {"image_token_index": image}
+    marks = {"image_token_id": image, "video_token_id": video}
+    if model_type == "gemma4":
+        return marks | {"boi_token_id": start, "eoi_token_id": stop, "audio_token_id": video}
+    if model_type == "qwen3_omni_moe_thinker":
+        heard = {"audio_token_id": "<sound>", "audio_start_token_id": "<|audio_start|>"}
+        return marks | {key: TOKEN_IDS[token] for key, token in heard.items()}
+    if model_type.startswith("glm4v"):
+        around = {"image_start_token_id": start, "image_end_token_id": stop}
+        return marks | around | {"video_start_token_id": video, "video_end_token_id": video}
+    return marks | {"vision_start_token_id": start, "vision_end_token_id": stop}
+
+
+def layers_of(config: Table) -> dict[str, int]:
+    """By module, in the order of the model."""
+    vision = config["vision_config"]
+    found = {"vision": vision["depth" if "depth" in vision else "num_hidden_layers"]}
+    if "audio_config" in config:
+        found["audio"] = config["audio_config"]["encoder_layers"]
+    return found | {"llm": config["text_config"]["num_hidden_layers"]}
+
+
+class CompositeReference(nn.Module):
+    """Hugging Face's model.
+
+    Args:
+        config: the recipe's.
+        names: of its parameters, by those that checkpoints have.
+    """
+
+    def __init__(self, config: Table, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self.kind = config["model_type"]
+        kind: Any = getattr(transformers, CLASSES[self.kind])
+        self.plain: Any = kind._from_config(
+            AutoConfig.for_model(**config), attn_implementation="eager"
+        )
+        if self.kind == "qwen3_omni_moe_thinker":  # in published configs, not in the class
+            self.plain.config.vision_start_token_id = TOKEN_IDS["<|vision_start|>"]
+        self.names = names
+        self.weights = 1.0, 0.0
+
+    def losses(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """Sum over targets; nothing is drawn."""
+        logits = self.plain(**self._arguments(sample)).logits[0].float()
+        text = functional.cross_entropy(logits, sample.targets, reduction="sum", ignore_index=-100)
+        return text, torch.zeros(())
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Parameters by the names that checkpoints have."""
+        return {ours: self.plain.get_parameter(theirs) for ours, theirs in self.names.items()}
+
+    def _arguments(self, sample: Sample) -> Table:
+        ids = sample.ids[None]
+        given: Table = {"input_ids": ids, "use_cache": False}
+        if self.kind == "qwen3_omni_moe_thinker":
+            given["attention_mask"] = torch.ones_like(ids)
+        elif self.kind != "mistral3":
+            given["mm_token_type_ids"] = (ids == TOKEN_IDS["<image>"]).int()
+        if "vision" in sample.read:
+            pixels, grids, _ = sample.read["vision"]
+            sizes = [rows * columns for _, rows, columns in grids]
+            images = list(pixels.split(sizes))
+            shapes = [(rows, columns) for _, rows, columns in grids]
+            if self.kind == "mistral3":
+                given |= _pictures(images, shapes)
+            elif self.kind == "gemma4":
+                given |= _placed(images, shapes)
+            else:
+                given |= {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+        if "audio" in sample.read:
+            positions, grids, _ = sample.read["audio"]
+            given |= _heard(list(positions.split([count for _, _, count in grids])))
+        return given
+
+
+def _pictures(images: list[Tensor], shapes: list[tuple[int, int]]) -> Table:
+    """Whole pictures, zeros to the right and below."""
+    sizes = torch.tensor(shapes) * PATCH_PX
+    height, width = sizes.amax(0).tolist()
+    padded = torch.zeros(len(images), 3, height, width)
+    for picture, image, (rows, columns) in zip(padded, images, shapes, strict=True):
+        blocks = image.view(rows, columns, 3, PATCH_PX, PATCH_PX).permute(2, 0, 3, 1, 4)
+        whole = blocks.reshape(3, rows * PATCH_PX, columns * PATCH_PX)
+        picture[:, : whole.shape[1], : whole.shape[2]] = whole
+    return {"pixel_values": padded, "image_sizes": sizes}
+
+
+def _placed(images: list[Tensor], shapes: list[tuple[int, int]]) -> Table:
+    """(N, P, values) of patches, and column and row of each; -1 where there is none."""
+    places = [
+        torch.tensor([[column, row] for row in range(rows) for column in range(columns)])
+        for rows, columns in shapes
+    ]
+    pad = nn.utils.rnn.pad_sequence
+    return {
+        "pixel_values": pad(images, batch_first=True),
+        "image_position_ids": pad(places, batch_first=True, padding_value=-1),
+    }
+
+
+def _heard(sounds: list[Tensor]) -> Table:
+    """(N, M, F) of sounds, and which frames they have."""
+    frames = []
+    for sound in sounds:
+        seconds = sound.split(SECOND_POSITIONS)
+        whole = [second.reshape(-1, MEL_BINS)[:SECOND_FRAMES] for second in seconds]
+        frames.append(torch.cat(whole))
+    padded = nn.utils.rnn.pad_sequence(frames, batch_first=True)
+    lengths = torch.tensor([len(sound) for sound in frames])
+    mask = torch.arange(padded.shape[1]) < lengths[:, None]
+    return {"input_features": padded.mT, "feature_attention_mask": mask.long()}
