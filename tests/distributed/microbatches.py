@@ -60,9 +60,9 @@ TOWER = {
     "num_heads": 4,
     "out_hidden_size": 32,
     "patch_size": 4,
-    "num_position_embeddings": 16,
 }
-TAPS = {"deepstack_visual_indexes": [0, 1, 2]}
+LEARNED = {"num_position_embeddings": 16}
+TAPS = {**LEARNED, "deepstack_visual_indexes": [0, 1, 2]}
 SOUNDS = {
     "num_mel_bins": 8,
     "d_model": 32,
@@ -76,11 +76,25 @@ SOUNDS = {
 COMPOSITES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_vl": {"vision_config": TAPS, "text_config": {}},
     "qwen3_vl_moe": {"vision_config": TAPS, "text_config": EXPERTS},
-    "qwen3_5": {"vision_config": {}, "text_config": DELTA_NETS},
+    "qwen3_5": {"vision_config": LEARNED, "text_config": DELTA_NETS},
     "qwen3_omni_moe_thinker": {
         "vision_config": TAPS,
         "audio_config": SOUNDS,
         "text_config": EXPERTS,
+    },
+    "qwen2_5_omni_thinker": {
+        "vision_config": {"window_size": 16, "fullatt_block_indexes": [1]},
+        "audio_config": {
+            **{k: v for k, v in SOUNDS.items() if k != "downsample_hidden_size"},
+            "n_window": 3,
+        },
+        "text_config": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+            }
+        },
     },
 }
 """What sets their parts apart."""
@@ -119,7 +133,8 @@ def with_patches(microbatch: Microbatch, composite: str) -> Microbatch:
     """The same with images of 4 x 4 patches, which become as many tokens when they are merged, and
     sounds in place of every other one if the composite hears."""
     towers = towers_of(composite)
-    patches = {"vision": 4 * IMAGE_TOKENS, "audio": IMAGE_TOKENS}
+    pooled, mels = (2, 2 * 8) if composite == "qwen2_5_omni_thinker" else (1, 8 * 8)
+    patches = {"vision": 4 * IMAGE_TOKENS, "audio": pooled * IMAGE_TOKENS}
     samples, seen = [], 0
     places: dict[str, list[torch.Tensor]] = {name: [] for name in towers}
     for sample in microbatch.meta.samples:
@@ -135,8 +150,8 @@ def with_patches(microbatch: Microbatch, composite: str) -> Microbatch:
     generator = torch.Generator().manual_seed(microbatch.cu_seqlens[1])
     for name, positions in places.items():
         if positions:
-            grid = (1, 4, 4) if name == "vision" else (1, 1, IMAGE_TOKENS)
-            values = 3 * 2 * 4 * 4 if name == "vision" else 8 * 8
+            grid = (1, 4, 4) if name == "vision" else (1, 1, patches[name])
+            values = 3 * 2 * 4 * 4 if name == "vision" else mels
             pixels = torch.randn(len(positions) * patches[name], values, generator=generator)
             grids = [grid] * len(positions)
             encoders[name] = EncoderInputs(pixels, grids, torch.cat(positions))

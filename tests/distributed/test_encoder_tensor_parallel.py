@@ -94,6 +94,10 @@ TOWERS = {
         "deepstack_visual_indexes": [0, 2],
     },
 }
+TOWERS["qwen2_5_omni_vision"] = {
+    **TOWERS["qwen2_5_vl"],
+    "model_type": "qwen2_5_omni_vision_encoder",
+}
 TOWERS["qwen3_5"] = {
     **{k: v for k, v in TOWERS["qwen3_vl"].items() if k != "deepstack_visual_indexes"},
     "model_type": "qwen3_5_vision",
@@ -164,6 +168,17 @@ SOUNDS = {
         "output_dim": 32,
         "downsample_hidden_size": 12,
     },
+    "qwen2_5_omni_sound": {
+        "model_type": "qwen2_5_omni_audio_encoder",
+        "num_mel_bins": 8,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "max_source_positions": 16,
+        "n_window": 5,
+        "output_dim": 32,
+    },
     "wav2vec2": _WAVES,
     "wav2vec2_stable": {**_WAVES, "feat_extract_norm": "layer", "do_stable_layer_norm": True},
 }
@@ -210,16 +225,19 @@ GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     **{name: [[(1, 2, 2)], [(1, 2, 6), (1, 6, 2)]] for name in ("glm4v", "in glm4v")},
     "siglip2": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "qwen2_5_vl": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
+    "qwen2_5_omni_vision": [[(1, 2, 2)], [(1, 2, 6), (1, 10, 4), (2, 2, 2)]],
     "pixtral": [[(1, 1, 1)], [(1, 1, 5)], [(1, 2, 5), (1, 3, 1), (1, 4, 4)]],
     "gemma4": [[(1, 2, 2)], [(1, 2, 6), (1, 6, 2)]],
     **{name: [[(1, 1, 1)], [(1, 1, 5), (1, 1, 2)]] for name in SOUNDS},
     "qwen3_omni_sound": [[(1, 1, 1)], [(1, 1, 28), (1, 1, 3)]],
+    "qwen2_5_omni_sound": [[(1, 1, 2)], [(1, 1, 12), (1, 1, 4)]],
 }
 PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
-PATCH_VALUES |= {"qwen3_omni_sound": 8 * 8}
+PATCH_VALUES |= {"qwen3_omni_sound": 8 * 8, "qwen2_5_omni_sound": 2 * 8}
 PATCH_VALUES |= {"gemma4": 3 * 4 * 4, "pixtral": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl", "qwen3_5"), 3 * 2 * 4 * 4)
+PATCH_VALUES |= {"qwen2_5_omni_vision": 3 * 2 * 4 * 4}
 PATCH_VALUES |= dict.fromkeys(("glm4v", "in glm4v"), 3 * 2 * 4 * 4)
 
 
@@ -241,7 +259,7 @@ class Case:
 CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
 CASES += [Case(family, True) for family in COMPOSITES]
 CASES += [Case("in qwen3_vl", False), Case("in qwen3_vl", True, chunks=1)]
-CASES += [Case("qwen2_5_vl", True, frozen=True)]
+CASES += [Case("qwen2_5_vl", True, frozen=True), Case("qwen2_5_omni_vision", True, chunks=2)]
 ASYNC = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 CASES += [Case(family, True, chunks=chunks) for chunks, family in enumerate(ASYNC, start=1)]
 CASES += [Case("clip", True, frozen=True, chunks=2)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from launch import run_distributed
 from model_cases import COMPOSITES, LLMS, build, composite_config, microbatch
+from omni_cases import images_and_sounds
 from proofs import proves
 from test_multimodal import two_samples_with_images
-from test_omni import two_samples as images_and_sounds
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
@@ -44,7 +44,7 @@ class Case:
         if not self.composite:
             return microbatch([5, 9, 9])
         if "omni" in self.family:
-            return images_and_sounds()[0]
+            return images_and_sounds(self.family)
         batch, _ = two_samples_with_images(self.family)
         if self.family.startswith(("qwen", "glm")):
             batch.position_ids = batch.position_ids.expand(3, -1) * torch.tensor([[1], [2], [3]])

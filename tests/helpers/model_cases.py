@@ -378,8 +378,23 @@ ENCODERS |= {
         "output_dim": 32,
         "downsample_hidden_size": 12,
     },
+    "qwen2_5_omni_vision": {
+        **ENCODERS["qwen2_5_vl"],
+        "model_type": "qwen2_5_omni_vision_encoder",
+    },
+    "qwen2_5_omni_sound": {  # chunks of 10 mel frames, 5 positions; tokens that two chunks share
+        "model_type": "qwen2_5_omni_audio_encoder",
+        "num_mel_bins": 8,
+        "d_model": 32,
+        "encoder_layers": 3,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "max_source_positions": 16,
+        "n_window": 5,
+        "output_dim": 32,
+    },
 }
-AUDIO = ("whisper", "wav2vec2", "wav2vec2_stable", "qwen3_omni_sound")
+AUDIO = ("whisper", "wav2vec2", "wav2vec2_stable", "qwen3_omni_sound", "qwen2_5_omni_sound")
 BASIC_ENCODERS = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 """Enough of them where what is tested does not depend on the family."""
 CLASS_TOKEN = (
@@ -534,6 +549,19 @@ COMPOSITES |= {
         "audio_start_token_id": 58,
         "position_id_per_seconds": 13,
     },
+    "qwen2_5_omni": {
+        "model_type": "qwen2_5_omni_thinker",
+        "vision_config": ENCODERS["qwen2_5_omni_vision"],
+        "audio_config": ENCODERS["qwen2_5_omni_sound"],
+        "text_config": COMPOSITES["qwen2_5_vl"]["text_config"],
+        "image_token_id": IMAGE_TOKEN_ID,
+        "video_token_id": 62,
+        "audio_token_id": SOUND_TOKEN_ID,
+        "audio_start_token_id": 58,
+        "audio_end_token_id": 57,
+        "vision_start_token_id": 61,
+        "vision_end_token_id": 60,
+    },
 }
 COMPOSITES |= {
     "gemma4": {
@@ -616,11 +644,13 @@ GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     "qwen3_5": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen3_5_moe": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     "qwen3_omni_vision": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
+    "qwen2_5_omni_vision": [(1, 4, 6), (1, 10, 4), (2, 6, 2)],
     **{name: [(1, 4, 6), (1, 10, 4), (1, 2, 2)] for name in ("glm4v", "glm4v_moe")},
     "pixtral": [(1, 2, 5), (1, 4, 4), (1, 3, 1)],
     "gemma4": [(1, 4, 6), (1, 10, 4), (1, 2, 2)],
     **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
     "qwen3_omni_sound": [(1, 1, 30), (1, 1, 4), (1, 1, 13)],
+    "qwen2_5_omni_sound": [(1, 1, 12), (1, 1, 4), (1, 1, 10)],
 }
 PATCH_VALUES = {
     "whisper": 2 * 8,
@@ -633,6 +663,8 @@ PATCH_VALUES = {
     **dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), 3 * 2 * 4 * 4),
     "qwen3_omni_vision": 3 * 2 * 4 * 4,
     "qwen3_omni_sound": 8 * 8,
+    "qwen2_5_omni_vision": 3 * 2 * 4 * 4,
+    "qwen2_5_omni_sound": 2 * 8,
     **dict.fromkeys(("glm4v", "glm4v_moe"), 3 * 2 * 4 * 4),
     "pixtral": 3 * 4 * 4,
     "gemma4": 3 * 4 * 4,

@@ -312,8 +312,8 @@ class ImageSpec:
     patch_size_px: int
     """For sounds: samples of a patch."""
     merge: int = 1
-    """Rows and columns of patches that become one output token: tokens = patches / merge**2. For
-    sounds, merge**2 consecutive patches."""
+    """Rows and columns of patches that become one output token. For sounds, merge**2 times `pooled`
+    consecutive patches."""
     drop_class_token: bool = True
     """Inputs of a fixed size: whether a class token is kept from the LLM."""
     extra_tokens: int = 0
@@ -322,6 +322,9 @@ class ImageSpec:
     """What the encoder reads."""
     max_patches: int = 0
     """Most patches of a sound; longer ones are cut."""
+    pooled: int = 1
+    """Consecutive patches of a sound that its tower averages into one; what remains behind the last
+    of such groups is left out."""
     sound_chunk: tuple[int, int] | None = None
     """Samples of sound that are read by themselves, and their patches, if the last of these is
     shorter than the others; None: a patch is as long as any."""
@@ -332,6 +335,11 @@ class ImageSpec:
     its time before it; otherwise a clip is one image."""
     ends_lines: bool = False
     """Whether `EncoderInputs.kept` says which tokens of a tile are kept, and where lines end."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that become one output token."""
+        return self.pooled * self.merge**2
 
 
 @dataclass(frozen=True)
@@ -461,8 +469,8 @@ class ModuleDescription:
     has context_flops_per_unit."""
     connector_norm: bool = False
     """Whether an encoder's connector begins with a norm that has weights."""
-    merge: int = 1
-    """Patches per row and column that become one output token (encoders)."""
+    patches_per_token: int = 1
+    """Patches that become one output token (encoders)."""
     tied: bool = False
     """Whether input and output embeddings are one weight (LLMs)."""
     pre_linears: tuple[tuple[int, int], ...] = ()

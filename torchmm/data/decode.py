@@ -271,10 +271,14 @@ class StepDecoder(Dataset[DecodedStep]):
 
     def _block(self, start: int, image: ImageMeta) -> VisionBlock:
         block = self._reader.medium(image).block(image)
-        per_second = self._reader.text_spec.tokens_per_second
+        spec = self._reader.text_spec
+        per_second = spec.tokens_per_second
         if per_second is None:
             return VisionBlock(start, *block)
-        return VisionBlock(start, *block, per_second * image.duration_ms / (1000 * image.frames))
+        step_s = image.duration_ms / (1000 * image.frames)
+        if spec.clip_times == "sides":  # Qwen2.5-VL multiplies the two beforehand
+            return VisionBlock(start, *block, per_second * step_s)
+        return VisionBlock(start, *block, step_s, per_second)
 
     def _positions(self, length: int, blocks: list[VisionBlock]) -> np.ndarray:
         if self._reader.text_spec.positions == "mrope":

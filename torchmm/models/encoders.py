@@ -206,7 +206,12 @@ class EncoderModule(LayeredModule):
 
     @property
     def merge(self) -> int:
+        """Patches per row and column that become one token; see `ImageSpec.merge`."""
         return self.family.merge(self.spec.config) * self.spec.shuffle
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.image_spec().patches_per_token
 
     def _list_linears_around(self) -> tuple[LinearSizes, LinearSizes]:
         after = [self.get_submodule(fqn) for fqn in self._post_fqns()]
@@ -284,6 +289,7 @@ class EncoderModule(LayeredModule):
             extra_tokens=int(kept),
             modality=self.family.modality,
             max_patches=self.family.max_patches(self.spec.config),
+            pooled=self.family.pooled,
             sound_chunk=self.family.sound_chunk(self.spec.config),
             tiles=self.spec.tiles,
             splits_clips=self.family.splits_clips,
@@ -294,7 +300,7 @@ class EncoderModule(LayeredModule):
         """Sizes of the image in `dummy_inputs`."""
         patches = prod(self._smallest()[1])
         kept = self.family.has_class_token and not self.spec.drop_class_token
-        return ImageMeta(0, 0, patches, patches // self.merge**2 + kept)
+        return ImageMeta(0, 0, patches, patches // self.patches_per_token + kept)
 
     def _smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         """Shape of the pixels and grid of the smallest valid image."""

@@ -280,7 +280,7 @@ class LayeredModule(nn.Module, ABC):
             trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
             connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
             connector_norm=self.connector_norm,
-            merge=self.merge,
+            patches_per_token=self.patches_per_token,
             taps=self.taps,
             loss_rows=self.loss_rows,
             tied=bool(self.tied_parameters()),
@@ -302,8 +302,8 @@ class LayeredModule(nn.Module, ABC):
         return False
 
     @property
-    def merge(self) -> int:
-        """Input units per row and column that become one output unit."""
+    def patches_per_token(self) -> int:
+        """Input units that become one output unit."""
         return 1
 
     @property

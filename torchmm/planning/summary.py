@@ -80,7 +80,7 @@ def _units(module: ModuleDescription, model: MultimodalModel, llm_tokens: int) -
         assert spec is not None
         images = max(1, llm_tokens // spec.context_tokens)
         return images * prod(spec.grid(spec.frames))
-    return llm_tokens * (1 if module.kind == "llm" else module.merge**2)
+    return llm_tokens * module.patches_per_token
 
 
 def run_summary(

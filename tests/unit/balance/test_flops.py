@@ -101,7 +101,7 @@ def describe(vision: bool, connector: bool, llm: bool) -> list[ModuleDescription
             parameters=0,
             trainable=vision,
             connector_trainable=connector,
-            merge=MERGE,
+            patches_per_token=MERGE**2,
         ),
         ModuleDescription(
             "llm",

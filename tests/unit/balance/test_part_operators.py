@@ -126,7 +126,8 @@ class RealLayer:
         context = module.family.context(module.tower, inputs, inputs.pixels.device)
         hidden = module.family.embed(module.tower, inputs, context).detach().requires_grad_()
         self.tables = list(getattr(context, "rotary", []))
-        images = [ImageMeta(1, 1, prod(g), prod(g) // module.merge**2) for g in inputs.grids_thw]
+        group = module.patches_per_token
+        images = [ImageMeta(1, 1, prod(g), prod(g) // group) for g in inputs.grids_thw]
 
         def run() -> Tensor:
             layer = module.layers[0]

@@ -94,12 +94,12 @@ def test_every_llm_family_costs_what_torch_counts(family: str) -> None:
 def test_every_encoder_family_costs_what_torch_counts(family: str) -> None:
     encoder = model_cases.build(model_cases.pair_config("llama", family)).encoders["eye"]
     inputs = model_cases.make_inputs(family)
-    if family == "qwen2_5_vl":  # grids that windows divide
+    if family in ("qwen2_5_vl", "qwen2_5_omni_vision"):  # grids that windows divide
         inputs = replace(inputs, pixels=inputs.pixels[:48], grids_thw=WINDOWS.grids)
     forward, tokens = count_flops(lambda: encoder(inputs))
     backward, _ = count_flops(tokens.sum().backward)
     images = [
-        ImageMeta(1, 1, prod(grid), prod(grid) // encoder.merge**2, grid[0])
+        ImageMeta(1, 1, prod(grid), prod(grid) // encoder.patches_per_token, grid[0])
         for grid in inputs.grids_thw
     ]
     meta = MicrobatchMeta((SampleMeta("s", 0, len(tokens), tuple(images), "eye"),), len(tokens))

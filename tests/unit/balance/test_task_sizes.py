@@ -16,7 +16,7 @@ LAYER = LayerDescription(8, 2, 2, 4, 16, gated_ffn=False, causal=False)
 
 
 def encoder(**settings: object) -> ModuleDescription:
-    return ModuleDescription("eye", "encoder", (LAYER,), 0, 0, 0, merge=2, **settings)  # type: ignore[arg-type]
+    return ModuleDescription("eye", "encoder", (LAYER,), 0, 0, 0, patches_per_token=4, **settings)  # type: ignore[arg-type]
 
 
 def test_an_encoder_has_a_segment_per_image_and_frame() -> None:

@@ -32,6 +32,7 @@ from torchmm.recipe.model_section import ModelConfig
 
 IMAGE, VIDEO, START, END, CLIP_START, CLIP_END = range(440, 446)
 GLM = ("glm4v", "glm4v_moe", "glm46v")
+SOUND_KEYS = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
 
 
 def tiny(name: str) -> ModelConfig:
@@ -41,6 +42,8 @@ def tiny(name: str) -> ModelConfig:
     config |= {f"{marked}_start_token_id": START, f"{marked}_end_token_id": END}
     if name in GLM:
         config |= {"video_start_token_id": CLIP_START, "video_end_token_id": CLIP_END}
+    if "omni" in name:
+        config |= dict(zip(SOUND_KEYS, (444, 445, 446), strict=True))
     config["text_config"] = {**config["text_config"], "vocab_size": 448}
     size = {"shortest_edge": 64, "longest_edge": 1024}
     return ModelConfig(config=config, processor={"size": size})
@@ -135,6 +138,8 @@ def single(microbatch: Microbatch, number: int) -> Microbatch:
 def expected_positions(plain, sample: dict) -> torch.Tensor:
     left_out = ("pixel_values", "pixel_values_videos")
     sizes = {key: value for key, value in sample.items() if key not in left_out}
+    if "video_second_per_grid" in sizes:
+        sizes["second_per_grids"] = sizes.pop("video_second_per_grid")
     return plain.model.get_rope_index(**sizes)[0][:, 0]
 
 
@@ -163,16 +168,31 @@ def as_images_alone(sample: dict) -> None:
     sample["mm_token_type_ids"] = kinds.clamp(max=1)
 
 
+def for_omni_models(samples: list[dict]) -> None:
+    """Gives arguments their names there."""
+    for sample in samples:
+        del sample["mm_token_type_ids"]
+        sample["attention_mask"] = torch.ones_like(sample["input_ids"])
+        if "second_per_grid_ts" in sample:
+            sample["video_second_per_grid"] = sample.pop("second_per_grid_ts")
+
+
+OF_QWEN = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3_omni", "qwen2_5_omni")
+
+
 @proves("clips", COMPOSITES)
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5", *GLM])
+@pytest.mark.parametrize("name", [*OF_QWEN, *GLM])
 def test_clips_give_hugging_faces_loss_and_gradients(load, name: str) -> None:
-    model = build(tiny(name))
+    unheard = ("audio", "audio.connector") if "omni" in name else ()
+    model = build(tiny(name), freeze=unheard)
     plain = plain_composite(model)
     clips = 0
     for microbatch in load(model, sequence_length=256)[:4]:
         samples = theirs(model, microbatch)
         if name in ("qwen3_vl", "qwen3_5", *GLM):
             whole_clips(samples)
+        if "omni" in name:
+            for_omni_models(samples)
         clips += sum(i.duration_ms > 0 for i in microbatch.meta.images_read_by("vision"))
         logits = []
         for number, sample in enumerate(samples):

@@ -18,11 +18,16 @@ from model_cases import (
     relative_error,
     worst_gradient,
 )
+from omni_cases import EARS, Ear
 from proofs import proves
 from torch import Tensor, nn
 from transformers import AutoModel, MetaClip2VisionModel
 from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniAudioEncoder,
+    Qwen2_5OmniVisionEncoder,
+)
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
@@ -49,6 +54,8 @@ UNNAMED = {  # which AutoModel does not know
     "qwen3_vl_moe_vision": Qwen3VLMoeVisionModel,
     "qwen3_5_vision": Qwen3_5VisionModel,
     "qwen3_5_moe_vision": Qwen3_5MoeVisionModel,
+    "qwen2_5_omni_vision_encoder": Qwen2_5OmniVisionEncoder,
+    "qwen2_5_omni_audio_encoder": Qwen2_5OmniAudioEncoder,
     "qwen3_omni_moe_vision_encoder": Qwen3OmniMoeVisionEncoder,
     "qwen3_omni_moe_audio_encoder": Qwen3OmniMoeAudioEncoder,
     "glm4v_vision": Glm4vVisionModel,
@@ -77,8 +84,8 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
     if family.startswith("wav2vec2"):
         waves = waveforms(inputs)
         return torch.cat([tower(wave_S[None]).last_hidden_state[0] for wave_S in waves])
-    if family == "qwen3_omni_sound":
-        return chunked_features(tower, inputs)
+    if family.endswith("_omni_sound"):
+        return chunked_features(EARS[family.removesuffix("_sound")], tower, inputs)
     if family.startswith(("qwen", "glm")):
         return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
     if family == "pixtral":
@@ -110,13 +117,13 @@ def whisper_features(tower: Any, inputs: EncoderInputs) -> Tensor:
     return torch.cat(found)
 
 
-def chunked_features(tower: Any, inputs: EncoderInputs) -> Tensor:
+def chunked_features(ear: Ear, tower: Any, inputs: EncoderInputs) -> Tensor:
     """All sounds in one call, of the frames that chunks have; before the projection."""
-    chunk, frames = 13, 100  # positions of 8 frames; the last of a chunk has 4
     sounds = []
     for sound_PD in inputs.pixels.split([prod(grid) for grid in inputs.grids_thw]):
-        whole = len(sound_PD) // chunk * chunk
-        read = sound_PD[:whole].reshape(-1, 8 * chunk, tower.num_mel_bins)[:, :frames]
+        whole = len(sound_PD) // ear.chunk * ear.chunk
+        filled = sound_PD[:whole].reshape(-1, ear.frames * ear.chunk, tower.num_mel_bins)
+        read = filled[:, : ear.chunk_frames]
         rest = sound_PD[whole:].reshape(-1, tower.num_mel_bins)
         sounds.append(torch.cat([read.flatten(0, 1), rest]))
     found: list[Tensor] = []
@@ -250,7 +257,7 @@ def test_packed_layers_compile_whole(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
     expected = encoder(inputs)
-    kinds = 2 if family == "qwen2_5_vl" else 1  # with windows, and without
+    kinds = 2 if family in ("qwen2_5_vl", "qwen2_5_omni_vision") else 1  # with windows, and without
     for layer in encoder.layers[-kinds:]:
         layer.compile(fullgraph=True, backend="aot_eager")
     assert relative_error(encoder(inputs), expected) < 1e-6

@@ -270,6 +270,7 @@ def test_a_pair_becomes_a_llava_model(
         ("whisper", {"connector": "pixel_shuffle_mlp"}),
         ("wav2vec2", {"connector": "pixel_shuffle_mlp"}),
         ("wav2vec2_stable", {}),
+        ("qwen2_5_omni_sound", {"connector": "pixel_shuffle_mlp"}),
     ],
 )
 def test_other_pairs_are_saved_in_parts_that_load_again(
@@ -278,7 +279,7 @@ def test_other_pairs_are_saved_in_parts_that_load_again(
     model = build(pair_config("qwen2", family, **settings))
     export_hf(model, tmp_path, tokenizer)
     AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
-    if family not in ("qwen2_vl", "qwen2_5_vl", "whisper", "metaclip_2"):
+    if family not in ("qwen2_vl", "qwen2_5_vl", "whisper", "metaclip_2", "qwen2_5_omni_sound"):
         plain = AutoModel.from_pretrained(tmp_path / "eye")
         for name, value in model.encoders["eye"].tower.state_dict().items():
             assert torch.equal(value, plain.state_dict()[name]), name
@@ -294,7 +295,7 @@ def test_other_pairs_are_saved_in_parts_that_load_again(
 
 OTHERWISE_READ = (
     *("dinov2_gated", "qwen2_vl", "qwen2_5_vl", "metaclip_2"),
-    *("qwen3_omni_vision", "qwen3_omni_sound"),
+    *("qwen3_omni_vision", "qwen3_omni_sound", "qwen2_5_omni_vision", "qwen2_5_omni_sound"),
 )
 """The first one is not; Qwen's towers have no files but those of their composites; MetaCLIP 2's are
 those of the dual model."""

@@ -1,9 +1,8 @@
-"""Qwen3-Omni's thinker on samples with images, sounds and text equals Hugging Face's own."""
+"""The thinkers of Omni models equal Hugging Face's on images, sounds, clips and text."""
 
 import io
 import json
-from dataclasses import replace
-from math import ceil, prod
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,27 @@ from model_cases import (
     relative_error,
     worst_gradient,
 )
+from omni_cases import (
+    EARS,
+    MELS,
+    SOUND_END,
+    SOUND_START,
+    VIDEO_TOKEN_ID,
+    VISION_END,
+    VISION_START,
+    packed,
+    text_of,
+    two_samples,
+)
 from proofs import proves
 from safetensors.torch import load_file, save_file
 from test_multimodal import our_hf_name, plain_composite, version
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, PreTrainedModel, WhisperFeatureExtractor
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
-    _get_feat_extract_output_lengths,
-)
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
 
-from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions
@@ -43,91 +52,15 @@ from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 pytestmark = pytest.mark.skipif(version < (5, 21), reason="thinkers were built in another way")
-NAMES = ["qwen3_omni"]
-VISION_START, VISION_END, SOUND_START, SOUND_END = 61, 60, 58, 57
-MELS, CHUNK, FRAMES = 8, 13, 100
-GRIDS = [(1, 4, 6), (1, 6, 2)]
-SOUNDS = [30, 4]
-"""Positions; the first has two whole chunks."""
+NAMES = ["qwen3_omni", "qwen2_5_omni"]
 
 
-def frames_of(positions: int) -> int:
-    whole, rest = divmod(positions, CHUNK)
-    return FRAMES * whole + 8 * rest
-
-
-def patches_of(mels_FM: Tensor) -> Tensor:
-    """As data prepare them: the last position of a chunk is filled with zeros."""
-    chunks = []
-    for piece_FM in mels_FM.split(FRAMES):
-        missing = 8 * CHUNK - FRAMES if len(piece_FM) == FRAMES else 0
-        chunks.append(functional.pad(piece_FM, (0, 0, 0, missing)))
-    return torch.cat(chunks).reshape(-1, 8 * MELS)
-
-
-def two_samples() -> tuple[Microbatch, list[dict[str, Any]]]:
-    """An image, then a sound in each; what Hugging Face's model takes of each sample."""
-    generator = torch.Generator().manual_seed(5)
-    samples, ids, positions, starts, seen, heard = [], [], [], [0], [], []
-    images: list[Tensor] = []
-    sounds: list[Tensor] = []
-    for grid, length in zip(GRIDS, SOUNDS, strict=True):
-        words = torch.randint(3, 50, (12,), generator=generator)
-        shown = torch.full((prod(grid) // 4,), IMAGE_TOKEN_ID)
-        sound = torch.full((length,), SOUND_TOKEN_ID)
-        marks = torch.tensor([VISION_START, VISION_END, SOUND_START, SOUND_END])
-        own = torch.cat([words[:3], marks[:1], shown, marks[1:2], words[3:5], marks[2:3], sound,
-                         marks[3:], words[5:]])  # fmt: skip
-        block = VisionBlock(4, 1, grid[1] // 2, grid[2] // 2)
-        pixels = torch.randn(prod(grid), 96, generator=generator)
-        mels_FM = torch.randn(frames_of(length), MELS, generator=generator)
-        begin = starts[-1]
-        seen += (begin + (own == IMAGE_TOKEN_ID).nonzero().flatten()).tolist()
-        heard += (begin + (own == SOUND_TOKEN_ID).nonzero().flatten()).tolist()
-        ids.append(own)
-        positions.append(torch.from_numpy(mrope_positions(len(own), [block], "fractional")))
-        starts.append(begin + len(own))
-        images.append(pixels)
-        sounds.append(mels_FM)
-        samples.append(
-            {
-                "input_ids": own[None],
-                "attention_mask": torch.ones_like(own)[None],
-                "pixel_values": pixels,
-                "image_grid_thw": torch.tensor([grid]),
-                "input_features": mels_FM.T[None],
-                "feature_attention_mask": torch.ones(1, len(mels_FM), dtype=torch.long),
-                "use_cache": False,
-            }
-        )
-    ids_T = torch.cat(ids)
-    targets_T = ids_T.roll(-1)
-    targets_T[torch.tensor([*seen, *heard, *(stop - 1 for stop in starts[1:])])] = IGNORE_TARGET
-    encoders = {
-        "vision": EncoderInputs(torch.cat(images), GRIDS, torch.tensor(seen)),
-        "audio": EncoderInputs(
-            torch.cat([patches_of(mels) for mels in sounds]),
-            [(1, 1, length) for length in SOUNDS],
-            torch.tensor(heard),
-        ),
-    }
-    meta = MicrobatchMeta((), len(ids_T))
-    batch = Microbatch(ids_T, targets_T, torch.cat(positions, dim=1), starts, encoders, meta)
-    return batch, samples
-
-
-def alone(batch: Microbatch) -> Microbatch:
-    """The first sample."""
-    length = batch.cu_seqlens[1]
-    return replace(
-        batch,
-        input_ids_T=batch.input_ids_T[:length],
-        targets_T=batch.targets_T[:length],
-        target_positions_L=None,
-        position_ids=batch.position_ids[:, :length],
-        cu_seqlens=[0, length],
-        encoders={name: inputs.select(range(1)) for name, inputs in batch.encoders.items()},
-    )
+def counted_tokens(name: str, frames: int) -> int:
+    """Of a sound of so many mel frames, by Hugging Face."""
+    if name == "qwen3_omni":
+        return modeling_qwen3_omni_moe._get_feat_extract_output_lengths(frames)
+    _, tokens = Qwen2_5OmniAudioEncoder._get_feat_extract_output_lengths(None, frames)
+    return tokens
 
 
 def plain_thinker(model: MultimodalModel) -> PreTrainedModel:
@@ -138,14 +71,16 @@ def plain_thinker(model: MultimodalModel) -> PreTrainedModel:
 
 @proves("equal", COMPOSITES)
 @proves("packed", COMPOSITES)
-@proves("sounds", COMPOSITES)
+@proves("sounds", COMPOSITES, media="sci")
+@pytest.mark.parametrize("media", ["i", "s", "c", "is", "sci"])
 @pytest.mark.parametrize("name", NAMES)
-def test_images_and_sounds_give_hugging_faces_loss_and_gradients(name: str) -> None:
+def test_media_give_hugging_faces_loss_and_gradients(name: str, media: str) -> None:
+    """Of two samples, packed and one alone."""
     model = build(composite_config(name))
     plain = plain_thinker(model)
-    batch, samples = two_samples()
-    theirs = [plain(**sample).logits[0] for sample in samples]
-    for own, logits in ((batch, torch.cat(theirs)), (alone(batch), theirs[0])):
+    samples = two_samples(name, media)
+    theirs = [plain(**sample.theirs(), use_cache=False).logits[0] for sample in samples]
+    for own, logits in ((packed(samples), torch.cat(theirs)), (packed(samples[:1]), theirs[0])):
         expected = functional.cross_entropy(logits, own.targets_T, reduction="sum")
         loss = model(own)
         assert relative_error(loss, expected) < 1e-5
@@ -155,13 +90,20 @@ def test_images_and_sounds_give_hugging_faces_loss_and_gradients(name: str) -> N
         plain.zero_grad()
         loss.backward()
         expected.backward(retain_graph=True)
+        silent = [module for module in model.encoders if module not in own.encoders]
+        for module in silent:
+            for parameter in model.encoders[module].parameters():
+                assert parameter.grad is not None and not parameter.grad.any()
+                parameter.requires_grad_(False)
         assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+        model.requires_grad_(True)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mistakes_in_windows_and_positions_are_measurably_off(name: str) -> None:
     model = build(composite_config(name))
-    batch, _ = two_samples()
+    samples = two_samples(name, "sci")
+    batch = packed(samples)
     everywhere = torch.arange(len(batch.input_ids_T))
 
     def logits() -> Tensor:
@@ -169,41 +111,51 @@ def test_mistakes_in_windows_and_positions_are_measurably_off(name: str) -> None
             return model.llm.logits(batch, model.encode(batch), everywhere)
 
     right = logits()
-    tower = model.encoders["audio"].tower
-    tower.config.n_window_infer = 1000
-    assert relative_error(logits(), right) > 1e-4, "one window"
-    tower.config.n_window_infer = 200
+    config = model.encoders["audio"].tower.config
+    window, other = ("n_window_infer", 1000) if name == "qwen3_omni" else ("n_window", 4)
+    given = getattr(config, window)
+    setattr(config, window, other)
+    assert relative_error(logits(), right) > 1e-4, "other windows"
+    setattr(config, window, given)
     positions = batch.position_ids
     batch.position_ids = positions + (batch.input_ids_T == SOUND_TOKEN_ID)
     assert relative_error(logits(), right) > 1e-4, "sounds later than they are"
+    for sample in samples:
+        sample.blocks = [block._replace(time_step=1.0, per_second=1.0) for block in sample.blocks]
+    batch.position_ids = packed(samples).position_ids
+    assert relative_error(logits(), right) > 1e-4, "groups of frames counted instead of timed"
     batch.position_ids = positions
     assert relative_error(logits(), right) == 0
 
 
+@pytest.mark.parametrize("seconds", [0.7, 0.36, 1.16])
 @pytest.mark.parametrize("name", NAMES)
-def test_time_positions_of_clips_beside_sounds_equal_hugging_faces(name: str) -> None:
+def test_time_positions_of_clips_beside_sounds_equal_hugging_faces(
+    name: str, seconds: float
+) -> None:
+    """Also where a product of seconds is just below a whole number."""
     plain = plain_thinker(build(composite_config(name)))
-    length, seconds = 10, 0.7
-    video = [62] * 12  # three groups of frames, 2 x 2 tokens
-    ids = [5, VISION_START, *video, VISION_END, 6, SOUND_START, *[SOUND_TOKEN_ID] * length,
-           SOUND_END, 7, VISION_START, *[IMAGE_TOKEN_ID] * 6, VISION_END, 8, 9]  # fmt: skip
+    groups, length = 60, 10
+    video = [VIDEO_TOKEN_ID] * (4 * groups)  # 2 x 2 tokens each
+    sound = [SOUND_TOKEN_ID] * (length // EARS[name].pooled)
+    ids = [5, VISION_START, *video, VISION_END, 6, SOUND_START, *sound, SOUND_END, 7,
+           VISION_START, *[IMAGE_TOKEN_ID] * 6, VISION_END, 8, 9]  # fmt: skip
     expected, _ = plain.model.get_rope_index(
         torch.tensor([ids]),
         image_grid_thw=torch.tensor([[1, 4, 6]]),
-        video_grid_thw=torch.tensor([[3, 4, 4]]),
+        video_grid_thw=torch.tensor([[groups, 4, 4]]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-        audio_seqlens=torch.tensor([frames_of(length)]),
+        audio_seqlens=torch.tensor([EARS[name].frames_of(length)]),
         second_per_grids=torch.tensor([seconds]),
     )
-    text = model_text(name)
-    step = text.tokens_per_second * seconds
-    blocks = [VisionBlock(2, 3, 2, 2, step), VisionBlock(ids.index(IMAGE_TOKEN_ID), 1, 2, 3)]
+    text = text_of(name)
+    assert text.tokens_per_second is not None
+    blocks = [
+        VisionBlock(2, groups, 2, 2, seconds, text.tokens_per_second),
+        VisionBlock(ids.index(IMAGE_TOKEN_ID), 1, 2, 3),
+    ]
     found = mrope_positions(len(ids), blocks, text.clip_times)
-    torch.testing.assert_close(torch.from_numpy(found).float(), expected[:, 0].float())
-
-
-def model_text(name: str) -> Any:
-    return build(composite_config(name)).text
+    assert torch.equal(torch.from_numpy(found).float(), expected[:, 0].float())
 
 
 @proves("generation", COMPOSITES)
@@ -216,57 +168,57 @@ def test_exports_write_what_was_trained(name: str, tmp_path: Path, tokenizer) ->
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
     assert {"patch_size", "feature_size"} <= set(settings)
     plain.config.vision_start_token_id = VISION_START
-    batch, samples = two_samples()
-    sample = {key: value for key, value in samples[0].items() if key != "use_cache"}
-    assert written(model, as_prompt(alone(batch))) == written_by(plain, sample)
+    sample, _ = two_samples(name, "isc")
+    assert written(model, as_prompt(packed([sample]))) == written_by(plain, sample.theirs())
 
 
-def test_a_whole_models_config_gives_the_thinker() -> None:
-    whole = {"model_type": "qwen3_omni_moe", "thinker_config": COMPOSITES["qwen3_omni"]}
+@pytest.mark.parametrize("name", NAMES)
+def test_a_whole_models_config_gives_the_thinker(name: str) -> None:
+    thinker = COMPOSITES[name]["model_type"]
+    whole = {"model_type": thinker.removesuffix("_thinker"), "thinker_config": COMPOSITES[name]}
     model = build(ModelConfig(config=whole))
     assert list(model.encoders) == ["vision", "audio"]
-    assert model.composite.model_type == "qwen3_omni_moe_thinker"
+    assert model.composite.model_type == thinker
 
 
 def test_impossible_sizes_of_sounds_are_refused() -> None:
-    audio = COMPOSITES["qwen3_omni"]["audio_config"]
-    with pytest.raises(ConfigError, match="output_dim = 48 differs"):
-        build(composite_config("qwen3_omni", audio_config={**audio, "output_dim": 48}))
-    with pytest.raises(ConfigError, match="n_window = 25"):
-        build(composite_config("qwen3_omni", audio_config={**audio, "n_window": 25}))
+    for name, window in (("qwen3_omni", 25), ("qwen2_5_omni", 17)):
+        audio = COMPOSITES[name]["audio_config"]
+        with pytest.raises(ConfigError, match="output_dim = 48 differs"):
+            build(composite_config(name, audio_config={**audio, "output_dim": 48}))
+        with pytest.raises(ConfigError, match=f"n_window = {window}"):
+            build(composite_config(name, audio_config={**audio, "n_window": window}))
 
 
-@pytest.mark.parametrize("samples", [1, 16_000, 16_001, 15_400, 40_123])
-def test_sounds_become_the_frames_of_the_extractor(samples: int) -> None:
-    """In chunks of a second, and as many tokens as Hugging Face counts for the sound."""
-    medium = AudioPreprocessor(build(composite_config("qwen3_omni")).image_specs()["audio"])
+@pytest.mark.parametrize("samples", [1, 15_400, 16_000, 16_001, 16_320, 16_321, 40_123])
+@pytest.mark.parametrize("name", NAMES)
+def test_sounds_become_the_frames_of_the_extractor(name: str, samples: int) -> None:
+    """In chunks, and as many tokens as Hugging Face counts for the sound, but one at least."""
+    medium = AudioPreprocessor(build(composite_config(name)).image_specs()["audio"])
     wave_S = np.random.default_rng(0).normal(0, 0.1, samples).astype(np.float32)
     stream = io.BytesIO()
     soundfile.write(stream, wave_S, 16_000, format="WAV", subtype="FLOAT")
     meta = medium.meta(stream.getvalue())
-    assert meta.tokens == meta.patches == _get_feat_extract_output_lengths(ceil(samples / 160))
-    frames = frames_of(meta.patches)
-    assert samples / 160 <= frames < samples / 160 + 8
-    padded_S = np.pad(wave_S, (0, 160 * frames - samples))
+    ear = EARS[name]
+    assert meta.tokens == max(1, counted_tokens(name, ceil(samples / 160)))
+    assert meta.patches == ear.pooled * meta.tokens
+    frames = ear.frames_of(meta.patches)
+    lost = 0 if ear.pooled == 1 else ear.frames  # at most a position
+    assert samples / 160 - lost <= frames < samples / 160 + ear.pooled * ear.frames
+    heard_S = np.zeros(160 * frames, np.float32)
+    heard_S[:samples] = wave_S[: len(heard_S)]
     extractor = WhisperFeatureExtractor(feature_size=MELS, chunk_length=300)
-    theirs = extractor(padded_S, sampling_rate=16_000, padding="longest", return_tensors="np")
-    expected = patches_of(torch.from_numpy(theirs["input_features"][0].T))
+    theirs = extractor(heard_S, sampling_rate=16_000, padding="longest", return_tensors="np")
+    expected = ear.patches_of(torch.from_numpy(theirs["input_features"][0].T))
     assert torch.equal(torch.from_numpy(medium.pixels(stream.getvalue(), meta)), expected)
     assert medium.blank(meta).shape == expected.shape
 
 
-def test_a_silent_microbatch_gives_the_tower_of_sounds_zeros() -> None:
-    model = build(composite_config("qwen3_omni"))
-    batch, _ = two_samples()
-    del batch.encoders["audio"]
-    model(batch).backward()
-    heard = [p.grad for p in model.encoders["audio"].parameters()]
-    assert all(grad is not None and not grad.any() for grad in heard)
-
-
-def test_files_of_whole_models_are_read_for_their_thinkers(tmp_path: Path) -> None:
-    kind: Any = FAMILIES["qwen3_omni_moe_thinker"].kind
-    config = AutoConfig.for_model(**COMPOSITES["qwen3_omni"])
+@pytest.mark.parametrize("name", NAMES)
+def test_files_of_whole_models_are_read_for_their_thinkers(name: str, tmp_path: Path) -> None:
+    thinker = COMPOSITES[name]["model_type"]
+    kind: Any = FAMILIES[thinker].kind
+    config = AutoConfig.for_model(**COMPOSITES[name])
     torch.manual_seed(0)
     plain = kind._from_config(config)
     plain.save_pretrained(tmp_path)
@@ -274,14 +226,17 @@ def test_files_of_whole_models_are_read_for_their_thinkers(tmp_path: Path) -> No
     whole = {f"thinker.{name}": tensor for name, tensor in weights.items()}
     whole["talker.model.norm.weight"] = torch.ones(2)
     save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
-    settings = {"model_type": "qwen3_omni_moe", "thinker_config": config.to_dict()}
+    settings = {
+        "model_type": thinker.removesuffix("_thinker"),
+        "thinker_config": config.to_dict(),
+    }
     (tmp_path / "config.json").write_text(json.dumps(settings))
     model = build_model(ModelConfig(source=str(tmp_path)), FreezeConfig())
     materialize(model, "cpu")
     load_weights(model)
     theirs = plain.state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, theirs[our_hf_name(model, name)]), name
+    for fqn, value in model.state_dict().items():
+        assert torch.equal(value, theirs[our_hf_name(model, fqn)]), fqn
 
 
 def test_a_source_on_a_hub_says_which_towers_it_has() -> None:

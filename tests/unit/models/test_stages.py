@@ -14,9 +14,9 @@ from model_cases import (
     pair_config,
     relative_error,
 )
+from omni_cases import images_and_sounds
 from proofs import proves
 from test_multimodal import two_samples_with_images
-from test_omni import two_samples as images_and_sounds
 from torch import Tensor
 
 from torchmm.common.batch import EncoderInputs, Microbatch
@@ -78,7 +78,7 @@ def cut(config: ModelConfig, stages: dict[str, Cut], rank: int) -> MultimodalMod
 def example(name: str, model: MultimodalModel) -> Microbatch:
     """Two packed samples; all images stand in the first, unless there are sounds too."""
     if "audio" in model.encoders:
-        return images_and_sounds()[0]
+        return images_and_sounds(name)
     if name == "mistral3":
         return two_samples_with_images(name)[0]
     families = (*BASIC_ENCODERS, "qwen2_vl", "gemma4")

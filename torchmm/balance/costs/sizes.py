@@ -107,7 +107,8 @@ class TaskSizes:
 
 def encoder_sizes(module: ModuleDescription, tasks: Sequence[Sequence[ImageMeta]]) -> TaskSizes:
     """Sizes of an encoder's tasks from the images of each; none: a stand-in for an image."""
-    dummy = ImageMeta(0, 0, module.dummy_patches, module.dummy_patches // module.merge**2)
+    patches = module.dummy_patches
+    dummy = ImageMeta(0, 0, patches, patches // module.patches_per_token)
     shown = [list(images) or [dummy] for images in tasks]
     lengths = [
         [length for i in images for length in _frames(i, module.extra_tokens)] for images in shown

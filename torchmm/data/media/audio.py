@@ -84,8 +84,9 @@ class AudioPreprocessor:
                 f"sound of {info.frames} samples at {info.samplerate} per second"
             )
         samples = ceil(info.frames * self._rate / info.samplerate)
-        group = self.spec.merge**2
-        patches = ceil(self._patches(samples) / group) * group
+        group = self.spec.patches_per_token
+        pooled = max(1, self._patches(samples) // self.spec.pooled)
+        patches = ceil(pooled / self.spec.merge**2) * group
         if self.spec.max_patches:
             patches = min(patches, self.spec.max_patches // group * group)
         duration_ms = round(1000 * min(samples, self._samples(patches)) / self._rate)

@@ -280,7 +280,9 @@ class VisionBlock(NamedTuple):
     rows: int
     columns: int
     time_step: float = 1.0
-    """Time positions from a frame to the next."""
+    """From a frame to the next, in time positions if `per_second` is 1, else in seconds."""
+    per_second: float = 1.0
+    """Time positions per second."""
 
 
 def mrope_positions(
@@ -305,17 +307,20 @@ def mrope_positions(
     positions_3L = np.empty((3, length), np.float32 if fractional else np.int64)
     token = 0
     position: float = 0
-    for start, frames, rows, columns, time_step in blocks:
-        positions_3L[:, token:start] = np.arange(position, position + start - token)
+    for start, frames, rows, columns, time_step, per_second in blocks:
+        positions_3L[:, token:start] = position + np.arange(start - token)
         position += start - token
         token = start + frames * rows * columns
-        # float32, as Hugging Face multiplies: products just below a whole number count as it does.
-        times = np.arange(frames, dtype=np.float32) * np.float32(time_step)
+        # In float32 and in this order, as Hugging Face multiplies: products just below a whole
+        # number count as it does.
+        times = np.arange(frames, dtype=np.float32) * np.float32(time_step) * np.float32(per_second)
         if not fractional:
             times = times.astype(np.int64)
         grid = np.meshgrid(times, np.arange(rows), np.arange(columns), indexing="ij")
         positions_3L[:, start:token] = position + np.stack(grid).reshape(3, -1)
-        sides = max(rows, columns)
-        position += sides if clip_times == "sides" else max(sides, times[-1] + 1)
-    positions_3L[:, token:] = np.arange(position, position + length - token)
+        if clip_times == "sides":
+            position += max(rows, columns)
+        else:
+            position = positions_3L[:, start:token].max() + 1
+    positions_3L[:, token:] = position + np.arange(length - token)
     return positions_3L

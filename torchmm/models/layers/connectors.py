@@ -140,6 +140,20 @@ class SoundProjection(nn.Module):
         return self.proj2(self.act(self.proj1(hidden_states)))
 
 
+class NormProjection(nn.Module):
+    """What Qwen2.5-Omni's tower for sounds ends with: a norm and a linear, (K, D_in) -> (K, D_llm).
+
+    Names are the tower's."""
+
+    def __init__(self, ln_post: nn.Module, proj: nn.Module) -> None:
+        super().__init__()
+        self.ln_post = ln_post
+        self.proj = proj
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.proj(self.ln_post(hidden_states))
+
+
 class PoolConnector(nn.Module):
     """Gemma 3's: mean of the folded neighbours, norm, projection."""
 

@@ -232,12 +232,14 @@ class _Embedding(ParallelStyle):
 
 
 class _LocalHeads(ParallelStyle):
-    """An attention that reshapes by its number of heads and its width: those of a rank."""
+    """An attention that reshapes by its number of heads, and by its width if it keeps that as
+    `embed_dim`: those of a rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         attention: Any = module
         attention.num_heads //= device_mesh.size()
-        attention.embed_dim //= device_mesh.size()
+        if hasattr(attention, "embed_dim"):
+            attention.embed_dim //= device_mesh.size()
         return module
 
 

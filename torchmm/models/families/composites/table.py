@@ -22,7 +22,6 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     PaliGemmaForConditionalGeneration,
     PreTrainedModel,
-    Qwen3OmniMoeThinkerForConditionalGeneration,
     SmolVLMForConditionalGeneration,
 )
 
@@ -33,7 +32,7 @@ from torchmm.models.families.composites.idefics3 import take_idefics3
 from torchmm.models.families.composites.internvl import take_internvl
 from torchmm.models.families.composites.llava import take_llava, take_llava_next
 from torchmm.models.families.composites.mistral3 import take_mistral3
-from torchmm.models.families.composites.omni import take_qwen3_omni
+from torchmm.models.families.composites.omni import OMNI, take_qwen2_5_omni, take_qwen3_omni
 from torchmm.models.families.composites.parts import CompositeParts
 from torchmm.models.families.composites.qwen3_vl import QWEN3_VL, take_qwen3_vl
 from torchmm.models.families.composites.qwen_vl import QWEN_VL, take_qwen_vl
@@ -61,9 +60,8 @@ COMPOSITES: dict[str, Composite] = {
     "gemma4": Composite(Gemma4ForConditionalGeneration, take_gemma4),
     **{name: Composite(kind, take_qwen_vl) for name, kind in QWEN_VL.items()},
     **{name: Composite(kind, take_qwen3_vl) for name, kind in QWEN3_VL.items()},
-    "qwen3_omni_moe_thinker": Composite(
-        Qwen3OmniMoeThinkerForConditionalGeneration, take_qwen3_omni
-    ),
+    "qwen2_5_omni_thinker": Composite(OMNI["qwen2_5_omni_thinker"], take_qwen2_5_omni),
+    "qwen3_omni_moe_thinker": Composite(OMNI["qwen3_omni_moe_thinker"], take_qwen3_omni),
     **{name: Composite(kind, take_glm4v) for name, kind in GLM4V.items()},
 }
 """Supported composites by Hugging Face model_type."""

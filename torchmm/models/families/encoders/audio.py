@@ -60,8 +60,9 @@ class SoundFamily(EncoderFamily):
     def smallest_folded(
         self, config: Any, shuffle: int
     ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-        (_, values), _ = self.smallest_image(config)
-        return (shuffle**2, values), (1, 1, shuffle**2)
+        (patches, values), _ = self.smallest_image(config)
+        patches *= shuffle**2
+        return (patches, values), (1, 1, patches)
 
     def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
         """Folds consecutive positions of sounds whose lengths are whole groups."""

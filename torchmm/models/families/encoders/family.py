@@ -80,6 +80,8 @@ class EncoderFamily:
     """Parts of it that apply a norm before their linears."""
     splits_clips = False
     """Where patches span several frames: whether each group of frames is an image of its own."""
+    pooled = 1
+    """Consecutive positions of a sound that `finish` averages into one."""
     merger: tuple[str, ...] = ()
     """Its parts with parameters that do so, if any."""
     tensor_parallel: ClassVar[dict[str, str]] = {

@@ -1,16 +1,22 @@
-"""The towers of Qwen3-Omni: Qwen3-VL's for images, and one for sounds.
+"""The towers of Omni models: those of Qwen's vision-language models, and others for sounds.
 
-A sound is cut into chunks of a second, which three convolutions read one by one; each chunk has
-positions of its own, the last of them with fewer frames than the others. Windows of several chunks
-attend to themselves. Sounds end with a whole position, so that what Hugging Face's model reads
-beyond their end, the padding to the longest chunk of the call, has no influence.
+A sound is cut into chunks, which convolutions read one by one; each chunk has positions of its own.
+Windows attend to themselves. Sounds end with a whole position, so that what Hugging Face's model
+reads beyond their end, the padding to the longest chunk of the call, has no influence.
 
-Shape legend: P positions of all sounds, N chunks of one length, F mel frames, M mel bins, C
-channels, T positions of a chunk, D features.
+Chunks of Qwen2.5-Omni last two seconds and are windows too; the mean of two positions is a token.
+Hugging Face's model counts as many tokens; what remains behind the last of them, up to 20 ms, its
+layers still hear and ours do not. Chunks of Qwen3-Omni last a second, and their last position has
+fewer frames than the others; windows are several of them.
+
+Shape legend: P positions of all sounds, K tokens, N chunks of one length, F mel frames, M mel bins,
+C channels, T positions of a chunk, V values of a position (its mel frames), D features.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import replace
 from math import ceil, prod
 from typing import Any, ClassVar
 
@@ -18,6 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniAudioEncoder,
+    Qwen2_5OmniVisionEncoder,
+)
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeAudioEncoder,
     Qwen3OmniMoeVisionEncoder,
@@ -27,54 +37,34 @@ from torchmm.common.batch import EncoderInputs, LayerDescription
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.encoders.audio import SoundFamily
 from torchmm.models.families.encoders.family import EncoderFamily, starts_of
+from torchmm.models.families.encoders.qwen import Qwen2_5VisionFamily
 from torchmm.models.families.encoders.qwen3 import Qwen3VisionFamily
 from torchmm.models.layered import LinearSizes
 from torchmm.models.layers.attention import PACKED, PACKED_UNSPLIT, Segments
-from torchmm.models.layers.connectors import SoundProjection
+from torchmm.models.layers.connectors import NormProjection, SoundProjection
 from torchmm.models.layers.deepstack import DeepstackConnector
 
+_FRAMES_2_5 = 2
+"""Mel frames of a position of Qwen2.5-Omni: a convolution with a stride of 2."""
 _FRAMES = 8
-"""Mel frames of a position: three convolutions with a stride of 2."""
+"""The same of Qwen3-Omni: three of them."""
 _CHUNK = 100
-"""Mel frames of a chunk, a second."""
+"""Mel frames of its chunks, a second."""
 _CHUNK_POSITIONS = ceil(_CHUNK / _FRAMES)
 _LONGEST_S = 300
-"""Longer sounds are cut: what the published extractor keeps. A chunk lasts a second."""
+"""Longer sounds are cut: what the published extractors keep."""
+_RATE = 16_000
+"""Samples per second."""
 _HOP = 160
-"""Samples from a mel frame to the next, 10 ms at 16 kHz."""
+"""Samples from a mel frame to the next, 10 ms."""
 
 
-class Qwen3OmniVisionFamily(Qwen3VisionFamily):
-    """Qwen3-VL's under other names; a clip is one image, with times as positions."""
-
-    unused = ("merger_list",)
-    renames = ((r"(thinker\.)?(model\.)?visual\.", "tower."),)
-    splits_clips = False
-    merger_styles: ClassVar[dict[str, str]] = {
-        f"{merger}.mlp.{part}": style
-        for merger in ("merger", "deepstack_merger_list.*")
-        for part, style in ((0, "colwise"), (2, "rowwise"))
-    }
-    tower: ClassVar[Any] = Qwen3OmniMoeVisionEncoder
-
-    def take_merger(self, tower: Any) -> nn.Module:
-        connector = DeepstackConnector(tower.merger, tower.merger_list)
-        tower.merger = None
-        tower.merger_list = None
-        return connector
-
-
-class Qwen3OmniSoundFamily(SoundFamily):
-    """Qwen3-Omni's tower for sounds."""
+class OmniSoundFamily(SoundFamily, ABC):
+    """What the towers for sounds have in common."""
 
     processor_class = "WhisperFeatureExtractor"
     layers = "layers"
-    pre: tuple[str, ...] = ("conv2d1", "conv2d2", "conv2d3", "conv_out", "positional_embedding")
-    patch_embedding = "conv2d1"
-    final_norm = "ln_post"
-    unused = ("proj1", "proj2")  # without the LLM that they are made for
     renames = ((r"(thinker\.)?(model\.)?audio_tower\.", "tower."),)
-    merger_styles: ClassVar[dict[str, str]] = {"proj1": "colwise", "proj2": "rowwise"}
     tensor_parallel: ClassVar[dict[str, str]] = {
         "self_attn": "local_heads",
         "self_attn.q_proj": "colwise",
@@ -86,32 +76,30 @@ class Qwen3OmniSoundFamily(SoundFamily):
         "self_attn_layer_norm": "sequence",
         "final_layer_norm": "sequence",
     }
+    tower: ClassVar[Any]
+    """Hugging Face's class."""
 
-    def variant(self, config: Any) -> EncoderFamily:
-        if config.n_window != _CHUNK // 2:
-            raise ConfigError(
-                f"n_window = {config.n_window}: Hugging Face's model counts 13 positions in every "
-                f"chunk, which only those of {_CHUNK} mel frames have; set it to {_CHUNK // 2}"
-            )
-        return self
+    @abstractmethod
+    def chunk_positions(self, config: Any) -> int:
+        """Positions of a chunk."""
+
+    @abstractmethod
+    def window_positions(self, config: Any) -> int:
+        """Positions that attend to each other."""
+
+    @abstractmethod
+    def read(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
+        """(N, T, D): what the convolutions make of chunks, with their positions."""
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        tower = Qwen3OmniMoeAudioEncoder._from_config(
-            config, dtype=dtype, attn_implementation=PACKED
-        )
+        tower = self.tower._from_config(config, dtype=dtype, attn_implementation=PACKED)
         tower.config._attn_implementation = PACKED_UNSPLIT
         for layer in tower.layers:
             layer.register_forward_hook(_only_output)
         return tower
 
-    def take_merger(self, tower: Any) -> nn.Module:
-        projection = SoundProjection(tower.proj1, tower.act, tower.proj2)
-        tower.proj1 = None
-        tower.proj2 = None
-        return projection
-
     def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> Segments:
-        window = _window(tower.config)
+        window = self.window_positions(tower.config)
         lengths = []
         for grid in inputs.grids_thw:
             whole, rest = divmod(prod(grid), window)
@@ -120,31 +108,18 @@ class Qwen3OmniSoundFamily(SoundFamily):
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Segments) -> Tensor:
         """(P, D); all whole chunks in one call, what remains of each sound in another."""
-        chunk = _CHUNK_POSITIONS
-        mels = tower.config.num_mel_bins
-        sounds = inputs.pixels.to(tower.conv_out.weight.dtype).split(
-            [prod(grid) for grid in inputs.grids_thw]
-        )
+        chunk = self.chunk_positions(tower.config)
+        weight = tower.get_submodule(self.patch_embedding).weight
+        sounds = inputs.pixels.to(weight.dtype).split([prod(grid) for grid in inputs.grids_thw])
         wholes = [sound[: len(sound) // chunk * chunk] for sound in sounds]
-        frames_NFM = torch.cat(wholes).reshape(-1, chunk * _FRAMES, mels)
-        # The last position of a chunk has fewer frames: the rest is filled with zeros.
-        read_ND = self._read(tower, frames_NFM[:, :_CHUNK]).flatten(0, 1)
+        read_PD = self.read(tower, torch.cat(wholes).unflatten(0, (-1, chunk))).flatten(0, 1)
         pieces = []
-        for whole, sound in zip(read_ND.split([len(w) for w in wholes]), sounds, strict=True):
+        for whole, sound in zip(read_PD.split([len(w) for w in wholes]), sounds, strict=True):
             rest = sound[len(whole) :]
             pieces.append(whole)
             if len(rest):
-                pieces.append(self._read(tower, rest.reshape(1, -1, mels))[0])
+                pieces.append(self.read(tower, rest[None])[0])
         return torch.cat(pieces)
-
-    def _read(self, tower: Any, frames_NFM: Tensor) -> Tensor:
-        """(N, T, D)."""
-        hidden = frames_NFM.mT[:, None]
-        for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
-            hidden = functional.gelu(convolution(hidden))
-        hidden_NTD = tower.conv_out(hidden.permute(0, 3, 1, 2).flatten(2))
-        positions_TD = tower.positional_embedding.positional_embedding[: hidden_NTD.shape[1]]
-        return hidden_NTD + positions_TD.to(hidden_NTD.dtype)
 
     def run_layer(
         self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Segments
@@ -157,34 +132,8 @@ class Qwen3OmniSoundFamily(SoundFamily):
     def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
         return sum(patches), self.width(config)
 
-    def linears_before(self, tower: Any) -> LinearSizes:
-        """Of a position, on the average of a chunk."""
-        config = tower.config
-        frames = _CHUNK
-        bins = config.num_mel_bins
-        channels = config.downsample_hidden_size
-        sizes, inputs = [], 1
-        for _ in range(3):
-            frames, bins = ceil(frames / 2), ceil(bins / 2)
-            outputs = round(channels * bins * frames / _CHUNK_POSITIONS)
-            sizes.append((9 * inputs, outputs))
-            inputs = channels
-        return *sizes, (channels * bins, config.d_model)
-
     def processor(self, config: Any) -> dict[str, Any]:
         return {"feature_size": config.num_mel_bins, "chunk_length": _LONGEST_S}
-
-    def patch_size(self, config: Any) -> int:
-        return _FRAMES * _HOP
-
-    def max_patches(self, config: Any) -> int:
-        return _LONGEST_S * _CHUNK_POSITIONS
-
-    def sound_chunk(self, config: Any) -> tuple[int, int] | None:
-        return _CHUNK * _HOP, _CHUNK_POSITIONS
-
-    def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-        return (1, _FRAMES * config.num_mel_bins), (1, 1, 1)
 
     def width(self, config: Any) -> int:
         return config.d_model
@@ -208,7 +157,7 @@ class Qwen3OmniSoundFamily(SoundFamily):
             norm="layer",
             activation=config.activation_function,
             rotary=False,
-            window=_window(config),
+            window=self.window_positions(config),
         )
 
 
@@ -217,6 +166,163 @@ def _only_output(layer: nn.Module, _: Any, outputs: tuple[Tensor]) -> Tensor:
     return outputs[0]
 
 
-def _window(config: Any) -> int:
-    """Positions that attend to each other."""
-    return config.n_window_infer // _CHUNK * _CHUNK_POSITIONS
+class Qwen2_5OmniVisionFamily(Qwen2_5VisionFamily):  # noqa: N801 - as Hugging Face writes it
+    """Qwen2.5-VL's, with queries, keys and values in linears of their own."""
+
+    renames = ((r"(thinker\.)?(model\.)?visual\.", "tower."),)
+    tensor_parallel: ClassVar[dict[str, str]] = {
+        **Qwen2_5VisionFamily.tensor_parallel,
+        "attn": "local_heads",
+        **dict.fromkeys(("attn.q", "attn.k", "attn.v"), "colwise"),
+    }
+    tower: ClassVar[Any] = Qwen2_5OmniVisionEncoder
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        return replace(super().describe_layer(config, index), packed_qkv=False)
+
+
+class Qwen2_5OmniSoundFamily(OmniSoundFamily):  # noqa: N801 - as Hugging Face writes it
+    """Qwen2.5-Omni's tower for sounds."""
+
+    pre: tuple[str, ...] = ("conv1", "conv2", "positional_embedding")
+    patch_embedding = "conv1"
+    final_norm = ""  # behind the means, so a part of what merges
+    fixed_merge = True
+    pooled = 2
+    merger = ("ln_post",)
+    merger_styles: ClassVar[dict[str, str]] = {}
+    unused = ("proj", "audio_bos_eos_token")  # the one without its LLM, the other always
+    tower: ClassVar[Any] = Qwen2_5OmniAudioEncoder
+
+    def variant(self, config: Any) -> EncoderFamily:
+        if config.n_window > config.max_source_positions:
+            raise ConfigError(
+                f"n_window = {config.n_window} is more than the tower's max_source_positions = "
+                f"{config.max_source_positions}; make it smaller"
+            )
+        return self
+
+    def take_merger(self, tower: Any) -> nn.Module:
+        projection = NormProjection(tower.ln_post, tower.proj)
+        tower.ln_post = None
+        tower.proj = None
+        return projection
+
+    def chunk_positions(self, config: Any) -> int:
+        return config.n_window
+
+    def window_positions(self, config: Any) -> int:
+        return config.n_window
+
+    def read(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
+        frames_NFM = chunks_NTV.unflatten(2, (_FRAMES_2_5, -1)).flatten(1, 2)
+        hidden = functional.gelu(tower.conv1(frames_NFM.mT))
+        hidden_NTD = functional.gelu(tower.conv2(hidden)).mT
+        positions_TD = tower.positional_embedding(hidden_NTD.shape[1])
+        return hidden_NTD + positions_TD.to(hidden_NTD.dtype)
+
+    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
+        """(K, D)."""
+        pooled_KD = hidden.unflatten(0, (-1, self.pooled)).mean(1)
+        return pooled_KD if tower.ln_post is None else tower.ln_post(pooled_KD)
+
+    def linears_before(self, tower: Any) -> LinearSizes:
+        mels = tower.conv1.in_channels
+        hidden = tower.conv1.out_channels
+        return (_FRAMES_2_5 * 3 * mels, hidden), (3 * hidden, hidden)
+
+    def patch_size(self, config: Any) -> int:
+        return _FRAMES_2_5 * _HOP
+
+    def max_patches(self, config: Any) -> int:
+        return _LONGEST_S * _RATE // self.patch_size(config)
+
+    def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        return (self.pooled, _FRAMES_2_5 * config.num_mel_bins), (1, 1, self.pooled)
+
+
+class Qwen3OmniVisionFamily(Qwen3VisionFamily):
+    """Qwen3-VL's under other names; a clip is one image, with times as positions."""
+
+    unused = ("merger_list",)
+    renames = ((r"(thinker\.)?(model\.)?visual\.", "tower."),)
+    splits_clips = False
+    merger_styles: ClassVar[dict[str, str]] = {
+        f"{merger}.mlp.{part}": style
+        for merger in ("merger", "deepstack_merger_list.*")
+        for part, style in ((0, "colwise"), (2, "rowwise"))
+    }
+    tower: ClassVar[Any] = Qwen3OmniMoeVisionEncoder
+
+    def take_merger(self, tower: Any) -> nn.Module:
+        connector = DeepstackConnector(tower.merger, tower.merger_list)
+        tower.merger = None
+        tower.merger_list = None
+        return connector
+
+
+class Qwen3OmniSoundFamily(OmniSoundFamily):
+    """Qwen3-Omni's tower for sounds."""
+
+    pre: tuple[str, ...] = ("conv2d1", "conv2d2", "conv2d3", "conv_out", "positional_embedding")
+    patch_embedding = "conv2d1"
+    final_norm = "ln_post"
+    unused = ("proj1", "proj2")  # without the LLM that they are made for
+    merger_styles: ClassVar[dict[str, str]] = {"proj1": "colwise", "proj2": "rowwise"}
+    tower: ClassVar[Any] = Qwen3OmniMoeAudioEncoder
+
+    def variant(self, config: Any) -> EncoderFamily:
+        if config.n_window != _CHUNK // 2:
+            raise ConfigError(
+                f"n_window = {config.n_window}: Hugging Face's model counts 13 positions in every "
+                f"chunk, which only those of {_CHUNK} mel frames have; set it to {_CHUNK // 2}"
+            )
+        return self
+
+    def take_merger(self, tower: Any) -> nn.Module:
+        projection = SoundProjection(tower.proj1, tower.act, tower.proj2)
+        tower.proj1 = None
+        tower.proj2 = None
+        return projection
+
+    def chunk_positions(self, config: Any) -> int:
+        return _CHUNK_POSITIONS
+
+    def window_positions(self, config: Any) -> int:
+        return config.n_window_infer // _CHUNK * _CHUNK_POSITIONS
+
+    def read(self, tower: Any, chunks_NTV: Tensor) -> Tensor:
+        frames_NFM = chunks_NTV.unflatten(2, (_FRAMES, -1)).flatten(1, 2)
+        # The last position of a chunk has fewer frames: the rest is filled with zeros.
+        hidden = frames_NFM[:, :_CHUNK].mT[:, None]
+        for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
+            hidden = functional.gelu(convolution(hidden))
+        hidden_NTD = tower.conv_out(hidden.permute(0, 3, 1, 2).flatten(2))
+        positions_TD = tower.positional_embedding.positional_embedding[: hidden_NTD.shape[1]]
+        return hidden_NTD + positions_TD.to(hidden_NTD.dtype)
+
+    def linears_before(self, tower: Any) -> LinearSizes:
+        """Of a position, on the average of a chunk."""
+        config = tower.config
+        frames = _CHUNK
+        bins = config.num_mel_bins
+        channels = config.downsample_hidden_size
+        sizes, inputs = [], 1
+        for _ in range(3):
+            frames, bins = ceil(frames / 2), ceil(bins / 2)
+            outputs = round(channels * bins * frames / _CHUNK_POSITIONS)
+            sizes.append((9 * inputs, outputs))
+            inputs = channels
+        return *sizes, (channels * bins, config.d_model)
+
+    def patch_size(self, config: Any) -> int:
+        return _FRAMES * _HOP
+
+    def max_patches(self, config: Any) -> int:
+        return _LONGEST_S * _CHUNK_POSITIONS
+
+    def sound_chunk(self, config: Any) -> tuple[int, int] | None:
+        return _CHUNK * _HOP, _CHUNK_POSITIONS
+
+    def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        return (1, _FRAMES * config.num_mel_bins), (1, 1, 1)

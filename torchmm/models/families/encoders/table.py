@@ -21,7 +21,12 @@ from torchmm.models.families.encoders.later_vits import (
     Dinov3Family,
     MetaClip2Family,
 )
-from torchmm.models.families.encoders.omni import Qwen3OmniSoundFamily, Qwen3OmniVisionFamily
+from torchmm.models.families.encoders.omni import (
+    Qwen2_5OmniSoundFamily,
+    Qwen2_5OmniVisionFamily,
+    Qwen3OmniSoundFamily,
+    Qwen3OmniVisionFamily,
+)
 from torchmm.models.families.encoders.pixtral import PixtralFamily
 from torchmm.models.families.encoders.qwen import Qwen2_5VisionFamily, Qwen2VisionFamily
 from torchmm.models.families.encoders.qwen3 import (
@@ -104,6 +109,8 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "gemma4_vision": Gemma4VisionFamily(),
     "whisper": WhisperFamily(),
     "wav2vec2": Wav2Vec2Family(),
+    "qwen2_5_omni_vision_encoder": Qwen2_5OmniVisionFamily(),
+    "qwen2_5_omni_audio_encoder": Qwen2_5OmniSoundFamily(),
     "qwen3_omni_moe_vision_encoder": Qwen3OmniVisionFamily(),
     "qwen3_omni_moe_audio_encoder": Qwen3OmniSoundFamily(),
 }
