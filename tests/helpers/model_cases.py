@@ -533,6 +533,16 @@ COMPOSITES |= {
         "vision_feature_layer": -1,
     },
 }
+COMPOSITES |= {
+    "pixtral_llava": {
+        "model_type": "llava",
+        "vision_config": ENCODERS["pixtral"],
+        "text_config": LLMS["mistral"],
+        "image_token_index": IMAGE_TOKEN_ID,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
+}
 SOUND_TOKEN_ID = 59
 COMPOSITES |= {
     "qwen3_omni": {

@@ -252,6 +252,7 @@ def _composites(
         "llava with clip": composite("llava", "clip", "llama", **default),
         "llava with siglip": composite("llava", "siglip", "qwen2", **full),
         "llava with dinov2": composite("llava", "dinov2", "llama", **default),
+        "llava with pixtral": composite("llava", "pixtral", "mistral", **full),
         "internvl": composite("internvl", "internvl", "qwen2"),
         "idefics3": composite("idefics3", "idefics3", "llama"),
         "smolvlm": composite("smolvlm", "smolvlm", "llama"),

@@ -1,5 +1,5 @@
-"""Mistral 3: a token at the end of every row of an image; Hugging Face's processor and model on the
-same pictures give the same."""
+"""Mistral 3 and Pixtral: a token at the end of every row of an image; Hugging Face's processor and
+model on the same pictures give the same."""
 
 from itertools import islice
 
@@ -22,6 +22,8 @@ from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.model_section import ModelConfig
 
 PICTURES = [(100, 40), (40, 120), (64, 64), (20, 20)]
+MERGED = {"mistral3": 2, "pixtral_llava": 1}
+"""Rows and columns of patches in a token."""
 CAPTIONS = [" a red dog", " two", " the small green cats", " in the sun"]
 
 
@@ -30,12 +32,17 @@ def tokenizer():
     return make_tokenizer("mistral3")
 
 
+@pytest.fixture(params=list(MERGED))
+def name(request) -> str:
+    return request.param
+
+
 @pytest.fixture
-def model(tokenizer):
-    vision = {**COMPOSITES["mistral3"]["vision_config"], "image_size": 64}
-    text = {**COMPOSITES["mistral3"]["text_config"], "vocab_size": 1024}
+def model(name, tokenizer):
+    vision = {**COMPOSITES[name]["vision_config"], "image_size": 64}
+    text = {**COMPOSITES[name]["text_config"], "vocab_size": 1024}
     image = tokenizer.convert_tokens_to_ids("[IMG]")
-    config = {**COMPOSITES["mistral3"], "vision_config": vision, "text_config": text}
+    config = {**COMPOSITES[name], "vision_config": vision, "text_config": text}
     processor = {"size": {"longest_edge": 48}}
     return build(ModelConfig(config={**config, "image_token_index": image}, processor=processor))
 
@@ -67,22 +74,21 @@ def test_placeholders_of_rows_leave_room_for_their_ends() -> None:
     assert places_in_rows(3, 1).tolist() == [0, 2, 4]
 
 
-def processed(number: int, tokenizer) -> dict[str, torch.Tensor]:
+def processed(number: int, side: int, tokenizer) -> dict[str, torch.Tensor]:
     """A picture by Hugging Face's image processor, and its text as `PixtralProcessor` writes it,
-    which needs torchvision."""
+    which needs torchvision. Tokens are `side` patches wide."""
     processor = PixtralImageProcessorPil(patch_size={"height": 4, "width": 4})
     picture = decode_rgb(png(*PICTURES[number], number), 10**6)
-    token = {"height": 8, "width": 8}
+    token = {"height": 4 * side, "width": 4 * side}
     images = processor(picture, patch_size=token, size={"longest_edge": 48}, return_tensors="pt")
-    height, width = images["image_sizes"][0].tolist()
-    rows = ["[IMG]" * (width // 8)] * (height // 8)
-    written = "[IMG_BREAK]".join(rows) + "[IMG_END]"
+    height, width = (length // (4 * side) for length in images["image_sizes"][0].tolist())
+    written = "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
     ids = tokenizer(f"<s>{written}{CAPTIONS[number]}</s>", return_tensors="pt")["input_ids"]
     return {"input_ids": ids, **images}
 
 
 @proves("equal", COMPOSITES)
-@pytest.mark.parametrize("name", ["mistral3"])
+@pytest.mark.parametrize("name", list(MERGED), indirect=True)
 def test_rows_give_hugging_faces_ids_loss_and_gradients(
     name, model, microbatches, tokenizer
 ) -> None:
@@ -91,7 +97,7 @@ def test_rows_give_hugging_faces_ids_loss_and_gradients(
     for microbatch in microbatches:
         for position, meta in enumerate(microbatch.meta.samples):
             start, stop = microbatch.cu_seqlens[position : position + 2]
-            sample = processed(meta.index, tokenizer)
+            sample = processed(meta.index, MERGED[name], tokenizer)
             ids = sample["input_ids"][0]
             assert torch.equal(microbatch.input_ids_T[start:stop], ids)
             rows = len(np.flatnonzero(ids == tokenizer.convert_tokens_to_ids("[IMG_BREAK]"))) + 1

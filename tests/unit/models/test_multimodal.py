@@ -38,6 +38,8 @@ from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 from torchmm.training.validation import _append
 
+ROWS = ("mistral3", "pixtral_llava")
+"""Whose images are any rectangles of patches."""
 SQUARE = {"height": 16, "width": 16}
 version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
@@ -73,8 +75,9 @@ def two_images(
         return [(1, 4, 6), (1, 6, 2)], torch.randn(36, 96, generator=generator), [6, 3]
     if name == "gemma4":
         return [(1, 4, 6), (1, 6, 2)], torch.randn(36, 48, generator=generator), [6, 3]
-    if name == "mistral3":
-        return [(1, 4, 4), (1, 2, 4)], torch.randn(24, 48, generator=generator), [4, 2]
+    if name in ROWS:
+        tokens = [4, 2] if name == "mistral3" else [16, 8]
+        return [(1, 4, 4), (1, 2, 4)], torch.randn(24, 48, generator=generator), tokens
     pixels = torch.randn(2, 3, 16, 16, generator=generator)
     whole = name in ("llava", "paligemma", "paligemma2")
     return [(1, 4, 4), (1, 4, 4)], pixels, [16, 16] if whole else [4, 4]
@@ -109,7 +112,7 @@ def two_samples_with_images(name: str) -> tuple[Microbatch, list[dict]]:
             places = [[column, row] for row in range(rows) for column in range(columns)]
             sample |= {"mm_token_type_ids": shown, "image_position_ids": torch.tensor([places])}
             sample["pixel_values"] = pieces[i][None]
-        elif name == "mistral3":
+        elif name in ROWS:
             _, rows, columns = grids[i]
             own = pixels.split([16, 8])[i].view(rows, columns, 3, 4, 4).permute(2, 0, 3, 1, 4)
             sample["pixel_values"] = own.reshape(1, 3, 4 * rows, 4 * columns)
@@ -176,6 +179,8 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
         ("gemma3", {}),
         ("gemma4", {}),
         ("mistral3", {}),
+        ("pixtral_llava", {}),
+        ("pixtral_llava", {"vision_feature_layer": -2}),
         ("qwen2_vl", {}),
         ("qwen2_5_vl", {}),
         ("qwen2_5_vl", {"tie_word_embeddings": True}),
@@ -495,10 +500,13 @@ def test_siglip_in_llava_must_keep_the_first_patch() -> None:
         build(composite_config("llava", vision_config=siglip))
 
 
-@pytest.mark.parametrize("tower", ["dinov3", "metaclip_2", "pixtral"])
-def test_towers_that_llava_cannot_have_are_refused(tower: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "tower"),
+    [("llava", "dinov3"), ("llava", "metaclip_2"), ("llava", "gemma4"), ("llava_next", "pixtral")],
+)
+def test_towers_that_llava_cannot_have_are_refused(name: str, tower: str) -> None:
     with pytest.raises(ConfigError, match=r"vision tower .* is not supported"):
-        build(composite_config("llava", vision_config=ENCODERS[tower]))
+        build(composite_config(name, vision_config=ENCODERS[tower]))
 
 
 def test_a_misspelt_key_of_an_inline_config_is_reported() -> None:

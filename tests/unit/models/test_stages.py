@@ -16,7 +16,7 @@ from model_cases import (
 )
 from omni_cases import images_and_sounds
 from proofs import proves
-from test_multimodal import two_samples_with_images
+from test_multimodal import ROWS, two_samples_with_images
 from torch import Tensor
 
 from torchmm.common.batch import EncoderInputs, Microbatch
@@ -79,7 +79,7 @@ def example(name: str, model: MultimodalModel) -> Microbatch:
     """Two packed samples; all images stand in the first, unless there are sounds too."""
     if "audio" in model.encoders:
         return images_and_sounds(name)
-    if name == "mistral3":
+    if name in ROWS:
         return two_samples_with_images(name)[0]
     families = (*BASIC_ENCODERS, "qwen2_vl", "gemma4")
     families += ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")

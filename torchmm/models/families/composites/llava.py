@@ -1,4 +1,4 @@
-"""LLaVA, and on tiles LLaVA-NeXT and LLaVA-OneVision."""
+"""LLaVA, on images of one size or with Pixtral's tower; LLaVA-NeXT and LLaVA-OneVision on tiles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
     LLAVA_LLM,
     LLAVA_VISION,
+    ROW_MARKS,
     CompositeParts,
     EncoderPart,
     part_problems,
@@ -39,7 +40,8 @@ def take_llava(config: Any) -> CompositeParts:
     """
     text, vision = text_config(config), config.vision_config
     family = ENCODER_FAMILIES.get(vision.model_type)
-    problems = part_problems(config)
+    any_size = ("pixtral",) if config.model_type == "llava" else ()
+    problems = part_problems(config, also=any_size)
     layer = config.vision_feature_layer
     if not isinstance(layer, int):
         problems.append(f"vision_feature_layer = {layer} is a list; supported: a single number")
@@ -69,7 +71,9 @@ def take_llava(config: Any) -> CompositeParts:
         llm_family=LLM_FAMILIES[text.model_type],
         llm_files=LLAVA_LLM,
         encoders={VISION: vision_part},
-        text=TextConventions(config.image_token_id),
+        text=TextConventions(
+            config.image_token_id, **(ROW_MARKS if vision.model_type == "pixtral" else {})
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
     LLAVA_LLM,
     LLAVA_VISION,
+    ROW_MARKS,
     CompositeParts,
     EncoderPart,
     part_problems,
@@ -16,7 +17,7 @@ from torchmm.models.families.composites.parts import (
 )
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.families.text import TextConventions, Token
+from torchmm.models.families.text import TextConventions
 
 
 def take_mistral3(config: Any) -> CompositeParts:
@@ -52,7 +53,5 @@ def take_mistral3(config: Any) -> CompositeParts:
         llm_family=LLM_FAMILIES[text.model_type],
         llm_files=LLAVA_LLM,
         encoders={VISION: vision_part},
-        text=TextConventions(
-            config.image_token_id, suffix=(Token("[IMG_END]"),), row_end=Token("[IMG_BREAK]")
-        ),
+        text=TextConventions(config.image_token_id, **ROW_MARKS),
     )

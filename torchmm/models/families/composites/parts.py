@@ -13,7 +13,7 @@ from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.families.text import TextConventions
+from torchmm.models.families.text import TextConventions, Token
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.layered import WeightFiles
 
@@ -37,8 +37,8 @@ LLAVA_VISION = WeightFiles(
         ("connector.", "model.multi_modal_projector."),
     ),
 )
-
-
+ROW_MARKS: dict[str, Any] = {"suffix": (Token("[IMG_END]"),), "row_end": Token("[IMG_BREAK]")}
+"""How images of Pixtral's tower appear in the text, for `TextConventions`."""
 _OWN_LOGITS = ("paligemma", "gemma4")
 """Composites that cap logits as their LLMs do."""
 
@@ -73,11 +73,12 @@ def text_config(config: Any) -> Any:
     return text
 
 
-def part_problems(config: Any, towers: Sequence[str] = ()) -> list[str]:
+def part_problems(config: Any, towers: Sequence[str] = (), also: Sequence[str] = ()) -> list[str]:
     """Parts that are not supported.
 
     Args:
         towers: those that the composite can have; empty: all on images of a fixed size.
+        also: further ones.
     """
     text = config.text_config.model_type
     vision = getattr(config.vision_config, "model_type", None)
@@ -91,7 +92,7 @@ def part_problems(config: Any, towers: Sequence[str] = ()) -> list[str]:
         )
     families = ENCODER_FAMILIES.items()
     fixed = [name for name, f in families if f.inputs == "fixed" and f.in_composites]
-    known = towers or fixed
+    known = (*(towers or fixed), *also)
     if vision not in known:
         problems.append(f"vision tower {vision!r} is not supported; supported: {', '.join(known)}")
     return problems
