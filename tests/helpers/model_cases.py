@@ -202,6 +202,25 @@ LLMS |= {
         "moe_intermediate_size": 24,
     },
 }
+LLMS |= {
+    "ministral3": {
+        "model_type": "ministral3",
+        **_LLM,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 4,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+}
 EXPERTS = (
     "gemma4_moe",
     "qwen3_5_moe",

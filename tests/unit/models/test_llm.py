@@ -68,6 +68,16 @@ def test_a_sample_does_not_see_its_neighbours() -> None:
     assert torch.equal(model.llm.logits(batch, {}, middle), before)
 
 
+def test_positions_in_the_row_instead_of_the_sample_would_change_what_they_scale() -> None:
+    for family, scaled in (("ministral3", True), ("mistral", False)):
+        model = text_model(family)
+        batch = microbatch([6, 8, 5])
+        everywhere = torch.arange(19)
+        right = model.llm.logits(batch, {}, everywhere)
+        batch.position_ids = everywhere  # rotary positions alone would not care
+        assert (relative_error(model.llm.logits(batch, {}, everywhere), right) > 1e-3) == scaled
+
+
 @proves("stages", LLMS)
 @pytest.mark.parametrize("family", list(LLMS))
 def test_three_stages_equal_the_whole(family: str) -> None:

@@ -179,6 +179,7 @@ def mrope_positions(plain: PreTrainedModel, samples: list[dict]) -> Tensor:
         ("gemma3", {}),
         ("gemma4", {}),
         ("mistral3", {}),
+        ("mistral3", {"text_config": LLMS["ministral3"]}),
         ("pixtral_llava", {}),
         ("pixtral_llava", {"vision_feature_layer": -2}),
         ("qwen2_vl", {}),

@@ -98,6 +98,7 @@ LLM_FAMILIES = {
     "llama": LlmFamily(),
     "gemma": LlmFamily(norm_weight_float32=True),
     "mistral": LlmFamily(),
+    "ministral3": LlmFamily(),  # queries grow with their position in the sample
     "qwen2": LlmFamily(),
     "qwen3": LlmFamily(),
     "smollm3": LlmFamily(),  # some layers without rotary positions
