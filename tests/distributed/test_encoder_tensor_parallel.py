@@ -259,7 +259,8 @@ class Case:
 CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
 CASES += [Case(family, True) for family in COMPOSITES]
 CASES += [Case("in qwen3_vl", False), Case("in qwen3_vl", True, chunks=1)]
-CASES += [Case("qwen2_5_vl", True, frozen=True), Case("qwen2_5_omni_vision", True, chunks=2)]
+CASES += [Case("qwen2_5_vl", True, frozen=True)]
+CASES += [Case(f"qwen2_5_omni_{part}", True, chunks=2) for part in ("vision", "sound")]
 ASYNC = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 CASES += [Case(family, True, chunks=chunks) for chunks, family in enumerate(ASYNC, start=1)]
 CASES += [Case("clip", True, frozen=True, chunks=2)]

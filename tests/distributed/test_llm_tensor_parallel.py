@@ -64,6 +64,7 @@ CASES += [
 ]
 CASES += [Case(name, name != "gemma3", composite=True) for name in COMPOSITES]
 CASES += [Case("qwen3_vl", composite=True), Case("qwen3_vl", True, chunks=2, composite=True)]
+CASES += [Case("qwen2_5_omni", True, chunks=2, composite=True)]
 
 
 @proves("tensor", LLMS)

@@ -29,6 +29,7 @@ Table = dict[str, Any]
 CLASSES = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen2_5_omni_thinker": "Qwen2_5OmniThinkerForConditionalGeneration",
     "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "glm4v": "Glm4vForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
@@ -36,6 +37,8 @@ CLASSES = {
     "gemma4": "Gemma4ForConditionalGeneration",
 }
 """Hugging Face's, by model_type."""
+OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+"""Which hear, too."""
 PATCH_PX, MEL_BINS = 8, 8
 SECOND_FRAMES, SECOND_POSITIONS = 100, 13
 """Of Qwen3-Omni's sounds: the last position of a second has fewer frames."""
@@ -76,8 +79,8 @@ def draw_composite(rng: Random) -> Table:
         processor = {"size": {"longest_edge": 4 * PATCH_PX}}
     elif model_type == "gemma4":
         processor = {"max_soft_tokens": 70}  # the fewest that it accepts
-    elif model_type == "qwen3_omni_moe_thinker":
-        config["audio_config"] = _sound(rng)
+    elif model_type in OMNI:
+        config["audio_config"] = _sound(rng, model_type)
     elif model_type.startswith("glm4v"):  # of both frames of a patch
         processor = {"size": {edge: 2 * pixels for edge, pixels in size.items()}}
     return {"config": config, "processor": processor}
@@ -110,6 +113,8 @@ def _text(rng: Random, model_type: str) -> Table:
         config |= {"head_dim": 8, "rope_parameters": rope}
     elif model_type == "qwen3_omni_moe_thinker":
         config |= {**_EXPERTS, "rope_parameters": rope}
+    elif model_type == "qwen2_5_omni_thinker":
+        config["rope_parameters"] = rope
     elif model_type == "glm4v":
         config["rope_parameters"] = {**rope, "mrope_section": [1, 2, 1]}
     elif model_type == "glm4v_moe":
@@ -154,6 +159,10 @@ def _vision(rng: Random, model_type: str) -> Table:
     config = {**sizes, "depth": layers, "num_heads": 4, "out_hidden_size": 32}
     if model_type.startswith("glm4v"):
         return {**config, "model_type": f"{model_type}_vision", "image_size": 5 * PATCH_PX}
+    if model_type == "qwen2_5_omni_thinker":
+        whole = sorted(rng.sample(range(layers), rng.choice((0, 1))))
+        windows = {"window_size": 2 * PATCH_PX, "fullatt_block_indexes": whole}
+        return {**config, **windows, "model_type": "qwen2_5_omni_vision_encoder"}
     config["num_position_embeddings"] = 25
     if model_type == "qwen3_5":
         return {**config, "model_type": "qwen3_5_vision"}
@@ -162,19 +171,20 @@ def _vision(rng: Random, model_type: str) -> Table:
     return {**config, "model_type": name, "deepstack_visual_indexes": taps}
 
 
-def _sound(rng: Random) -> Table:
-    return {
-        "model_type": "qwen3_omni_moe_audio_encoder",
+def _sound(rng: Random, model_type: str) -> Table:
+    sizes = {
         "num_mel_bins": MEL_BINS,
         "d_model": 32,
         "encoder_layers": rng.choice((2, 2, 3, 4)),
         "encoder_attention_heads": 4,
         "encoder_ffn_dim": 48,
         "max_source_positions": 16,
-        "n_window_infer": 200,
         "output_dim": 32,
-        "downsample_hidden_size": 12,
     }
+    if model_type == "qwen2_5_omni_thinker":
+        return {"model_type": "qwen2_5_omni_audio_encoder", **sizes, "n_window": rng.choice((3, 8))}
+    own = {"n_window_infer": 200, "downsample_hidden_size": 12}
+    return {"model_type": "qwen3_omni_moe_audio_encoder", **sizes, **own}
 
 
 def _marks(model_type: str) -> Table:
@@ -185,9 +195,13 @@ def _marks(model_type: str) -> Table:
     marks = {"image_token_id": image, "video_token_id": video}
     if model_type == "gemma4":
         return marks | {"boi_token_id": start, "eoi_token_id": stop, "audio_token_id": video}
+    if model_type in OMNI:
+        marks["audio_token_id"] = TOKEN_IDS["<sound>"]
+        marks["audio_start_token_id"] = TOKEN_IDS["<|audio_start|>"]
     if model_type == "qwen3_omni_moe_thinker":
-        heard = {"audio_token_id": "<sound>", "audio_start_token_id": "<|audio_start|>"}
-        return marks | {key: TOKEN_IDS[token] for key, token in heard.items()}
+        return marks  # the others by their names
+    if model_type == "qwen2_5_omni_thinker":
+        marks["audio_end_token_id"] = TOKEN_IDS["<|audio_end|>"]
     if model_type.startswith("glm4v"):
         around = {"image_start_token_id": start, "image_end_token_id": stop}
         return marks | around | {"video_start_token_id": video, "video_end_token_id": video}
@@ -236,7 +250,7 @@ class CompositeReference(nn.Module):
     def _arguments(self, sample: Sample) -> Table:
         ids = sample.ids[None]
         given: Table = {"input_ids": ids, "use_cache": False}
-        if self.kind == "qwen3_omni_moe_thinker":
+        if self.kind in OMNI:
             given["attention_mask"] = torch.ones_like(ids)
         elif self.kind != "mistral3":
             given["mm_token_type_ids"] = (ids == TOKEN_IDS["<image>"]).int()
@@ -253,7 +267,8 @@ class CompositeReference(nn.Module):
                 given |= {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
         if "audio" in sample.read:
             positions, grids, _ = sample.read["audio"]
-            given |= _heard(list(positions.split([count for _, _, count in grids])))
+            sounds = positions.split([count for _, _, count in grids])
+            given |= _heard([_frames(sound, self.kind) for sound in sounds])
         return given
 
 
@@ -282,13 +297,16 @@ def _placed(images: list[Tensor], shapes: list[tuple[int, int]]) -> Table:
     }
 
 
-def _heard(sounds: list[Tensor]) -> Table:
+def _frames(sound: Tensor, model_type: str) -> Tensor:
+    """(F, M) of a sound."""
+    if model_type == "qwen2_5_omni_thinker":
+        return sound.reshape(-1, MEL_BINS)
+    seconds = sound.split(SECOND_POSITIONS)
+    return torch.cat([second.reshape(-1, MEL_BINS)[:SECOND_FRAMES] for second in seconds])
+
+
+def _heard(frames: list[Tensor]) -> Table:
     """(N, M, F) of sounds, and which frames they have."""
-    frames = []
-    for sound in sounds:
-        seconds = sound.split(SECOND_POSITIONS)
-        whole = [second.reshape(-1, MEL_BINS)[:SECOND_FRAMES] for second in seconds]
-        frames.append(torch.cat(whole))
     padded = nn.utils.rnn.pad_sequence(frames, batch_first=True)
     lengths = torch.tensor([len(sound) for sound in frames])
     mask = torch.arange(padded.shape[1]) < lengths[:, None]

@@ -50,6 +50,10 @@ class ScopeInput:
         self.shape = shape
         self.products = products
 
+    def size(self) -> torch.Size:
+        """What some attentions ask for instead of the shape."""
+        return self.shape
+
 
 class Column:
     """Forward of a column-wise linear whose product its scope has computed.
