@@ -146,7 +146,7 @@ def _plain(family: Family, ours: MultimodalModel) -> PreTrainedModel:
     assert ours.composite is not None
     kind: Any = COMPOSITES[ours.composite.model_type].kind
     model = kind._from_config(ours.composite, attn_implementation=attention)
-    if family.config["model_type"] == "qwen3_omni_moe_thinker":
+    if "audio_config" in family.config:
         model.config.vision_start_token_id = START  # in published configs, not in the class
     prefixes = hf_prefixes(ours)
     weights = {

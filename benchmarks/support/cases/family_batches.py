@@ -39,8 +39,8 @@ from torchmm.models.multimodal import MultimodalModel
 
 TOKENS_PER_S = 4
 """How fast captions are read aloud."""
-SECOND_FRAMES, FRAMES_PER_POSITION = 100, 8
-"""Mel frames of Qwen3-Omni's sounds; its tower reads them second by second."""
+SECOND_FRAMES, FRAME_SAMPLES = 100, 160
+"""Mel frames of a second of sound, which Qwen3-Omni's tower reads by itself; samples of a frame."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,11 @@ def _marks(marks: tuple[int | str | Token, ...], unknown: int) -> list[int]:
 
 
 def _sounds(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
-    """Noise as long as it takes to read the captions aloud; as Qwen3-Omni takes it."""
+    """Noise as long as it takes to read the captions aloud; as Omni models take it."""
     generator = torch.Generator().manual_seed(len(samples))
-    step = SECOND_FRAMES // TOKENS_PER_S // FRAMES_PER_POSITION * FRAMES_PER_POSITION
+    position = spec.patch_size_px // FRAME_SAMPLES
+    token = position * spec.patches_per_token
+    step = SECOND_FRAMES // TOKENS_PER_S // token * token
     sounds, patches = [], []
     for sample in samples:
         seconds, rest = divmod(len(sample.ids), TOKENS_PER_S)
@@ -154,14 +156,14 @@ def _sounds(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> M
         mels_FM = torch.randn(frames, spec.processor["feature_size"], generator=generator)
         sounds.append(mels_FM)
         chunks = mels_FM.split(SECOND_FRAMES)  # filled up to whole positions
-        filled = [functional.pad(c, (0, 0, 0, -len(c) % FRAMES_PER_POSITION)) for c in chunks]
-        patches.append(torch.cat(filled).unflatten(0, (-1, FRAMES_PER_POSITION)).flatten(1))
+        filled = [functional.pad(c, (0, 0, 0, -len(c) % position)) for c in chunks]
+        patches.append(torch.cat(filled).unflatten(0, (-1, position)).flatten(1))
     grids = [(1, 1, len(patch)) for patch in patches]
     text = model.text
     written = [
         [
             *_marks(text.sound_prefix, SOUND_START),
-            *[SOUND] * len(patch),
+            *[SOUND] * (len(patch) // spec.patches_per_token),
             *_marks(text.sound_suffix, STOP),
         ]
         for patch in patches

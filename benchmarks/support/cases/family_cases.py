@@ -30,11 +30,13 @@ has."""
 _MARKS = {
     "image_token_id": IMAGE,
     "image_token_index": IMAGE,
-    "audio_token_id": SOUND,
+    **dict.fromkeys(("audio_token_id", "audio_token_index"), SOUND),
     "audio_start_token_id": SOUND_START,
     **dict.fromkeys(("vision_start_token_id", "image_start_token_id", "boi_token_id"), START),
+    "audio_end_token_id": STOP,
     **dict.fromkeys(("vision_end_token_id", "image_end_token_id", "eoi_token_id"), STOP),
     **{"boi_token_index": START, "eoi_token_index": STOP},
+    "video_token_index": UNUSED,
     **dict.fromkeys(("video_token_id", "video_start_token_id", "video_end_token_id"), UNUSED),
 }
 """By key of a composite's config."""
@@ -183,6 +185,16 @@ def _towers(size: Size) -> dict[str, dict[str, Any]]:
         "deepstack_visual_indexes": [0, 1],
     }
     plain = {key: value for key, value in qwen3.items() if key != "deepstack_visual_indexes"}
+    qwen2_5 = {**qwen, **ffn, **windows}
+    qwen2_5 |= {"hidden_size": size.hidden, "out_hidden_size": size.hidden}
+    hearing = {
+        "num_mel_bins": MEL_BINS,
+        "d_model": size.hidden,
+        "encoder_layers": max(2, size.layers // 2),
+        "encoder_attention_heads": size.hidden // 32,
+        "encoder_ffn_dim": 3 * size.hidden,
+        "output_dim": size.hidden,
+    }
     unsized = {key: value for key, value in shared.items() if key != "image_size"}
     glm = {**qwen, **ffn, "hidden_size": size.hidden, "out_hidden_size": size.hidden}
     glm["image_size"] = IMAGE_PX
@@ -199,15 +211,12 @@ def _towers(size: Size) -> dict[str, dict[str, Any]]:
         },
         "glm4v": {"model_type": "glm4v_vision", **glm},
         "glm4v_moe": {"model_type": "glm4v_moe_vision", **glm},
+        "qwen2_5_omni": {**qwen2_5, "model_type": "qwen2_5_omni_vision_encoder"},
+        "qwen2_5_omni_sound": {"model_type": "qwen2_5_omni_audio_encoder", **hearing},
         "qwen3_omni": {"model_type": "qwen3_omni_moe_vision_encoder", **qwen3},
         "qwen3_omni_sound": {
             "model_type": "qwen3_omni_moe_audio_encoder",
-            "num_mel_bins": MEL_BINS,
-            "d_model": size.hidden,
-            "encoder_layers": max(2, size.layers // 2),
-            "encoder_attention_heads": size.hidden // 32,
-            "encoder_ffn_dim": 3 * size.hidden,
-            "output_dim": size.hidden,
+            **hearing,
             "downsample_hidden_size": size.hidden // 4,
         },
         "qwen3_5": {"model_type": "qwen3_5_vision", **plain},
@@ -227,14 +236,7 @@ def _towers(size: Size) -> dict[str, dict[str, Any]]:
             "hidden_size": size.hidden,
             "mlp_ratio": 3,
         },
-        "qwen2_5_vl": {
-            "model_type": "qwen2_5_vl_vision",
-            **qwen,
-            **ffn,
-            **windows,
-            "hidden_size": size.hidden,
-            "out_hidden_size": size.hidden,
-        },
+        "qwen2_5_vl": {"model_type": "qwen2_5_vl_vision", **qwen2_5},
     }
 
 
@@ -273,6 +275,7 @@ _MROPE = {
     "qwen2_5_vl": ("qwen2_5_vl", "qwen2", [4, 6, 6]),
     "qwen3_vl": ("qwen3_vl", "qwen3", [6, 5, 5]),
     "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3_moe", [6, 5, 5]),
+    "qwen2_5_omni_thinker": ("qwen2_5_omni", "qwen2", [4, 6, 6]),
     "qwen3_omni_moe_thinker": ("qwen3_omni", "qwen3_moe", [6, 5, 5]),
     "glm4v": ("glm4v", "glm4", [4, 6, 6]),
     "glm4v_moe": ("glm4v_moe", "glm4_moe", [2, 3, 3]),
@@ -298,5 +301,6 @@ def _with_mrope(
         parts = {"vision_config": towers[tower], "text_config": own}
         found[name] = {"model_type": name, **parts, "tie_word_embeddings": False}
     found["glm46v"]["text_config"]["model_type"] = "glm4v_text"
+    found["qwen2_5_omni_thinker"]["audio_config"] = towers["qwen2_5_omni_sound"]
     found["qwen3_omni_moe_thinker"]["audio_config"] = towers["qwen3_omni_sound"]
     return found

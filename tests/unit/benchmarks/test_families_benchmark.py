@@ -31,7 +31,10 @@ def test_all_supported_families_are_compared(benchmark):
 
 @pytest.mark.parametrize(
     "name",
-    ["mistral", "gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen3_omni_moe_thinker", "glm4v_moe"],
+    [
+        *("mistral", "gemma3", "gemma4", "mistral3", "qwen3_vl", "glm4v_moe"),
+        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+    ],
 )
 def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
     found, vocabulary = samples
