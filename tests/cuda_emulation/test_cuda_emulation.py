@@ -5,6 +5,7 @@ The third step of every run is logged by `fakecuda` and looked at (`fakecuda.rac
 kernels, kernels that are missing on CUDA.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -213,3 +214,19 @@ def test_one_hardware_queue_stops_a_pipeline(built, tmp_path, real_data) -> None
     """Why `check_hardware_queues` refuses it."""
     ranks = logged(CASES["pp2"], tmp_path, real_data)
     assert stuck(ranks, queues=1)
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+def test_the_check_of_gpus_runs_whole(built, tmp_path, real_data) -> None:
+    """Losses are right; figures of speed say nothing here."""
+    file = tmp_path / "lines.json"
+    run([sys.executable, "scripts/gpu_check.py", "--gpus=1", "--small", "--minutes=6",
+         f"--through={HERE / 'emulate.py'}", f"--json={file}"])  # fmt: skip
+    lines = json.loads(file.read_text())["lines"]
+    by_check = {name: [x for x in lines if x["check"] == name] for name in ("losses", "attention")}
+    assert {x["verdict"] for x in by_check["attention"]} == {"ok"}
+    assert [x["verdict"] for x in by_check["losses"]][:2] == ["ok", "ok"]
+    assert {x["check"] for x in lines} == {
+        "losses", "attention", "speed", "data", "saving", "calibration",
+    }  # fmt: skip
