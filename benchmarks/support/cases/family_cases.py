@@ -126,6 +126,7 @@ def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
         "qwen3_next": {**head, **delta, **shared},
         "smollm3": {},
         "gemma": head,
+        "ministral3": head,
         "gemma2": {**head, "sliding_window": 32},
         "gemma4_text": {
             **head,
