@@ -49,6 +49,7 @@ from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileC
 
 CPU = torch.device("cpu")
 VOCAB, LAYERS = 64, 4
+IMAGE_TOKEN = 3
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 LLM = {
     "model_type": "qwen3",
@@ -90,7 +91,11 @@ class Kind(NamedTuple):
     composite: str = ""
     """Of the composite whose tower it is, and whose LLM is in the case; "": any LLM's."""
     text: Mapping[str, Any] = MappingProxyType({})
-    """What else that composite says of its LLM."""
+    """What else that composite says of its LLM; None: what it does not say."""
+    whole: Mapping[str, Any] = MappingProxyType({})
+    """What else it says."""
+    beside: Mapping[str, Any] = MappingProxyType({})
+    """Kinds of its other towers by name."""
 
 
 ANY_GRID = [(1, rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3, 4)]
@@ -147,6 +152,56 @@ KINDS |= {
         text=DELTA_NETS,
     ),
 }
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
+_OMNI_SOUND = {
+    "model_type": "qwen3_omni_moe_audio_encoder",
+    "num_mel_bins": 8,
+    "d_model": 32,
+    "encoder_layers": LAYERS,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "max_source_positions": 16,
+    "n_window_infer": 200,
+    "output_dim": 32,
+    "downsample_hidden_size": 8,
+}
+_OMNI_VISION = {**_QWEN3_TOWER, "model_type": "qwen3_omni_moe_vision_encoder"}
+_OWN_HEADS = {"head_dim": None}
+"""Of LLMs whose heads share the hidden size."""
+KINDS |= {
+    "qwen3_omni": _QWEN3_IMAGES._replace(
+        section={"config": {**_OMNI_VISION, "deepstack_visual_indexes": [0, 2]}},
+        composite="qwen3_omni_moe_thinker",
+        text={**EXPERTS, **_OWN_HEADS},
+        whole={"audio_config": _OMNI_SOUND},
+        beside={
+            "audio": Kind(
+                {"modality": "audio", "config": _OMNI_SOUND},
+                [(1, 1, seconds * 13) for seconds in (1, 2, 4)], (8 * 8,),
+            ),
+        },
+    ),
+    "glm4v": _QWEN3_IMAGES._replace(
+        section={"config": {"model_type": "glm4v_vision", "depth": LAYERS, "hidden_size": 32,
+                            "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32,
+                            "patch_size": 8, "image_size": 32}},
+        composite="glm4v",
+        text={**_OWN_HEADS, "rope_parameters": _GLM_ROPE},
+    ),
+    "mistral3": Kind(
+        {"config": {"model_type": "pixtral", **TOWER, "image_size": 32}},
+        [(1, 2, 2), (1, 4, 6), (1, 2, 4)], (3 * 8 * 8,), 2, "mistral3",
+        {"model_type": "mistral", "sliding_window": 8}, {"vision_feature_layer": -1},
+    ),
+    "gemma4": Kind(
+        {"config": {"model_type": "gemma4_vision", **TOWER, "num_key_value_heads": 4,
+                    "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 16}},
+        [(1, 2, 2), (1, 4, 6), (1, 2, 4)], (3 * 8 * 8,), 2, "gemma4",
+        {"model_type": "gemma4_text", "global_head_dim": 16, "num_global_key_value_heads": 2,
+         "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -184,19 +239,21 @@ class Case:
 
     def build(self, dtype: torch.dtype = torch.float32) -> MultimodalModel:
         """The whole model, on the meta device, with parameters in `dtype`."""
-        kind = self.kinds["vision"]
+        kind = KINDS[self.encoder]
         llm = {**(DELTA_LLM if self.delta else LLM), "tie_word_embeddings": self.tied}
         config: dict[str, Any] = {
             "llm": {"config": llm},
             "encoders": {name: kind.section for name, kind in self.kinds.items()},
         }
         if kind.composite:
-            text = {key: value for key, value in LLM.items() if key != "model_type"}
+            text = {**LLM, "model_type": None, **kind.text}
+            key = "image_token_index" if kind.composite == "mistral3" else "image_token_id"
             whole = {"model_type": kind.composite, "vision_config": kind.section["config"]}
             whole |= {
-                "text_config": {**text, **kind.text},
+                "text_config": {k: v for k, v in text.items() if v is not None},
                 "tie_word_embeddings": self.tied,
-                "image_token_id": 3,
+                key: IMAGE_TOKEN,
+                **kind.whole,
             }
             config = {"config": whole}
         model = ModelConfig.model_validate({**config, "chunked_loss": self.chunked_loss})
@@ -206,7 +263,7 @@ class Case:
     def kinds(self) -> dict[str, Kind]:
         """Encoders by name."""
         second = {} if self.second is None else {"glance": KINDS[self.second]}
-        return {"vision": KINDS[self.encoder], **second}
+        return {"vision": KINDS[self.encoder], **KINDS[self.encoder].beside, **second}
 
     def modules(self) -> list[ModuleLayers]:
         """What can be cut, and which of it is trained."""
@@ -282,6 +339,7 @@ def varied_microbatch(
         count = len(grids) if len(shape) == 3 else sum(map(prod, grids))
         pixels = torch.randn((count, *shape), generator=generator)
         inputs[name] = EncoderInputs(pixels, grids, torch.tensor(positions))
+        ids[inputs[name].positions_K] = IMAGE_TOKEN
     position_ids = torch.cat([torch.arange(b - a) for a, b in pairwise([*starts, total])])
     meta = MicrobatchMeta(tuple(samples), total)
     return Microbatch(ids, targets, position_ids, [*starts, total], inputs, meta)

@@ -469,6 +469,8 @@ class ModuleDescription:
     has context_flops_per_unit."""
     connector_norm: bool = False
     """Whether an encoder's connector begins with a norm that has weights."""
+    connector_linears: int = 2
+    """How many of `post_linears`, the last ones, are an encoder's connector's."""
     patches_per_token: int = 1
     """Patches that become one output token (encoders)."""
     tied: bool = False

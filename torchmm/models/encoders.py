@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
 from typing import Any, Literal
 
@@ -93,6 +94,7 @@ class EncoderModule(LayeredModule):
         self._check_layer()
         self.connector = self._build_connector()
         self.linears_around = self._list_linears_around()
+        self.connector_linears = len(linear_sizes(self.connector))
         self._remove_unused()
 
     def _check_layer(self) -> None:
@@ -201,7 +203,8 @@ class EncoderModule(LayeredModule):
     @property
     def connector_norm(self) -> bool:
         """Whether the connector begins with a norm that has weights."""
-        weighted = (p for p in self.connector.modules() if list(p.parameters(recurse=False)))
+        parts = islice(self.connector.modules(), 1, None)  # what is its own comes after these
+        weighted = (p for p in parts if list(p.parameters(recurse=False)))
         return "Norm" in type(next(weighted, None)).__name__
 
     @property

@@ -133,6 +133,7 @@ class LayeredModule(nn.Module, ABC):
         weights: where its pretrained weights come from.
         linears_around: matrix products before the layers, which every input unit passes, and after
             them, which every output unit passes.
+        connector_linears: encoders: how many of those after the layers are the connector's.
         unused: names of Hugging Face parameters that are not built because nothing reads them.
         is_first, is_last: whether it holds what comes before / after the layers.
         new_connector: whether pretrained weights may lack the connector, which then starts at
@@ -152,6 +153,7 @@ class LayeredModule(nn.Module, ABC):
     layers_fqn: str
     forward_methods: tuple[str, ...] = ()
     linears_around: tuple[LinearSizes, LinearSizes]
+    connector_linears: int = 0
 
     def __init__(self, name: str, weights: WeightFiles) -> None:
         super().__init__()
@@ -280,6 +282,7 @@ class LayeredModule(nn.Module, ABC):
             trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
             connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
             connector_norm=self.connector_norm,
+            connector_linears=self.connector_linears,
             patches_per_token=self.patches_per_token,
             taps=self.taps,
             loss_rows=self.loss_rows,

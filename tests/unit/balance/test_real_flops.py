@@ -12,12 +12,19 @@ from counting import count_flops
 from pipeline_cases import KINDS, Case, varied_microbatch
 from proofs import proves
 from random_orders import random_order
+from test_multimodal import two_images
 
 from torchmm.balance.costs.flops import microbatch_flops, task_durations
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.common.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
+from torchmm.common.batch import (
+    EncoderInputs,
+    ImageMeta,
+    Microbatch,
+    MicrobatchMeta,
+    SampleMeta,
+)
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
@@ -51,7 +58,9 @@ def batch_of(case: Case, images: list[int], seed: int = 0) -> list[Microbatch]:
     kinds = dict(case.kinds)
     if case.encoder == "qwen2_5_vl":
         kinds["vision"] = WINDOWS
-    return [varied_microbatch(seed + i, {"vision": n}, kinds) for i, n in enumerate(images)]
+    return [
+        varied_microbatch(seed + i, dict.fromkeys(kinds, n), kinds) for i, n in enumerate(images)
+    ]
 
 
 def padding_as_sample(meta: MicrobatchMeta) -> MicrobatchMeta:
@@ -108,6 +117,21 @@ def test_every_encoder_family_costs_what_torch_counts(family: str) -> None:
     assert found.backward == pytest.approx(backward, rel=0.01)
 
 
+@pytest.mark.parametrize("name", model_cases.COMPOSITES)
+def test_connectors_behind_frozen_towers_cost_what_torch_counts(name: str) -> None:
+    model = model_cases.build(model_cases.composite_config(name), freeze=("vision",))
+    encoder = model.encoders["vision"]
+    grids, pixels, _ = two_images(name, torch.Generator().manual_seed(5))
+    tokens = encoder(EncoderInputs(pixels, grids, torch.empty(0)))
+    backward, _ = count_flops(tokens.sum().backward)
+    images = [
+        ImageMeta(1, 1, prod(grid), prod(grid) // encoder.patches_per_token) for grid in grids
+    ]
+    meta = MicrobatchMeta((SampleMeta("s", 0, len(tokens), tuple(images), "vision"),), len(tokens))
+    found = microbatch_flops([encoder.describe()], meta)["vision"]
+    assert found.backward == pytest.approx(backward, rel=0.01)
+
+
 @pytest.mark.parametrize("family", model_cases.LLMS)
 def test_attention_costs_what_unfused_products_cost(family: str) -> None:
     """The formula for the fused operator is ours; eager attention needs none."""
@@ -151,7 +175,7 @@ def test_actions_cost_what_torch_counts(
     model, batch = build(case), batch_of(case, [3, 0, 2], seed=7)
     layout = case.layout()
     modules = [m.describe() for m in model.modality_modules()]
-    parts = {"vision": (2, 0, 1)}
+    parts = dict.fromkeys(case.kinds, (2, 0, 1))
     graph = StageGraph(layout, len(batch), parts)
     metas = [padding_as_sample(m.meta) for m in batch]
     targets = [m.target_count for m in batch]

@@ -76,7 +76,7 @@ def planned(case: Case, layout: StageLayout, seed: int, dtype: torch.dtype = tor
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_have_the_foretold_shapes_and_dtypes(kind, dtype):
     case = Case(kind, encoder=kind, tied=False)
-    cuts = {"vision": [Cut(1, (0,))] * LAYERS, "llm": [Cut(1, (0,))] * LAYERS}
+    cuts = {name: [Cut(1, (0,))] * LAYERS for name in (*case.kinds, "llm")}
     layout = build_layout(case.modules(), cuts)
     _, stages = built(case, layout, dtype)
     for seed in (1, 2, 4):

@@ -437,11 +437,11 @@ def _after(module: ModuleDescription) -> list[Block]:
         rows = module.loss_rows
         return [Head(module.trainable, linear=sizes, norm=norm, rows=rows) for sizes in linears]
     found: list[Block] = []
-    own = 2 * (1 + len(module.taps))  # the connector's: two for the last layer, and for each tap
+    own = len(linears) - module.connector_linears  # the tower's
     for index, linear in enumerate(linears):
-        of_connector = module.kind == "encoder" and index >= len(linears) - own
+        of_connector = module.kind == "encoder" and index >= own
         first = index == 0
-        opens_connector = of_connector and index == len(linears) - own
+        opens_connector = of_connector and index == own
         found.append(
             Projection(
                 module.connector_trainable if of_connector else module.trainable,

@@ -56,7 +56,7 @@ class LineMlpConnector(MlpConnector):
         return torch.cat(parts)
 
 
-class MergeMlpConnector(MlpConnector):
+class MergeMlpConnector(nn.Module):
     """Mistral 3's: n x n neighbours become one by a product, behind a norm of each:
     (K, n n D_in), neighbour after neighbour -> (K, D_llm).
 
@@ -68,15 +68,18 @@ class MergeMlpConnector(MlpConnector):
     def __init__(
         self, in_features: int, out_features: int, neighbours: int, act: str, bias: bool, eps: float
     ) -> None:
-        super().__init__(in_features, out_features, act, bias)
+        super().__init__()
         self.norm = Mistral3RMSNorm(in_features, eps)
         merging = nn.Linear(neighbours * in_features, in_features, bias=False)
         self.patch_merger = nn.ModuleDict({"merging_layer": merging})
+        self.linear_1 = nn.Linear(in_features, out_features, bias=bias)
+        self.act = ACT2FN[act]
+        self.linear_2 = nn.Linear(out_features, out_features, bias=bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x_KND = self.norm(hidden_states.unflatten(1, (-1, self.linear_1.in_features)))
         merged = self.patch_merger["merging_layer"](x_KND.transpose(1, 2).flatten(1))
-        return super().forward(merged)
+        return self.linear_2(self.act(self.linear_1(merged)))
 
 
 class NormMlpConnector(nn.Module):
@@ -198,7 +201,8 @@ def init_connector(module: nn.Module) -> bool:
 
 
 def linear_sizes(module: nn.Module) -> list[tuple[int, int]]:
-    """(inputs, outputs) of the matrix products of a connector or of whatever follows the layers."""
+    """(inputs, outputs) of the matrix products of a connector or of whatever follows the layers, in
+    the order in which its parts were made: that of their use."""
     found = []
     for part in module.modules():
         if isinstance(part, nn.Linear):
