@@ -56,7 +56,8 @@ ROUNDED = ("linear_attn.dt_bias", "linear_attn.A_log")
 by 1.4e-5 in a single process."""
 CASES = [Case(family, split) for family in LLMS for split in (False, True)]
 CASES += [Case(family, True, chunks=2) for family in ("phi3", "olmo2", "gemma3_text")]
-CASES += [Case("qwen3_5", True, chunks=2)]
+CASES += [Case("qwen3_5", True, chunks=2), Case("lfm2", True, chunks=2)]
+CASES += [Case("lfm2", changes={"conv_bias": True})]
 CASES += [Case("phi3", changes={"num_key_value_heads": 1})]
 CASES += [Case("gemma4_moe", True, changes={"num_global_key_value_heads": 1})]
 CASES += [

@@ -203,6 +203,12 @@ LLMS |= {
     },
 }
 LLMS |= {
+    "lfm2": {
+        "model_type": "lfm2",
+        **_LLM,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 8,
+    },
     "ministral3": {
         "model_type": "ministral3",
         **_LLM,

@@ -17,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.common.kept_tokens import Kept
+from torchmm.common.mixers import MixerSizes
 from torchmm.common.module_names import GENERATOR
 
 IGNORE_TARGET = -100
@@ -371,21 +372,6 @@ class TextSpec:
     sound_suffix: Marks = ()
 
 
-class DeltaSizes(NamedTuple):
-    """Sizes of a gated delta net, which a layer may have in place of attention."""
-
-    key_heads: int
-    """Heads of queries and keys."""
-    value_heads: int
-    key_dim: int
-    """Features of a query or key of one head."""
-    value_dim: int
-    filter_width: int
-    """Tokens that the convolution sees, its own included."""
-    interleaved: bool = False
-    """Whether two linears hold everything of a key head together, instead of four."""
-
-
 @dataclass(frozen=True)
 class LayerDescription:
     """Sizes of one kind of transformer layer, from which FLOPs and bytes follow."""
@@ -427,8 +413,8 @@ class LayerDescription:
     """How many of them a token goes through."""
     batched: bool = False
     """Whether images of one size are rows of a batch instead of packed into a single row."""
-    delta: DeltaSizes | None = None
-    """The layer's gated delta net; None: it has attention."""
+    mixer: MixerSizes | None = None
+    """What the layer has in place of attention; None: it has attention."""
     output_gate: bool = False
     """Whether the queries' linear also gives a gate of attention's result."""
     shared_ffn_size: int = 0

@@ -328,8 +328,8 @@ class LayeredModule(nn.Module, ABC):
         feed-forward network), "experts" (experts, divided among the ranks), "sharded_norm" (a norm
         over the features of all ranks), "local_heads" (an attention that reads its number of
         heads), "head_scores" (an attention with sinks), "latent_heads" (latent attention),
-        "delta_net" (a gated delta net, divided by heads), "sequence" (a norm or scale that works on
-        sequence slices under sequence parallelism).
+        "delta_net" (a gated delta net, divided by heads), "short_convolution" (divided by
+        channels), "sequence" (a norm or scale that works on slices under sequence parallelism).
         """
         styles = self._tensor_parallel_styles()
         return {pattern: style for pattern, style in styles.items() if self.matching(pattern)}

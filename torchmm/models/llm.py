@@ -31,7 +31,6 @@ from torchmm.models.hf.config import layer_config
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.deepstack import Add, adding_blocks
-from torchmm.models.layers.delta_net import MIXER
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
 from torchmm.models.layers.loss import (
     ChunkHead,
@@ -42,6 +41,9 @@ from torchmm.models.layers.loss import (
 
 Given = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """What a stage gets: encoders' outputs by name, or what the stage before returned."""
+
+
+_QUERY_NORMS = ("q_norm", "q_layernorm")
 
 
 class LlmModule(LayeredModule):
@@ -95,7 +97,7 @@ class LlmModule(LayeredModule):
         every = self._layer_list()
         _check_parts(every, family, self.text_config.model_type)
         self._has_layer_norm = any(isinstance(part, nn.LayerNorm) for part in every.modules())
-        self._has_qk_norm = any(name.endswith("q_norm") for name, _ in every.named_modules())
+        self._has_qk_norm = any(name.endswith(_QUERY_NORMS) for name, _ in every.named_modules())
         self.balance = balance_routers(every, self.text_config)
         self.expert_loads = ExpertLoads(every)
         self._experts = [has_experts(layer) for layer in every]
@@ -184,7 +186,7 @@ class LlmModule(LayeredModule):
             norm="layer" if self._has_layer_norm else "rms",
             norm_place=self.family.norm_place,
             norm_weight_float32=self.family.norm_weight_float32,
-            qk_norm=self._has_qk_norm and sizes["delta"] is None,
+            qk_norm=self._has_qk_norm and sizes["mixer"] is None,
             **sizes,
         )
 
@@ -382,7 +384,7 @@ def _check_parts(layers: nn.ModuleList, family: LlmFamily, model_type: str) -> N
     # Layers may be of one kind only, though the family has two.
     own = [name for name in own if name.partition(".")[0] in known]
     missing = [name for name in (*family.norms, *own) if name not in known]
-    if family.listed and not all(hasattr(n, "self_attn") or hasattr(n, MIXER) for n in layers):
+    if family.listed and any(attention_of(layer) is None for layer in layers):
         missing.append("self_attn")
     if missing:
         raise ConfigError(

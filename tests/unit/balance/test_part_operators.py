@@ -32,6 +32,7 @@ from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
 
 LLMS = {
     **model_cases.LLMS,
+    "lfm2, attention": {**model_cases.LLMS["lfm2"], "layer_types": ["full_attention"] * 3},
     "qwen3_5, attention": {**model_cases.LLMS["qwen3_5"], "layer_types": ["full_attention"] * 3},
 }
 # Whose operators and bytes are not modelled one by one: experts, latent attention, one norm for

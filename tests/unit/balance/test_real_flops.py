@@ -25,6 +25,7 @@ from torchmm.common.batch import (
     MicrobatchMeta,
     SampleMeta,
 )
+from torchmm.common.mixers import DeltaSizes
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
@@ -145,9 +146,11 @@ def test_attention_costs_what_unfused_products_cost(family: str) -> None:
     # Hugging Face's convolutions go on behind the row, by all but one of a filter's values.
     beyond = 0
     for layer in model.llm.layer_sizes():
-        if (delta := layer.delta) is not None:
-            channels = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
-            beyond += 2 * delta.filter_width * channels * (delta.filter_width - 1)
+        channels = layer.hidden_size
+        if isinstance(mixer := layer.mixer, DeltaSizes):
+            channels = 2 * mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim
+        if mixer is not None:
+            beyond += 2 * mixer.filter_width * channels * (mixer.filter_width - 1)
     assert ours == eager - beyond
 
 

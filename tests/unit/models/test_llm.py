@@ -134,7 +134,7 @@ def test_a_packed_layer_compiles_whole_and_does_not_recompile_per_packing() -> N
 
 
 @proves("compiled", LLMS)
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_5", *EXPERTS])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_5", "lfm2", *EXPERTS])
 def test_layers_with_operators_of_their_own_compile_whole(family: str) -> None:
     model = text_model(family)
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])

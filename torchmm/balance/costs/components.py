@@ -19,8 +19,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torchmm.balance.costs.component import Component, Linear, Temporaries
-from torchmm.balance.costs.delta_component import DeltaNet
 from torchmm.balance.costs.execution import Execution, Setting
+from torchmm.balance.costs.mixers import DeltaNet, ShortConvolution
 from torchmm.balance.costs.operators import (
     Kind,
     Operator,
@@ -44,7 +44,7 @@ class Attention(Component):
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
         """Of layers without something else in its place."""
-        return layer.delta is None and not layer.output_gate and not layer.key_value_rank
+        return layer.mixer is None and not layer.output_gate and not layer.key_value_rank
 
     def extra_readers(self) -> int:
         """Keys and values, unless one linear gives them with the queries."""
@@ -154,7 +154,7 @@ class GatedAttention(Attention):
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
         """As the description says."""
-        return layer.output_gate and layer.delta is None
+        return layer.output_gate and layer.mixer is None
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Twice as many rows for queries."""
@@ -282,7 +282,7 @@ class Heads(Component):
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
         """Of layers with attention."""
-        return layer.delta is None
+        return layer.mixer is None
 
     def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """Of queries and keys."""
@@ -458,6 +458,7 @@ LAYER_COMPONENTS: list[type[Component]] = [
     GatedAttention,
     LatentAttention,
     DeltaNet,
+    ShortConvolution,
     CrossAttention,
     Heads,
     FeedForward,

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from torchmm.common.batch import DeltaSizes
 from torchmm.common.errors import ConfigError
+from torchmm.common.mixers import DeltaSizes
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.delta_ops import packed_delta_rule
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchmm.common.batch import LayerDescription
 from torchmm.common.errors import ConfigError
+from torchmm.common.mixers import DeltaSizes
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.tensor.latent import LatentHeads
 from torchmm.parallel.tensor.overlap_linear import Overlap
@@ -43,6 +44,7 @@ from torchmm.parallel.tensor.sequence import (
     distribute_parameters,
 )
 from torchmm.parallel.tensor.styles import (
+    ConvolutionChannels,
     DeltaNetHeads,
     ExpertsAlone,
     ExpertsOfRanks,
@@ -137,9 +139,9 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
                 f"[parallel] tensor = {size} is more than the {sizes.kv_heads} key and value heads "
                 f"of {name!r}, which it normalizes together; choose a smaller number"
             )
-        if sizes.delta is not None and sizes.delta.key_heads % size:
+        if isinstance(sizes.mixer, DeltaSizes) and sizes.mixer.key_heads % size:
             problems.append(
-                f"[parallel] tensor = {size} does not divide the {sizes.delta.key_heads} key heads "
+                f"[parallel] tensor = {size} does not divide the {sizes.mixer.key_heads} key heads "
                 f"of the delta nets of {name!r}; choose a divisor"
             )
         if sizes.experts % size:
@@ -178,6 +180,7 @@ def _style(
         "sharded_norm": ShardedNorm(),
         "experts": ExpertsOfRanks(slices),
         "delta_net": DeltaNetHeads(overlap is not None),
+        "short_convolution": ConvolutionChannels(sizes, overlap is not None),
         "experts_alone": ExpertsAlone(slices),
         "local_heads": _LocalHeads(),
         "head_scores": _HeadScores(),

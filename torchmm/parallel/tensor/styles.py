@@ -1,4 +1,4 @@
-"""What PyTorch has no tensor-parallel style for: packed linears, experts, delta nets, norms.
+"""What PyTorch has no tensor-parallel style for: packed linears, experts, convolutions, norms.
 
 Linears that hold several matrices one after the other: queries, keys and values in one linear, or a
 gate and what it is for: every rank computes its own rows of each. The weights stay replicated,
@@ -32,6 +32,7 @@ from torch.nn import functional
 
 from torchmm.common.batch import LayerDescription
 from torchmm.models.layers.delta_net import DeltaWeights
+from torchmm.models.layers.short_conv import Filters
 from torchmm.parallel.tensor.latent import compute_locally
 from torchmm.parallel.tensor.overlap_styles import Column
 from torchmm.parallel.tensor.sequence import (
@@ -150,6 +151,27 @@ class DeltaNetHeads(ParallelStyle):
             )
 
         mixer.own_weights = own_weights
+        return module
+
+
+class ConvolutionChannels(PackedLinear):
+    """A short convolution between two gates: each rank has some of the channels of all three."""
+
+    def __init__(self, sizes: LayerDescription, overlapped: bool) -> None:
+        self.channels = _Rows(sizes.hidden_size, 1)
+        super().__init__("in_proj", [self.channels] * 3, overlapped)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mixer: Any = super()._apply(module, device_mesh)
+        distribute_parameters(mixer.conv, device_mesh)
+        own_rows = partial(_own_rows, [self.channels], device_mesh)
+
+        def own_filters() -> Filters:
+            bias = mixer.conv.bias
+            own_bias_C = None if bias is None else own_rows(bias)
+            return Filters(own_rows(mixer.conv.weight).squeeze(1), own_bias_C)
+
+        mixer.own_filters = own_filters
         return module
 
 

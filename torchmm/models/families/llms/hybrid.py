@@ -1,7 +1,7 @@
-"""LLMs whose layers differ in kind: most have a gated delta net, the others attention with a gate.
+"""LLMs whose layers differ in kind: few have attention, most something that keeps less.
 
-Qwen3-Next and Qwen3.5, with one feed-forward part or with experts, beside which one shared expert
-sees all tokens.
+Qwen3-Next and Qwen3.5 have gated delta nets, and attention with a gate; one feed-forward part, or
+experts, beside which one shared expert sees all tokens. LFM2 has short convolutions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.layers.attention import PACKED
 from torchmm.models.layers.delta_net import pack_delta_nets
+from torchmm.models.layers.short_conv import pack_short_convolutions
 
 
 def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -21,6 +22,7 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
     )
     pack_delta_nets(model.model.layers)
+    pack_short_convolutions(model.model.layers)
     return model
 
 
@@ -57,3 +59,22 @@ QWEN3_5 = LlmFamily(
 )
 QWEN3_5_MOE = replace(QWEN3_5, tensor_parallel=_DELTA_STYLES | _EXPERT_STYLES)
 QWEN3_NEXT = replace(QWEN3_5, tensor_parallel=_INTERLEAVED_STYLES | _EXPERT_STYLES)
+LFM2 = LlmFamily(
+    build=_build,
+    norms=("operator_norm", "ffn_norm"),
+    final_norm="embedding_norm",
+    tensor_parallel={
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.out_proj": "rowwise",
+        "self_attn.q_layernorm": "replicated_with_grad_allreduce",
+        "self_attn.k_layernorm": "replicated_with_grad_allreduce",
+        "conv": "short_convolution",
+        "conv.in_proj": "",  # part of the style of what contains it
+        "conv.out_proj": "rowwise",
+        "feed_forward.w1": "colwise",
+        "feed_forward.w3": "colwise",
+        "feed_forward.w2": "rowwise",
+    },
+)

@@ -16,13 +16,17 @@ from torch import nn
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.layers.delta_net import MIXER, delta_sizes
 from torchmm.models.layers.experts import expert_parts, stacked_weights
+from torchmm.models.layers.short_conv import SHORT_CONVOLUTION, convolution_sizes
 
-_ATTENTIONS = ("self_attn", "attention", "attn", "self_attention", "temporal_block", MIXER)
+_ATTENTIONS = (
+    *("self_attn", "attention", "attn", "self_attention", "temporal_block"),
+    *(MIXER, SHORT_CONVOLUTION),
+)
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts")
 
 
 def attention_of(layer: nn.Module) -> Any:
-    """The attention of a layer; None: it has none, or one of an unknown name."""
+    """The attention of a layer, or what it has in its place; None: one of an unknown name."""
     return next((getattr(layer, name) for name in _ATTENTIONS if hasattr(layer, name)), None)
 
 
@@ -43,7 +47,7 @@ def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str,
     gated = family.gated_ffn if family.listed else _is_gated(layer, config)
     experts = expert_count(layer)
     dense = _dense_width(layer, config, gated)
-    delta = delta_sizes(layer)
+    mixer = delta_sizes(layer) or convolution_sizes(layer)
     return {
         "experts": experts,
         "experts_per_token": _chosen(config) if experts else 0,
@@ -51,9 +55,9 @@ def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str,
         "ffn_size": _chosen_width(layer, config, gated) if experts else dense,
         "shared_ffn_size": dense if experts else 0,
         "shared_gate": any(linear.out_features == 1 for linear in _linears_outside(layer)),
-        "delta": delta,
-        "output_gate": family.output_gate and delta is None,
-        **_attention_sizes(layer, config, counted=family.output_gate or delta is not None),
+        "mixer": mixer,
+        "output_gate": family.output_gate and mixer is None,
+        **_attention_sizes(layer, config, counted=family.output_gate or mixer is not None),
     }
 
 

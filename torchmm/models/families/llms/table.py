@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torchmm.models.families.llms.family import GEMMA_NORMS, LlmFamily
 from torchmm.models.families.llms.gemma4 import GEMMA4
-from torchmm.models.families.llms.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from torchmm.models.families.llms.hybrid import LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
 _GEMMA = LlmFamily(norms=GEMMA_NORMS, norm_place="around", norm_weight_float32=True)
 _OLMO2 = LlmFamily(
@@ -109,6 +109,7 @@ LLM_FAMILIES = {
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
+    "lfm2": LFM2,
     "granite": LlmFamily(multiplier="embedding_multiplier", own_logits=True),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,  # three of four layers with a window

@@ -1,6 +1,7 @@
-"""Costs of a gated delta net, which a layer may have in place of attention.
+"""Costs of what a layer may have in place of attention: gated delta nets, short convolutions.
 
-FLOPs are those of the recurrence in chunks, as it is computed; a segment's last chunk counts whole.
+FLOPs of a delta net are those of the recurrence in chunks, as it is computed; a segment's last
+chunk counts whole. Convolutions also run over the zeros between segments.
 
 Shape suffix N: tasks.
 """
@@ -12,6 +13,7 @@ from torchmm.balance.costs.execution import Setting
 from torchmm.balance.costs.operators import Operator, Operators
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import LayerDescription
+from torchmm.common.mixers import ConvolutionSizes, DeltaSizes
 
 CHUNK = 64
 """Positions of a chunk of a gated delta net, as in `torchmm.models.layers.delta_ops`."""
@@ -24,15 +26,15 @@ class DeltaNet(Component):
 
     def __init__(self, layer: LayerDescription) -> None:
         super().__init__(layer)
-        assert layer.delta is not None, "is_in has said so"
-        self.delta = layer.delta
+        assert isinstance(layer.mixer, DeltaSizes), "is_in has said so"
+        self.delta = layer.mixer
         self.keys = self.delta.key_heads * self.delta.key_dim
         self.values = self.delta.value_heads * self.delta.value_dim
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
         """As the description says."""
-        return layer.delta is not None
+        return isinstance(layer.mixer, DeltaSizes)
 
     def extra_readers(self) -> int:
         """All input projections but the first."""
@@ -62,11 +64,9 @@ class DeltaNet(Component):
         return () if self.delta.interleaved else ("delta_mixed",)
 
     def flops_N(self, sizes: TaskSizes) -> Array | float:
-        """With the convolution, which also runs over the zeros between segments."""
-        width = self.delta.filter_width
-        outputs_N = sizes.units_N + (width - 1) * (sizes.segments_N - 1)
+        """With the convolution."""
         channels = 2 * self.keys + self.values
-        return super().flops_N(sizes) + 2 * width * channels * outputs_N
+        return super().flops_N(sizes) + filter_flops_N(self.delta.filter_width, channels, sizes)
 
     def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
         """Products of the recurrence, of whole chunks: keys with keys and with queries, scores with
@@ -122,8 +122,7 @@ class DeltaNet(Component):
         heads = self.delta.value_heads / tensor
         mixed = (2 * self.keys + self.values) / tensor
         values = self.values / tensor
-        reach = self.delta.filter_width - 1
-        filtered_N = size * mixed * (sizes.units_N + reach * sizes.segments_N)
+        filtered_N = size * mixed * spaced_N(self.delta.filter_width, sizes)
         activated_N = 2 * size * mixed * sizes.units_N
         # Decay and its inputs in float32, beta, the inverse root of each head's norm.
         shares_N = (3 * 4 + size + 4) * heads * sizes.units_N
@@ -142,3 +141,80 @@ class DeltaNet(Component):
         tensor = setting.execution.tensor
         wide_N = 4 * sizes.chunks_N(CHUNK) * CHUNK * self._inside() / tensor
         return Temporaries(wide_N, 3 * wide_N)
+
+
+class ShortConvolution(Component):
+    """A causal convolution over a few tokens between two gates, which one linear gives with it."""
+
+    sublayer = True
+
+    def __init__(self, layer: LayerDescription) -> None:
+        super().__init__(layer)
+        assert isinstance(layer.mixer, ConvolutionSizes), "is_in has said so"
+        self.width = layer.mixer.filter_width
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """As the description says."""
+        return isinstance(layer.mixer, ConvolutionSizes)
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Into the gates and what they gate, and out again."""
+        hidden = self.layer.hidden_size
+        return {
+            "convolution_input": (hidden, 3 * hidden),
+            "convolution_output": (hidden, hidden),
+        }
+
+    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
+        """Channels are divided."""
+        inputs, outputs = self.linears()["convolution_output"]
+        own = {"convolution_output": (inputs / tensor, float(outputs))}
+        return super().sharded_linears(tensor) | own
+
+    def replicated(self, tensor: int) -> tuple[str, ...]:
+        """What holds both gates and what they gate one after the other."""
+        return ("convolution_input",)
+
+    def flops_N(self, sizes: TaskSizes) -> Array | float:
+        """With the convolution."""
+        channels = self.layer.hidden_size
+        return super().flops_N(sizes) + filter_flops_N(self.width, channels, sizes)
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Two products with gates, the convolution, and what moves tokens apart for it."""
+        channels = self.layer.hidden_size / setting.execution.tensor
+        moved_N = setting.element_bytes * channels * sizes.units_N
+        apart_N = setting.element_bytes * channels * spaced_N(self.width, sizes)
+        passes = Operators.none()
+        passes.forward.append(
+            Operator("elementwise", memory_bytes=9 * moved_N + 6 * apart_N, calls=12)
+        )
+        passes.inputs.append(
+            Operator("elementwise", memory_bytes=30 * moved_N + 6 * apart_N, calls=12)
+        )
+        return passes
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+        """What the linear gave, the first gated product, before and after tokens move apart, what
+        the convolution gave, the second; where tokens move, in two int64."""
+        channels = self.layer.hidden_size / setting.execution.tensor
+        apart_N = spaced_N(self.width, sizes)
+        wide_N = channels * ((5 + weights) * sizes.units_N + apart_N)
+        return setting.element_bytes * wide_N + 16 * sizes.units_N
+
+    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+        """Of the width of channels: products and copies in forward, gradients in backward."""
+        channels = self.layer.hidden_size / setting.execution.tensor
+        wide_N = setting.element_bytes * channels * sizes.units_N
+        return Temporaries(4 * wide_N, 6 * wide_N)
+
+
+def spaced_N(width: int, sizes: TaskSizes) -> Array:
+    """Positions with the zeros that stand before each segment, as many as a filter reaches back."""
+    return sizes.units_N + (width - 1) * sizes.segments_N
+
+
+def filter_flops_N(width: int, channels: int, sizes: TaskSizes) -> Array:
+    """Forward FLOPs of a convolution of each channel."""
+    return 2 * width * channels * (spaced_N(width, sizes) - (width - 1))

@@ -1,0 +1,81 @@
+"""Short convolutions on packed rows: equal to Hugging Face's, sample by sample."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from model_cases import (
+    LLMS,
+    build,
+    microbatch,
+    plain_causal_lm,
+    relative_error,
+    text_model,
+    worst_gradient,
+)
+from test_llm import separate_loss
+from torch import Tensor
+
+from torchmm.common.mixers import ConvolutionSizes
+from torchmm.models.layers import short_conv
+from torchmm.models.layers.attention import Segments
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.recipe.model_section import LlmConfig, ModelConfig
+
+LENGTHS = [1, 2, 3, 9, 1, 5]
+"""Some shorter than a filter."""
+
+
+def errors_against_hugging_face(model: MultimodalModel) -> list[float]:
+    """Of logits, and of the worst gradient."""
+    plain = plain_causal_lm(model)
+    batch = microbatch(LENGTHS, ignored=0)
+    loss = model(batch)
+    expected, expected_logits = separate_loss(plain, batch)
+    logits = model.llm.logits(batch, {}, torch.arange(sum(LENGTHS)))
+    loss.backward()
+    expected.backward()
+    worst = worst_gradient(model.llm.backbone, plain, lambda name: name)
+    return [relative_error(logits, expected_logits), worst]
+
+
+@pytest.mark.parametrize("changes", [{}, {"conv_bias": True}, {"conv_L_cache": 4}], ids=str)
+def test_short_samples_equal_hugging_faces(changes: dict) -> None:
+    model = build(ModelConfig(llm=LlmConfig(config={**LLMS["lfm2"], **changes})))
+    assert max(errors_against_hugging_face(model)) < 1e-5
+
+
+def test_what_passes_from_sample_to_sample_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the comparison above: convolutions work as if the row were one sample."""
+    right: Callable[..., Tensor] = short_conv.packed_convolution
+
+    def wrong(x_TC: Tensor, filters_CW: Tensor, _: Segments) -> Tensor:
+        whole = Segments.from_starts([0, sum(LENGTHS)], torch.device("cpu"))
+        return right(x_TC, filters_CW, whole)
+
+    monkeypatch.setattr(short_conv, "packed_convolution", wrong)
+    assert min(errors_against_hugging_face(text_model("lfm2"))) > 1e-2
+
+
+def test_a_sample_does_not_see_its_neighbours() -> None:
+    model = text_model("lfm2")
+    batch = microbatch([6, 8, 5])
+    middle = torch.arange(6, 14)
+    before = model.llm.logits(batch, {}, middle)
+    batch.input_ids_T[:6] = 7
+    batch.input_ids_T[14:] = 9
+    assert torch.equal(model.llm.logits(batch, {}, middle), before)
+
+
+def test_layers_are_described_by_their_kind() -> None:
+    convolution, attention, _ = text_model("lfm2").llm.layer_sizes()
+    assert convolution.mixer == ConvolutionSizes(filter_width=3) and not convolution.qk_norm
+    assert attention.mixer is None and attention.qk_norm
+    assert convolution.ffn_size == attention.ffn_size == 32  # two thirds of what the config says
+
+
+def test_masks_are_refused_where_samples_are_packed() -> None:
+    layer = text_model("lfm2").llm.layers[0]
+    segments = Segments.from_starts([0, 5], torch.device("cpu"))
+    with pytest.raises(ValueError, match="without attention mask"):
+        layer.conv(torch.randn(1, 5, 32), segments, attention_mask=torch.ones(1, 5))
