@@ -41,6 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data" / "tuxpaint_stamps"
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"
 STEPS = 6
+ENDING_S = 40
+"""torchrun gives its ranks 30 seconds to end."""
 EXACT, ROUNDED = 1e-4, 3e-2
 """Relative difference of losses from the CPU's in float32: in the same dtype (kernels add in other
 orders), in bfloat16."""
@@ -60,7 +62,11 @@ class Line(NamedTuple):
 
 
 class FailedError(Exception):
-    """A program ended with an error, or took too long."""
+    """A program ended with an error."""
+
+
+class OutOfTimeError(FailedError):
+    """A program was ended, as time was over."""
 
 
 @dataclass
@@ -94,29 +100,31 @@ class Machine:
         """Standard output of a script of the repository.
 
         Raises:
-            FailedError: it ended with an error, or time was over.
+            FailedError: it ended with an error.
+            OutOfTimeError: time was over.
         """
         start = [sys.executable]
         if ranks > 1:
             start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         start += [str(self.through)] if self.through else []
         environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"}
+        process = subprocess.Popen(
+            [*start, str(ROOT / script), *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         try:
-            done = subprocess.run(
-                [*start, str(ROOT / script), *arguments],
-                cwd=ROOT,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=max(1.0, self.left_s),
-                check=False,
-            )
+            out, errors = process.communicate(timeout=max(1.0, self.left_s))
         except subprocess.TimeoutExpired as error:
-            raise FailedError("took longer than there was time") from error
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines()
-            raise FailedError(f"exit code {done.returncode}: {' / '.join(said[-2:])}")
-        return done.stdout
+            _end(process)
+            raise OutOfTimeError("took longer than there was time") from error
+        if process.returncode:
+            said = (errors or out).strip().splitlines()
+            raise FailedError(f"exit code {process.returncode}: {' / '.join(said[-2:])}")
+        return out
 
     def train(self, name: str, changes: Mapping[str, object], ranks: int = 1) -> list[dict]:
         """The lines of metrics.jsonl of a run of the quickstart's recipe."""
@@ -161,6 +169,8 @@ SMALL: dict[str, object] = {
     },
 }
 """For tests."""
+
+
 PIPELINE: dict[str, object] = {"parallel.pipeline": 2}
 TENSOR: dict[str, object] = {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}
 FILLERS = PIPELINE | {
@@ -194,7 +204,7 @@ def check_losses(machine: Machine) -> Iterator[Line]:
             try:
                 found = [line["loss"] for line in machine.train(case, settings, ranks)]
             except FailedError as error:
-                yield Line("losses", case, str(error), "", "WRONG")
+                yield Line("losses", case, str(error), "", _verdict(error))
                 continue
             off = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
             verdict: Verdict = "ok" if off <= most else "WRONG"
@@ -329,7 +339,21 @@ def _lines(name: str, machine: Machine) -> Iterator[Line]:
     try:
         yield from CHECKS[name](machine)
     except FailedError as error:
-        yield Line(name, "all", str(error), "", "WRONG")
+        yield Line(name, "all", str(error), "", _verdict(error))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a program and, if it is a launcher, its ranks, which only it can find."""
+    process.terminate()
+    try:
+        process.communicate(timeout=ENDING_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+
+
+def _verdict(error: FailedError) -> Verdict:
+    return "not run" if isinstance(error, OutOfTimeError) else "WRONG"
 
 
 def _gpu_names() -> str:
