@@ -221,7 +221,7 @@ def test_one_hardware_queue_stops_a_pipeline(built, tmp_path, real_data) -> None
 def test_the_check_of_gpus_runs_whole(built, tmp_path, real_data) -> None:
     """Losses are right; figures of speed say nothing here."""
     file = tmp_path / "lines.json"
-    run([sys.executable, "scripts/gpu_check.py", "--gpus=1", "--small", "--minutes=6",
+    run([sys.executable, "scripts/gpu_check.py", "--gpus=1", "--small", "--minutes=4",
          f"--through={HERE / 'emulate.py'}", f"--json={file}"])  # fmt: skip
     lines = json.loads(file.read_text())["lines"]
     by_check = {name: [x for x in lines if x["check"] == name] for name in ("losses", "attention")}
