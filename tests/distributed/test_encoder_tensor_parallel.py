@@ -182,6 +182,11 @@ SOUNDS = {
     "wav2vec2": _WAVES,
     "wav2vec2_stable": {**_WAVES, "feat_extract_norm": "layer", "do_stable_layer_norm": True},
 }
+SPEECH = ("voxtral", "qwen2_audio", "audioflamingo3")  # windows of a second
+SOUNDS |= {
+    name: {**SOUNDS["whisper"], "model_type": f"{name}_encoder", "max_source_positions": 50}
+    for name in SPEECH
+}
 TOWERS |= SOUNDS
 COMPOSITES = {
     "in internvl": {
@@ -231,9 +236,11 @@ GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     **{name: [[(1, 1, 1)], [(1, 1, 5), (1, 1, 2)]] for name in SOUNDS},
     "qwen3_omni_sound": [[(1, 1, 1)], [(1, 1, 28), (1, 1, 3)]],
     "qwen2_5_omni_sound": [[(1, 1, 2)], [(1, 1, 12), (1, 1, 4)]],
+    **{name: [[(1, 1, 3)], [(1, 1, 53), (1, 1, 4)]] for name in SPEECH},
 }
 PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
 PATCH_VALUES |= {"qwen3_omni_sound": 8 * 8, "qwen2_5_omni_sound": 2 * 8}
+PATCH_VALUES |= {"voxtral": 2 * 8, "qwen2_audio": 3 * 8, "audioflamingo3": 3 * 8}
 PATCH_VALUES |= {"gemma4": 3 * 4 * 4, "pixtral": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl", "qwen3_5"), 3 * 2 * 4 * 4)

@@ -419,7 +419,25 @@ ENCODERS |= {
         "output_dim": 32,
     },
 }
-AUDIO = ("whisper", "wav2vec2", "wav2vec2_stable", "qwen3_omni_sound", "qwen2_5_omni_sound")
+_LISTENER = {  # windows of two seconds, 100 positions
+    **{k: v for k, v in ENCODERS["whisper"].items() if k != "encoder_ffn_dim"},
+    "max_source_positions": 100,
+}
+ENCODERS |= {
+    "voxtral": {**_LISTENER, "model_type": "voxtral_encoder", "encoder_ffn_dim": 128},
+    "qwen2_audio": {**_LISTENER, "model_type": "qwen2_audio_encoder", "encoder_ffn_dim": 48},
+    "audioflamingo3": {**_LISTENER, "model_type": "audioflamingo3_encoder", "encoder_ffn_dim": 48},
+}
+SPEECH = ("voxtral", "qwen2_audio", "audioflamingo3")
+"""Models that hear and write, by the names of their towers and their own."""
+AUDIO = (
+    "whisper",
+    "wav2vec2",
+    "wav2vec2_stable",
+    "qwen3_omni_sound",
+    "qwen2_5_omni_sound",
+    *SPEECH,
+)
 BASIC_ENCODERS = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 """Enough of them where what is tested does not depend on the family."""
 CLASS_TOKEN = (
@@ -570,6 +588,26 @@ COMPOSITES |= {
 }
 SOUND_TOKEN_ID = 59
 COMPOSITES |= {
+    "voxtral": {
+        "model_type": "voxtral",
+        "audio_config": ENCODERS["voxtral"],
+        "text_config": LLMS["llama"],
+        "audio_token_id": SOUND_TOKEN_ID,
+    },
+    "qwen2_audio": {
+        "model_type": "qwen2_audio",
+        "audio_config": ENCODERS["qwen2_audio"],
+        "text_config": LLMS["qwen2"],
+        "audio_token_index": SOUND_TOKEN_ID,
+    },
+    "audioflamingo3": {
+        "model_type": "audioflamingo3",
+        "audio_config": ENCODERS["audioflamingo3"],
+        "text_config": LLMS["qwen2"],
+        "audio_token_id": SOUND_TOKEN_ID,
+    },
+}
+COMPOSITES |= {
     "qwen3_omni": {
         "model_type": "qwen3_omni_moe_thinker",
         "vision_config": ENCODERS["qwen3_omni_vision"],
@@ -686,6 +724,9 @@ GRIDS = {name: [(1, 4, 4), (1, 4, 4)] for name in ENCODERS} | {
     **{name: [(1, 1, 8), (1, 1, 4), (1, 1, 16)] for name in AUDIO},
     "qwen3_omni_sound": [(1, 1, 30), (1, 1, 4), (1, 1, 13)],
     "qwen2_5_omni_sound": [(1, 1, 12), (1, 1, 4), (1, 1, 10)],
+    "voxtral": [(1, 1, 100), (1, 1, 200)],  # silence included
+    "qwen2_audio": [(1, 1, 7), (1, 1, 100), (1, 1, 20)],
+    "audioflamingo3": [(1, 1, 107), (1, 1, 100), (1, 1, 21)],
 }
 PATCH_VALUES = {
     "whisper": 2 * 8,
@@ -700,6 +741,8 @@ PATCH_VALUES = {
     "qwen3_omni_sound": 8 * 8,
     "qwen2_5_omni_vision": 3 * 2 * 4 * 4,
     "qwen2_5_omni_sound": 2 * 8,
+    "voxtral": 2 * 8,
+    **dict.fromkeys(("qwen2_audio", "audioflamingo3"), 3 * 8),
     **dict.fromkeys(("glm4v", "glm4v_moe"), 3 * 2 * 4 * 4),
     "pixtral": 3 * 4 * 4,
     "gemma4": 3 * 4 * 4,
@@ -713,7 +756,12 @@ def make_inputs(family: str) -> EncoderInputs:
         shape: tuple[int, ...] = (sum(map(prod, grids)), PATCH_VALUES[family])
     else:
         shape = (len(grids), 3, 16, 16)
-    return EncoderInputs(torch.randn(shape, generator=generator), grids, torch.empty(0))
+    pixels = torch.randn(shape, generator=generator)
+    if PATCH_VALUES.get(family) == 3 * 8:  # patches with a frame of the next
+        sounds = pixels.split([prod(grid) for grid in grids])
+        for sound in sounds:
+            sound[99::100, 2 * 8 :] = 0  # nothing is behind a whole window
+    return EncoderInputs(pixels, grids, torch.empty(0))
 
 
 def build(config: ModelConfig, freeze: tuple[str, ...] = (), seed: int = 0) -> MultimodalModel:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.common.kept_tokens import Kept
 from torchmm.common.mixers import MixerSizes
 from torchmm.common.module_names import GENERATOR
+from torchmm.common.tiles import Kept, TileSpec
 
 IGNORE_TARGET = -100
 """Target value of a position that does not count in the loss."""
@@ -140,6 +140,9 @@ class EncoderInputs:
     """int64: position in the microbatch's T tokens of each output token, image after image."""
     kept: list[Kept] | None = None
     """What is kept of each image; None: everything, and no line is ended."""
+    patches_per_token: int | None = None
+    """Consecutive patches of a sound that become one output token, what remains of it none; None:
+    all patches of an encoder's images become tokens."""
 
     def select(self, images: range) -> EncoderInputs:
         """The inputs of consecutive images; tensors are views.
@@ -153,19 +156,21 @@ class EncoderInputs:
         start = sum(patches[: images.start])
         stop = sum(patches[: images.stop])
         own = slice(images.start, images.stop)
-        if self.kept is None:
+        if self.kept is not None:
+            places = _slice_of([kept.tokens for kept in self.kept], own)
+        elif self.patches_per_token is not None:
+            places = _slice_of([count // self.patches_per_token for count in patches], own)
+        else:
             # An output token stands for the same number of patches in all images of an encoder.
             tokens = len(self.positions_K)
             total = sum(patches)
             places = slice(start * tokens // total, stop * tokens // total)
-        else:
-            first = sum(kept.tokens for kept in self.kept[: images.start])
-            places = slice(first, first + sum(kept.tokens for kept in self.kept[own]))
         return EncoderInputs(
             self.pixels[start:stop] if self.pixels.ndim == 2 else self.pixels[own],
             self.grids_thw[own],
             self.positions_K[places],
             self.kept and self.kept[own],
+            self.patches_per_token,
         )
 
     def split(self, parts: int) -> list[EncoderInputs]:
@@ -175,6 +180,12 @@ class EncoderInputs:
             ValueError: there are fewer images than parts.
         """
         return [self.select(images) for images in even_ranges(len(self.grids_thw), parts)]
+
+
+def _slice_of(counts: list[int], own: slice) -> slice:
+    """Where the tokens of some images are among those of all."""
+    first = sum(counts[: own.start])
+    return slice(first, first + sum(counts[own]))
 
 
 def even_ranges(count: int, parts: int) -> list[range]:
@@ -287,15 +298,18 @@ class ClipText:
 
 
 @dataclass(frozen=True)
-class TileSpec:
-    """How pictures are cut into tiles, each of which is an image of the encoder."""
+class SoundChunks:
+    """Stretches of a sound that a tower reads one by one."""
 
-    processor_class: str
-    """Name of the Hugging Face image processor that cuts them, e.g. "GotOcr2ImageProcessor"."""
-    processor: dict[str, Any]
-    """Its settings."""
-    most_tiles: int = 0
-    """AnyRes: how many tiles' tokens a picture may have; 0: any number."""
+    samples: int
+    patches: int
+    """Of a whole chunk; the last of them may have fewer frames than the others."""
+    padding: Literal["patch", "silent", "heard"]
+    """How the last chunk ends. patch: after its last patch, which is filled with silence; silent,
+    heard: it is filled with silence to its whole length, of which the tower reads nothing, or all.
+    """
+    overlap: int = 0
+    """Frames of the next patch that each patch has too, because its position depends on them."""
 
 
 @dataclass(frozen=True)
@@ -326,9 +340,8 @@ class ImageSpec:
     pooled: int = 1
     """Consecutive patches of a sound that its tower averages into one; what remains behind the last
     of such groups is left out."""
-    sound_chunk: tuple[int, int] | None = None
-    """Samples of sound that are read by themselves, and their patches, if the last of these is
-    shorter than the others; None: a patch is as long as any."""
+    sound_chunks: SoundChunks | None = None
+    """How sounds are cut; None: they are read whole, to the end of the last patch."""
     tiles: TileSpec | None = None
     """How pictures are cut; None: a picture is one image. Frames of clips always are."""
     splits_clips: bool = False
@@ -370,6 +383,8 @@ class TextSpec:
     """Placeholder id at positions of sounds; None: sounds are written as images are."""
     sound_prefix: Marks = ()
     sound_suffix: Marks = ()
+    around_sounds: tuple[str, str] = ("", "")
+    """See `TextConventions`."""
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from torchmm.common.batch import (
     Microbatch,
     SampleMeta,
 )
-from torchmm.common.kept_tokens import Kept
+from torchmm.common.tiles import Kept
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DecodedDrawing, DrawingRow
 from torchmm.data.media.images import decode_rgb
+from torchmm.data.media.medium import MediaPreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions, places_in_rows
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
@@ -79,12 +80,13 @@ class _Read:
     positions: list[np.ndarray] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
 
-    def inputs(self, grouped: bool) -> EncoderInputs:
+    def inputs(self, medium: MediaPreprocessor) -> EncoderInputs:
         """As tensors."""
-        pixels = np.stack(self.pixels) if grouped else np.concatenate(self.pixels)
+        pixels = np.stack(self.pixels) if medium.grouped else np.concatenate(self.pixels)
+        of_sounds = medium.spec.patches_per_token if medium.spec.modality == "audio" else None
         positions_K = _tensor(self.positions)
         return EncoderInputs(
-            torch.from_numpy(pixels), self.grids_thw, positions_K, self.kept or None
+            torch.from_numpy(pixels), self.grids_thw, positions_K, self.kept or None, of_sounds
         )
 
 
@@ -164,7 +166,7 @@ class StepDecoder(Dataset[DecodedStep]):
             position_ids=torch.from_numpy(np.concatenate(row.positions, axis=-1)),
             cu_seqlens=row.cu_seqlens,
             encoders={
-                name: row.read[name].inputs(medium.grouped)
+                name: row.read[name].inputs(medium)
                 for name, medium in media.items()
                 if name in row.read
             },

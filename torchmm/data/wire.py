@@ -19,12 +19,12 @@ from torch import Tensor
 
 from torchmm.common.batch import EncoderInputs, ImageMeta, Microbatch, SampleMeta
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.common.kept_tokens import Kept
+from torchmm.common.tiles import Kept
 from torchmm.data.decode import DecodedStep
 from torchmm.data.order import Item
 from torchmm.data.step_packs import PackItems, microbatch_meta
 
-VERSION = 2
+VERSION = 3
 STEP = "step"
 """Key of the JSON text that accompanies the tensors."""
 
@@ -102,8 +102,9 @@ def unpack_step(
                 [_triple(grid) for grid in grids],
                 tensors[f"{prefix}{name}.positions_K"],
                 kept and [Kept.from_json(each) for each in kept],
+                patches_per_token,
             )
-            for name, (grids, kept) in parts["encoders"].items()
+            for name, (grids, kept, patches_per_token) in parts["encoders"].items()
         }
         microbatch = Microbatch(
             input_ids_T=tensors[f"{prefix}input_ids_T"],
@@ -133,7 +134,8 @@ def _describe(microbatch: Microbatch, prefix: str, tensors: dict[str, Tensor]) -
     return {
         "cu_seqlens": microbatch.cu_seqlens,
         "encoders": {
-            name: (inputs.grids_thw, inputs.kept) for name, inputs in microbatch.encoders.items()
+            name: (inputs.grids_thw, inputs.kept, inputs.patches_per_token)
+            for name, inputs in microbatch.encoders.items()
         },
         "generator": generator,
     }

@@ -16,7 +16,7 @@ import torch
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, MicrobatchMeta
 from torchmm.common.generated import GeneratorInputs
-from torchmm.common.kept_tokens import Kept
+from torchmm.common.tiles import Kept
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.multimodal import MultimodalModel

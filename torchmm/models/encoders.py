@@ -25,9 +25,9 @@ from torchmm.common.batch import (
     ImageMeta,
     ImageSpec,
     LayerDescription,
-    TileSpec,
 )
 from torchmm.common.errors import ConfigError
+from torchmm.common.tiles import TileSpec
 from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
 from torchmm.models.layers.connectors import (
@@ -293,7 +293,7 @@ class EncoderModule(LayeredModule):
             modality=self.family.modality,
             max_patches=self.family.max_patches(self.spec.config),
             pooled=self.family.pooled,
-            sound_chunk=self.family.sound_chunk(self.spec.config),
+            sound_chunks=self.family.sound_chunks(self.spec.config),
             tiles=self.spec.tiles,
             splits_clips=self.family.splits_clips,
             ends_lines=self.spec.connector == "line_mlp",

@@ -238,6 +238,7 @@ class MultimodalModel(nn.Module):
             sound_token_id=self.text.sound_token_id,
             sound_prefix=_marks(self.text.sound_prefix, vocabulary),
             sound_suffix=_marks(self.text.sound_suffix, vocabulary),
+            around_sounds=self.text.around_sounds,
         )
 
     def image_token_id(self, tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -15,8 +15,8 @@ from transformers import FeatureExtractionMixin
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from torchmm.common.batch import TileSpec
 from torchmm.common.errors import ConfigError
+from torchmm.common.tiles import TileSpec
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side

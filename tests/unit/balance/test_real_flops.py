@@ -12,6 +12,7 @@ from counting import count_flops
 from pipeline_cases import KINDS, Case, varied_microbatch
 from proofs import proves
 from random_orders import random_order
+from speech_cases import three_samples
 from test_multimodal import two_images
 
 from torchmm.balance.costs.flops import microbatch_flops, task_durations
@@ -120,16 +121,22 @@ def test_every_encoder_family_costs_what_torch_counts(family: str) -> None:
 
 @pytest.mark.parametrize("name", model_cases.COMPOSITES)
 def test_connectors_behind_frozen_towers_cost_what_torch_counts(name: str) -> None:
-    model = model_cases.build(model_cases.composite_config(name), freeze=("vision",))
-    encoder = model.encoders["vision"]
-    grids, pixels, _ = two_images(name, torch.Generator().manual_seed(5))
-    tokens = encoder(EncoderInputs(pixels, grids, torch.empty(0)))
+    tower = "audio" if name in model_cases.SPEECH else "vision"
+    model = model_cases.build(model_cases.composite_config(name), freeze=(tower,))
+    encoder = model.encoders[tower]
+    if tower == "audio":
+        inputs = three_samples(name)[0].encoders[tower]
+    else:
+        grids, pixels, _ = two_images(name, torch.Generator().manual_seed(5))
+        inputs = EncoderInputs(pixels, grids, torch.empty(0))
+    tokens = encoder(inputs)
     backward, _ = count_flops(tokens.sum().backward)
     images = [
-        ImageMeta(1, 1, prod(grid), prod(grid) // encoder.patches_per_token) for grid in grids
+        ImageMeta(1, 1, prod(grid), prod(grid) // encoder.patches_per_token)
+        for grid in inputs.grids_thw
     ]
-    meta = MicrobatchMeta((SampleMeta("s", 0, len(tokens), tuple(images), "vision"),), len(tokens))
-    found = microbatch_flops([encoder.describe()], meta)["vision"]
+    meta = MicrobatchMeta((SampleMeta("s", 0, len(tokens), tuple(images), tower),), len(tokens))
+    found = microbatch_flops([encoder.describe()], meta)[tower]
     assert found.backward == pytest.approx(backward, rel=0.01)
 
 

@@ -26,8 +26,9 @@ def test_an_encoder_has_a_segment_per_image_and_frame() -> None:
     assert sizes.outputs_N.tolist() == [8, 6]
     assert sizes.images_N.tolist() == [2, 1]
     assert sizes.units_N.tolist() == [34, 27]  # each segment has a class token
-    assert sizes.pairs_N(None).tolist() == [2 * 17**2, 3 * 9**2]
-    assert sizes.pairs_N(10).tolist() == [2 * 17 * 10, 3 * 9**2]
+    assert sizes.pairs_N(None, apart=True).tolist() == [2 * 17**2, 3 * 9**2]
+    assert sizes.pairs_N(10, apart=True).tolist() == [2 * (10**2 + 7**2), 3 * 9**2]
+    assert sizes.pairs_N(10, apart=False).tolist() == [2 * 17 * 10, 3 * 9**2]
 
 
 def test_an_encoder_without_images_has_a_stand_in() -> None:
@@ -41,7 +42,7 @@ def test_padding_is_a_segment_that_is_computed() -> None:
     sizes = llm_sizes([meta, full], [50, 99], padding=True)
     assert sizes.units_N.tolist() == [100, 100]
     assert sizes.outputs_N.tolist() == [50, 99]
-    assert sizes.pairs_N(None).tolist() == [2 * 900 + 1600, 10_000]
+    assert sizes.pairs_N(None, apart=False).tolist() == [2 * 900 + 1600, 10_000]
     useful = llm_sizes([meta, full], [50, 99], padding=False)
     assert useful.units_N.tolist() == [60, 100]
 

@@ -12,6 +12,7 @@ from model_cases import (
     GRIDS,
     PATCH_VALUES,
     REGISTERS,
+    SPEECH,
     build,
     make_inputs,
     pair_config,
@@ -44,6 +45,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from torchmm.common.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.families.encoders.audio import window_lengths
 from torchmm.models.layered import StageRange
 
 UNNAMED = {  # which AutoModel does not know
@@ -86,6 +88,8 @@ def plain_features(family: str, tower: nn.Module, inputs: EncoderInputs, layer: 
         return torch.cat([tower(wave_S[None]).last_hidden_state[0] for wave_S in waves])
     if family.endswith("_omni_sound"):
         return chunked_features(EARS[family.removesuffix("_sound")], tower, inputs)
+    if family in SPEECH:
+        return window_features(family, tower, inputs)
     if family.startswith(("qwen", "glm")):
         return tower(inputs.pixels, torch.tensor(inputs.grids_thw)).pooler_output
     if family == "pixtral":
@@ -131,6 +135,27 @@ def chunked_features(ear: Ear, tower: Any, inputs: EncoderInputs) -> Tensor:
     tower(torch.cat(sounds).T, torch.tensor([len(sound) for sound in sounds]))
     handle.remove()
     return found[0]
+
+
+def window_features(family: str, tower: Any, inputs: EncoderInputs) -> Tensor:
+    """All windows in one call, with noise behind what they hold, which is masked."""
+    mels, whole = tower.num_mel_bins, tower.max_source_positions
+    lengths = window_lengths(inputs.grids_thw, whole)
+    windows_NFM = torch.randn(len(lengths), 2 * whole + 1, mels)
+    for window_FM, patches in zip(windows_NFM, inputs.pixels.split(lengths), strict=True):
+        frames = patches.view(len(patches), -1, mels)
+        held_FM = torch.cat([frames[:, :2].flatten(0, 1), frames[-1, 2:]])
+        window_FM[: len(held_FM)] = held_FM
+    mels_NMF = windows_NFM[:, :-1].mT
+    if family == "voxtral":
+        return tower(mels_NMF).last_hidden_state.flatten(0, 1)
+    held = torch.arange(whole) < torch.tensor(lengths)[:, None]
+    if family == "qwen2_audio":
+        mask = torch.zeros(len(lengths), 1, 1, whole).masked_fill(~held[:, None, None], -1e30)
+        hidden = tower(mels_NMF, attention_mask=mask).last_hidden_state
+    else:
+        hidden = tower(mels_NMF, held.repeat_interleave(2, dim=1)).last_hidden_state
+    return torch.cat([own[: n // 2] for own, n in zip(hidden, lengths, strict=True)])
 
 
 def gemma4_features(tower: Any, inputs: EncoderInputs) -> Tensor:

@@ -2,7 +2,7 @@
 
 Token by token, the likeliest each time: Hugging Face with caches of keys, states and windows, ours
 from the whole text again. LLaVA-NeXT and LLaVA-OneVision are in `test_tile_model`, Omni models in
-`test_omni`.
+`test_omni`, those that hear in `test_speech`.
 """
 
 from pathlib import Path
@@ -13,6 +13,7 @@ from generation import as_prompt, written, written_by
 from model_cases import (
     COMPOSITES,
     LLMS,
+    SPEECH,
     build,
     composite_config,
     microbatch,
@@ -25,7 +26,8 @@ from transformers import AutoModelForCausalLM
 from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf
 
-ALONE = [name for name in COMPOSITES if not name.startswith("llava_") and "omni" not in name]
+HEARING = {name for name in COMPOSITES if "omni" in name} | set(SPEECH)
+ALONE = [name for name in COMPOSITES if not name.startswith("llava_") and name not in HEARING]
 
 
 @proves("generation", LLMS)

@@ -97,13 +97,13 @@ class Attention(Component):
         """Scores, and the sums of values."""
         layer = self.layer
         widths = layer.head_dim + (layer.value_dim or layer.head_dim)
-        return 2 * layer.heads * widths * sizes.pairs_N(layer.window)
+        return 2 * layer.heads * widths * sizes.pairs_N(layer.window, apart=not layer.causal)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """One fused kernel, for each pass."""
         layer = self.layer
         units_N = sizes.units_N
-        pairs_N = sizes.pairs_N(layer.window)
+        pairs_N = sizes.pairs_N(layer.window, apart=not layer.causal)
         if layer.causal:
             pairs_N = sizes.causal_pairs_N(layer.window, setting.causal_block)
         if setting.segment_calls:  # work besides the products, as products of heads of 64

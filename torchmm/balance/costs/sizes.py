@@ -69,9 +69,15 @@ class TaskSizes:
         """Pairs of a position and a token that it attends to across."""
         return self._sum(self.lengths_S * self.contexts_S)
 
-    def pairs_N(self, window: int | None) -> Array:
-        """Pairs of positions of which one attends to the other, without a causal mask."""
-        return self._pairs(window)
+    def pairs_N(self, window: int | None, apart: bool) -> Array:
+        """Pairs of positions of which one attends to the other, without a causal mask.
+
+        Args:
+            window: positions that one attends to; None: all of its segment.
+            apart: whether windows follow one another, as in encoders; otherwise each position has
+                one of its own.
+        """
+        return self._pairs(window, apart)
 
     def chunks_N(self, tokens: int) -> Array:
         """Chunks of so many positions, each of one segment."""
@@ -96,7 +102,14 @@ class TaskSizes:
 
     @cached_property
     def _pairs(self):  # type: ignore[no-untyped-def]  # a cache per object, not per class
-        return cache(lambda window: self._sum(self.lengths_S * self._reach(window)))
+        return cache(self._count_pairs)
+
+    def _count_pairs(self, window: int | None, apart: bool) -> Array:
+        pairs_S = self.lengths_S * self._reach(window)
+        if window is not None and apart:
+            rest_S = self.lengths_S % window
+            pairs_S = (self.lengths_S - rest_S) * window + rest_S**2
+        return self._sum(pairs_S)
 
     def _reach(self, window: int | None) -> Array:
         return self.lengths_S if window is None else np.minimum(self.lengths_S, window)

@@ -21,7 +21,7 @@ from PIL import Image
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
-from torchmm.common.kept_tokens import Kept, Shrunk, shrink_weights
+from torchmm.common.tiles import Kept, Shrunk, shrink_weights
 from torchmm.data.media.tile_schemes import Cut, Scheme
 
 SHRINKS_ABOVE = 1.1

@@ -3,7 +3,9 @@
 Planning needs only the length, which is in the header. A sound becomes patches, each the mel bins
 (for Wav2Vec2 the samples) of the few frames that the encoder makes one position of, so that sounds
 of any length are packed one after another without padding. Rejected: padding every sound to
-30 s, as Whisper's own pipeline does, which makes a spoken word as costly as half a minute.
+30 s, as Whisper's own pipeline does, which makes a spoken word as costly as half a minute. Where a
+model's tower does hear the silence (Voxtral), it is part of the sound; where it is masked
+(Qwen2-Audio), it is there while the spectrogram is made, and left out then (`SoundChunks`).
 
 Files are read by libsndfile (soundfile), resampled by a polyphase filter (SciPy). Rejected:
 torchcodec and FFmpeg, binary dependencies that do not match every torch.
@@ -20,8 +22,9 @@ from typing import Any
 
 import numpy as np
 import transformers
+from numpy.lib.stride_tricks import sliding_window_view
 
-from torchmm.common.batch import ImageMeta, ImageSpec
+from torchmm.common.batch import ImageMeta, ImageSpec, SoundChunks
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 
@@ -55,6 +58,7 @@ class AudioPreprocessor:
         self._hears_waves = self._extractor.model_input_names[0] == "input_values"
         hop = 1 if self._hears_waves else self._extractor.hop_length
         self._hop = hop
+        self._chunks = spec.sound_chunks or SoundChunks(spec.patch_size_px, 1, "patch")
         self._frames = spec.patch_size_px // hop
         if self._frames * hop != spec.patch_size_px:
             raise ConfigError(
@@ -85,26 +89,31 @@ class AudioPreprocessor:
             )
         samples = ceil(info.frames * self._rate / info.samplerate)
         group = self.spec.patches_per_token
-        pooled = max(1, self._patches(samples) // self.spec.pooled)
-        patches = ceil(pooled / self.spec.merge**2) * group
-        if self.spec.max_patches:
-            patches = min(patches, self.spec.max_patches // group * group)
+        patches = self._patches(samples)
+        most = self.spec.max_patches
+        if self._chunks.padding == "patch":  # nobody says how sounds end: with a whole token
+            pooled = max(1, patches // self.spec.pooled)
+            patches = ceil(pooled / self.spec.merge**2) * group
+            most = most // group * group
+        if most:
+            patches = min(patches, most)
+        if patches < group:
+            raise CorruptSampleError(f"sound of {samples} samples, too few for a token")
         duration_ms = round(1000 * min(samples, self._samples(patches)) / self._rate)
         return ImageMeta(0, 0, patches, patches // group, duration_ms=duration_ms)
 
     def _patches(self, samples: int) -> int:
         """That hold so many samples."""
-        size = self.spec.patch_size_px
-        chunk_size, chunk_patches = self.spec.sound_chunk or (size, 1)
-        chunks, rest = divmod(samples, chunk_size)
-        return chunks * chunk_patches + min(ceil(rest / size), chunk_patches)
+        chunks, rest = divmod(samples, self._chunks.samples)
+        last = min(ceil(rest / self.spec.patch_size_px), self._chunks.patches)
+        if rest and self._chunks.padding == "heard":
+            last = self._chunks.patches
+        return chunks * self._chunks.patches + last
 
     def _samples(self, patches: int) -> int:
         """That so many patches hold."""
-        size = self.spec.patch_size_px
-        chunk_size, chunk_patches = self.spec.sound_chunk or (size, 1)
-        chunks, rest = divmod(patches, chunk_patches)
-        return chunks * chunk_size + rest * size
+        chunks, rest = divmod(patches, self._chunks.patches)
+        return chunks * self._chunks.samples + rest * self.spec.patch_size_px
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Patches as (frames, rows, columns)."""
@@ -125,33 +134,51 @@ class AudioPreprocessor:
         if self._hears_waves and len(wave_S):  # normalized without the zeros after it
             made: Any = self._extractor(wave_S, sampling_rate=self._rate, return_tensors="np")
             wave_S = np.asarray(made["input_values"][0], np.float32)
+        chunks = ceil(meta.patches / self._chunks.patches)
+        if self._chunks.padding != "patch":
+            wanted = chunks * self._chunks.samples
         padded_S = np.zeros(wanted, np.float32)
         padded_S[: len(wave_S)] = wave_S
         if self._hears_waves:
             return padded_S.reshape(meta.patches, -1)
-        found: Any = self._extractor(
-            padded_S, sampling_rate=self._rate, padding="longest", return_tensors="np"
-        )
-        frames_FM = np.asarray(found["input_features"][0], np.float32).T
-        if self.spec.sound_chunk is not None:
-            frames_FM = self._fill_chunks(frames_FM, meta.patches)
-        return np.ascontiguousarray(frames_FM).reshape(meta.patches, -1)
+        if self._chunks.padding == "silent":  # a chunk's spectrogram knows nothing of the others
+            pieces = [self._spectrogram(piece_S) for piece_S in np.split(padded_S, chunks)]
+            frames_FM = np.concatenate(pieces)
+        else:
+            frames_FM = self._spectrogram(padded_S)
+        if self.spec.sound_chunks is None:
+            return np.ascontiguousarray(frames_FM).reshape(meta.patches, -1)
+        return self._cut(frames_FM, meta.patches)
 
-    def _fill_chunks(self, frames_FM: np.ndarray, patches: int) -> np.ndarray:
-        """The same with zeros where the last patch of a chunk is shorter than the others."""
-        assert self.spec.sound_chunk is not None
-        chunk_size, chunk_patches = self.spec.sound_chunk
-        given = chunk_size // self._hop
-        filled = chunk_patches * self._frames
-        whole_FM = np.zeros((patches * self._frames, frames_FM.shape[1]), np.float32)
-        for chunk, start in enumerate(range(0, len(frames_FM), given)):
-            piece_FM = frames_FM[start : start + given]
-            whole_FM[chunk * filled :][: len(piece_FM)] = piece_FM
-        return whole_FM
+    def _spectrogram(self, wave_S: np.ndarray) -> np.ndarray:
+        """float32 (F, M)."""
+        found: Any = self._extractor(
+            wave_S,
+            sampling_rate=self._rate,
+            padding="longest",
+            truncation=False,
+            return_tensors="np",
+        )
+        return np.asarray(found["input_features"][0], np.float32).T
+
+    def _cut(self, frames_FM: np.ndarray, patches: int) -> np.ndarray:
+        """(P, D): patches of chunks, with zeros where a chunk has fewer frames than its patches."""
+        given = self._chunks.samples // self._hop
+        width = self._frames + self._chunks.overlap
+        found = []
+        for chunk, start in enumerate(range(0, patches, self._chunks.patches)):
+            count = min(patches - start, self._chunks.patches)
+            piece_FM = frames_FM[chunk * given : (chunk + 1) * given]
+            filled_FM = np.zeros((count * self._frames + self._chunks.overlap, piece_FM.shape[1]))
+            used = min(len(piece_FM), len(filled_FM))
+            filled_FM[:used] = piece_FM[:used]
+            cut_PMF = sliding_window_view(filled_FM, width, axis=0)[:: self._frames]
+            found.append(cut_PMF.transpose(0, 2, 1).reshape(count, -1))
+        return np.concatenate(found).astype(np.float32)
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Zeros instead of a sound that turned out to be undecodable, same shape."""
-        width = self._frames * self._extractor.feature_size
+        width = (self._frames + self._chunks.overlap) * self._extractor.feature_size
         return np.zeros((meta.patches, width), np.float32)
 
     def _decode(self, data: bytes, wanted: int) -> np.ndarray:

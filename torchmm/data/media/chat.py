@@ -26,7 +26,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.conversation import Conversation, Turn, answered_calls
-from torchmm.data.layouts.sample import FileSegment, Sample, SampleOptions, Segment, TextSegment
+from torchmm.data.layouts.sample import (
+    AudioSegment,
+    FileSegment,
+    Sample,
+    SampleOptions,
+    Segment,
+    TextSegment,
+)
 from torchmm.data.media.chat_marks import (
     Marks,
     Plain,
@@ -64,10 +71,14 @@ class ChatTemplate:
 
     Args:
         tokenizer: its `chat_template` is used, or a plain "role: content" one if it has none.
+        around_sounds: plain text before and after each sound; {} is its number in the chat.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, around_sounds: tuple[str, str] = ("", "")
+    ) -> None:
         self.tokenizer = tokenizer
+        self.around_sounds = around_sounds
         self.template = None if tokenizer.chat_template else FALLBACK_TEMPLATE
         self._special = _pattern(tokenizer)
         self._habits: dict[tuple[Style, bool], Habits] = {}
@@ -216,7 +227,9 @@ class _Chat:
             return by_turn.get(turn, [])
 
         mask = loss_mask(turns, options.train_on, len(rendering.text), spans)
-        return Sample(tuple(_segments(rendering, mask, self.template.special)), False, False)
+        template = self.template
+        segments = _segments(rendering, mask, template.special, template.around_sounds)
+        return Sample(tuple(segments), False, False)
 
     def _tail(self, count: int) -> str | None:
         try:
@@ -285,9 +298,15 @@ def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any
             yield where, what, copy
 
 
-def _segments(rendering: Rendering, mask: bytearray, special: re.Pattern[str]) -> list[Segment]:
+def _segments(
+    rendering: Rendering,
+    mask: bytearray,
+    special: re.Pattern[str],
+    around_sounds: tuple[str, str],
+) -> list[Segment]:
     """The text in pieces that are encoded alike, and the files in it."""
     segments: list[Segment] = []
+    sounds = 0
     for number in range(len(rendering.marks) + 1):
         begin, end = rendering.between(number)
         for match in special.finditer(rendering.text, begin, end):
@@ -298,7 +317,12 @@ def _segments(rendering: Rendering, mask: bytearray, special: re.Pattern[str]) -
         _add_text(segments, rendering.text, mask, begin, end)
         if number < len(rendering.marks):
             value = rendering.marks[number].value
-            if isinstance(value, FileSegment):
+            if isinstance(value, AudioSegment):
+                sounds += 1
+                _join(segments, around_sounds[0].replace("{}", str(sounds)), loss=False)
+                segments.append(value)
+                _join(segments, around_sounds[1], loss=False)
+            elif isinstance(value, FileSegment):
                 segments.append(value)  # type: ignore[arg-type]
             else:
                 _add_text(segments, rendering.text, mask, *rendering.places[number])
@@ -306,17 +330,22 @@ def _segments(rendering: Rendering, mask: bytearray, special: re.Pattern[str]) -
 
 
 def _add_text(segments: list[Segment], text: str, mask: bytearray, begin: int, end: int) -> None:
-    """Appends text without special tokens, joined to such text before it that counts alike."""
+    """Appends text without special tokens."""
     while begin < end:
         loss = mask[begin]
         change = mask.find(1 - loss, begin, end)
         piece = text[begin : change if change >= 0 else end]
         begin += len(piece)
-        last = segments[-1] if segments else None
-        if isinstance(last, TextSegment) and not last.scaffold and last.loss == bool(loss):
-            segments[-1] = TextSegment(last.text + piece, bool(loss))
-        else:
-            segments.append(TextSegment(piece, bool(loss)))
+        _join(segments, piece, bool(loss))
+
+
+def _join(segments: list[Segment], text: str, loss: bool) -> None:
+    """Appends plain text, joined to such text before it that counts alike."""
+    last = segments[-1] if segments else None
+    if isinstance(last, TextSegment) and not last.scaffold and last.loss == loss:
+        segments[-1] = TextSegment(last.text + text, loss)
+    elif text:
+        segments.append(TextSegment(text, loss))
 
 
 def _pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:

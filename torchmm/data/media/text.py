@@ -96,10 +96,10 @@ class TextEncoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, spec: TextSpec, sequence_length: int
     ) -> None:
-        if not tokenizer.is_fast:
+        if not getattr(tokenizer, "is_fast", False):  # mistral-common's has no such attribute
             raise ConfigError(
-                f"model.tokenizer: {type(tokenizer).__name__} has no tokenizer.json; convert it "
-                "with AutoTokenizer.from_pretrained(...).save_pretrained(DIR) and name DIR"
+                f"model.tokenizer: {type(tokenizer).__name__} has no tokenizer.json; name a "
+                "directory to which PreTrainedTokenizerFast.from_pretrained(...) was saved"
             )
         self.spec = spec
         self.sequence_length = sequence_length

@@ -17,7 +17,7 @@ from PIL import Image
 from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
 
 from torchmm.common.batch import Marks, TextSpec
-from torchmm.common.kept_tokens import Kept
+from torchmm.common.tiles import Kept
 
 CROPS = "pan_and_scan_max_num_crops"
 FIRST = "Here is the original image "

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 from PIL import Image
 
-from torchmm.common.batch import ImageMeta, TextSpec, TileSpec
+from torchmm.common.batch import ImageMeta, TextSpec
 from torchmm.common.errors import ConfigError
-from torchmm.common.kept_tokens import Kept
+from torchmm.common.tiles import Kept, TileSpec
 from torchmm.data.media.any_resolution import AnyResolution
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb, make_processor, read_size
 from torchmm.data.media.tile_schemes import Cut, InternTiles, PanAndScan, Scheme, SplitTiles

@@ -119,7 +119,7 @@ class SampleReader:
         self.max_pixels = data.max_image_pixels
         self._max_images = data.max_images_per_sample
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
-        self._chat = ChatTemplate(tokenizer)
+        self._chat = ChatTemplate(tokenizer, text_spec.around_sounds)
 
     def read(self, record: Record) -> MeasuredSample:
         """Parse, check headers of files, tokenise, truncate.

@@ -43,3 +43,6 @@ class TextConventions:
     """Placeholder of sounds; None: sounds are written as images are."""
     sound_prefix: tuple[int | str | Token, ...] = ()
     sound_suffix: tuple[int | str | Token, ...] = ()
+    around_sounds: tuple[str, str] = ("", "")
+    """In chats, plain text before and after each sound with what else belongs to it; {} is its
+    number in the chat, from 1."""

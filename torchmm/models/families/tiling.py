@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchmm.common.batch import TileSpec
 from torchmm.common.errors import ConfigError
+from torchmm.common.tiles import TileSpec
 
 
 @dataclass(frozen=True)

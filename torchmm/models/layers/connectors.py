@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.mistral3.modeling_mistral3 import Mistral3RMSNorm
 
-from torchmm.common.kept_tokens import Kept, Shrunk, shrink_weights
+from torchmm.common.tiles import Kept, Shrunk, shrink_weights
 
 
 class MlpConnector(nn.Module):

@@ -62,7 +62,7 @@ class CompositeParts(NamedTuple):
     llm_family: LlmFamily
     llm_files: WeightFiles
     encoders: dict[str, EncoderPart]
-    """By name, `VISION` first."""
+    """By name, `VISION` first if it sees."""
     text: TextConventions
 
 
@@ -80,8 +80,19 @@ def part_problems(config: Any, towers: Sequence[str] = (), also: Sequence[str] =
         towers: those that the composite can have; empty: all on images of a fixed size.
         also: further ones.
     """
-    text = config.text_config.model_type
     vision = getattr(config.vision_config, "model_type", None)
+    problems = llm_problems(config)
+    families = ENCODER_FAMILIES.items()
+    fixed = [name for name, f in families if f.inputs == "fixed" and f.in_composites]
+    known = (*(towers or fixed), *also)
+    if vision not in known:
+        problems.append(f"vision tower {vision!r} is not supported; supported: {', '.join(known)}")
+    return problems
+
+
+def llm_problems(config: Any) -> list[str]:
+    """What is not supported of the LLM."""
+    text = config.text_config.model_type
     problems = []
     if text not in LLM_FAMILIES:
         problems.append(f"LLM {text!r} is not supported; supported: {', '.join(LLM_FAMILIES)}")
@@ -90,11 +101,6 @@ def part_problems(config: Any, towers: Sequence[str] = (), also: Sequence[str] =
             f"LLM {text!r} scales or caps its logits, which Hugging Face's composite leaves out; "
             "name encoder and LLM as [model.encoders.NAME] and [model.llm] instead"
         )
-    families = ENCODER_FAMILIES.items()
-    fixed = [name for name, f in families if f.inputs == "fixed" and f.in_composites]
-    known = (*(towers or fixed), *also)
-    if vision not in known:
-        problems.append(f"vision tower {vision!r} is not supported; supported: {', '.join(known)}")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""Composite Hugging Face models, taken apart into the encoder "vision" and the LLM.
+"""Composite Hugging Face models, taken apart into encoders ("vision", "audio") and the LLM.
 
 Each composite says which Hugging Face configs its parts have and how its checkpoints name them;
 everything else is the same as for an encoder combined with an LLM by hand. Both old and new names
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from transformers import (
+    AudioFlamingo3ForConditionalGeneration,
     Gemma3ForConditionalGeneration,
     Gemma4ForConditionalGeneration,
     Idefics3ForConditionalGeneration,
@@ -22,7 +23,9 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     PaliGemmaForConditionalGeneration,
     PreTrainedModel,
+    Qwen2AudioForConditionalGeneration,
     SmolVLMForConditionalGeneration,
+    VoxtralForConditionalGeneration,
 )
 
 from torchmm.models.families.composites.gemma import take_gemma3, take_paligemma
@@ -36,6 +39,11 @@ from torchmm.models.families.composites.omni import OMNI, take_qwen2_5_omni, tak
 from torchmm.models.families.composites.parts import CompositeParts
 from torchmm.models.families.composites.qwen3_vl import QWEN3_VL, take_qwen3_vl
 from torchmm.models.families.composites.qwen_vl import QWEN_VL, take_qwen_vl
+from torchmm.models.families.composites.speech import (
+    take_audioflamingo3,
+    take_qwen2_audio,
+    take_voxtral,
+)
 
 
 class Composite(NamedTuple):
@@ -62,6 +70,9 @@ COMPOSITES: dict[str, Composite] = {
     **{name: Composite(kind, take_qwen3_vl) for name, kind in QWEN3_VL.items()},
     "qwen2_5_omni_thinker": Composite(OMNI["qwen2_5_omni_thinker"], take_qwen2_5_omni),
     "qwen3_omni_moe_thinker": Composite(OMNI["qwen3_omni_moe_thinker"], take_qwen3_omni),
+    "voxtral": Composite(VoxtralForConditionalGeneration, take_voxtral),
+    "qwen2_audio": Composite(Qwen2AudioForConditionalGeneration, take_qwen2_audio),
+    "audioflamingo3": Composite(AudioFlamingo3ForConditionalGeneration, take_audioflamingo3),
     **{name: Composite(kind, take_glm4v) for name, kind in GLM4V.items()},
 }
 """Supported composites by Hugging Face model_type."""

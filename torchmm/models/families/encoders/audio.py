@@ -51,7 +51,7 @@ class SoundFamily(EncoderFamily):
     inputs = "patches"
     has_class_token = False
 
-    def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Segments:
+    def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Any:
         return Segments.from_starts(image_starts(inputs.grids_thw), device)
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
@@ -230,6 +230,15 @@ class Wav2Vec2StableFamily(Wav2Vec2Family):
 
     def norm_before(self, tower: Any, hidden: Tensor) -> Tensor:
         return hidden
+
+
+def window_lengths(grids_thw: list[tuple[int, int, int]], window: int) -> list[int]:
+    """Positions of each window of all sounds; the last one of a sound may be shorter."""
+    lengths = []
+    for grid in grids_thw:
+        whole, rest = divmod(prod(grid), window)
+        lengths += [window] * whole + [rest] * (rest > 0)
+    return lengths
 
 
 def receptive_field(config: Any) -> int:

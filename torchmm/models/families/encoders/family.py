@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.batch import EncoderInputs, LayerDescription, SoundChunks
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.layered import LinearSizes
@@ -187,8 +187,8 @@ class EncoderFamily:
         """Most patches of a sound; 0: any number. 0 for images."""
         return 0
 
-    def sound_chunk(self, config: Any) -> tuple[int, int] | None:
-        """See `ImageSpec.sound_chunk`."""
+    def sound_chunks(self, config: Any) -> SoundChunks | None:
+        """How sounds are cut; None: they are read whole."""
         return None
 
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:

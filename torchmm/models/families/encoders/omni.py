@@ -33,9 +33,9 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeVisionEncoder,
 )
 
-from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.batch import EncoderInputs, LayerDescription, SoundChunks
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.encoders.audio import SoundFamily
+from torchmm.models.families.encoders.audio import SoundFamily, window_lengths
 from torchmm.models.families.encoders.family import EncoderFamily, starts_of
 from torchmm.models.families.encoders.qwen import Qwen2_5VisionFamily
 from torchmm.models.families.encoders.qwen3 import Qwen3VisionFamily
@@ -99,11 +99,7 @@ class OmniSoundFamily(SoundFamily, ABC):
         return tower
 
     def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> Segments:
-        window = self.window_positions(tower.config)
-        lengths = []
-        for grid in inputs.grids_thw:
-            whole, rest = divmod(prod(grid), window)
-            lengths += [window] * whole + [rest] * (rest > 0)
+        lengths = window_lengths(inputs.grids_thw, self.window_positions(tower.config))
         return Segments.from_starts(starts_of(lengths), device)
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Segments) -> Tensor:
@@ -321,8 +317,8 @@ class Qwen3OmniSoundFamily(OmniSoundFamily):
     def max_patches(self, config: Any) -> int:
         return _LONGEST_S * _CHUNK_POSITIONS
 
-    def sound_chunk(self, config: Any) -> tuple[int, int] | None:
-        return _CHUNK * _HOP, _CHUNK_POSITIONS
+    def sound_chunks(self, config: Any) -> SoundChunks | None:
+        return SoundChunks(_CHUNK * _HOP, _CHUNK_POSITIONS, "patch")
 
     def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         return (1, _FRAMES * config.num_mel_bins), (1, 1, 1)

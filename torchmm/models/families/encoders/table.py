@@ -35,6 +35,11 @@ from torchmm.models.families.encoders.qwen3 import (
     Qwen3p5VisionFamily,
     Qwen3VisionFamily,
 )
+from torchmm.models.families.encoders.speech import (
+    AudioFlamingoSoundFamily,
+    Qwen2AudioSoundFamily,
+    VoxtralSoundFamily,
+)
 from torchmm.models.families.encoders.vision import Dinov2Family, Idefics3Family, InternVisionFamily
 from torchmm.models.layers.attention import Segments
 
@@ -111,6 +116,9 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "wav2vec2": Wav2Vec2Family(),
     "qwen2_5_omni_vision_encoder": Qwen2_5OmniVisionFamily(),
     "qwen2_5_omni_audio_encoder": Qwen2_5OmniSoundFamily(),
+    "voxtral_encoder": VoxtralSoundFamily(),
+    "qwen2_audio_encoder": Qwen2AudioSoundFamily(),
+    "audioflamingo3_encoder": AudioFlamingoSoundFamily(),
     "qwen3_omni_moe_vision_encoder": Qwen3OmniVisionFamily(),
     "qwen3_omni_moe_audio_encoder": Qwen3OmniSoundFamily(),
 }

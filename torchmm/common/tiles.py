@@ -1,17 +1,31 @@
-"""Which output tokens of a tile reach the LLM, where a picture's lines go through several tiles.
+"""Tiles of pictures: how they are cut, and which of their output tokens reach the LLM, where a
+picture's lines go through several of them.
 
-`torchmm.data` says it, the connector does it, and both have to know which tokens a shrunken picture
-takes from which tile.
+`torchmm.data` says the latter, the connector does it, and both have to know which tokens a shrunken
+picture takes from which tile.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class TileSpec:
+    """How pictures are cut into tiles, each of which is an image of the encoder."""
+
+    processor_class: str
+    """Name of the Hugging Face image processor that cuts them, e.g. "GotOcr2ImageProcessor"."""
+    processor: dict[str, Any]
+    """Its settings."""
+    most_tiles: int = 0
+    """AnyRes: how many tiles' tokens a picture may have; 0: any number."""
 
 
 class Shrunk(NamedTuple):

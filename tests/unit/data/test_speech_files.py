@@ -1,0 +1,305 @@
+"""Sounds from files to gradients: Hugging Face's processors and our data prepare the same.
+
+Voxtral's processor writes its text by mistral-common, which is no part of the test environment: its
+features are compared here, and the text with what version 1.13.1 wrote.
+"""
+
+from __future__ import annotations
+
+import io
+from itertools import islice, pairwise
+from math import ceil
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from data_cases import data_config, training, write_jsonl
+from model_cases import COMPOSITES, LLMS, SPEECH, build, relative_error, worst_gradient
+from speech_cases import FRAMES, MASKS, MELS, PER_TOKEN, patches_of
+from test_multimodal import our_hf_name, plain_composite
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional
+from transformers import (
+    AudioFlamingo3Processor,
+    PreTrainedTokenizerFast,
+    Qwen2AudioProcessor,
+    VoxtralProcessor,
+    WhisperFeatureExtractor,
+)
+
+from torchmm.common.batch import IGNORE_TARGET
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.decode import DecodedStep
+from torchmm.data.layouts.sample import Record, SampleOptions
+from torchmm.data.loader import build_loader
+from torchmm.data.media.audio import AudioPreprocessor
+from torchmm.data.order import Item
+from torchmm.data.sources.reader import SampleReader
+from torchmm.data.wire import pack_step, unpack_step
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.model_section import ModelConfig
+
+RATE, SECONDS = 16_000, 2
+"""A window is two seconds."""
+TOKENS = {
+    "voxtral": ["[AUDIO]", "[BEGIN_AUDIO]"],
+    "qwen2_audio": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|im_start|>", "<|im_end|>"],
+    "audioflamingo3": ["<sound>"],
+}
+"""The first stands for sounds."""
+WRITTEN = {
+    "voxtral": "[BEGIN_AUDIO][AUDIO]",
+    "qwen2_audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+    "audioflamingo3": "<sound>",
+}
+"""What the documentation of each writes for a sound."""
+LENGTHS = [1000, 2 * RATE, 2 * RATE + 321, 3 * RATE + 7]
+"""Samples."""
+CAPTIONS = [" a red dog", " two cats", " the small green bird", " in the sun"]
+
+
+def wave(number: int) -> np.ndarray:
+    noise_S = np.random.default_rng(number).normal(0, 0.1, LENGTHS[number])
+    return noise_S.astype(np.float32)
+
+
+def wave_file(wave_S: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    soundfile.write(stream, wave_S, RATE, format="WAV", subtype="FLOAT")
+    return stream.getvalue()
+
+
+def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Bytes, some merges, and the family's own tokens."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<pad>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CAPTIONS * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="</s>",
+        additional_special_tokens=TOKENS[name],
+    )
+    if name == "qwen2_audio":
+        tokenizer.chat_template = Qwen2AudioProcessor.default_chat_template.fget(None)
+    return tokenizer
+
+
+def make_model(name: str, tokenizer: PreTrainedTokenizerFast) -> MultimodalModel:
+    key = "audio_token_index" if name == "qwen2_audio" else "audio_token_id"
+    llm = LLMS["llama" if name == "voxtral" else "qwen2"]
+    config = {
+        **COMPOSITES[name],
+        "text_config": {**llm, "vocab_size": 320},
+        key: tokenizer.convert_tokens_to_ids(TOKENS[name][0]),
+    }
+    return build(ModelConfig(config=config))
+
+
+def extractor() -> WhisperFeatureExtractor:
+    return WhisperFeatureExtractor(
+        feature_size=MELS, chunk_length=SECONDS, return_attention_mask=True
+    )
+
+
+def processed(name: str, tokenizer: Any, waves: list[np.ndarray], text: str) -> dict[str, Any]:
+    """What Hugging Face's processor makes of sounds and a text that writes them as its
+    documentation does."""
+    if name == "voxtral":
+        return voxtral_processed(tokenizer, waves, text)
+    settings = {"sampling_rate": RATE, "return_tensors": "pt"}
+    if name == "qwen2_audio":
+        processor = Qwen2AudioProcessor(extractor(), tokenizer)
+        found = processor(text=[text], audio=waves, **settings)
+    else:
+        processor = AudioFlamingo3Processor(extractor(), tokenizer)
+        found = processor(text=[text], audio=waves, **settings)
+    return {key: value for key, value in found.items() if key != "attention_mask"}
+
+
+def voxtral_processed(tokenizer: Any, waves: list[np.ndarray], text: str) -> dict[str, Any]:
+    of_class = SimpleNamespace(feature_extractor=extractor())
+    features_NMF = VoxtralProcessor._retrieve_input_features(
+        of_class,
+        waves,
+        FRAMES,
+        sampling_rate=RATE,
+        padding=True,
+        truncation=False,
+        pad_to_multiple_of=SECONDS * RATE,
+        return_tensors="pt",
+    )
+    parts = text.split(WRITTEN["voxtral"])
+    written = parts[0]
+    for wave_S, after in zip(waves, parts[1:], strict=True):
+        written += "[BEGIN_AUDIO]" + "[AUDIO]" * voxtral_tokens(len(wave_S)) + after
+    ids = tokenizer(written, return_tensors="pt")["input_ids"]
+    return {"input_ids": ids, "input_features": features_NMF}
+
+
+def voxtral_tokens(samples: int) -> int:
+    """mistral-common: 12.5 a second of the sound and its silence."""
+    return 25 * ceil(samples / (SECONDS * RATE))
+
+
+def documents(name: str) -> list[list[str | int]]:
+    """Words and sounds; Audio Flamingo 3's processor takes one sound for a text."""
+    first = [3, CAPTIONS[0]] if name == "audioflamingo3" else [0, CAPTIONS[0], 1, CAPTIONS[1]]
+    return [first, [CAPTIONS[3]], [CAPTIONS[2], 2, CAPTIONS[1]]]
+
+
+@pytest.mark.parametrize("name", SPEECH)
+def test_files_give_hugging_faces_ids_loss_and_gradients(name: str, tmp_path) -> None:
+    tokenizer = make_tokenizer(name)
+    model = make_model(name, tokenizer)
+    for number in range(len(LENGTHS)):
+        (tmp_path / f"{number}.wav").write_bytes(wave_file(wave(number)))
+    rows = [
+        {
+            "texts": [part if isinstance(part, str) else None for part in document],
+            "audios": [f"{part}.wav" if isinstance(part, int) else None for part in document],
+        }
+        for document in documents(name)
+    ]
+    path = write_jsonl(tmp_path / "documents.jsonl", rows)
+    loader = build_loader(
+        data_config(tmp_path, SourceConfig(path=str(path), name="documents"), shuffle=False),
+        training(global_batch_size=1, sequence_length=512),
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        state=None,
+        **model.sample_specs(tokenizer),
+    )
+    (batch,) = islice(loader, 1)
+    assert not batch.skipped
+    (microbatch,) = batch.microbatches
+    sent = pack_step(DecodedStep([microbatch], {}))
+    items = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
+    (received,) = unpack_step(sent, [items], microbatch.meta.tokens).microbatches
+    assert received.encoders["audio"].patches_per_token == PER_TOKEN[name]
+    plain = plain_composite(model)
+    losses = []
+    for meta, (start, stop) in zip(
+        microbatch.meta.samples, pairwise(microbatch.cu_seqlens), strict=False
+    ):
+        document = documents(name)[meta.index]
+        text = "".join(part if isinstance(part, str) else WRITTEN[name] for part in document)
+        waves = [wave(part) for part in document if isinstance(part, int)]
+        if waves:
+            sample = processed(name, tokenizer, waves, text + "</s>")
+        else:
+            sample = {"input_ids": tokenizer(text + "</s>", return_tensors="pt")["input_ids"]}
+        assert torch.equal(microbatch.input_ids_T[start:stop], sample["input_ids"][0])
+        targets = microbatch.targets_T[start:stop]
+        assert (targets != IGNORE_TARGET).any()
+        logits = plain(**sample, use_cache=False).logits[0]
+        losses.append(functional.cross_entropy(logits, targets, reduction="sum"))
+    assert {meta.index for meta in microbatch.meta.samples} == {0, 1, 2}
+    expected, loss = torch.stack(losses).sum(), model(microbatch)
+    assert relative_error(loss, expected) < 1e-5
+    loss.backward()
+    expected.backward()
+    assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+
+
+def medium_of(name: str) -> AudioPreprocessor:
+    return AudioPreprocessor(make_model(name, make_tokenizer(name)).image_specs()["audio"])
+
+
+@pytest.mark.parametrize("name", SPEECH)
+@pytest.mark.parametrize(
+    "samples", [641, 960, 961, 31_700, 32_000, 32_001, 32_320, 32_321, 33_000, 96_000, 111_111]
+)
+def test_sounds_have_the_tokens_and_frames_of_hugging_faces_processors(
+    name: str, samples: int
+) -> None:
+    tokenizer = make_tokenizer(name)
+    medium = medium_of(name)
+    wave_S = np.random.default_rng(samples).normal(0, 0.1, samples).astype(np.float32)
+    data = wave_file(wave_S)
+    meta = medium.meta(data)
+    theirs = processed(name, tokenizer, [wave_S], WRITTEN[name])
+    token = tokenizer.convert_tokens_to_ids(TOKENS[name][0])
+    assert meta.tokens == meta.patches // PER_TOKEN[name] == (theirs["input_ids"] == token).sum()
+    mels_NFM = theirs["input_features"].mT
+    masks = theirs.get(MASKS.get(name, ""), torch.ones(len(mels_NFM), FRAMES))
+    expected = patches_of(name, mels_NFM, masks.sum(1).int().tolist())
+    found = torch.from_numpy(medium.pixels(data, meta))
+    assert torch.equal(found, expected)
+    assert medium.blank(meta).shape == found.shape
+    longest = 32_000 if name == "qwen2_audio" else samples
+    assert meta.duration_ms == round(min(samples, longest) / 16)
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "audioflamingo3"])
+def test_sounds_without_a_token_are_corrupt(name: str) -> None:
+    """Hugging Face's processors would write no placeholder for them."""
+    medium = medium_of(name)
+    with pytest.raises(CorruptSampleError, match="sound of 320 samples, too few for a token"):
+        medium.meta(wave_file(np.zeros(320, np.float32)))
+    assert medium.meta(wave_file(np.zeros(321, np.float32))).tokens == 1
+
+
+def test_long_sounds_are_cut_where_their_processor_cuts_them() -> None:
+    tokens = {name: medium_of(name) for name in SPEECH}
+    data = wave_file(np.zeros(41 * RATE, np.float32))
+    assert tokens["qwen2_audio"].meta(data).tokens == 50
+    assert tokens["audioflamingo3"].meta(data).tokens == 1000
+    assert tokens["voxtral"].meta(data).tokens == 21 * 25
+
+
+def test_published_windows_have_the_tokens_of_published_processors() -> None:
+    """30 s. Voxtral's numbers are what mistral-common 1.13.1 wrote for sounds of these lengths."""
+    config = {**COMPOSITES["voxtral"]["audio_config"], "max_source_positions": 1500}
+    model = build(ModelConfig(config={**COMPOSITES["voxtral"], "audio_config": config}))
+    medium = AudioPreprocessor(model.image_specs()["audio"])
+    found = [
+        medium.meta(wave_file(np.zeros(samples, np.float32))).tokens
+        for samples in (1, 160, 7000, 479_999, 480_000, 480_001, 1_000_000)
+    ]
+    assert found == [375, 375, 375, 375, 375, 750, 1125]
+
+
+def test_sounds_in_chats_are_numbered_as_qwen2_audios_template_does() -> None:
+    tokenizer = make_tokenizer("qwen2_audio")
+    specs = make_model("qwen2_audio", tokenizer).sample_specs(tokenizer)
+    specs.pop("generator_spec")
+    reader = SampleReader(DataConfig(), 400, **specs)
+    said = [[0, 1, "which dog?"], ["the red one"], ["and here? ", 2], ["two"]]
+    turns, theirs = [], []
+    for number, parts in enumerate(said):
+        role = ("user", "assistant")[number % 2]
+        sounds = [part for part in parts if isinstance(part, int)]
+        ours = [
+            {"type": "audio", "audio": {"bytes": wave_file(wave(part)), "path": None}}
+            if isinstance(part, int)
+            else {"type": "text", "text": part}
+            for part in parts
+        ]
+        turns.append({"role": role, "content": ours})
+        content = [
+            {"type": "audio"} if isinstance(part, int) else {"type": "text", "text": part}
+            for part in parts
+        ]
+        theirs.append({"role": role, "content": content if sounds else parts[0]})
+    record = Record({"messages": turns}, None, SampleOptions(), "chats[0]")
+    found = reader.read(record)
+    processor = Qwen2AudioProcessor(extractor(), tokenizer)
+    text = processor.apply_chat_template(theirs, tokenize=False)
+    assert "Audio 3: " in text
+    waves = [wave(number) for number in range(3)]
+    expected = processor(text=[text], audio=waves, sampling_rate=RATE, return_tensors="pt")
+    assert found.text.ids == expected["input_ids"][0].tolist()
+    learnt = [i for i, loss in zip(found.text.ids, found.text.loss, strict=True) if loss]
+    assert tokenizer.decode(learnt) == "the red one<|im_end|>two<|im_end|>"

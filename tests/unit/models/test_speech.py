@@ -1,0 +1,186 @@
+"""Voxtral, Qwen2-Audio and Audio Flamingo 3 on samples with sounds equal Hugging Face's own."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from generation import as_prompt, written, written_by
+from model_cases import (
+    COMPOSITES,
+    SOUND_TOKEN_ID,
+    SPEECH,
+    build,
+    composite_config,
+    pair_config,
+    relative_error,
+    worst_gradient,
+)
+from proofs import proves
+from speech_cases import three_samples
+from test_multimodal import our_hf_name, plain_composite
+from torch import Tensor
+from torch.nn import functional
+
+from torchmm.common.batch import Microbatch
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
+from torchmm.models.families.encoders.family import image_starts
+from torchmm.models.hf.export import export_hf
+from torchmm.models.layers.attention import Segments
+
+
+def alone(batch: Microbatch) -> Microbatch:
+    """The first sample, which has two sounds."""
+    length = batch.cu_seqlens[1]
+    return replace(
+        batch,
+        input_ids_T=batch.input_ids_T[:length],
+        targets_T=batch.targets_T[:length],
+        target_positions_L=None,
+        position_ids=batch.position_ids[:length],
+        cu_seqlens=[0, length],
+        encoders={"audio": batch.encoders["audio"].select(range(2))},
+    )
+
+
+@proves("equal", COMPOSITES)
+@proves("packed", COMPOSITES)
+@proves("sounds", COMPOSITES)
+@pytest.mark.parametrize("name", SPEECH)
+def test_sounds_give_hugging_faces_loss_and_gradients(name: str) -> None:
+    """Three samples packed, one of them without sounds, and the first alone."""
+    model = build(composite_config(name))
+    plain = plain_composite(model)
+    batch, samples = three_samples(name)
+    theirs = [plain(**sample).logits[0] for sample in samples]
+    for own, logits in ((batch, torch.cat(theirs)), (alone(batch), theirs[0])):
+        expected = functional.cross_entropy(logits, own.targets_T, reduction="sum")
+        loss = model(own)
+        assert relative_error(loss, expected) < 1e-5
+        everywhere = torch.arange(len(logits))
+        assert relative_error(model.llm.logits(own, model.encode(own), everywhere), logits) < 1e-5
+        model.zero_grad()
+        plain.zero_grad()
+        loss.backward()
+        expected.backward(retain_graph=True)
+        assert worst_gradient(model, plain, lambda fqn: our_hf_name(model, fqn)) < 1e-5
+
+
+@pytest.mark.parametrize("name", SPEECH)
+def test_mistakes_in_windows_and_their_ends_are_measurably_off(name: str, monkeypatch) -> None:
+    model = build(composite_config(name))
+    batch, _ = three_samples(name)
+    everywhere = torch.arange(len(batch.input_ids_T))
+    inputs = batch.encoders["audio"]
+
+    def logits() -> Tensor:
+        with torch.no_grad():
+            return model.llm.logits(batch, model.encode(batch), everywhere)
+
+    right = logits()
+    kind = type(model.encoders["audio"].family)
+    windows = kind.context
+    starts = image_starts(inputs.grids_thw)
+    wrong = starts if name != "qwen2_audio" else [0, starts[-1]]
+
+    def too_wide(*given: object) -> object:
+        found = windows(*given)
+        return found._replace(segments=Segments.from_starts(wrong, torch.device("cpu")))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "context", too_wide)
+        assert relative_error(logits(), right) > 1e-4, "windows that see each other"
+    pixels = inputs.pixels
+    inputs.pixels = pixels.clone()
+    if name == "voxtral":
+        inputs.pixels[80:100] = 0
+        assert relative_error(logits(), right) > 1e-4, "silence that is not heard"
+    else:
+        inputs.pixels[:, 2 * 8 :] = 0
+        assert relative_error(logits(), right) > 1e-4, "nothing behind a sound"
+    inputs.pixels = pixels
+    assert relative_error(logits(), right) == 0
+
+
+@proves("generation", COMPOSITES)
+@pytest.mark.parametrize("name", SPEECH)
+def test_exports_write_what_was_trained(name: str, tmp_path: Path, tokenizer) -> None:
+    model = build(composite_config(name))
+    export_hf(model, tmp_path, tokenizer)
+    kind = FAMILIES[COMPOSITES[name]["model_type"]].kind
+    plain = kind.from_pretrained(tmp_path, attn_implementation="eager")
+    batch, samples = three_samples(name)
+    sample = {key: value for key, value in samples[0].items() if key != "use_cache"}
+    ours = written(model, as_prompt(alone(batch)), SOUND_TOKEN_ID)
+    assert ours == written_by(plain, sample, SOUND_TOKEN_ID)
+
+
+@pytest.mark.parametrize("name", SPEECH)
+def test_groups_of_sounds_have_the_tokens_of_their_sounds(name: str) -> None:
+    """Where the last position of an odd number is none of any token."""
+    inputs = three_samples(name)[0].encoders["audio"]
+    model = build(composite_config(name))
+    whole = model.encoders["audio"](inputs)
+    parts = inputs.split(len(inputs.grids_thw))
+    assert torch.equal(torch.cat([part.positions_K for part in parts]), inputs.positions_K)
+    found = [model.encoders["audio"](part) for part in parts]
+    assert [len(own) for own in found] == [len(part.positions_K) for part in parts]
+    assert relative_error(torch.cat(found), whole) < 1e-5
+
+
+@pytest.mark.parametrize("name", SPEECH)
+def test_folded_sounds_lose_what_makes_no_whole_token(name: str) -> None:
+    encoder = build(pair_config("llama", name, connector="pixel_shuffle_mlp")).encoders["eye"]
+    inputs = three_samples(name)[0].encoders["audio"]
+    group = encoder.patches_per_token
+    assert group == (4 if name == "voxtral" else 8)
+    found = encoder(inputs)
+    assert len(found) == sum(grid[2] // group for grid in inputs.grids_thw)
+    last = encoder(inputs.select(range(2, 3)))
+    assert relative_error(found[-len(last) :], last) < 1e-5
+
+
+@pytest.mark.parametrize("name", SPEECH)
+def test_a_silent_microbatch_gives_the_tower_zeros(name: str) -> None:
+    model = build(composite_config(name))
+    batch, _ = three_samples(name)
+    batch.encoders = {}
+    model(batch).backward()
+    heard = [p.grad for p in model.encoders["audio"].parameters() if p.requires_grad]
+    assert all(grad is not None and not grad.any() for grad in heard)
+
+
+def test_heads_are_never_tied() -> None:
+    """As in Hugging Face's classes, whatever the config of the LLM says."""
+    text = {**COMPOSITES["qwen2_audio"]["text_config"], "tie_word_embeddings": True}
+    model = build(composite_config("qwen2_audio", text_config=text))
+    assert model.llm.tied_parameters() == {}
+    plain = plain_composite(model)
+    assert not torch.equal(plain.lm_head.weight, plain.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("voxtral", {"intermediate_size": 64}, "intermediate_size = 64 is what Hugging Face's"),
+        ("voxtral", {"max_source_positions": 50}, "max_source_positions = 50 is no multiple of"),
+        ("qwen2_audio", {"max_source_positions": 30}, "positions = 30: windows of qwen2_audio_"),
+        ("audioflamingo3", {"dropout": 0.1}, r"dropout = 0\.1 is not implemented"),
+        ("qwen2_audio", {"model_type": "audioflamingo3_encoder"}, "tower 'audioflamingo3_encoder'"),
+    ],
+)
+def test_impossible_towers_are_refused(name: str, changes: dict, message: str) -> None:
+    audio = {**COMPOSITES[name]["audio_config"], **changes}
+    if "intermediate_size" in changes:
+        del audio["encoder_ffn_dim"]
+    with pytest.raises(ConfigError, match=message):
+        build(composite_config(name, audio_config=audio))
+
+
+def test_llms_with_logits_of_their_own_are_refused() -> None:
+    text = {**COMPOSITES["voxtral"]["text_config"], "model_type": "granite"}
+    with pytest.raises(ConfigError, match="'granite' scales or caps its logits"):
+        build(composite_config("voxtral", text_config=text))
+    with pytest.raises(ConfigError, match="audio_token_id is missing"):
+        build(composite_config("voxtral", audio_token_id=None))

@@ -1,0 +1,126 @@
+"""Models that hear and write: Voxtral, Qwen2-Audio, Audio Flamingo 3. Their one encoder is "audio".
+
+How their processors write a sound, apart from its placeholders: Voxtral's (mistral-common) puts
+`[BEGIN_AUDIO]` before it. Qwen2-Audio's puts nothing, but its documentation and its chat template
+put `<|audio_bos|>` and `<|audio_eos|>` around each, and in chats a number and the end of the line.
+Audio Flamingo 3's puts nothing.
+
+None of the three ties its head to the embeddings, whatever the config says.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from torchmm.common.module_names import AUDIO
+from torchmm.models.families.composites.parts import (
+    LLAVA_LLM,
+    CompositeParts,
+    EncoderPart,
+    llm_problems,
+    refuse,
+)
+from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.families.text import TextConventions, Token
+from torchmm.models.layered import WeightFiles
+
+_LLM = replace(
+    LLAVA_LLM,
+    # The first as transformers 5.17 to 5.21 write it.
+    renames=((r"language_model\.model\.model\.", "backbone.model."), *LLAVA_LLM.renames),
+)
+_SOUND = WeightFiles(
+    renames=(
+        (r"(model\.)?audio_tower\.", "tower."),
+        (r"(model\.)?multi_modal_projector\.", "connector."),
+    ),
+    hf_prefixes=(
+        ("tower.", "model.audio_tower."),
+        ("connector.", "model.multi_modal_projector."),
+    ),
+)
+_GROUP = 4
+"""Positions that are one token of Voxtral's."""
+
+
+def take_voxtral(config: Any) -> CompositeParts:
+    """Two linears, behind four positions each.
+
+    Raises:
+        ConfigError: a part is not supported, or sizes do not allow groups of four.
+    """
+    audio = config.audio_config
+    problems = []
+    if audio.intermediate_size != _GROUP * audio.hidden_size:
+        problems.append(
+            f"audio_config.intermediate_size = {audio.intermediate_size} is what Hugging Face's "
+            f"model takes for the features of {_GROUP} positions; make it {_GROUP} times "
+            f"audio_config.hidden_size = {audio.hidden_size}"
+        )
+    if audio.max_source_positions % _GROUP:
+        problems.append(
+            f"audio_config.max_source_positions = {audio.max_source_positions} is no multiple of "
+            f"the {_GROUP} positions that become one token"
+        )
+    if config.audio_token_id is None:
+        problems.append("audio_token_id is missing; name the id of [AUDIO], which is 24 in Voxtral")
+    settings = {
+        "shuffle": 2,
+        "final_norm": True,
+        "connector_act": config.projector_hidden_act,
+        "connector_bias": False,
+    }
+    text = TextConventions(config.audio_token_id, prefix=(Token("[BEGIN_AUDIO]"),))
+    return _take(config, "voxtral_encoder", settings, text, problems)
+
+
+def take_qwen2_audio(config: Any) -> CompositeParts:
+    """One linear.
+
+    Raises:
+        ConfigError: a part is not supported.
+    """
+    text = TextConventions(
+        config.audio_token_id,
+        prefix=(Token("<|audio_bos|>"),),
+        suffix=(Token("<|audio_eos|>"),),
+        around_sounds=("Audio {}: ", "\n"),
+    )
+    return _take(config, "qwen2_audio_encoder", {"connector": "linear"}, text, [])
+
+
+def take_audioflamingo3(config: Any) -> CompositeParts:
+    """Two linears.
+
+    Raises:
+        ConfigError: a part is not supported.
+    """
+    settings = {
+        "connector_act": config.projector_hidden_act,
+        "connector_bias": config.projector_bias,
+    }
+    text = TextConventions(config.audio_token_id)
+    return _take(config, "audioflamingo3_encoder", settings, text, [])
+
+
+def _take(
+    config: Any, tower: str, settings: dict[str, Any], text: TextConventions, problems: list[str]
+) -> CompositeParts:
+    audio = config.audio_config
+    if audio.model_type != tower:
+        problems.append(f"audio tower {audio.model_type!r} is not supported; supported: {tower}")
+    refuse(config, problems + llm_problems(config))
+    llm = copy.deepcopy(config.text_config)
+    llm.tie_word_embeddings = False
+    family = ENCODER_FAMILIES[tower].variant(audio)
+    heard = EncoderPart(audio, family, _SOUND, {**settings, "connector_from_files": True})
+    return CompositeParts(
+        llm_config=llm,
+        llm_family=LLM_FAMILIES[llm.model_type],
+        llm_files=_LLM,
+        encoders={AUDIO: heard},
+        text=text,
+    )

@@ -1,0 +1,172 @@
+"""Whisper's encoder on windows of a sound: the towers of Voxtral, Qwen2-Audio, Audio Flamingo 3.
+
+Hugging Face's towers take windows of one length, 30 s in published models, each filled with
+silence. Voxtral's attends to the silence and makes tokens of it, so data prepare it as part of the
+sound. The other two mask it, and no token depends on it but through the frame behind the sound's
+last position, at which a convolution looks: data leave the silence out and give that frame along
+(`SoundChunks.overlap`). So all three are one thing here: windows that attend to themselves, the
+last of a sound as long as it is, one row of all sounds.
+
+Rejected: filled windows with a mask, as Hugging Face has them, in which a spoken word costs as much
+as half a minute.
+
+Shape legend: N windows of one length, P positions (of a window, or of all sounds), V values of a
+patch, F mel frames, M mel bins, D features.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from torchmm.common.batch import EncoderInputs, LayerDescription, SoundChunks
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.encoders.audio import (
+    SAMPLES_PER_POSITION,
+    WhisperFamily,
+    window_lengths,
+)
+from torchmm.models.families.encoders.family import EncoderFamily, starts_of
+from torchmm.models.layers.attention import Segments
+
+_FRAMES = 2
+"""Mel frames of a position."""
+_RATE = 16_000
+"""Samples per second."""
+_UNUSED_RATES = ("dropout", "encoder_layerdrop")
+"""Keys of rates that have to be 0, beside those of all models."""
+
+
+class Windows(NamedTuple):
+    """The windows of all sounds of a microbatch."""
+
+    segments: Segments
+    lengths: list[int]
+    """Positions of each."""
+
+
+class VoxtralSoundFamily(WhisperFamily):
+    """Windows filled with silence, which is heard."""
+
+    renames = ((r"(model\.)?audio_tower\.", "tower."),)
+    padding: Literal["silent", "heard"] = "heard"
+    overlap = 0
+    most_windows = 0
+    """Longer sounds are cut; 0: they may have any number."""
+
+    def variant(self, config: Any) -> EncoderFamily:
+        per_second = _RATE // SAMPLES_PER_POSITION
+        if config.max_source_positions % per_second:
+            raise ConfigError(
+                f"max_source_positions = {config.max_source_positions}: windows of "
+                f"{config.model_type} are whole seconds, as its feature extractor cuts them; make "
+                f"it a multiple of {per_second}"
+            )
+        problems = [
+            f"{config.model_type}: {name} = {rate} is not implemented; override it with 0.0"
+            for name in _UNUSED_RATES
+            if (rate := getattr(config, name))
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return self
+
+    def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        return EncoderFamily.build(self, config, dtype)
+
+    def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> Windows:
+        lengths = window_lengths(inputs.grids_thw, tower.config.max_source_positions)
+        return Windows(Segments.from_starts(starts_of(lengths), device), lengths)
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Windows) -> Tensor:
+        """(1, P, D); windows of one length in one call."""
+        windows = inputs.pixels.to(tower.conv1.weight.dtype).split(context.lengths)
+        alike: dict[int, list[int]] = defaultdict(list)
+        for number, length in enumerate(context.lengths):
+            alike[length].append(number)
+        embedded = list(windows)
+        for numbers in alike.values():
+            read_NPD = self._read(tower, torch.stack([windows[number] for number in numbers]))
+            for number, read_PD in zip(numbers, read_NPD, strict=True):
+                embedded[number] = read_PD
+        return torch.cat(embedded)[None]
+
+    def _read(self, tower: Any, windows_NPV: Tensor) -> Tensor:
+        """(N, P, D)."""
+        patches_NPFM = windows_NPV.unflatten(2, (-1, tower.num_mel_bins))
+        positions = patches_NPFM.shape[1]
+        own_NFM = patches_NPFM[:, :, :_FRAMES].flatten(1, 2)
+        behind_NFM = patches_NPFM[:, -1, _FRAMES:]
+        frames_NMF = torch.cat([own_NFM, behind_NFM], dim=1).mT
+        hidden = functional.gelu(tower.conv1(frames_NMF))[..., : _FRAMES * positions]
+        hidden = functional.gelu(tower.conv2(hidden)).mT
+        return hidden + tower.embed_positions.weight[:positions]
+
+    def run_layer(
+        self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Windows
+    ) -> Tensor:
+        return layer(hidden, context.segments)
+
+    def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:
+        """Folds consecutive outputs; what remains of a sound is left out."""
+        group = shuffle**2
+        sounds = x_PD.split([prod(grid) // self.pooled for grid in grids_thw])
+        whole = torch.cat([sound[: len(sound) // group * group] for sound in sounds])
+        return super().fold(whole, grids_thw, shuffle)
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        seconds = config.max_source_positions * SAMPLES_PER_POSITION // _RATE
+        return {**super().processor(config), "chunk_length": seconds}
+
+    def max_patches(self, config: Any) -> int:
+        return self.most_windows * config.max_source_positions
+
+    def sound_chunks(self, config: Any) -> SoundChunks | None:
+        positions = config.max_source_positions
+        samples = SAMPLES_PER_POSITION * positions
+        return SoundChunks(samples, positions, self.padding, self.overlap)
+
+    def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        values = (_FRAMES + self.overlap) * config.num_mel_bins
+        return (self.pooled, values), (1, 1, self.pooled)
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        layer = super().describe_layer(config, index)
+        return replace(layer, window=config.max_source_positions)
+
+
+class Qwen2AudioSoundFamily(VoxtralSoundFamily):
+    """One window, whose silence is masked; the mean of two positions, a norm."""
+
+    padding = "silent"
+    overlap = 1
+    most_windows = 1
+    pooled = 2
+    final_norm = ""
+    merger = ("layer_norm",)
+    fixed_merge = True
+
+    def finish(
+        self, tower: Any, hidden: Tensor, context: Windows, drop_class_token: bool
+    ) -> Tensor:
+        """The last of an odd number of positions has no partner, and is left out."""
+        x_PD = hidden[0]
+        if any(length % self.pooled for length in context.lengths):
+            starts = pairwise(starts_of(context.lengths))
+            pieces = [x_PD[start : stop - (stop - start) % self.pooled] for start, stop in starts]
+            x_PD = torch.cat(pieces)
+        return tower.layer_norm(x_PD.unflatten(0, (-1, self.pooled)).mean(1))
+
+
+class AudioFlamingoSoundFamily(Qwen2AudioSoundFamily):
+    """The same with twenty windows, each with a spectrogram of its own."""
+
+    most_windows = 20
