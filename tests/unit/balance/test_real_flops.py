@@ -145,7 +145,7 @@ def test_attention_costs_what_unfused_products_cost(family: str) -> None:
     """The formula for the fused operator is ours; eager attention needs none."""
     model = model_cases.text_model(family)
     window = model_cases.LLMS[family].get("sliding_window")  # beyond which eager attention goes on
-    microbatch = model_cases.microbatch([min(24, window or 24)])
+    microbatch = model_cases.microbatch([min(40, window or 40)])  # chunks of delta nets are whole
     plain = model_cases.plain_causal_lm(model)
     ids, kept = microbatch.input_ids_T[None], microbatch.target_positions_L
     eager, _ = count_flops(lambda: plain(input_ids=ids, logits_to_keep=kept))

@@ -22,10 +22,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 import torchmm.models.layers.delta_net as delta_net
 from torchmm.common.errors import ConfigError
 from torchmm.models.layers.attention import Segments
-from torchmm.models.layers.delta_ops import packed_delta_rule
+from torchmm.models.layers.delta_ops import ChunkLayout, packed_delta_rule
 from torchmm.models.multimodal import MultimodalModel
 
-LENGTHS = [[21], [1, 64, 65, 130, 5], [3, 2, 7], [200]]
+LENGTHS = [[21], [1, 64, 65, 130, 5], [3, 2, 7], [200], [16, 9], [17, 32, 4]]
 SEVERAL_CHUNKS = [70, 5, 140, 1, 64]
 
 
@@ -64,6 +64,13 @@ def test_the_rule_equals_hugging_faces_token_by_token(lengths: list[int]) -> Non
     wanted = torch.autograd.grad((expected * weights).sum(), inputs)
     for name, a, b in zip(("query", "key", "value", "decay", "beta"), found, wanted, strict=True):
         assert relative_error(a, b) < 1e-5, name
+
+
+@pytest.mark.parametrize(("longest", "length"), [(1, 16), (16, 16), (17, 32), (33, 64), (200, 64)])
+def test_chunks_are_as_long_as_the_longest_sample_needs(longest: int, length: int) -> None:
+    layout = ChunkLayout.of(packed([1, longest]).cu_seqlens_host, torch.device("cpu"))
+    assert layout.length == length
+    assert sum(layout.rounds) == 1 + -(-longest // length)
 
 
 def test_gradients_of_the_rule_are_those_of_finite_differences() -> None:

@@ -8,6 +8,8 @@ Shape suffix N: tasks.
 
 from __future__ import annotations
 
+import numpy as np
+
 from torchmm.balance.costs.component import Component, Linear, Temporaries
 from torchmm.balance.costs.execution import Setting
 from torchmm.balance.costs.operators import Operator, Operators
@@ -15,7 +17,7 @@ from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import LayerDescription
 from torchmm.common.mixers import ConvolutionSizes, DeltaSizes
 
-CHUNK = 64
+SHORTEST_CHUNK, LONGEST_CHUNK = 16, 64
 """Positions of a chunk of a gated delta net, as in `torchmm.models.layers.delta_ops`."""
 
 
@@ -72,9 +74,10 @@ class DeltaNet(Component):
         """Products of the recurrence, of whole chunks: keys with keys and with queries, scores with
         values, and four with the state, of which one is its update."""
         d = self.delta
-        inside = CHUNK * CHUNK * (2 * d.key_dim + d.value_dim)
-        state = 3 * CHUNK * d.key_dim * d.value_dim
-        return 2 * d.value_heads * (inside + state) * sizes.chunks_N(CHUNK)
+        length_N = _chunk_lengths_N(sizes)
+        inside_N = length_N**2 * (2 * d.key_dim + d.value_dim)
+        state_N = 3 * length_N * d.key_dim * d.value_dim
+        return 2 * d.value_heads * (inside_N + state_N) * sizes.chunks_N(length_N)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """The recurrence as one operator for each pass, and what stands around it.
@@ -86,7 +89,7 @@ class DeltaNet(Component):
         tensor = setting.execution.tensor
         flops_N = self.pair_flops_N(sizes) / tensor
         solved_N = self._solve_flops_N(sizes) / tensor
-        wide_N = 4 * sizes.chunks_N(CHUNK) * CHUNK * self._inside() / tensor
+        wide_N = self._wide_bytes_N(sizes) / tensor
         calls_N = sizes.segments_N * 0.0 + 1
         forward = Operator("attention", flops_N + solved_N, memory_bytes=wide_N, calls=calls_N)
         backward_flops_N = 3 * flops_N + 4 * solved_N
@@ -107,13 +110,17 @@ class DeltaNet(Component):
     def _solve_flops_N(self, sizes: TaskSizes) -> Array:
         """Of the two triangular solves, which torch's counter leaves out."""
         d = self.delta
-        return d.value_heads * CHUNK**2 * (d.key_dim + d.value_dim) * sizes.chunks_N(CHUNK)
+        length_N = _chunk_lengths_N(sizes)
+        widths = d.key_dim + d.value_dim
+        return d.value_heads * length_N**2 * widths * sizes.chunks_N(length_N)
 
-    def _inside(self) -> float:
-        """float32 values per position that a pass over the chunks makes."""
+    def _wide_bytes_N(self, sizes: TaskSizes) -> Array:
+        """float32 values that a pass over the chunks makes."""
         d = self.delta
-        state = d.key_dim * d.value_dim / CHUNK
-        return d.value_heads * (5 * CHUNK + 6 * d.key_dim + 5 * d.value_dim + state)
+        length_N = _chunk_lengths_N(sizes)
+        inside_N = length_N * (5 * length_N + 6 * d.key_dim + 5 * d.value_dim)
+        state = d.key_dim * d.value_dim
+        return 4 * d.value_heads * (inside_N + state) * sizes.chunks_N(length_N)
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Of the convolution and its activation, the recurrence, and the norm with the gate."""
@@ -139,7 +146,7 @@ class DeltaNet(Component):
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
         """Chunks in float32; in backward with their gradients."""
         tensor = setting.execution.tensor
-        wide_N = 4 * sizes.chunks_N(CHUNK) * CHUNK * self._inside() / tensor
+        wide_N = self._wide_bytes_N(sizes) / tensor
         return Temporaries(wide_N, 3 * wide_N)
 
 
@@ -218,3 +225,9 @@ def spaced_N(width: int, sizes: TaskSizes) -> Array:
 def filter_flops_N(width: int, channels: int, sizes: TaskSizes) -> Array:
     """Forward FLOPs of a convolution of each channel."""
     return 2 * width * channels * (spaced_N(width, sizes) - (width - 1))
+
+
+def _chunk_lengths_N(sizes: TaskSizes) -> Array:
+    """A power of 2, which the longest segment asks for."""
+    powers_N = np.ceil(np.log2(np.maximum(sizes.longest_N, 1)))
+    return np.clip(2**powers_N, SHORTEST_CHUNK, LONGEST_CHUNK)

@@ -79,9 +79,16 @@ class TaskSizes:
         """
         return self._pairs(window, apart)
 
-    def chunks_N(self, tokens: int) -> Array:
+    def chunks_N(self, tokens_N: Array) -> Array:
         """Chunks of so many positions, each of one segment."""
-        return self._sum(np.ceil(self.lengths_S / tokens))
+        return self._sum(np.ceil(self.lengths_S / tokens_N[self.task_S]))
+
+    @cached_property
+    def longest_N(self) -> Array:
+        """Positions of the longest segment."""
+        found_N = np.zeros(self.tasks)
+        np.maximum.at(found_N, self.task_S, self.lengths_S)
+        return found_N
 
     @cached_property
     def segments_N(self) -> Array:

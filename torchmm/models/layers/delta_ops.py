@@ -4,7 +4,8 @@ The rule (arXiv 2412.06464) updates a state S for every token: decay, then repla
 reads by a share beta of the value: S <- exp(g) S, S <- S + k beta (v - k S), out = q S. As in
 Hugging Face's version for training, 64 tokens are a chunk: what happens inside chunks is a few
 matrix products and a triangular solve for all chunks at once, and only the state goes from one
-chunk to the next.
+chunk to the next. Where all segments are short, captions for example, so are chunks: what happens
+inside one grows with the square of its length.
 
 A segment is padded to whole chunks, so no chunk has tokens of two samples, and every segment starts
 with a state of its own, zero. Segments are ordered by their number of chunks, longest first, and
@@ -29,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens of a chunk."""
+SHORTEST_CHUNK, LONGEST_CHUNK = 16, 64
+"""Tokens of a chunk: a power of 2."""
 NORM_EPSILON = 1e-6
 """Added to the sum of squares of a query or key, before the root."""
 
@@ -39,16 +40,19 @@ class ChunkLayout(NamedTuple):
     """Which chunk and place a token has."""
 
     places_T: Tensor
-    """int64: chunk * CHUNK + place in the chunk; on the device of the tokens."""
+    """int64: chunk * L + place in the chunk; on the device of the tokens."""
     rounds: list[int]
     """Chunks of each round, one after the other; never rises."""
+    length: int
+    """L."""
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device) -> ChunkLayout:
         """From the starts of segments and the total length (on the CPU)."""
         starts_S = cu_seqlens[:-1].long()
         lengths_S = cu_seqlens.diff().long()
-        chunks_S = (lengths_S + CHUNK - 1) // CHUNK
+        length = chunk_length(int(lengths_S.max()))
+        chunks_S = (lengths_S + length - 1) // length
         order_S = chunks_S.argsort(descending=True, stable=True)
         rank_S = torch.empty_like(order_S)
         rank_S[order_S] = torch.arange(len(order_S))
@@ -58,19 +62,19 @@ class ChunkLayout(NamedTuple):
         first_R = rounds_R.cumsum(0) - rounds_R
         segment_T = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
         at_T = torch.arange(int(cu_seqlens[-1])) - starts_S[segment_T]
-        chunk_T = first_R[at_T // CHUNK] + rank_S[segment_T]
-        places_T = chunk_T * CHUNK + at_T % CHUNK
+        chunk_T = first_R[at_T // length] + rank_S[segment_T]
+        places_T = chunk_T * length + at_T % length
         if device.type == "cuda":
             places_T = places_T.pin_memory().to(device, non_blocking=True)
-        return cls(places_T, rounds_R.tolist())
+        return cls(places_T, rounds_R.tolist(), length)
 
     def split(self, x_THD: Tensor) -> Tensor:
         """(C, H, L, D) float32: tokens in their chunks, zeros where there is none."""
-        shape = (sum(self.rounds) * CHUNK, *x_THD.shape[1:])
+        shape = (sum(self.rounds) * self.length, *x_THD.shape[1:])
         x = x_THD.new_zeros(shape, dtype=_wide(x_THD)).index_copy_(
             0, self.places_T, x_THD.to(_wide(x_THD))
         )
-        return x.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
+        return x.unflatten(0, (-1, self.length)).transpose(1, 2).contiguous()
 
     def join(self, x_CHLD: Tensor) -> Tensor:
         """(T, H, D): the reverse."""
@@ -82,6 +86,14 @@ class ChunkLayout(NamedTuple):
         for count in self.rounds:
             yield slice(start, start + count)
             start += count
+
+
+def chunk_length(longest: int) -> int:
+    """Tokens of a chunk, in a row whose longest segment has so many."""
+    length = LONGEST_CHUNK
+    while length > SHORTEST_CHUNK and longest <= length // 2:
+        length //= 2
+    return length
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -134,7 +146,8 @@ def _chunks(layout: ChunkLayout, inputs: list[Tensor]) -> _Chunks:
     query = query.repeat_interleave(shared, dim=1)
     key = _normalized(key)[0].repeat_interleave(shared, dim=1)
     decay = decay.cumsum(2)
-    hidden = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
+    square = layout.length, layout.length
+    hidden = torch.ones(square, dtype=torch.bool, device=key.device).triu(1)
     pairs = (decay - decay.transpose(-1, -2)).masked_fill_(hidden, -torch.inf).exp_()
     overlap = key @ key.transpose(-1, -2)
     system = overlap * pairs * beta
