@@ -47,6 +47,7 @@ CASES = {
         Case("pp2, experts and deepstack", 2, encoder="qwen3_vl_moe", seeds=(0, 1)),
         Case("pp2, Qwen3.5", 2, encoder="qwen3_5", tolerance=DELTA_TOLERANCE),
         Case("pp2, Omni", 2, encoder="qwen3_omni", seeds=(0, 1)),
+        Case("pp2, Qwen2.5-Omni", 2, encoder="qwen2_5_omni", seeds=(0, 1)),
         Case("pp2, Omni, sounds frozen", 2, encoder="qwen3_omni", freeze=("audio",), seeds=(1,)),
         Case("pp2, GLM-4V", 2, encoder="glm4v", seeds=(0, 1)),
         Case("pp2, Mistral 3", 2, encoder="mistral3", seeds=(0, 1)),
@@ -79,7 +80,7 @@ CASES = {
         Case("pp2 x tp2, Qwen3.5, sequence parallel", 2, tensor=2, sequence_parallel=True,
              encoder="qwen3_5", seeds=(0,), tolerance=DELTA_TOLERANCE),
         *(Case(f"pp2 x fsdp2, {n}", 2, shard=2, encoder=n, seeds=(0,))
-          for n in ("qwen3_omni", "glm4v", "mistral3", "gemma4")),
+          for n in ("qwen2_5_omni", "qwen3_omni", "glm4v", "mistral3", "gemma4")),
         Case("pp2 x fsdp2, experts and deepstack", 2, shard=2, encoder="qwen3_vl_moe", seeds=(0,)),
         Case("pp2 x tp2, experts and deepstack", 2, tensor=2, encoder="qwen3_vl_moe", seeds=(0,)),
         Case("pp2 x tp2, speech", 2, tensor=2, encoder="whisper", seeds=(0,)),

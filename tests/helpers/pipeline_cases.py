@@ -96,6 +96,8 @@ class Kind(NamedTuple):
     """What else it says."""
     beside: Mapping[str, Any] = MappingProxyType({})
     """Kinds of its other towers by name."""
+    pooled: int = 1
+    """Patches of a sound that become one."""
 
 
 ANY_GRID = [(1, rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3, 4)]
@@ -165,6 +167,15 @@ _OMNI_SOUND = {
     "output_dim": 32,
     "downsample_hidden_size": 8,
 }
+_OMNI_SOUND_2_5 = {
+    **{
+        k: v
+        for k, v in _OMNI_SOUND.items()
+        if k not in ("n_window_infer", "downsample_hidden_size")
+    },
+    "model_type": "qwen2_5_omni_audio_encoder",
+    "n_window": 4,
+}
 _OMNI_VISION = {**_QWEN3_TOWER, "model_type": "qwen3_omni_moe_vision_encoder"}
 _OWN_HEADS = {"head_dim": None}
 """Of LLMs whose heads share the hidden size."""
@@ -178,6 +189,20 @@ KINDS |= {
             "audio": Kind(
                 {"modality": "audio", "config": _OMNI_SOUND},
                 [(1, 1, seconds * 13) for seconds in (1, 2, 4)], (8 * 8,),
+            ),
+        },
+    ),
+    "qwen2_5_omni": Kind(
+        {"config": {**KINDS["qwen2_5_vl"].section["config"],
+                    "model_type": "qwen2_5_omni_vision_encoder"}},
+        [(1, 4, 4), (1, 8, 4)], (3 * 2 * 8 * 8,), 2,  # which windows divide
+        "qwen2_5_omni_thinker",
+        {**_OWN_HEADS, "rope_parameters": {**_GLM_ROPE, "mrope_section": [1, 1, 2]}},
+        {"audio_config": _OMNI_SOUND_2_5},
+        {
+            "audio": Kind(
+                {"modality": "audio", "config": _OMNI_SOUND_2_5},
+                [(1, 1, chunks * 4) for chunks in (1, 2, 4)], (2 * 8,), pooled=2,
             ),
         },
     ),
@@ -319,7 +344,7 @@ def varied_microbatch(
         shown, tokens = (), 0
         if owner is not None:
             grid = rng.choice(kinds[owner].grids)
-            tokens = prod(grid) // kinds[owner].merge ** 2
+            tokens = prod(grid) // (kinds[owner].pooled * kinds[owner].merge ** 2)
             grids, positions = shares.setdefault(owner, ([], []))
             grids.append(grid)
             positions += range(starts[-1], starts[-1] + tokens)

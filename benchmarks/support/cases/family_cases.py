@@ -127,6 +127,7 @@ def _texts(size: Size, vocabulary: int) -> dict[str, dict[str, Any]]:
         "smollm3": {},
         "gemma": head,
         "ministral3": head,
+        "lfm2": {"layer_types": [("conv", "full_attention")[i % 2] for i in range(size.layers)]},
         "gemma2": {**head, "sliding_window": 32},
         "gemma4_text": {
             **head,

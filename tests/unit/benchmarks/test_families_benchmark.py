@@ -32,7 +32,7 @@ def test_all_supported_families_are_compared(benchmark):
 @pytest.mark.parametrize(
     "name",
     [
-        *("mistral", "ministral3", "gemma3", "gemma4", "mistral3", "qwen3_vl", "glm4v_moe"),
+        *("mistral", "ministral3", "lfm2", "gemma3", "gemma4", "mistral3", "qwen3_vl", "glm4v_moe"),
         *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
     ],
 )
