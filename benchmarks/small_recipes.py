@@ -63,6 +63,7 @@ CASES = {
     "gemma4": Case("tiny/gemma4.toml"),
     "qwen3_omni": Case("tiny/qwen3_omni.toml"),
     "wav2vec2_llama": Case("tiny/wav2vec2_llama.toml"),
+    "audioflamingo3": Case("tiny/audioflamingo3.toml"),
     "quickstart": Case("quickstart.toml"),
     "quickstart_searched": Case("quickstart_searched.toml"),
     "quickstart_colocated": Case("quickstart_colocated.toml"),
