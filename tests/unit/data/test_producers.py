@@ -255,7 +255,7 @@ def test_other_machines_need_a_certificate_and_a_token(bind, encrypted, token, a
 
 @pytest.mark.parametrize("data", [b"{}", b"\xff", b"[]", b'{"version": 0}'])
 def test_what_is_no_request_is_said(data):
-    with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 2|column"):
+    with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 3|column"):
         unpack_request(data)
     assert unpack_request(pack_request("a", [[[]]])) == ("a", [[[]]])
-    assert VERSION == 2
+    assert VERSION == 3
