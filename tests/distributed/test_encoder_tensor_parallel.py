@@ -132,6 +132,13 @@ TOWERS |= {
         "use_gated_mlp": True,
     },
     "aimv2": {"model_type": "aimv2_vision_model", **SIZES, "image_size": 8},
+    "radio": {
+        "model_type": "radio",
+        **_OWN_FFN,
+        "mlp_ratio": 2.0,
+        "image_size": 8,
+        "max_img_size": 16,
+    },
     "pixtral": {"model_type": "pixtral", **SIZES, "image_size": 16},
 }
 _WAVES = {

@@ -383,8 +383,17 @@ ENCODERS |= {
     },
     "pixtral": {"model_type": "pixtral", **_VISION},
 }
-REGISTERS = {"dinov3": 2, "dinov3_gated": 0}
-"""Tokens between the class token and patches."""
+_RADIO = {
+    "model_type": "radio",
+    **{k: v for k, v in _VISION.items() if k != "intermediate_size"},
+    "mlp_ratio": 1.5,
+    "max_img_size": 32,
+    "num_cls_tokens": 2,
+    "num_registers": 3,
+}
+ENCODERS |= {"radio": _RADIO, "radio_gated": {**_RADIO, "use_swiglu_ffn": True}}
+REGISTERS = {"dinov3": 2, "dinov3_gated": 0, "radio": 5, "radio_gated": 5}
+"""Tokens before patches, beside a class token."""
 ENCODERS |= {
     "qwen3_omni_vision": {
         **ENCODERS["qwen3_vl"],

@@ -83,7 +83,9 @@ class EncoderModule(LayeredModule):
     kind = "encoder"
 
     def __init__(self, spec: EncoderSpec, weights: WeightFiles) -> None:
-        super().__init__(spec.name, replace(weights, old_names=spec.family.old_names))
+        family = spec.family
+        weights = replace(weights, old_names=family.old_names, joined=family.joined)
+        super().__init__(spec.name, replace(weights, optional=family.optional))
         self.spec = spec
         self.new_connector = not spec.connector_from_files
         self.family = spec.family

@@ -105,6 +105,11 @@ class WeightFiles:
     turns it into the name within the module. A name without a match is not this module's."""
     old_names: tuple[tuple[str, str], ...] = ()
     """(regular expression, replacement): what files call parts of a name within the module."""
+    joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(part of a name in the files, parts of names within the module): tensors that hold several of
+    the module's one after another, all with the same number of rows."""
+    optional: tuple[str, ...] = ()
+    """Ends of names that files may lack, as what they stand for does nothing at first."""
     hf_prefixes: tuple[tuple[str, str], ...] = ()
     """(prefix within the module, prefix within the Hugging Face class the module is saved as)."""
     stacked_experts: bool = False

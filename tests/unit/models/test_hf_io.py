@@ -266,6 +266,7 @@ def test_a_pair_becomes_a_llava_model(
         ("pixtral", {}),
         ("gemma4", {}),
         ("dinov3", {}),
+        ("radio", {}),
         ("metaclip_2", {}),
         ("qwen2_vl", {}),
         ("qwen2_5_vl", {}),
@@ -299,10 +300,10 @@ def test_other_pairs_are_saved_in_parts_that_load_again(
 
 
 OTHERWISE_READ = (
-    *("dinov2_gated", "qwen2_vl", "qwen2_5_vl", "metaclip_2"),
+    *("qwen2_vl", "qwen2_5_vl", "metaclip_2"),
     *("qwen3_omni_vision", "qwen3_omni_sound", "qwen2_5_omni_vision", "qwen2_5_omni_sound"),
 )
-"""The first one is not; Qwen's towers have no files but those of their composites; MetaCLIP 2's are
+"""Qwen's towers have no files but those of their composites; MetaCLIP 2's are
 those of the dual model."""
 
 
@@ -338,6 +339,27 @@ def test_a_tower_is_read_from_its_own_files(family: str, tmp_path: Path) -> None
     theirs = (plain.encoder if family == "whisper" else plain).state_dict()
     for name, value in model.encoders["eye"].tower.state_dict().items():
         assert torch.equal(value, theirs[name]), name
+
+
+def test_files_of_radio_hold_three_linears_in_one_and_no_layer_scales(tmp_path: Path) -> None:
+    """As the published ones; what files lack does nothing at first."""
+    config = {**ENCODERS["radio"], "video_temporal_patch_size": 2}
+    plain = save(AutoModel, config, tmp_path).state_dict()
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    assert "radio_model.model.blocks.0.attn.qkv.weight" in weights
+    assert "radio_model.model.patch_generator.video_embedder.weight" in weights
+    save_file({n: x for n, x in weights.items() if "layer_scale" not in n}, path)
+    pair = {"eye": EncoderConfig(source=str(tmp_path))}
+    config = ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders=pair)
+    model = load(config)
+    for name, value in model.encoders["eye"].tower.state_dict().items():
+        scale = "layer_scale" in name
+        assert torch.equal(value, torch.ones_like(value) if scale else plain[name]), name
+    weights["radio_model.model.blocks.0.attn.qkv.weight"] = torch.ones(64, 32)
+    save_file(weights, path)
+    with pytest.raises(CheckpointError, match=r"qkv\.weight has shape \[64, 32\], .* \[96, 32\]"):
+        load(config)
 
 
 def test_old_names_of_a_model_for_recognition_are_read(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import ConfigError
@@ -179,3 +180,13 @@ def test_whole_whisper_files_are_read(tmp_path: Path) -> None:
     assert "encoders.ear.tower.conv1.weight" in load_weights(model)
     for name, value in whole.get_encoder().state_dict().items():
         assert torch.equal(model.encoders["ear"].tower.state_dict()[name], value), name
+
+
+def test_radio_gets_pixels_that_it_normalizes_itself() -> None:
+    encoder = build(pair_config("llama", "radio")).encoders["eye"]
+    inputs = processed(encoder.image_spec(), [Image.new("RGB", (40, 24), (64, 128, 192))])
+    shown = torch.tensor([64, 128, 192]) / 255
+    torch.testing.assert_close(inputs.pixels[0, :, 0, 0], shown)
+    mean, std = (torch.tensor(values) for values in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    normalized = encoder.tower.input_conditioner(inputs.pixels)
+    torch.testing.assert_close(normalized[0, :, 0, 0], (shown - mean) / std)

@@ -13,6 +13,7 @@ of pipeline stages that rank 0 does not run are sent by the first rank that has 
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -246,7 +247,8 @@ def _save(model: MultimodalModel, export: _Export) -> None:
     loaded = export.hf.load_state_dict(export.weights, strict=False, assign=True)
     if isinstance(export.hf, PreTrainedModel):
         export.hf.tie_weights()
-    left = [name for name in loaded.missing_keys if export.hf.get_parameter(name).is_meta]
+    tensors = export.hf.state_dict()
+    left = [name for name in loaded.missing_keys if tensors[name].is_meta]
     assert not left and not loaded.unexpected_keys, (left, loaded.unexpected_keys)
     if export.generation_source is not None and export.hf.can_generate():
         try:
@@ -270,11 +272,14 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
         for name in module.unused & set(stored):
             file = files[stored[name]]
             with safe_open(file.path, "pt") as opened:
-                values[name] = opened.get_tensor(file.name).to(module.spec.dtype)
+                value = opened.get_tensor(file.name)
+                values[name] = value.to(module.spec.dtype) if value.is_floating_point() else value
     with torch.device("meta"):
         holder = nn.Module()
         holder.tower = module.uncut_tower()
-    for fqn, unit in units(holder, module.layers_fqn):
+    own = copy.copy(holder.tower)
+    own._modules = {}  # the tower without its parts
+    for fqn, unit in (("tower", own), *units(holder, module.layers_fqn)):
         wanted = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)
         if wanted:
             filled = random_copy(unit, module.hf, fqn)

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchmm.common.errors import CheckpointError
-from torchmm.models.layered import LayeredModule
+from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.multimodal import MultimodalModel
 
 T = TypeVar("T")
@@ -80,11 +80,15 @@ class Piece(NamedTuple):
     """Rows of the expert's matrix, if it is one."""
     stacked: bool = False
     """Whether it is all experts' matrices, whose rows may be the columns of those in the files."""
+    share: tuple[int, int] = (0, 1)
+    """Which of how many equal parts it is if the files hold several parameters in one tensor."""
 
     @property
     def shapes(self) -> list[list[int]]:
         """Those it may have in the files."""
         whole = list(self.tensor.shape)
+        if self.share[1] > 1:
+            return [[self.share[1] * whole[0], *whole[1:]], whole]
         if self.stacked:
             return [whole, [whole[0], whole[2], whole[1]]]
         if self.expert is None:
@@ -102,6 +106,9 @@ class Piece(NamedTuple):
             local.copy_(stored[experts, columns, rows].transpose(1, 2))
             return
         if self.expert is None:
+            if self.share[1] > 1 and list(stored.get_shape()) != list(self.tensor.shape):
+                first = self.share[0] * self.tensor.shape[0]
+                own = (slice(own[0].start + first, own[0].stop + first), *own[1:])
             local.copy_(stored[own])
             return
         experts, rows, columns = own
@@ -114,17 +121,18 @@ class Piece(NamedTuple):
 
 def pieces(module: LayeredModule) -> dict[str, Piece]:
     """Parameters and buffers of a module: pieces by the name they would have on their own."""
-    stacked = module.weights.stacked_experts
     tensors = module.state_dict().items()
-    return {name: piece for owner, x in tensors for name, piece in _of(owner, x, stacked)}
+    return {name: p for owner, x in tensors for name, p in _of(owner, x, module.weights)}
 
 
-def _of(owner: str, tensor: Tensor, stacked: bool) -> Iterator[tuple[str, Piece]]:
+def _of(owner: str, tensor: Tensor, files: WeightFiles) -> Iterator[tuple[str, Piece]]:
     group, _, leaf = owner.rpartition(".")
     if not group.endswith(".mlp.experts") or leaf not in _PROJECTIONS or tensor.ndim != 3:
-        yield owner, Piece(owner, tensor)
+        shares = ((parts, part) for _, parts in files.joined for part in parts if part in owner)
+        parts, part = next(shares, (("",), ""))
+        yield owner, Piece(owner, tensor, share=(parts.index(part), len(parts)))
         return
-    if stacked:
+    if files.stacked_experts:
         yield owner, Piece(owner, tensor, stacked=True)
         return
     size = tensor.shape[1] // len(_PROJECTIONS[leaf])
@@ -254,17 +262,25 @@ def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[
     """Name within `module` -> name in the files, for all names the whole module knows."""
     with torch.device("meta"):
         known = set(pieces(module.rebuild())) | module.unused
-    names = {}
+    names: dict[str, str] = {}
     for name in files:
         for pattern, replacement in module.weights.renames:
             ours, count = re.subn(f"^(?:{pattern})", replacement, name)
             if count:
                 for old, new in module.weights.old_names:
                     ours = re.sub(old, new, ours)
-                if ours in known:
-                    names[ours] = name
+                own = [part for part in _parts(ours, module.weights) if part in known]
+                names |= dict.fromkeys(own, name)
                 break
     return names
+
+
+def _parts(name: str, files: WeightFiles) -> list[str]:
+    """Parameters that a tensor in the files holds, if it is for several."""
+    for joined, parts in files.joined:
+        if joined in name:
+            return [name.replace(joined, part) for part in parts]
+    return [name]
 
 
 def _match(
@@ -280,7 +296,7 @@ def _match(
             continue
         if name in names:
             stored[name] = (piece.shapes, names[name])
-        else:
+        elif not name.endswith(module.weights.optional):
             missing.append(name)
     if module.new_connector and not any(n.startswith("connector.") for n in stored):
         missing = [n for n in missing if not n.startswith("connector.")]

@@ -71,7 +71,9 @@ class EncoderFamily:
     renames: tuple[tuple[str, str], ...] = ()
     """How files of whole models name the tower, if unusual; see `WeightFiles`."""
     old_names: tuple[tuple[str, str], ...] = ()
-    """What files call parts of the names, see `WeightFiles.old_names`."""
+    joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    optional: tuple[str, ...] = ()
+    """How files differ from the tower, see `WeightFiles`."""
     fixed_merge = False
     """Whether the tower itself merges patches, which fixes its last layer and connectors."""
     merger_styles: ClassVar[dict[str, str]] = {"mlp.0": "colwise", "mlp.2": "rowwise"}

@@ -1,4 +1,4 @@
-"""Vision transformers after CLIP on images of a fixed size: MetaCLIP 2, DINOv3 and AIMv2.
+"""Vision transformers after CLIP on images of a fixed size: MetaCLIP 2, DINOv3, AIMv2 and RADIO.
 
 Shape legend: N images, S positions of one image, D features.
 """
@@ -17,6 +17,7 @@ from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT
 from torchmm.common.batch import EncoderInputs, LayerDescription
 from torchmm.common.errors import ConfigError
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
+from torchmm.models.families.encoders.vision import Dinov2Family
 from torchmm.models.layers.attention import PACKED
 
 
@@ -56,11 +57,7 @@ class Dinov3Family(EncoderFamily):
     }
 
     def variant(self, config: Any) -> EncoderFamily:
-        if config.drop_path_rate:
-            raise ConfigError(
-                f"[model] dinov3_vit: drop_path_rate = {config.drop_path_rate} is not implemented; "
-                "override it with 0.0"
-            )
+        refuse_dropped_paths(config)
         return self
 
     def styles(self, config: Any) -> dict[str, str]:
@@ -111,6 +108,50 @@ class Dinov3Family(EncoderFamily):
         return replace(sizes, gated_ffn=config.use_gated_mlp, rotary=True)
 
 
+class RadioFamily(Dinov2Family):
+    """C-RADIO: DINOv2's layers, several class tokens, registers, places resized from a large table.
+
+    The tower normalizes pixels itself, so its image processor does not. Files hold queries, keys
+    and values in one tensor, and no layer scales. Hugging Face's tower takes images of any size and
+    groups of frames as well; here images have the size of the config, clips are single frames.
+    """
+
+    processor_class = "CLIPImageProcessor"
+    pre = ("input_conditioner", "embeddings")
+    patch_embedding = "embeddings.patch_projection"
+    final_norm = ""
+    unused = ("embeddings.video_patch_projection", "summary_idxs")
+    has_class_token = False
+    in_composites = False
+    renames = ((r"radio_model\.model\.blocks\.", "tower.encoder.layer."),)
+    old_names = (
+        (r"radio_model\.(model\.patch_generator\.)?", ""),
+        (r"tower\.(video_)?embedder\.", r"tower.embeddings.\1patch_projection."),
+        (r"tower\.pos_embed$", "tower.embeddings.position_embedding"),
+        (r"tower\.cls_token\.token$", "tower.embeddings.cls_register_token"),
+        (r"\.attn\.proj\.", ".attention.o_proj."),
+    )
+    joined = ((".attn.qkv.", tuple(f".attention.{name}_proj." for name in "qkv")),)
+    optional = ("layer_scale1.lambda1", "layer_scale2.lambda1")
+
+    def variant(self, config: Any) -> EncoderFamily:
+        refuse_dropped_paths(config)
+        return self
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        dtype = tower.embeddings.patch_projection.weight.dtype
+        return tower.embeddings(tower.input_conditioner(inputs.pixels).to(dtype))
+
+    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
+        return hidden[:, self.tokens_before(tower.config) :].flatten(0, 1)
+
+    def tokens_before(self, config: Any) -> int:
+        return config.num_summary_tokens
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        return {**super().processor(config), "do_normalize": False}
+
+
 class Aimv2Family(EncoderFamily):
     """AIMv2: gates and root-mean-square norms, no class token; learned or computed places."""
 
@@ -137,3 +178,12 @@ class Aimv2Family(EncoderFamily):
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         return replace(super().describe_layer(config, index), gated_ffn=True, norm="rms")
+
+
+def refuse_dropped_paths(config: Any) -> None:
+    """Raises ConfigError if layers are to be left out at random."""
+    if config.drop_path_rate:
+        raise ConfigError(
+            f"[model] {config.model_type}: drop_path_rate = {config.drop_path_rate} is not "
+            "implemented; override it with 0.0"
+        )

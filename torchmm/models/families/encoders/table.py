@@ -20,6 +20,7 @@ from torchmm.models.families.encoders.later_vits import (
     Aimv2Family,
     Dinov3Family,
     MetaClip2Family,
+    RadioFamily,
 )
 from torchmm.models.families.encoders.omni import (
     Qwen2_5OmniSoundFamily,
@@ -110,6 +111,7 @@ ENCODER_FAMILIES: dict[str, EncoderFamily] = {
     "glm4v_moe_vision": GlmMoeVisionFamily(),
     "dinov3_vit": Dinov3Family(),
     "aimv2_vision_model": Aimv2Family(),
+    "radio": RadioFamily(),
     "pixtral": PixtralFamily(),
     "gemma4_vision": Gemma4VisionFamily(),
     "whisper": WhisperFamily(),

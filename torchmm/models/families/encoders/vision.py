@@ -23,15 +23,19 @@ class Dinov2Family(EncoderFamily):
 
     processor_class = "BitImageProcessor"
     layers = "encoder.layer"
-    pre = ("embeddings",)
+    pre: tuple[str, ...] = ("embeddings",)
     patch_embedding = "embeddings.patch_embeddings.projection"
     final_norm = "layernorm"
-    unused = ("embeddings.mask_token",)
-    old_names = (
+    unused: tuple[str, ...] = ("embeddings.mask_token",)
+    old_names: tuple[tuple[str, str], ...] = (
         (r"attention\.attention\.query\.", "attention.q_proj."),
         (r"attention\.attention\.key\.", "attention.k_proj."),
         (r"attention\.attention\.value\.", "attention.v_proj."),
         (r"attention\.output\.dense\.", "attention.o_proj."),
+        (r"mlp\.weights_out\.", "mlp.down_proj."),
+    )
+    joined: tuple[tuple[str, tuple[str, ...]], ...] = (
+        (".mlp.weights_in.", (".mlp.gate_proj.", ".mlp.up_proj.")),
     )
 
     def styles(self, config: Any) -> dict[str, str]:
