@@ -2,12 +2,9 @@
 
 Such a layer has a causal convolution and a recurrent state where others have attention. Hugging
 Face's forward knows where packed samples begin only if the libraries flash-linear-attention and
-causal-conv1d are installed, and refuses packed rows otherwise. So the forward of each mixer is
-replaced on the instance; its parameters and their names stay, and without `Segments` Hugging Face's
-own forward runs.
+causal-conv1d are installed, and refuses packed rows otherwise. So its forward is replaced
+(`packed_mixers`, which also has the convolution).
 
-- The convolution runs on a row in which zeros stand in front of every segment, as many as a filter
-  reaches back. Where tokens go is worked out on the device.
 - The recurrence is `torchmm.models.layers.delta_ops`, on any device; on CUDA in half precision
   flash-linear-attention's kernel if that library is installed. Its call was never run here, only
   its arguments are tested.
@@ -22,7 +19,7 @@ a head, V value features, W width of a filter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -35,6 +32,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.mixers import DeltaSizes
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.delta_ops import packed_delta_rule
+from torchmm.models.layers.packed_mixers import pack_mixers, packed_convolution
 
 MIXER = "linear_attn"
 """Hugging Face's name of a layer's delta net."""
@@ -52,11 +50,7 @@ class DeltaWeights(NamedTuple):
 
 def pack_delta_nets(layers: Iterable[nn.Module]) -> None:
     """Lets the delta nets among the layers work on packed rows, in place."""
-    for layer in layers:
-        mixer: Any = getattr(layer, MIXER, None)
-        if mixer is not None:
-            mixer.own_weights = partial(_all_weights, mixer)
-            mixer.forward = partial(_forward, mixer)
+    pack_mixers(layers, MIXER, _all_weights, _forward)
 
 
 def delta_sizes(layer: nn.Module) -> DeltaSizes | None:
@@ -91,20 +85,12 @@ def _all_weights(mixer: Any) -> DeltaWeights:
     return DeltaWeights(mixer.conv1d.weight.squeeze(1), mixer.A_log, mixer.dt_bias)
 
 
-def _forward(
-    mixer: Any, hidden_states: Tensor, cu_seq_lens_q: Segments | None = None, **kwargs: Any
-) -> Tensor:
+def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
     """(1, T, D) to (1, T, D)."""
-    if not isinstance(cu_seq_lens_q, Segments):
-        kwargs["cu_seq_lens_q"] = cu_seq_lens_q
-        whole: Callable[..., Tensor] = type(mixer).forward
-        return whole(mixer, hidden_states, **kwargs)
-    if kwargs.get("attention_mask") is not None or kwargs.get("cache_params") is not None:
-        raise ValueError("packed segments need a row without attention mask and cache")
     weights: DeltaWeights = mixer.own_weights()
     project = _project_interleaved if hasattr(mixer, "in_proj_qkvz") else _project
     mixed_TC, gate_TX, beta_TH, decay_TH = project(mixer, hidden_states)
-    mixed_TC = packed_convolution(mixed_TC, weights.filters_CW, cu_seq_lens_q)
+    mixed_TC = packed_convolution(mixed_TC, weights.filters_CW, segments)
     mixed_TC = ACT2FN[mixer.activation](mixed_TC)
     heads = len(weights.decay_H)
     values = heads * mixer.head_v_dim
@@ -118,7 +104,7 @@ def _forward(
         value_TX.unflatten(-1, (heads, mixer.head_v_dim)),
         decay_TH,
         beta_TH.sigmoid(),
-        cu_seq_lens_q,
+        segments,
     )
     rows = value_THV.flatten(0, 1)
     normed = mixer.norm(rows, gate_TX.reshape(rows.shape))
@@ -142,23 +128,6 @@ def _project_interleaved(mixer: Any, hidden_1TD: Tensor) -> tuple[Tensor, ...]:
     shares_TGX = mixer.in_proj_ba(hidden_1TD)[0].unflatten(-1, (-1, 2 * shared))
     beta, decay = (x.flatten(1) for x in shares_TGX.split(shared, dim=-1))
     return torch.cat([query, key, value], dim=-1), gate, beta, decay
-
-
-def packed_convolution(x_TC: Tensor, filters_CW: Tensor, segments: Segments) -> Tensor:
-    """(T, C): causal convolution of each channel, which sees zeros before its segment."""
-    reach = filters_CW.shape[1] - 1
-    tokens = len(x_TC)
-    starts = segments.cu_seqlens
-    at_T = torch.arange(tokens, device=x_TC.device)
-    # Of what the filter computes, by the position of the first value that it reads. All starts
-    # are given, at least two: torch.compile makes a graph of its own for sizes zero and one.
-    out_T = at_T + reach * (torch.bucketize(at_T, starts, right=True) - 1)
-    spaced_PC = x_TC.new_zeros(tokens + reach * (len(starts) - 1), x_TC.shape[1])
-    spaced_PC = spaced_PC.index_copy(0, out_T + reach, x_TC)
-    out_CP = functional.conv1d(
-        spaced_PC.T[None].to(filters_CW.dtype), filters_CW[:, None], groups=len(filters_CW)
-    )[0]
-    return out_CP.T.index_select(0, out_T).to(x_TC.dtype)
 
 
 def delta_rule(

@@ -2,24 +2,23 @@
 
 Most layers of LFM2 have a causal convolution over three tokens where others have attention,
 between two gates that the same linear gives. Hugging Face's forward runs it over the whole row, so
-the first tokens of a sample would read the last ones of the sample before. The forward of each is
-replaced on the instance; parameters and their names stay, and without `Segments` Hugging Face's own
-forward runs. Rejected: Hugging Face's `seq_idx`, which only the library causal-conv1d looks at.
+the first tokens of a sample would read the last ones of the sample before. So its forward is
+replaced (`packed_mixers`). Rejected: Hugging Face's `seq_idx`, which only the library causal-conv1d
+looks at.
 
 Shape legend: T tokens, C channels (of a tensor-parallel rank: its own), W width of a filter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from torchmm.common.mixers import ConvolutionSizes
 from torchmm.models.layers.attention import Segments
-from torchmm.models.layers.delta_net import packed_convolution
+from torchmm.models.layers.packed_mixers import pack_mixers, packed_convolution
 
 SHORT_CONVOLUTION = "conv"
 """Hugging Face's name of a layer's convolution with its linears."""
@@ -34,36 +33,24 @@ class Filters(NamedTuple):
 
 def pack_short_convolutions(layers: Iterable[nn.Module]) -> None:
     """Lets the short convolutions among the layers work on packed rows, in place."""
-    for layer in layers:
-        mixer: Any = getattr(layer, SHORT_CONVOLUTION, None)
-        if mixer is not None:
-            mixer.own_filters = partial(_all_filters, mixer)
-            mixer.forward = partial(_forward, mixer)
+    pack_mixers(layers, SHORT_CONVOLUTION, _all_filters, _forward)
 
 
 def convolution_sizes(layer: nn.Module) -> ConvolutionSizes | None:
     """Sizes of a layer's short convolution; None if it has none that is packed."""
     mixer: Any = getattr(layer, SHORT_CONVOLUTION, None)
-    return ConvolutionSizes(mixer.conv_kernel_size) if hasattr(mixer, "own_filters") else None
+    return ConvolutionSizes(mixer.conv_kernel_size) if hasattr(mixer, "own_weights") else None
 
 
 def _all_filters(mixer: Any) -> Filters:
     return Filters(mixer.conv.weight.squeeze(1), mixer.conv.bias)
 
 
-def _forward(
-    mixer: Any, hidden_states: Tensor, cu_seq_lens_q: Segments | None = None, **kwargs: Any
-) -> Tensor:
+def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
     """(1, T, D) to (1, T, D)."""
-    if not isinstance(cu_seq_lens_q, Segments):
-        kwargs["cu_seq_lens_q"] = cu_seq_lens_q
-        whole: Callable[..., Tensor] = type(mixer).forward
-        return whole(mixer, hidden_states, **kwargs)
-    if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
-        raise ValueError("packed segments need a row without attention mask and cache")
-    filters: Filters = mixer.own_filters()
+    filters: Filters = mixer.own_weights()
     in_gate_TC, out_gate_TC, x_TC = mixer.in_proj(hidden_states)[0].chunk(3, dim=-1)
-    x_TC = packed_convolution(in_gate_TC * x_TC, filters.weights_CW, cu_seq_lens_q)
+    x_TC = packed_convolution(in_gate_TC * x_TC, filters.weights_CW, segments)
     if filters.bias_C is not None:
         x_TC = x_TC + filters.bias_C
     return mixer.out_proj((out_gate_TC * x_TC)[None])

@@ -166,12 +166,12 @@ class ConvolutionChannels(PackedLinear):
         distribute_parameters(mixer.conv, device_mesh)
         own_rows = partial(_own_rows, [self.channels], device_mesh)
 
-        def own_filters() -> Filters:
+        def own_weights() -> Filters:
             bias = mixer.conv.bias
             own_bias_C = None if bias is None else own_rows(bias)
             return Filters(own_rows(mixer.conv.weight).squeeze(1), own_bias_C)
 
-        mixer.own_filters = own_filters
+        mixer.own_weights = own_weights
         return module
 
 
