@@ -61,6 +61,7 @@ CASES = {
     "qwen3_vl": Case("tiny/qwen3_vl.toml"),
     "qwen3_5": Case("tiny/qwen3_5.toml"),
     "gemma4": Case("tiny/gemma4.toml"),
+    "glm4v": Case("tiny/glm4v.toml"),
     "qwen3_omni": Case("tiny/qwen3_omni.toml"),
     "wav2vec2_llama": Case("tiny/wav2vec2_llama.toml"),
     "audioflamingo3": Case("tiny/audioflamingo3.toml"),
