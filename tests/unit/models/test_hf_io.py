@@ -401,6 +401,27 @@ def test_weights_that_do_not_fit_are_listed_and_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_head_of_its_own_is_not_lost_to_a_tie(tmp_path: Path) -> None:
+    """Hugging Face's default of Mistral 3 ties, its published files have a head."""
+    untied = {**COMPOSITES["mistral3"], "tie_word_embeddings": False}
+    save(AutoModelForImageTextToText, untied, tmp_path)
+    load(ModelConfig(source=str(tmp_path)))
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["tie_word_embeddings"], settings["text_config"]["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="set tie_word_embeddings = false"):
+        load(ModelConfig(source=str(tmp_path)))
+    load(ModelConfig(source=str(tmp_path), config={"tie_word_embeddings": False}))
+
+
+def test_equal_tensors_may_be_tied(tmp_path: Path) -> None:
+    save(AutoModelForCausalLM, {**LLMS["llama"], "tie_word_embeddings": True}, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    load(ModelConfig(llm=LlmConfig(source=str(tmp_path))))
+
+
 def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
     save(AutoModelForCausalLM, LLMS["llama"], tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

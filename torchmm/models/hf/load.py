@@ -147,6 +147,8 @@ WEIGHTS_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 CONNECTOR_FILE = "connector.safetensors"
 LISTED = 8
 """Names of one kind that an error message lists."""
+COMPARED_ROWS = 64
+"""Of a head and the embeddings that it is tied to."""
 
 _LEFT_OUT = re.compile(r"^(mtp|talker|token2wav|code2wav)\.")
 """Layers that predict several tokens at once, which Hugging Face's classes leave out too, and those
@@ -188,6 +190,7 @@ def load_weights(model: MultimodalModel) -> set[str]:
             claimed |= set(names.values())
             stored, missing = _match(module, names)
             problems += _listed(f"{source}: missing for {module.name!r}", missing)
+            problems += [f"{source}: {problem}" for problem in _tie_problems(module, names, files)]
             expected |= {f"{prefix}.{n}": (shapes, files[s]) for n, (shapes, s) in stored.items()}
             targets = _targets(module, stored)
             found |= {f"{prefix}.{n}": (p, files[s]) for n, (p, s) in targets.items()}
@@ -301,6 +304,34 @@ def _match(
     if module.new_connector and not any(n.startswith("connector.") for n in stored):
         missing = [n for n in missing if not n.startswith("connector.")]
     return stored, missing
+
+
+def _tie_problems(
+    module: LayeredModule, names: dict[str, str], files: dict[str, FileTensor]
+) -> list[str]:
+    """A head of its own in the files, whose values would be lost where the config ties it.
+
+    Hugging Face unties such a head and warns. The published config of Mistral Small 3.1, for
+    example, leaves out `tie_word_embeddings`, whose default is now true. Rows in the middle are
+    compared, which are of ordinary tokens: the first ones may be of markers never trained on.
+    """
+    with torch.device("meta"):
+        tied = module.rebuild().tied_parameters()
+    return [
+        f"{names[copy]} is not {names[original]}, to which the config ties it; set "
+        "tie_word_embeddings = false"
+        for copy, original in tied.items()
+        if copy in names
+        and original in names
+        and not torch.equal(_middle_rows(files[names[copy]]), _middle_rows(files[names[original]]))
+    ]
+
+
+def _middle_rows(stored: FileTensor) -> Tensor:
+    with safe_open(stored.path, "pt") as opened:
+        matrix = opened.get_slice(stored.name)
+        middle = matrix.get_shape()[0] // 2
+        return matrix[middle : middle + COMPARED_ROWS]
 
 
 def _targets(
