@@ -203,7 +203,7 @@ CASES_OF_2 = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cases"), [(2, CASES_OF_2), (4, CASES_OF_4)])
 def test_layouts_equal_single_process(ranks, cases):
-    for outcomes in zip(*run_distributed(_compare_all, ranks, cases), strict=True):
+    for outcomes in zip(*run_distributed(compare_all, ranks, cases), strict=True):
         for name, loss_error, norm_error, gradient_errors in outcomes:
             assert loss_error <= 1e-5, (name, loss_error)
             assert norm_error <= 1e-5, (name, norm_error)
@@ -224,10 +224,10 @@ def _compare_with_wrong_experts() -> list[tuple[str, float, float, dict[str, flo
         return counts, (arriving_R + 1) % own
 
     expert._announce = shifted
-    return _compare_all([case for case in CASES_OF_2 if case.name == "ep2"])
+    return compare_all([case for case in CASES_OF_2 if case.name == "ep2"])
 
 
-def _compare_all(cases: list[Case]) -> list[tuple[str, float, float, dict[str, float]]]:
+def compare_all(cases: list[Case]) -> list[tuple[str, float, float, dict[str, float]]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
     return [_compare(case) for case in cases]
 
@@ -261,8 +261,9 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     local_loss = TrainStep(pipeline, mesh).run(pipeline.plan_training(share), share, targets).loss
-    # Only one rank of a pipeline has a loss.
-    total_loss = mesh.sum_over_data([local_loss.item() * mesh.pipeline_size])[0]
+    # Only one rank of a pipeline has a loss, and ranks that share rows have parts of it.
+    alone = mesh.pipeline_size * mesh.context_size
+    total_loss = mesh.sum_over_data([local_loss.item() * alone])[0]
     trained = [p for p in model.parameters() if p.requires_grad]
     group = mesh.norm_ranks
     norm = global_grad_norm(trained, model.tied_copy_parameters(), group).item()

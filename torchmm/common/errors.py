@@ -94,3 +94,17 @@ class Preempted(TorchmmError):  # noqa: N818 - an outcome, not a failure
     """The run was asked to stop, saved a checkpoint and exited."""
 
     exit_code = 75
+
+
+def describe_refusal(error: Exception) -> str:
+    """Why Hugging Face could not load something, in one line.
+
+    Models and tokenizers may bring their own code. Hugging Face's remedy is to trust it, which
+    torchmm never does.
+    """
+    if "trust_remote_code" in str(error):
+        return (
+            "it consists of its own code, which is never run here; name a model or tokenizer "
+            "whose classes are part of transformers, or save it as one"
+        )
+    return " ".join(str(error).split())

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from torchmm.common.errors import ConfigError
-from torchmm.common.foreign_code import describe_refusal
+from torchmm.common.errors import ConfigError, describe_refusal
 from torchmm.recipe.model_section import ModelConfig
 
 

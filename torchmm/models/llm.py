@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from torchmm.common.batch import IGNORE_TARGET, LayerDescription, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import VISION
+from torchmm.common.row_slices import whole_row
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.sizes import attention_of, product_sizes
 from torchmm.models.hf.config import layer_config
@@ -38,6 +39,7 @@ from torchmm.models.layers.loss import (
     cross_entropy_in_chunks,
     summed_cross_entropy,
 )
+from torchmm.models.layers.shared_rows import RowRanks
 
 Given = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """What a stage gets: encoders' outputs by name, or what the stage before returned."""
@@ -53,6 +55,10 @@ class LlmModule(LayeredModule):
         config: configuration of the causal LM (or of the composite, see `LlmFamily.build`).
         feeds_generator: whether a generator follows, which reads its hidden states.
         chunked_loss: whether the loss is computed in chunks of targets, without all logits.
+
+    Attributes:
+        row_ranks: what shares every row with this rank, whose microbatches then are slices
+            (`torchmm.common.row_slices`); None: nothing does.
 
     Raises:
         ConfigError: the loss of this LLM cannot be computed in chunks.
@@ -72,6 +78,7 @@ class LlmModule(LayeredModule):
     ) -> None:
         super().__init__("llm", weights)
         self.feeds_generator = feeds_generator
+        self.row_ranks: RowRanks | None = None
         self.taps = tuple(range(family.taps))
         self.dtype = dtype
         self.config = config
@@ -321,6 +328,8 @@ class LlmModule(LayeredModule):
         return blocks_KB[:, own:]
 
     def _arguments(self, microbatch: Microbatch, hidden_TD: Tensor) -> dict[str, Any]:
+        ranks = self.row_ranks
+        tokens = microbatch.cu_seqlens[-1]
         return self._switches() | {
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
@@ -332,6 +341,7 @@ class LlmModule(LayeredModule):
                 hidden_TD.device,
                 self._blocks(microbatch),
                 self.family.both_ways == "images in windows",
+                None if ranks is None else ranks.heads(tokens),
             ),
         }
 
@@ -341,13 +351,14 @@ class LlmModule(LayeredModule):
         return {"use_cache": False, **({"output_router_logits": False} if routes else {})}
 
     def _blocks(self, microbatch: Microbatch) -> Tensor | None:
-        """(T,): tokens with bidirectional attention, see `LlmFamily.both_ways`."""
+        """(T,): tokens of the row with bidirectional attention, see `LlmFamily.both_ways`."""
         if self.family.both_ways is None:
             return None
+        input_ids_T, targets_T = whole_row(microbatch)
         if self.family.both_ways != "prompts":
-            images_T = microbatch.input_ids_T == self.family.image_token_id
+            images_T = input_ids_T == self.family.image_token_id
             return image_blocks(images_T, microbatch.cu_seqlens)
-        return prompt_blocks(microbatch.targets_T != IGNORE_TARGET, microbatch.cu_seqlens)
+        return prompt_blocks(targets_T != IGNORE_TARGET, microbatch.cu_seqlens)
 
     def _embed(self, microbatch: Microbatch, features: dict[str, Tensor]) -> Tensor:
         x_TD = self.embedding(microbatch.input_ids_T)

@@ -18,6 +18,7 @@ from torchmm.models.layered import LayeredModule
 from torchmm.models.layers import delta_net, experts
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.parallel.context import apply_context_parallel
 from torchmm.parallel.expert import apply_expert_parallel
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
@@ -51,6 +52,8 @@ def parallelize(
     """
     overlaps = parallel.async_tensor_parallel and mesh.own.sizes.tensor > 1
     chosen: dict[str, Overlap] = {}
+    if mesh.own.context is not None:
+        apply_context_parallel(model, mesh.own.context)
     for module in model.all_stages():
         own = (meshes or {}).get(module.name, mesh.own)
         has_slices = "sequence" in module.tensor_parallel_plan().values()

@@ -26,16 +26,16 @@ arrive, D features.
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import expert_parts
+from torchmm.parallel.exchange import Counts, exchange
 from torchmm.parallel.tensor.styles import own_experts
 
 
@@ -76,39 +76,6 @@ def _takes_rows(experts: nn.Module) -> bool:
     return "top_k_index" in signature(type(experts).forward).parameters
 
 
-class _Counts(NamedTuple):
-    """Rows that this rank and each other one exchange."""
-
-    sent: list[int]
-    received: list[int]
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to the ranks they are for; their gradients go back."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, rows_SD: Tensor, counts: _Counts, group: dist.ProcessGroup
-    ) -> Tensor:
-        context: Any = ctx
-        context.counts, context.group = counts, group
-        return _all_to_all(rows_SD, counts, group)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        context: Any = ctx
-        back = _Counts(context.counts.received, context.counts.sent)
-        return _all_to_all(gradients[0], back, context.group), None, None
-
-
-def _all_to_all(rows_SD: Tensor, counts: _Counts, group: dist.ProcessGroup) -> Tensor:
-    arrived_RD = rows_SD.new_empty(sum(counts.received), rows_SD.shape[-1])
-    dist.all_to_all_single(
-        arrived_RD, rows_SD.contiguous(), counts.received, counts.sent, group=group
-    )
-    return arrived_RD
-
-
 def _divide(experts: Any, mesh: DeviceMesh) -> None:
     compute = own_experts(experts, mesh, some_elsewhere=False)
     own = experts.num_experts // mesh.size()
@@ -128,10 +95,9 @@ def _divide(experts: Any, mesh: DeviceMesh) -> None:
         expert_S, order_S = index_TK.flatten().sort(stable=True)
         counts, arriving_R = _announce(expert_S, own, group)
         tokens_S = order_S // index_TK.shape[1]
-        arrived_RD = _Exchange.apply(rows_TD[tokens_S], counts, group)
+        arrived_RD = exchange(rows_TD[tokens_S], counts, group)
         results_RD = compute_own(arrived_RD, arriving_R)
-        back = _Counts(counts.received, counts.sent)
-        results_SD = _Exchange.apply(results_RD, back, group)
+        results_SD = exchange(results_RD, counts.back, group)
         # In the order of the tokens again, rather than added to rows in any order: the same bits.
         results_TKD = results_SD[order_S.argsort()].view(*index_TK.shape, -1)
         return (results_TKD * weights_TK[..., None]).sum(1).to(rows_TD.dtype)
@@ -139,7 +105,7 @@ def _divide(experts: Any, mesh: DeviceMesh) -> None:
     experts.forward = forward
 
 
-def _announce(expert_S: Tensor, own: int, group: dist.ProcessGroup) -> tuple[_Counts, Tensor]:
+def _announce(expert_S: Tensor, own: int, group: dist.ProcessGroup) -> tuple[Counts, Tensor]:
     """How many rows go where, and which of its own experts every row is for that arrives here.
 
     Lengths of messages have to be known to the host: this waits for the device, once per layer and
@@ -158,4 +124,4 @@ def _announce(expert_S: Tensor, own: int, group: dist.ProcessGroup) -> tuple[_Co
     sent, received = both.tolist()
     own_experts_E = torch.arange(own, device=expert_S.device).repeat(ranks)
     arriving_R = own_experts_E.repeat_interleave(received_E, output_size=sum(received))
-    return _Counts(sent, received), arriving_R
+    return Counts(sent, received), arriving_R

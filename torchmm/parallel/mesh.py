@@ -3,9 +3,11 @@
 One mesh with the dimensions (pipeline, replicate, shard, tensor) covers all ranks. Ranks that
 differ only in `pipeline` or `tensor` work on the same samples; `replicate` x `shard` together are
 the data-parallel ranks. FSDP2 shards over `shard` and, where `replicate` > 1, keeps copies over
-`replicate` (HSDP). `pipeline` is the outermost dimension, because its ranks talk least: they are
-the ones to be on different machines. Scalars are summed over the whole world and divided by the
-number of ranks that pass the same, which avoids a flattened mesh and its extra process group.
+`replicate` (HSDP). Groups of shards may share rows of the LLM (`torchmm.parallel.context`); these
+ranks work on the same samples, too. `pipeline` is the outermost dimension, because its ranks talk
+least: they are the ones to be on different machines. Scalars are summed over the whole world and
+divided by the number of ranks that pass the same, which avoids a flattened mesh and its extra
+process group.
 
 Modules may have ranks of their own (DistTrain §4.1, §7). Encoders, LLM and generator are then
 *units*: consecutive blocks of the world's ranks, each with a mesh of its own, in which FSDP2 and
@@ -40,6 +42,8 @@ from torchmm.recipe.sizes import AXES, MeshSizes, replica_groups
 PIPELINE, REPLICATE, SHARD, TENSOR = AXES
 EXPERT_SHARD = "expert_shard"
 EXPERT = "expert"
+CONTEXT_SHARD = "context_shard"
+CONTEXT = "context"
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ class ModuleMesh:
     experts: DeviceMesh | None = None
     """The same ranks with `shard` divided into `EXPERT_SHARD` and `EXPERT`, if groups of them
     divide experts among themselves (`torchmm.parallel.expert`)."""
+    contexts: DeviceMesh | None = None
+    """The same ranks with `shard` divided into `CONTEXT_SHARD` and `CONTEXT`, if groups of them
+    share the LLM's rows (`torchmm.parallel.context`)."""
 
     def __post_init__(self) -> None:
         # Process groups sort their ranks, a mesh does not: with ranks in any other order, what a
@@ -83,6 +90,11 @@ class ModuleMesh:
     def expert(self) -> DeviceMesh | None:
         """1-D mesh of the ranks among which experts are divided; None: they are not."""
         return None if self.experts is None else self.experts[EXPERT]
+
+    @property
+    def context(self) -> DeviceMesh | None:
+        """1-D mesh of the ranks that share the LLM's rows; None: none do."""
+        return None if self.contexts is None else self.contexts[CONTEXT]
 
     @property
     def expert_fsdp(self) -> DeviceMesh | None:
@@ -124,7 +136,7 @@ class ParallelMesh:
     """Of this rank's module; without modules on ranks of their own, of all of them."""
     shares: Sequence[Sequence[Sequence[int]]]
     """By share of the global batch and rank of the plan that works on it: global ranks. They are
-    tensor-parallel: what all of them do is one rank's work in the plan."""
+    tensor-parallel or share rows: what all of them do is one rank's work in the plan."""
     units: Mapping[str, MeshSizes] = field(default_factory=dict)
     """Sizes by module, in the order of their ranks, where modules have ranks of their own."""
 
@@ -167,7 +179,18 @@ class ParallelMesh:
     def mirrors(self) -> int:
         """Ranks of a plan that are one tensor-parallel group: as many as encoders have groups in
         it."""
-        return self.own.sizes.tensor // len(self.plan_ranks[self.pipeline_rank])
+        alike = len(self.plan_ranks[self.pipeline_rank])
+        return self.own.sizes.tensor * self.context_size // alike
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that share a row of the LLM."""
+        return 1 if self.own.context is None else self.own.context.size()
+
+    @property
+    def context_rank(self) -> int:
+        """Which of these ranks this is."""
+        return 0 if self.own.context is None else self.own.context.get_local_rank()
 
     @property
     def samples_ranks(self) -> int:
@@ -208,7 +231,7 @@ class ParallelMesh:
     def sizes(self) -> dict[str, int]:
         """Sizes by dimension, or by module and dimension, as a checkpoint records them."""
         if not self.units:
-            return self.own.sizes._asdict()
+            return {**self.own.sizes._asdict(), CONTEXT: self.context_size}
         return {
             f"{name}.{dimension}": size
             for name, unit in self.units.items()
@@ -293,18 +316,25 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     """
     sizes = resolve_sizes(config, dist.get_world_size())
     mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=AXES)
-    group_size = sizes.tensor // config.mirrors
-    shares = _by_share(mesh.mesh).reshape(sizes.data_parallel, -1, group_size)
-    return ParallelMesh(device, ModuleMesh(mesh, _divide_shards(mesh, config)), shares.tolist())
+    experts = _divide_shards(mesh, config.expert, (EXPERT_SHARD, EXPERT))
+    contexts = _divide_shards(mesh, config.context, (CONTEXT_SHARD, CONTEXT))
+    # Groups that share rows are neighbouring shards, so shares follow each other in their ranks.
+    ranks = _by_share(mesh.mesh).unflatten(0, (-1, config.context)).transpose(1, 2)
+    group_size = config.context * sizes.tensor // config.mirrors
+    shares = ranks.reshape(sizes.data_parallel // config.context, -1, group_size)
+    return ParallelMesh(device, ModuleMesh(mesh, experts, contexts), shares.tolist())
 
 
-def _divide_shards(mesh: DeviceMesh, config: ParallelConfig) -> DeviceMesh | None:
-    """Neighbouring shards as expert groups. Collective if there are any."""
-    if config.expert == 1:
+def _divide_shards(mesh: DeviceMesh, size: int, names: tuple[str, str]) -> DeviceMesh | None:
+    """Groups of so many neighbouring shards. Collective if there are any.
+
+    Args:
+        names: of the dimension along groups, and of the one within.
+    """
+    if size == 1:
         return None
-    ranks = mesh.mesh.unflatten(AXES.index(SHARD), (-1, config.expert))
-    names = (PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT, TENSOR)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+    ranks = mesh.mesh.unflatten(AXES.index(SHARD), (-1, size))
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(PIPELINE, REPLICATE, *names, TENSOR))
 
 
 def _by_share(ranks: torch.Tensor) -> torch.Tensor:

@@ -37,8 +37,11 @@ class Resolved:
 
     @property
     def shares(self) -> int:
-        """Shares of a global batch: data-parallel ranks, or replica groups of modules apart."""
-        return replica_groups(self.units) if self.units else self.llm.data_parallel
+        """Shares of a global batch: data-parallel ranks, in groups that share rows of the LLM; or
+        replica groups of modules apart."""
+        if self.units:
+            return replica_groups(self.units)
+        return self.llm.data_parallel // self.recipe.parallel.context
 
     @property
     def is_cut(self) -> bool:

@@ -21,6 +21,7 @@ from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.common.batch import MicrobatchMeta, ModuleDescription
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.common.module_names import GENERATOR
+from torchmm.common.row_slices import most_images
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -131,19 +132,21 @@ def step_graph(
 ) -> StageGraph:
     """Tasks of a step: its microbatches, and parts of each by encoder, and of the generator."""
 
-    def parts(module: str, images: int) -> int:
+    def parts(module: str, meta: MicrobatchMeta) -> int:
         if module == GENERATOR and purpose in ("text", "drawing"):
             return int(purpose == "drawing")  # in one piece, as losses add up and velocities do not
         if sharding == "layer":
             return 1  # what all replicas do, whatever images they have
+        images = meta.images_of(module)
+        if config.context > 1:
+            images = most_images(meta, module, config.context)
         size = config.sub_microbatch_images(module) or max(images, 1)
         return ceil(images / size)
 
     counts = {
-        name: tuple(parts(name, meta.images_of(name)) for meta in microbatches)
-        for name in layout.sub_microbatched
+        name: tuple(parts(name, meta) for meta in microbatches) for name in layout.sub_microbatched
     }
-    return StageGraph(layout, len(microbatches), counts)
+    return StageGraph(layout, len(microbatches), counts, context=config.context)
 
 
 def plan_step(

@@ -46,7 +46,7 @@ def _memory(
     training = recipe.training
     llm_tokens = training.microbatch_size * training.sequence_length
     checkpointing = recipe.activation_checkpoint
-    ranks = sizes.data_parallel * training.microbatch_size
+    ranks = sizes.data_parallel // recipe.parallel.context * training.microbatch_size
     own = _colocated_sizes(run, model)
     return estimate_memory(
         modules,

@@ -231,17 +231,23 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
     if layout is not None and layout.shard % parallel.expert:
         text = f"does not divide the {layout.shard} ranks of parallel.shard; choose a divisor"
         yield Problem("parallel.expert", parallel.expert, text, ("parallel.shard",))
-    data_parallel = layout.data_parallel if layout else 1
+    context = parallel.context
+    if layout is not None and layout.shard % context:
+        text = f"does not divide the {layout.shard} ranks of parallel.shard; choose a divisor"
+        yield Problem("parallel.llm.context", context, text, ("parallel.shard",))
+        return
+    data_parallel = layout.data_parallel // context if layout else 1
     chunk = data_parallel * training.microbatch_size
     size = training.global_batch_size
     if size % chunk:
         ranks = "the LLM's data-parallel ranks" if apart else "data-parallel ranks"
+        ranks = f"{ranks} / parallel.llm.context" if context > 1 else ranks
         near = " or ".join(str(n) for n in (size // chunk * chunk, -(-size // chunk) * chunk) if n)
         text = (
             f"must be a multiple of {ranks} x microbatch_size = {data_parallel} x "
             f"{training.microbatch_size} = {chunk}; use {near}"
         )
-        rests_on = ("training.microbatch_size", *keys)
+        rests_on = ("training.microbatch_size", "parallel.llm.context", *keys)
         yield Problem("training.global_batch_size", size, text, rests_on)
     tokens = training.microbatch_size * training.sequence_length
     if parallel.sequence_parallel and tokens % unit_sizes(parallel, "llm")["tensor"]:

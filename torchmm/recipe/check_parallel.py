@@ -25,6 +25,7 @@ from torchmm.recipe.schedules import CSV_PREFIX, SCHEDULES, find_schedule
 SCHEDULE = "parallel.schedule"
 PIPELINE = "parallel.pipeline"
 VIRTUAL = "parallel.virtual_stages"
+CONTEXT = "parallel.llm.context"
 
 
 def check_pipeline(recipe: Recipe) -> Problems:
@@ -33,6 +34,7 @@ def check_pipeline(recipe: Recipe) -> Problems:
     yield from _check_modules(recipe)
     yield from _check_layers(recipe)
     yield from _check_experts(recipe)
+    yield from _check_context(recipe)
 
 
 def _check_schedule(recipe: Recipe) -> Problems:
@@ -122,6 +124,30 @@ def _check_experts(recipe: Recipe) -> Problems:
     if recipe.activation_checkpoint.tunes(LLM):
         text = "needs ranks that recompute the same layers; use another mode for the LLM"
         yield Problem("parallel.expert", expert, text, ("activation_checkpoint.mode",))
+
+
+def _check_context(recipe: Recipe) -> Problems:
+    """Ranks that share rows of the LLM are one rank of the plan."""
+    parallel = recipe.parallel
+    for name, module in parallel.modules.items():
+        if name != LLM and module.context is not None:
+            text = f"is for the LLM, whose rows its ranks share; remove it or set {CONTEXT}"
+            yield Problem(f"parallel.{name}.context", module.context, text)
+    context = parallel.context
+    if context == 1:
+        return
+    if parallel.placement != "interleaved":
+        text = f'is not implemented with "{parallel.placement}" modules; use 1 or "interleaved"'
+        yield Problem(CONTEXT, context, text, ("parallel.placement",))
+    if recipe.model.generator is not None:
+        text = "is not implemented with a generator, which reads tokens of all ranks; use 1"
+        yield Problem(CONTEXT, context, text, ("model.generator",))
+    if recipe.compile.enabled and LLM in (recipe.compile.modules or [LLM]):
+        text = "exchanges heads in the layers, which cannot be compiled; leave out the LLM"
+        yield Problem(CONTEXT, context, text, ("compile.enabled", "compile.modules"))
+    if recipe.activation_checkpoint.tunes(LLM):
+        text = "needs ranks that recompute the same layers; use another mode for the LLM"
+        yield Problem(CONTEXT, context, text, ("activation_checkpoint.mode",))
 
 
 def _pipeline(parallel: ParallelConfig, module: str) -> int:

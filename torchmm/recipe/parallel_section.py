@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from torchmm.common.module_names import LLM
 from torchmm.recipe.schedules import LlmSchedule, Placement, find_schedule
 from torchmm.recipe.section import Section
 from torchmm.recipe.sizes import AXES
@@ -48,6 +49,10 @@ class ModuleParallelConfig(Section):
     """Ranks over which FSDP2 shards this module; -1: the remaining ranks."""
     tensor: int | None = Field(default=None, ge=1)
     """Tensor-parallel ranks of this module."""
+    context: int | None = Field(default=None, ge=1)
+    """LLM: ranks out of the `shard` ranks that divide the tokens of every microbatch among
+    themselves, and its images among their encoders; in attention they divide heads. For long
+    sequences. Default: 1, each has microbatches of its own."""
     segments: int | None = Field(default=None, ge=1)
     """Stages of this module per rank, for colocated encoders and under schedules with separated
     modules ("separated", "searched", "csv:..."). Default: `parallel.virtual_stages` for the
@@ -148,6 +153,11 @@ class ParallelConfig(Section):
         """Those of `pipeline`, `replicate`, `shard` and `tensor` that are set for a module."""
         module = self.modules.get(name, ModuleParallelConfig())
         return module.model_dump(include=set(AXES), exclude_none=True)
+
+    @property
+    def context(self) -> int:
+        """Ranks that divide the tokens of a microbatch of the LLM."""
+        return self.modules.get(LLM, ModuleParallelConfig()).context or 1
 
     @property
     def mirrors(self) -> int:

@@ -26,6 +26,7 @@ from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
 from torchmm.common.files import replace_atomically
 from torchmm.common.log import setup_logging
+from torchmm.common.module_names import LLM
 from torchmm.common.processes import keep_freed_memory
 from torchmm.common.rng import seed_everything
 from torchmm.data.loader import Loader, build_loader
@@ -37,6 +38,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
+from torchmm.parallel.context import context_problems, cut_problems
 from torchmm.parallel.expert import expert_problems
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder_meshes
 from torchmm.parallel.tensor.apply import tensor_problems
@@ -148,13 +150,18 @@ def cut_model(
             module, executions[module.name].tensor, parallel.async_tensor_parallel
         )
     ]
+    problems += context_problems(model.llm, parallel.context, run.llm.tensor)
     if problems := problems + expert_problems(model.llm, parallel.expert):
         raise ConfigError(problems)
     microbatches = _typical_microbatches(run, model, tokenizer)
     if leaves_segments_open(parallel):
         costs = run_costs(run, descriptions, run_profile(run.recipe, device))
         parallel = with_segments(parallel, descriptions, microbatches, costs)
-    return ModelCut(parallel, plan_layout(parallel, descriptions, microbatches, run.units or None))
+    layout = plan_layout(parallel, descriptions, microbatches, run.units or None)
+    stops = [stage.stop for stage in layout.stages if stage.module == LLM]
+    if problems := cut_problems(model.llm, parallel.context, stops[:-1]):
+        raise ConfigError(problems)
+    return ModelCut(parallel, layout)
 
 
 def build_run(

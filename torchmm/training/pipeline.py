@@ -24,9 +24,11 @@ import torch
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription
 from torchmm.common.module_names import GENERATOR
+from torchmm.common.row_slices import slice_meta, slice_row
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import RouterBalance
+from torchmm.models.layers.shared_rows import RowRanks
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.apply import reshards_after_forward
@@ -81,6 +83,9 @@ class Pipeline:
         self.config = config
         self.dtype = dtype
         self.device = mesh.device
+        self._row_ranks: RowRanks | None = model.llm.row_ranks
+        self._slice = mesh.context_rank, mesh.context_size
+        """Which part of a microbatch this rank has, of how many."""
         self.message_sizes = {m.name: message_sizes(m) for m in model.modality_modules()}
         self.sharding: Gathering = "none"
         """When FSDP2 gathers parameters."""
@@ -154,8 +159,9 @@ class Pipeline:
         return decode_plan(numbers, graph, self._specs(metas)(graph))
 
     def _specs(self, metas: Sequence[MicrobatchMeta]) -> Callable[[StageGraph], MessageSpecs]:
+        own = [slice_meta(meta, *self._slice) for meta in metas]
         sizes = self.message_sizes
-        return partial(message_specs, modules=sizes, microbatches=metas, dtype=self.dtype)
+        return partial(message_specs, modules=sizes, microbatches=own, dtype=self.dtype)
 
     def run(
         self,
@@ -176,18 +182,22 @@ class Pipeline:
         """
         own = {a.microbatch for a in plan.actions[self._runtime.plan_rank] if a.microbatch >= 0}
         moved = [
-            read_by(self._here, m).to(self.device) if i in own else m
+            read_by(self._here, self._own_part(m)).to(self.device) if i in own else m
             for i, m in enumerate(microbatches)
         ]
         return self._runtime.step(
             plan, moved, loss_scale=loss_scale, record=True, annotate=annotate
         )
 
+    def _own_part(self, microbatch: Microbatch) -> Microbatch:
+        return slice_row(microbatch, *self._slice)
+
     def losses(self, microbatches: Sequence[Microbatch]) -> dict[str, list[torch.Tensor]]:
         """Summed losses without gradients, by module ("llm", "generator") and microbatch; only
-        modules whose last stage is on this rank."""
+        modules whose last stage is on this rank, and only of its own targets where ranks share
+        rows."""
         plan = self.plan([m.meta for m in microbatches], purpose="losses")
-        result = self._runtime.step(plan, microbatches)
+        result = self._runtime.step(plan, [self._own_part(m) for m in microbatches])
         found: dict[str, list[torch.Tensor]] = {}
         for (module, _), loss in sorted(result.module_losses.items()):
             found.setdefault(module, []).append(loss)
@@ -196,7 +206,11 @@ class Pipeline:
     def next_token_logits(self, microbatch: Microbatch) -> torch.Tensor | None:
         """(V,) logits after the last token; None on ranks without the LLM's last stage."""
         plan = self.plan([microbatch.meta], purpose="text")
-        return self._writer.step(plan, [microbatch]).losses_of("llm").get(0)
+        result = self._writer.step(plan, [self._own_part(microbatch)])
+        logits_V = result.losses_of("llm").get(0)
+        if logits_V is None or self._row_ranks is None:
+            return logits_V
+        return self._row_ranks.of_last(logits_V)
 
     def velocities(self, microbatch: Microbatch) -> torch.Tensor | None:
         """float32 (P, V): where the pixels of the images to be drawn move to as they get noisier;

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from recipe_problems import problems_of
 
+from torchmm.planning.resolved import resolve
 from torchmm.recipe.check_parallel import check_pipeline
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import dump_recipe, load_recipe
@@ -196,6 +197,43 @@ def test_experts_over_ranks_need_ranks_in_step(recipe, keys, ranks, named) -> No
         "expert" in problem and named in problem
         for problem in problems_of(recipe, world_size=ranks)
     )
+
+
+GENERATOR = "[model.generator]\nconfig = {num_layers = 1}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "named"),
+    [
+        (
+            "shard = 2\n[parallel.llm]\ncontext = 3",
+            2,
+            "does not divide the 2 ranks of parallel.shard",
+        ),
+        ("[parallel.vision]\ncontext = 2", 2, "set parallel.llm.context"),
+        ('placement = "colocated"\n[parallel.llm]\ncontext = 2', 2, 'with "colocated" modules'),
+        ('placement = "disaggregated"\n[parallel.llm]\ncontext = 2', 2, 'with "disaggregated"'),
+        (f"[parallel.llm]\ncontext = 2\n{GENERATOR}", 2, "with a generator"),
+        ("[parallel.llm]\ncontext = 2\n[compile]\nenabled = true", 2, "cannot be compiled"),
+        (
+            '[parallel.llm]\ncontext = 2\n[activation_checkpoint]\nmode = "tuned"',
+            2,
+            "the same layers",
+        ),
+    ],
+)
+def test_rows_shared_by_ranks_are_refused_where_they_cannot_be(recipe, keys, ranks, named) -> None:
+    recipe.write_text(f"{MODEL}\n[parallel]\n{keys}\n")
+    found = problems_of(recipe, world_size=ranks)
+    assert any("context" in problem and named in problem for problem in found), found
+
+
+def test_ranks_that_share_rows_count_once_in_the_batch(recipe: Path) -> None:
+    recipe.write_text(f"{MODEL}\n[parallel.llm]\ncontext = 2\n")
+    odd = ["--training.global_batch_size=2", "--training.microbatch_size=1"]
+    assert resolve(load_recipe(recipe, odd, 4).recipe, 4).shares == 2
+    [problem] = problems_of(recipe, odd[1], "--training.global_batch_size=3", world_size=4)
+    assert "data-parallel ranks / parallel.llm.context x microbatch_size = 2 x 1" in problem
 
 
 def test_experts_over_ranks_are_possible_in_a_chain(recipe: Path) -> None:

@@ -81,6 +81,13 @@ def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Tabl
             "async_tensor_parallel is not implemented for layers with experts",
         ),
         (4, {"model_type": "olmo2"}, {"tensor": 4}, "more than the 2 key and value heads"),
+        (8, {}, {"shard": 8, "llm": {"context": 8}}, "context = 8 is more than the"),
+        (
+            2,
+            {"model_type": "qwen3_5_text"},
+            {"llm": {"context": 2}},
+            "go through a row token by token",
+        ),
         (
             2,
             {"tie_word_embeddings": True},

@@ -8,8 +8,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from torchmm.common.errors import ConfigError
-from torchmm.common.foreign_code import describe_refusal
+from torchmm.common.errors import ConfigError, describe_refusal
 
 _ALSO_READ = {
     "audio_end_token_id",  # Qwen3-Omni's published configs have these three

@@ -13,6 +13,9 @@ Face's own name for it) or, where a layer forwards no keyword arguments, as its 
 - Capped scores (Gemma 2) and attention sinks (GPT-OSS): a custom operator of plain matrix products,
   on any device.
 
+Where several ranks share a row, each calls this with its own tokens; heads are exchanged for tokens
+first, and back afterwards (`torchmm.parallel.context`).
+
 Rejected: Hugging Face's "sdpa", whose mask is dense (T x T) and which lets samples see each other
 whenever a cache or an all-ones mask is passed; flex_attention, which has no backward on CPU.
 
@@ -42,6 +45,7 @@ from transformers import AttentionInterface
 
 from torchmm.common.device_copies import to_device
 from torchmm.models.layers.attention_ops import capped_attention, equal_runs, packed_attention
+from torchmm.models.layers.shared_rows import RowHeads
 
 PACKED = "packed"
 """Name under which the attention function is registered."""
@@ -70,6 +74,8 @@ class Segments:
     """int64: tokens of a segment with the same number, not negative, see each other both ways."""
     only_windows: bool = False
     """Whether only layers with a window do so."""
+    row_heads: RowHeads | None = None
+    """What exchanges tokens for heads, where other ranks have the rest of the tokens."""
 
     @classmethod
     def from_starts(
@@ -78,6 +84,7 @@ class Segments:
         device: torch.device,
         blocks_T: Tensor | None = None,
         only_windows: bool = False,
+        row_heads: RowHeads | None = None,
     ) -> Segments:
         """Segments from their starts and the total length, [0, ..., T].
 
@@ -88,7 +95,8 @@ class Segments:
         if not lengths or cu_seqlens[0] != 0 or min(lengths) <= 0:
             raise ValueError(f"cu_seqlens must rise from 0, got {cu_seqlens}")
         host = torch.tensor(cu_seqlens, dtype=torch.int32)
-        return cls(to_device(host, device), host, max(lengths), blocks_T, only_windows)
+        device_starts = to_device(host, device)
+        return cls(device_starts, host, max(lengths), blocks_T, only_windows, row_heads)
 
 
 # torch 2.11 groups heads unasked and has no such argument.
@@ -151,6 +159,20 @@ def _attend_segments(
     return torch.cat(outs)
 
 
+def _attend_row(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, s: Segments, scale: float, rules: _Rules
+) -> Tensor:
+    """Attention of this rank's tokens, which may be a slice of the row."""
+    heads = s.row_heads
+    if heads is None:
+        return _attend_segments(query_THD, key_TGD, value_TGD, s, scale, rules)
+    if rules.sinks_H is not None:
+        rules = rules._replace(sinks_H=heads.own_heads(rules.sinks_H))
+    own_heads = heads.whole_rows(query_THD, key_TGD, value_TGD)
+    out_THD = _attend_segments(*own_heads, s, scale, rules)
+    return heads.own_tokens(out_THD, query_THD.shape[1])
+
+
 def attention(
     module: nn.Module,
     query_BHTD: Tensor,
@@ -210,7 +232,7 @@ def attention(
     if segments.only_windows and not window:
         segments = replace(segments, blocks_T=None)
     rules = _Rules(causal, window if window < segments.max_length else 0, softcap, sinks_H)
-    return _attend_segments(q, k, v, segments, scale, rules)[None], None
+    return _attend_row(q, k, v, segments, scale, rules)[None], None
 
 
 # Not among Hugging Face's masks: it makes none for names that it does not know there. With one that

@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from torchmm.common.errors import ConfigError
+from torchmm.models.layers.shared_rows import RowRanks
 
 COMPILES_FROM = (5, 23)
 """First version of transformers whose loop over experts (used on the CPU) can be traced."""
@@ -41,25 +42,37 @@ class RouterBalance:
     coefficient: float
     layers: int
     scale: float = 0.0
+    row_ranks: RowRanks | None = None
+    """Those that share a row, whose tokens count together; None: a rank has all of them."""
 
     def __call__(self, router: Any, _: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         """A router's (logits, weights, experts), with the loss's gradient tied to the weights."""
         logits_TE, weights_TK, experts_TK = output
         if not self.scale or not torch.is_grad_enabled():
             return output
-        loss = balancing_loss(logits_TE, experts_TK)
+        loss = balancing_loss(logits_TE, experts_TK, self.row_ranks)
         share = getattr(router, "balance_share", 1.0)
         factor = self.coefficient * self.scale * share * len(logits_TE) / self.layers
         weights_TK, _ = _JoinGradient.apply(weights_TK, loss, factor)
         return logits_TE, weights_TK, experts_TK
 
 
-def balancing_loss(logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """float32 scalar, K at best: E times the sum over experts of load times mean probability."""
+def balancing_loss(
+    logits_TE: Tensor, experts_TK: Tensor, row_ranks: RowRanks | None = None
+) -> Tensor:
+    """float32 scalar, K at best: E times the sum over experts of load times mean probability.
+
+    Args:
+        row_ranks: of ranks that share a row, loads are those of the whole row; probabilities of own
+            tokens alone, so that what the ranks get, weighted by tokens, makes the row's loss.
+    """
     experts = logits_TE.shape[1]
     loads_E = torch.zeros(experts, device=logits_TE.device)
     ones = torch.ones_like(experts_TK, dtype=torch.float32)
-    loads_E = loads_E.index_add(0, experts_TK.flatten(), ones.flatten()) / len(logits_TE)
+    loads_E = loads_E.index_add(0, experts_TK.flatten(), ones.flatten())
+    if row_ranks is not None:
+        loads_E = row_ranks.summed(loads_E)
+    loads_E = loads_E / loads_E.sum() * experts_TK.shape[1]
     probabilities_E = logits_TE.softmax(-1, dtype=torch.float32).mean(0)
     return experts * (loads_E * probabilities_E).sum()
 

@@ -155,6 +155,8 @@ class StageGraph:
         sub_microbatches: by module with sub-microbatches: how many, per microbatch.
         replica: by (module, microbatch, sub_microbatch): which of `StageSpec.ranks` runs it,
             where that is not 0.
+        context: ranks that share the LLM's rows and are one rank of the plan; each runs a share
+            of every task.
 
     Raises:
         ValueError: the counts do not fit the layout.
@@ -164,6 +166,7 @@ class StageGraph:
     microbatches: int
     sub_microbatches: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     replica: Mapping[tuple[str, int, int], int] = field(default_factory=dict)
+    context: int = 1
 
     def __post_init__(self) -> None:
         if set(self.sub_microbatches) != set(self.layout.sub_microbatched):

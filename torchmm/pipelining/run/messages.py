@@ -18,8 +18,9 @@ from typing import Literal, TypeVar
 
 import torch
 
-from torchmm.common.batch import ImageMeta, MicrobatchMeta, even_ranges
+from torchmm.common.batch import ImageMeta, MicrobatchMeta
 from torchmm.common.module_names import VISION
+from torchmm.common.row_slices import task_images
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import DUMMY, GeneratorModule
 from torchmm.models.layered import LayeredModule
@@ -99,7 +100,8 @@ def message_specs(
        Args:
            graph: of the step.
            modules: by name, or their sizes.
-           microbatches: one for each of the graph's.
+           microbatches: one for each of the graph's; of ranks that share rows, the part of one of
+               them (`slice_meta`).
            dtype: in which modules compute.
 
        Raises:
@@ -130,8 +132,10 @@ def _shapes(
     leaves = names[0] != names[1]
     if source.kind == "encoder":
         assert source.dummy is not None
-        every = meta.images_read_by(names[0]) or [source.dummy]
-        own = _part(every, graph, message, message.source)
+        every = meta.images_read_by(names[0])
+        if not every and graph.context == 1:
+            every = [source.dummy]
+        own = _part(every, graph, message, message.source) or [source.dummy]
         stop = graph.layout.stages[message.source].stop
         tapped = 0 if leaves else sum(tap < stop for tap in source.taps)
         return [_encoder_shape(source, own, leaves)] * (1 + tapped)
@@ -152,8 +156,8 @@ def _shapes(
 
 def _part(every: list[T], graph: StageGraph, message: Message, stage: int) -> list[T]:
     """The images of a message's sub-microbatch, which a stage at one of its ends has."""
-    parts = even_ranges(len(every), graph.parts(stage, message.microbatch))
-    return [every[i] for i in parts[message.sub_microbatch]]
+    parts = graph.parts(stage, message.microbatch)
+    return [every[i] for i in task_images(len(every), parts, message.sub_microbatch, graph.context)]
 
 
 def _encoder_shape(

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchmm.common.batch import even_ranges
+from torchmm.common.batch import Microbatch, even_ranges
 from torchmm.common.generated import GeneratorInputs
+from torchmm.common.row_slices import SlicedMicrobatch, task_images
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.generator import Given as GivenToGenerator
@@ -118,12 +119,13 @@ class EncoderStage(PipelineStage):
         """One sub-microbatch: hidden states or pixels in; hidden states (perhaps with those of
         tapped layers), or (K, D_llm) out."""
         encoder = microbatch.encoders.get(self.module.name)
+        parts = graph.parts(task.stage, task.microbatch)
+        if parts > 1 and encoder is not None:
+            count = len(encoder.grids_thw)
+            images = task_images(count, parts, task.sub_microbatch, graph.context)
+            encoder = encoder.select(images) if images else None
         if encoder is None:
             encoder = self.module.dummy_inputs(microbatch.input_ids_T.device)
-        parts = graph.parts(task.stage, task.microbatch)
-        if parts > 1:
-            images = even_ranges(len(encoder.grids_thw), parts)[task.sub_microbatch]
-            encoder = encoder.select(images)
         given = inputs[0] if inputs else None
         return _to_all(self.module(encoder, given), task, graph)
 
@@ -141,7 +143,7 @@ class LlmStage(PipelineStage):
 
         With a generator: the loss and the context (K, D) of each of its sub-microbatches.
         """
-        output = self.module(microbatch, self._given(task, inputs, graph))
+        output = self.module(*self._given(task, inputs, microbatch, graph))
         if not self.module.is_last:
             return _to_all(output, task, graph)
         if not self.module.feeds_generator:
@@ -159,15 +161,26 @@ class LlmStage(PipelineStage):
         sizes = [sum(contexts[i] for i in own) for own in even_ranges(len(contexts), parts)]
         return [(part,) for part in context_KD.split(sizes)]
 
-    def _given(self, task: Task, inputs: Sequence[tuple[Tensor, ...]], graph: StageGraph) -> Given:
-        """What the stage before returned; for the first stage (K, D) by encoder: the outputs of its
-        sub-microbatches, one after the other."""
+    def _given(
+        self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
+    ) -> tuple[Microbatch, Given]:
+        """The microbatch as the LLM sees it, and what the stage before returned; for the first
+        stage (K, D) by encoder: the outputs of its sub-microbatches, one after the other, or what
+        ranks that share the row have found for this one's tokens."""
+        routes = {}
+        if isinstance(microbatch, SlicedMicrobatch):
+            routes = microbatch.row.routes
+            microbatch = microbatch.for_llm()
         if not self.module.is_first:
-            return inputs[0][0] if len(inputs[0]) == 1 else inputs[0]
+            return microbatch, inputs[0][0] if len(inputs[0]) == 1 else inputs[0]
         parts: dict[str, list[Tensor]] = {}
         for message, (features,) in zip(graph.incoming(task), inputs, strict=True):
             parts.setdefault(graph.layout.stages[message.source].module, []).append(features)
-        return {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in parts.items()}
+        found = {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in parts.items()}
+        for name, route in routes.items():
+            assert self.module.row_ranks is not None
+            found[name] = self.module.row_ranks.features(found[name], route)
+        return microbatch, found
 
     def tied_parameter(self) -> nn.Parameter:
         module = self.module
@@ -185,8 +198,8 @@ class NextTokenStage(LlmStage):
     ) -> StageOutput:
         last = torch.tensor([microbatch.input_ids_T.numel() - 1])
         positions_L = last.to(microbatch.input_ids_T.device)
-        given = self._given(task, inputs, graph)
-        return StageOutput((), self.module.logits(microbatch, given, positions_L)[0])
+        seen, given = self._given(task, inputs, microbatch, graph)
+        return StageOutput((), self.module.logits(seen, given, positions_L)[0])
 
 
 class GeneratorStage(PipelineStage):

@@ -1,0 +1,168 @@
+"""Ranks that share the rows of the LLM give the loss and the gradients of one process."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_distributed
+from model_cases import COMPOSITES, LLMS, build
+from test_layouts import Case, compare_all
+from test_llm_tensor_parallel import Case as Family
+
+from torchmm.common.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
+from torchmm.models import llm
+from torchmm.models.hf.load import copy_slice
+from torchmm.models.initialize import init_weights
+from torchmm.models.layers.attention import Segments
+from torchmm.models.multimodal import materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.context import ContextRanks, apply_context_parallel, context_problems
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.model_section import FreezeConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.training.pipeline import Pipeline, plan_layout
+
+TWO, FOUR = {"llm": {"context": 2}}, {"llm": {"context": 4}}
+EXPERTS = {**TWO, "expert": 2}
+PP2 = {**TWO, "pipeline": 2}
+ONE_BY_ONE = {"vision": {"sub_microbatch_images": 1}}
+THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
+CASES_OF_2 = [
+    Case("cp2", shard=2, pipeline=TWO),
+    Case("cp2, odd length", shard=2, tokens=65, pipeline=TWO),
+    Case("cp2, no image anywhere", shard=2, images=(0,) * 8, pipeline=TWO),
+    Case("cp2, heads that do not divide", shard=2, llm_config=THREE_HEADS, pipeline=TWO),
+    Case("cp2, full recomputation", shard=2, recompute="full", pipeline=TWO),
+    Case("cp2, selective recomputation", shard=2, recompute="selective", pipeline=TWO),
+    Case("cp2, experts", shard=2, llm="qwen3_moe", pipeline=TWO),
+    Case("cp2 within ep2", shard=2, llm="qwen3_moe", recompute="full", pipeline=EXPERTS),
+    Case("cp2, loss in chunks", shard=2, chunked_loss=True, pipeline=TWO),
+    Case("cp2, LLM frozen", shard=2, freeze=("llm",), pipeline=TWO),
+    Case("cp2, tower frozen", shard=2, freeze=("vision",), pipeline=TWO),
+]
+CASES_OF_4 = [
+    Case("cp4, groups of heads that do not divide", shard=4, llm_config=SIX_HEADS, pipeline=FOUR),
+    Case("cp4, fewer images than ranks", shard=4, images=(1, 2, 0, 3), pipeline=FOUR),
+    Case("cp2 x fsdp2", shard=4, pipeline=TWO),
+    Case("cp2 x replicate2", replicate=2, shard=2, pipeline=TWO),
+    Case("cp2 x ep4", shard=4, llm="qwen3_moe", pipeline={**TWO, "expert": 4}),
+    Case("cp2 x tp2", shard=2, tensor=2, pipeline=TWO),
+    Case("cp2 x tp2, sequence parallel, odd length", 1, 2, 2, True, tokens=65, pipeline=TWO),
+    Case("cp2 x tp2, experts", 1, 2, 2, True, "full", llm="qwen3_moe", pipeline=TWO),
+    Case("cp2 x pp2", shard=2, pipeline=PP2),
+    Case("cp2 x pp2, image by image", shard=2, pipeline={**PP2, **ONE_BY_ONE}),
+    Case("cp2 x pp2, zero bubble", shard=2, pipeline={**PP2, "schedule": "zero_bubble"}),
+    Case(
+        "cp2 x pp2, 1f1b, LLM frozen", 1, 2, freeze=("llm",), pipeline={**PP2, "schedule": "1f1b"}
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES_OF_2), (4, CASES_OF_4)])
+def test_shared_rows_equal_single_process(ranks, cases):
+    for outcomes in zip(*run_distributed(compare_all, ranks, cases), strict=True):
+        for name, loss_error, norm_error, gradient_errors in outcomes:
+            assert loss_error <= 1e-5, (name, loss_error)
+            assert norm_error <= 1e-5, (name, norm_error)
+            assert gradient_errors == {}, (name, gradient_errors)
+
+
+def test_attention_within_slices_alone_is_found():
+    for [(_, loss_error, _, gradient_errors)] in run_distributed(_compare_without_exchange, 2):
+        assert loss_error > 1e-5
+        assert any("q_proj" in name for name in gradient_errors)
+
+
+def _compare_without_exchange():
+    class SlicesAlone(Segments):
+        @classmethod
+        def from_starts(cls, cu_seqlens, device, blocks_T, only_windows, row_heads):
+            if row_heads is not None:  # the reference has whole rows
+                cu_seqlens = [0, cu_seqlens[-1] // 2]
+            return Segments.from_starts(cu_seqlens, device, blocks_T, only_windows)
+
+    llm.Segments = SlicesAlone
+    return compare_all(CASES_OF_2[:1])
+
+
+def test_gradients_that_stay_with_the_token_are_found():
+    for [(_, loss_error, _, gradient_errors)] in run_distributed(_compare_without_return, 2):
+        assert loss_error <= 1e-5
+        assert any("encoders.vision" in name for name in gradient_errors)
+        assert "llm.backbone.model.layers.0.self_attn.q_proj.weight" not in gradient_errors
+
+
+def _compare_without_return():
+    sent = ContextRanks.features
+
+    def without_return(self, found_KD, route):
+        return found_KD[: len(found_KD) * 0].sum() + sent(self, found_KD.detach(), route)
+
+    ContextRanks.features = without_return
+    return compare_all(CASES_OF_2[:1])
+
+
+FAMILIES = [*LLMS, *COMPOSITES]
+
+
+@pytest.mark.slow
+def test_every_family_equals_the_whole():
+    for outcomes in zip(*run_distributed(_compare_families, 2, FAMILIES), strict=True):
+        for family, errors in outcomes:
+            assert errors == {}, (family, errors)
+
+
+def _compare_families(families: list[str]) -> list[tuple[str, dict[str, float]]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
+    return [(name, _compare(Family(name, composite=name in COMPOSITES))) for name in families]
+
+
+def _compare(case: Family) -> dict[str, float]:
+    """Loss and gradients that differ by more than 1e-5, relative; of refused families, none."""
+    whole, shared = build(case.model_config()), build_model(case.model_config(), FreezeConfig())
+    mixes = any(sizes.mixer is not None for sizes in shared.llm.layer_sizes())
+    assert bool(context_problems(shared.llm, 2, 1)) == mixes
+    if mixes:
+        return {}
+    config = ParallelConfig(shard=2, **TWO)
+    mesh = build_mesh(config, torch.device("cpu"))
+    batch = _with_images_in_meta(case.microbatch())
+    descriptions = [module.describe() for module in shared.modality_modules()]
+    layout = plan_layout(config, descriptions, [batch.meta])
+    stages = cut_for_rank(shared, layout, 0)
+    apply_context_parallel(shared, mesh.own.context)
+    materialize(shared, "cpu")
+    init_weights(shared, seed=0)
+    weights = whole.state_dict()
+    for name, tensor in shared.state_dict(keep_vars=True).items():  # persistent buffers too
+        copy_slice(tensor, weights[name])
+    loss = whole(batch)
+    loss.backward()
+    pipeline = Pipeline(shared, stages, layout, descriptions, config, mesh, torch.float32)
+    own = pipeline.run(pipeline.plan_training([batch]), [batch]).losses_of("llm")[0]
+    dist.all_reduce(own)
+    errors = {"loss": abs(own.item() / loss.item() - 1)}
+    gradients = {n: p.grad for n, p in whole.named_parameters() if p.requires_grad}
+    scale = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    for name, expected in gradients.items():
+        found = shared.get_parameter(name).grad
+        dist.all_reduce(found)
+        size = expected.norm().item()
+        # Zero but for rounding (a key's bias): against the whole gradient.
+        errors[name] = (found - expected).norm().item() / (size if size > 1e-6 * scale else scale)
+    return {name: error for name, error in errors.items() if not error <= 1e-5}
+
+
+def _with_images_in_meta(batch: Microbatch) -> Microbatch:
+    """What planning reads; where tokens are it does not say."""
+    images = [
+        ImageMeta(0, 0, prod(grid), 1, encoder=name)
+        for name, inputs in batch.encoders.items()
+        for grid in inputs.grids_thw
+    ]
+    tokens = len(batch.input_ids_T)
+    return replace(batch, meta=MicrobatchMeta((SampleMeta("", 0, tokens, tuple(images)),), tokens))

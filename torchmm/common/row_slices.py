@@ -1,0 +1,213 @@
+"""A packed row whose tokens several ranks share: what each of them has of it (context parallelism).
+
+The LLM of a rank computes a slice of the row: neighbouring tokens, about as many on every rank.
+Encoders of a rank read a share of the row's images: neighbouring ones too, with about as many
+patches on every rank, wherever their tokens are. So features travel, from the rank that has found
+them to the ranks that have their tokens; `FeatureRoute` says which go where.
+
+All of this follows from what the row contains, on the CPU, before it is moved to a device: no rank
+asks another, and nothing waits for a device. Slices need not be equal and shares may be empty.
+Rejected: slices of equal length with padding, whose tokens routers of experts would count; images
+read where their tokens are, which leaves ranks idle wherever images are not spread evenly.
+
+Shape legend: T tokens of the row, S tokens of a slice, K output tokens of an encoder, on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmm.common.batch import (
+    EncoderInputs,
+    Microbatch,
+    MicrobatchMeta,
+    SampleMeta,
+    even_ranges,
+)
+
+
+def slice_ranges(count: int, ranks: int) -> list[range]:
+    """`count` neighbouring things (tokens, heads) in one range for each rank, of lengths that
+    differ by at most one; some are empty where there are fewer things than ranks."""
+    bounds = [count * rank // ranks for rank in range(ranks + 1)]
+    return [range(first, stop) for first, stop in pairwise(bounds)]
+
+
+def image_shares(patches: Sequence[int], ranks: int) -> list[range]:
+    """Neighbouring images for each rank, with about as many patches each; some may be empty.
+
+    An image goes to the rank in whose equal part of all patches its middle is.
+    """
+    total = sum(patches)
+    middles = [stop - own / 2 for stop, own in zip(accumulate(patches), patches, strict=True)]
+    owners = [min(int(middle * ranks / total), ranks - 1) for middle in middles]
+    bounds = [sum(owner < rank for owner in owners) for rank in range(ranks + 1)]
+    return [range(first, stop) for first, stop in pairwise(bounds)]
+
+
+def most_images(meta: MicrobatchMeta, encoder: str, ranks: int) -> int:
+    """Images that the rank with most of them reads."""
+    return max(len(own) for own in image_shares(meta.patches(encoder), ranks))
+
+
+def task_images(images: int, tasks: int, task: int, ranks: int) -> range:
+    """The images of one of the tasks into which a rank's share of a microbatch is divided.
+
+    Ranks that share rows run the same tasks, so some may have nothing for a task.
+
+    Raises:
+        ValueError: a task has nothing on a rank that shares its rows with no other.
+    """
+    if ranks > 1 and images < tasks:
+        return range(min(task, images), min(task + 1, images))
+    return even_ranges(images, tasks)[task]
+
+
+class FeatureRoute(NamedTuple):
+    """Which rows of an encoder's output a rank sends, and which it gets."""
+
+    rows_K: Tensor
+    """int64: own output tokens, in the order of the ranks that they go to."""
+    sent: list[int]
+    """By rank: how many go there."""
+    received: list[int]
+    """By rank: how many come from there."""
+
+
+@dataclass
+class RowShare:
+    """What the LLM of a rank needs beside its own tokens."""
+
+    input_ids_T: Tensor
+    """Of the whole row."""
+    targets_T: Tensor
+    """Of the whole row."""
+    encoders: dict[str, EncoderInputs]
+    """Without pixels, for the LLM: `positions_K` are those of what arrives, within the slice."""
+    routes: dict[str, FeatureRoute]
+    """By encoder that has images in the row."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowShare:
+        """The same with `function` applied to every tensor."""
+        return RowShare(
+            function(self.input_ids_T),
+            function(self.targets_T),
+            {
+                name: replace(e, pixels=function(e.pixels), positions_K=function(e.positions_K))
+                for name, e in self.encoders.items()
+            },
+            {
+                name: route._replace(rows_K=function(route.rows_K))
+                for name, route in self.routes.items()
+            },
+        )
+
+
+@dataclass
+class SlicedMicrobatch(Microbatch):
+    """A rank's part of a microbatch. Tokens, targets and positions are those of its slice,
+    `encoders` have the images that it reads; `cu_seqlens` and `meta` are the whole row's."""
+
+    row: RowShare = field(kw_only=True)
+
+    def for_llm(self) -> SlicedMicrobatch:
+        """With the encoders' output tokens that are in the slice, instead of the images read."""
+        return replace(self, encoders=self.row.encoders)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
+        moved = super()._map(function)
+        assert isinstance(moved, SlicedMicrobatch)
+        return replace(moved, row=self.row.map(function))
+
+
+def whole_row(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    """(T,) input ids and targets of a microbatch, or of the row that it is a slice of."""
+    row = microbatch.row if isinstance(microbatch, SlicedMicrobatch) else microbatch
+    return row.input_ids_T, row.targets_T
+
+
+def slice_row(microbatch: Microbatch, rank: int, ranks: int) -> Microbatch:
+    """The part of a microbatch that one of `ranks` has; of one rank, the microbatch itself."""
+    if ranks == 1:
+        return microbatch
+    slices = slice_ranges(len(microbatch.input_ids_T), ranks)
+    own = slices[rank]
+    read: dict[str, EncoderInputs] = {}
+    shown: dict[str, EncoderInputs] = {}
+    routes: dict[str, FeatureRoute] = {}
+    for name, inputs in microbatch.encoders.items():
+        shares = image_shares(microbatch.meta.patches(name), ranks)
+        parts = [inputs.select(share) if share else None for share in shares]
+        nothing = inputs.positions_K[:0]
+        places = [nothing if part is None else part.positions_K for part in parts]
+        if (part := parts[rank]) is not None:
+            read[name] = part
+        routes[name] = _route(places, slices, rank)
+        arriving_K = torch.cat([_inside(positions_K, own) for positions_K in places])
+        shown[name] = replace(inputs, pixels=inputs.pixels[:0], positions_K=arriving_K - own.start)
+    tokens = slice(own.start, own.stop)
+    values: dict[str, Any] = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
+    return SlicedMicrobatch(
+        **values
+        | {
+            "input_ids_T": microbatch.input_ids_T[tokens],
+            "targets_T": microbatch.targets_T[tokens],
+            "position_ids": microbatch.position_ids[..., tokens],
+            "target_positions_L": None,
+            "encoders": read,
+        },
+        row=RowShare(microbatch.input_ids_T, microbatch.targets_T, shown, routes),
+    )
+
+
+def _route(places: Sequence[Tensor], slices: Sequence[range], rank: int) -> FeatureRoute:
+    """Of one encoder's features.
+
+    Args:
+        places: by rank: positions in the row of the tokens whose features it finds.
+    """
+    stops = torch.tensor([own.stop for own in slices], device=places[rank].device)
+    owner_K = torch.searchsorted(stops, places[rank], right=True)
+    sent = torch.bincount(owner_K, minlength=len(slices)).tolist()
+    received = [len(_inside(positions_K, slices[rank])) for positions_K in places]
+    return FeatureRoute(owner_K.argsort(stable=True), sent, received)
+
+
+def _inside(positions_K: Tensor, own: range) -> Tensor:
+    return positions_K[(positions_K >= own.start) & (positions_K < own.stop)]
+
+
+def slice_meta(meta: MicrobatchMeta, rank: int, ranks: int) -> MicrobatchMeta:
+    """Of the part of a microbatch that one of `ranks` has: `tokens` are those of its slice, samples
+    have the images that it reads."""
+    if ranks == 1:
+        return meta
+    tokens = len(slice_ranges(meta.tokens, ranks)[rank])
+    owners: dict[str | None, Iterator[int]] = {}
+    for encoder in _readers(meta):
+        shares = image_shares(meta.patches(encoder), ranks)
+        owners[encoder] = iter([reader for reader, own in enumerate(shares) for _ in own])
+    return MicrobatchMeta(tuple(_with_own(s, owners, rank) for s in meta.samples), tokens)
+
+
+def _readers(meta: MicrobatchMeta) -> list[str]:
+    named = (i.encoder or s.encoder for s in meta.samples for i in s.images)
+    return list(dict.fromkeys(name for name in named if name is not None))
+
+
+def _with_own(
+    sample: SampleMeta, owners: Mapping[str | None, Iterator[int]], rank: int
+) -> SampleMeta:
+    """A sample with the images that one rank reads.
+
+    Args:
+        owners: by encoder: the ranks that read the images from here on.
+    """
+    own = [i for i in sample.images if next(owners[i.encoder or sample.encoder]) == rank]
+    return replace(sample, images=tuple(own))

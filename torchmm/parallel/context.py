@@ -1,0 +1,219 @@
+"""Context parallelism: ranks divide the tokens of every packed row, and heads inside attention.
+
+`parallel.llm.context` ranks out of the `shard` ranks form a group that works on the same samples.
+Each has a slice of the row (`torchmm.common.row_slices`): norms, linears, experts, embedding, head
+and loss only see its own tokens. Attention needs all tokens, but not all heads. Before it an
+all-to-all turns some tokens of all heads into all tokens of some heads, behind it another one turns
+the result back (DeepSpeed-Ulysses, arXiv 2309.14509):
+
+    context = 2, a row of 8 tokens, 4 heads
+                 linears, norms          attention               linears, norms
+    rank 0       tokens 0-3, heads 0-3   tokens 0-7, heads 0-1   tokens 0-3, heads 0-3
+    rank 1       tokens 4-7, heads 0-3   tokens 0-7, heads 2-3   tokens 4-7, heads 0-3
+
+So attention sees whole rows, as on one rank: packed segments, windows, sinks and blocks that see
+each other both ways need nothing more, and every rank has as many pairs of tokens to compute. Heads
+need not divide among ranks: some then have one more. Ranks get the key and value heads that their
+query heads read, a head twice where two ranks read it.
+
+Parameters are those of data parallelism: FSDP2 shards them over `shard`, the group included, and
+adds gradients up, which is right because every rank's loss is the sum over its own targets. The
+ranks' encoders read different images, and what they find goes to the ranks with its tokens.
+
+What ring attention would add: more ranks than heads (keys and values pass by, heads stay), and
+traffic that attention hides, as it needs one block of keys after the other. It would take an
+attention kernel that gives out its row sums for each block, and an order of tokens in which causal
+masks leave every rank as much to do.
+
+Rejected: a dimension of the mesh beside `shard`, for parameters do not differ along it.
+
+Shape legend: T tokens of the row, S of this rank's slice, H query heads, G key and value heads, D
+features of a query or key, E of a value, K output tokens of an encoder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchmm.common.row_slices import FeatureRoute, slice_ranges
+from torchmm.models.layered import LayeredModule
+from torchmm.models.llm import LlmModule
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.exchange import Counts, exchange
+
+
+class ContextRanks:
+    """The ranks that share rows (`torchmm.models.layers.shared_rows.RowRanks`).
+
+    Args:
+        mesh: 1-D.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._group = mesh.get_group()
+        self.rank = mesh.get_local_rank()
+        self.size = mesh.size()
+
+    def heads(self, tokens: int) -> ContextHeads:
+        return ContextHeads(
+            self._group, self.rank, [len(own) for own in slice_ranges(tokens, self.size)]
+        )
+
+    def features(self, found_KD: Tensor, route: FeatureRoute) -> Tensor:
+        rows_KD = found_KD.index_select(0, route.rows_K)
+        return exchange(rows_KD, Counts(route.sent, route.received), self._group)
+
+    def summed(self, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def of_last(self, values: Tensor) -> Tensor:
+        values = values.detach().clone()
+        dist.broadcast(values, group_src=self.size - 1, group=self._group)
+        return values
+
+
+class ContextHeads:
+    """Their exchange of tokens for heads (`torchmm.models.layers.shared_rows.RowHeads`).
+
+    Args:
+        rank: in the group.
+        tokens: by rank, of its slice.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, tokens: list[int]) -> None:
+        self._group = group
+        self._rank = rank
+        self._tokens = tokens
+
+    def whole_rows(
+        self, query_SHD: Tensor, key_SGD: Tensor, value_SGE: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = (query_SHD, key_SGD, value_SGE)
+        readers = query_SHD.shape[1] // key_SGD.shape[1]
+        queries = slice_ranges(query_SHD.shape[1], len(self._tokens))
+        keys = [range(own.start // readers, (own.stop - 1) // readers + 1) for own in queries]
+        needed = list(zip(queries, keys, keys, strict=True))
+        # One message for all three: what a rank needs of queries, then of keys, then of values.
+        messages = [
+            [x[:, own.start : own.stop].flatten() for x, own in zip(inputs, ranges, strict=True)]
+            for ranges in needed
+        ]
+        shapes = [(len(own), x.shape[2]) for x, own in zip(inputs, needed[self._rank], strict=True)]
+        per_token = sum(heads * features for heads, features in shapes)
+        counts = Counts(
+            [sum(len(part) for part in message) for message in messages],
+            [tokens * per_token for tokens in self._tokens],
+        )
+        packed = torch.cat([part for message in messages for part in message])
+        query_THD, key_TGD, value_TGE = self._unpacked(
+            exchange(packed, counts, self._group), shapes
+        )
+        read = Counter(head // readers for head in queries[self._rank])
+        if len(set(read.values())) > 1:
+            # Attention takes groups of equal size only: every query head gets keys of its own.
+            repeats = [read[head] for head in keys[self._rank]]
+            key_TGD = _repeated(key_TGD, repeats)
+            value_TGE = _repeated(value_TGE, repeats)
+        return query_THD, key_TGD, value_TGE
+
+    def _unpacked(self, arrived: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """The tensors of all tokens, from the messages of all ranks.
+
+        Args:
+            shapes: heads and features of each tensor.
+        """
+        sizes = [tokens * heads * features for tokens in self._tokens for heads, features in shapes]
+        pieces = arrived.split(sizes)
+        return [
+            torch.cat([piece.view(-1, *shape) for piece in pieces[place :: len(shapes)]])
+            for place, shape in enumerate(shapes)
+        ]
+
+    def own_tokens(self, out_THE: Tensor, heads: int) -> Tensor:
+        tokens = self._tokens[self._rank]
+        shares = [len(own) for own in slice_ranges(heads, len(self._tokens))]
+        per_token = out_THE[0].numel()
+        counts = Counts(
+            [count * per_token for count in self._tokens],
+            [tokens * share * out_THE.shape[2] for share in shares],
+        )
+        pieces = exchange(out_THE.flatten(), counts, self._group).split(counts.received)
+        heads_of_ranks = [
+            piece.view(tokens, share, out_THE.shape[2])
+            for piece, share in zip(pieces, shares, strict=True)
+        ]
+        return torch.cat(heads_of_ranks, 1)
+
+    def own_heads(self, scores_H: Tensor) -> Tensor:
+        own = slice_ranges(len(scores_H), len(self._tokens))[self._rank]
+        return scores_H[own.start : own.stop]
+
+
+def _repeated(x_TGD: Tensor, repeats: list[int]) -> Tensor:
+    """Every head so many times, one after the other."""
+    heads = (x_TGD[:, i : i + 1].expand(-1, n, -1) for i, n in enumerate(repeats))
+    return torch.cat([*heads], 1)
+
+
+def apply_context_parallel(model: MultimodalModel, mesh: DeviceMesh) -> None:
+    """Lets the LLM's stages compute slices of rows that the ranks of a 1-D mesh share, in place."""
+    ranks = ContextRanks(mesh)
+    for stage in (model.llm, *model.all_stages()):
+        if isinstance(stage, LlmModule):
+            stage.row_ranks = ranks
+    if model.llm.balance is not None:
+        model.llm.balance.row_ranks = ranks
+
+
+def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
+    """Why `ranks` cannot share the rows of an LLM; needs no process group.
+
+    Args:
+        tensor: tensor-parallel ranks, which have a part of the heads each.
+    """
+    if ranks == 1:
+        return []
+    key = f"[parallel.llm] context = {ranks}"
+    problems = []
+    if not llm.splits:
+        problems.append(
+            f"{key}: the type of {llm.name!r} is not listed in docs/models.md; only pipelines and "
+            "sharding were compared for it; remove it"
+        )
+    for sizes in dict.fromkeys(llm.layer_sizes()):
+        heads = sizes.heads // tensor
+        if sizes.mixer is not None:
+            problems.append(
+                f"{key}: delta nets and short convolutions, which {llm.name!r} has, go through a "
+                "row token by token and are not divided by heads; remove it"
+            )
+        elif heads < ranks:
+            problems.append(
+                f"{key} is more than the {heads} attention heads of {llm.name!r} on a "
+                "tensor-parallel rank, which context ranks divide; choose a smaller number"
+            )
+    return list(dict.fromkeys(problems))
+
+
+def cut_problems(llm: LayeredModule, ranks: int, stops: Sequence[int]) -> list[str]:
+    """Why `ranks` cannot share the rows of an LLM that is cut behind these layers.
+
+    A stage hands features that later layers add to the next one. Of a slice, how many there are
+    does not follow from what is known of a row before it is read: where in it images stand.
+    """
+    first = min(stops, default=0)
+    if ranks == 1 or not stops or not llm.taps or first > max(llm.taps):
+        return []
+    return [
+        f"[parallel.llm] context = {ranks}: {llm.name!r} adds features of images behind its first "
+        f"{max(llm.taps) + 1} layers, but its first stage ends with layer {first}; use fewer "
+        "pipeline ranks or stages, or context = 1"
+    ]
