@@ -103,7 +103,7 @@ class Case:
 @cache
 def modules_of(case: Case) -> list[ModuleDescription]:
     """Encoder, LLM and generator."""
-    model = build_model(case.recipe.model, case.recipe.freeze)
+    model = build_model(case.recipe.model, case.recipe.freeze, adapters=case.recipe.adapters)
     return [module.describe() for module in model.modality_modules()]
 
 

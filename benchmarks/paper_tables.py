@@ -36,7 +36,7 @@ from torchmm.recipe.read import resolve_sizes
 def built(name: str) -> tuple[dict[str, int], list[ModuleDescription]]:
     """(parameters by module, descriptions of modules) of a recipe's model, on the meta device."""
     recipe = recipe_named(name)
-    model = build_model(recipe.model, recipe.freeze)
+    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     counts = {module: every for module, (every, _) in model.parameter_counts().items()}
     return counts, [module.describe() for module in model.modality_modules()]
 

@@ -133,7 +133,10 @@ def _learn(options: argparse.Namespace) -> Profile:
     if options.profile is None or options.config is None:
         raise ValueError("--learn needs --profile and the steps' recipe, --config")
     recipe = load_recipe(options.config).recipe
-    profile, model = load_profile(options.profile), build_model(recipe.model, recipe.freeze)
+    profile, model = (
+        load_profile(options.profile),
+        build_model(recipe.model, recipe.freeze, adapters=recipe.adapters),
+    )
     modules = [m.describe() for m in model.modality_modules()]
     parallel = recipe.parallel
     if parallel.placement == "disaggregated" and options.world_size is None:

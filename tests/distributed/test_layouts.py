@@ -18,7 +18,7 @@ from torchmm.parallel import expert
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.optim import global_grad_norm
@@ -52,6 +52,10 @@ class Case:
     """Whether the router chooses one expert for each token, and never one of the second half."""
     chunked_loss: bool = False
     """Whether the loss is computed some rows at a time; the reference has all logits."""
+    adapters: tuple[str, ...] = ()
+    """Modules with an adapter."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Linears that it is in."""
 
     @property
     def batch(self) -> list[Microbatch]:
@@ -69,7 +73,11 @@ class Case:
             config["llm"]["config"]["num_experts_per_tok"] = 1
         config["chunked_loss"] = self.chunked_loss
         freeze = FreezeConfig(modules=list(self.freeze))
-        return build_model(ModelConfig.model_validate(config), freeze)
+        adapters = {}
+        if self.adapters:
+            section = {"modules": list(self.adapters), "targets": list(self.targets), "rank": 3}
+            adapters["some"] = AdapterConfig.model_validate(section)
+        return build_model(ModelConfig.model_validate(config), freeze, adapters=adapters)
 
 
 CHANGES = {
@@ -154,6 +162,27 @@ CASES_OF_4 = [
     Case(
         "pp2 x tp2, zero bubble, loss in chunks", tensor=2, pipeline=ZERO_BUBBLE, chunked_loss=True
     ),
+    Case(
+        "tp4, sequence parallel, fewer kv heads than ranks, adapters",
+        tensor=4,
+        sequence_parallel=True,
+        adapters=("llm", "vision"),
+    ),
+    Case(
+        "fsdp2 x tp2, sequence parallel, full recomputation, adapters",
+        shard=2,
+        tensor=2,
+        sequence_parallel=True,
+        recompute="full",
+        adapters=("llm", "vision"),
+    ),
+    Case(
+        "pp2 x tp2, zero bubble, adapters",
+        tensor=2,
+        pipeline=ZERO_BUBBLE,
+        adapters=("llm", "vision"),
+    ),
+    Case("pp2 x ep2, adapter", shard=2, llm="qwen3_moe", pipeline=EP2_PP2, adapters=("llm",)),
 ]
 CASES_OF_2 = [
     Case("fsdp2", shard=2),
@@ -197,6 +226,31 @@ CASES_OF_2 = [
     Case("fsdp2, LLM frozen, loss in chunks", shard=2, freeze=("llm",), chunked_loss=True),
     Case("tp2, LLM frozen, loss in chunks", tensor=2, freeze=("llm",), chunked_loss=True),
     Case("pp2, zero bubble, loss in chunks", pipeline=ZERO_BUBBLE, chunked_loss=True),
+    Case("fsdp2, adapter of the LLM", shard=2, adapters=("llm",)),
+    Case("tp2, adapters of all modules", tensor=2, adapters=("llm", "vision")),
+    Case(
+        "tp2, sequence parallel, adapter of the LLM, odd length",
+        tensor=2,
+        sequence_parallel=True,
+        tokens=65,
+        adapters=("llm",),
+    ),
+    Case("tp2, biases, adapter of the LLM", tensor=2, llm="starcoder2", adapters=("llm",)),
+    Case(
+        "tp2, packed linears, adapter",
+        tensor=2,
+        llm="phi3",
+        llm_config={"pad_token_id": 0},
+        adapters=("llm",),
+    ),
+    Case("pp2, zero bubble, adapters", pipeline=ZERO_BUBBLE, adapters=("llm", "vision")),
+    Case(
+        "pp2, zero bubble, adapter of queries, tower frozen",
+        pipeline=ZERO_BUBBLE,
+        adapters=("llm",),
+        targets=("q_proj",),
+        freeze=("vision", "vision.connector"),
+    ),
 ]
 
 
@@ -258,6 +312,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     materialize(model, "cpu")
     init_weights(model, seed=1)
     _idle(model, case)
+    _stir(model)
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     local_loss = TrainStep(pipeline, mesh).run(pipeline.plan_training(share), share, targets).loss
@@ -289,6 +344,7 @@ def _reference(case: Case, batch: list[Microbatch], targets: int) -> tuple[Multi
     materialize(model, "cpu")
     init_weights(model, seed=1)
     _idle(model, case)
+    _stir(model)
     if model.llm.balance is not None:
         model.llm.balance.scale = 1 / sum(len(m.input_ids_T) for m in batch)
     total = 0.0
@@ -308,6 +364,16 @@ def _idle(model: MultimodalModel, case: Case) -> None:
             half = len(whole_ED) // 2
             whole_ED[half:] = whole_ED[:half].mean(0)
             copy_slice(parameter, whole_ED)
+
+
+@torch.no_grad()
+def _stir(model: MultimodalModel) -> None:
+    """Gives second factors of adapters, which start at zero, the values of others: gradients of
+    first factors would all be zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora.up"):
+            generator = torch.Generator().manual_seed(len(name) + 7 * sum(map(ord, name)))
+            copy_slice(parameter, 0.01 * torch.randn(parameter.shape, generator=generator))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.common.mixers import MixerSizes
+from torchmm.common.mixers import LowRank, MixerSizes
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.tiles import Kept, TileSpec
 
@@ -441,14 +441,15 @@ class LayerDescription:
     query_rank: int = 0
     """Features between the two products that give queries; 0: one product does."""
     key_value_rank: int = 0
-    """Features from which a product gives keys and values of all heads (latent attention); 0:
-    others give them."""
+    """Features from which a product gives keys and values of all heads (latent attention), or 0."""
     shared_key_dim: int = 0
     """Features of a key that all heads share (latent attention)."""
     other_weights: int = 0
     """Weights of products beside those that the other sizes say, which every position passes."""
+    adapters: tuple[LowRank, ...] = ()
+    """Of its linears; all else of the module is then frozen, and it does not count as trainable."""
     parameters: int = 0
-    """All of the layer, with biases and norms; 0: those of its matrix products."""
+    """All of the layer, with biases, norms and adapters; 0: those of its matrix products."""
 
 
 @dataclass(frozen=True)
@@ -485,8 +486,7 @@ class ModuleDescription:
     post_parameters: int = 0
     """Parameters after the layers: connector, or final norm and head, tied or not."""
     loss_rows: int = 0
-    """LLMs: targets whose logits and gradients are computed at a time, in forward; 0: all, the
-    gradients in backward."""
+    """LLMs: targets whose logits and gradients are computed at a time, in forward; 0: all later."""
     taps: tuple[int, ...] = ()
     """Encoders: layers whose outputs travel on to the connector beside the hidden states, and
     leave it as further blocks of features. LLMs: layers behind which one of these is added."""

@@ -1,8 +1,10 @@
-"""Sizes of what a layer may have in place of attention, between its models and its costs."""
+"""Sizes of what only some layers have, between models and their costs: mixers in place of
+attention, adapters of linears.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class DeltaSizes(NamedTuple):
@@ -28,3 +30,13 @@ class ConvolutionSizes(NamedTuple):
 
 
 MixerSizes = DeltaSizes | ConvolutionSizes
+
+
+class LowRank(NamedTuple):
+    """Sizes of the two trained matrices that an adapter adds to a frozen linear."""
+
+    inputs: int
+    outputs: int
+    rank: int
+    divided: Literal["inputs", "outputs"] | None
+    """What of the linear tensor-parallel ranks divide; None: every rank has both matrices whole."""

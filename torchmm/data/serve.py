@@ -209,7 +209,7 @@ def open_producer(
     from torchmm.recipe.read import load_recipe  # noqa: PLC0415
 
     recipe = load_recipe(arguments.config, overrides).recipe
-    model = build_model(recipe.model, recipe.freeze)
+    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     tokenizer = load_tokenizer(recipe.model)
     samples = open_samples(recipe.data, recipe.training, **model.sample_specs(tokenizer))
     return Producer(samples.decoder, samples.fingerprint(), arguments.workers, token)

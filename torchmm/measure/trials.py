@@ -93,7 +93,7 @@ def make_trials(
         raise ConfigError(f"trials: {rounds} rounds of {layers} layers; use >= 1 and >= 2")
     if device.type == "cpu":
         keep_freed_memory()
-    model = build_model(recipe.model, recipe.freeze)
+    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     modules = [module.describe() for module in model.modality_modules()]
     packs = sampled_packs(recipe, model)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -199,7 +199,7 @@ class _Case:
         recipe = self.recipe
         name = self.module.name
         dtype = DTYPES[self.recipe.training.dtype]
-        model = build_model(recipe.model, recipe.freeze)
+        model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
         model.cut({name: [StageRange(0, depth, has_pre=True, has_post=True)]})
         module = next(m for m in model.modality_modules() if m.name == name)
         if self.tensor > 1:

@@ -164,7 +164,7 @@ class EncoderModule(LayeredModule):
             embed_by_products(tower.get_submodule(self.family.patch_embedding))
         return tower
 
-    def rebuild(self) -> EncoderModule:
+    def bare(self) -> EncoderModule:
         return EncoderModule(self.spec, self.weights)
 
     def _pre_fqns(self) -> tuple[str, ...]:

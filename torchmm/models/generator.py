@@ -111,7 +111,7 @@ class GeneratorModule(LayeredModule):
         """The diffusers model with everything its class has, on the current default device."""
         return self.family.build(self.spec.config, self.spec.dtype)
 
-    def rebuild(self) -> GeneratorModule:
+    def bare(self) -> GeneratorModule:
         return GeneratorModule(self.spec, self.weights)
 
     def _pre_fqns(self) -> tuple[str, ...]:

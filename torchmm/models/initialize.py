@@ -4,7 +4,8 @@ Weights are drawn by Hugging Face's own `_init_weights` on the CPU, one layer at
 seed that depends only on the run's seed and the layer's name; then each rank copies the slice it
 owns. Buffers that no file holds (rotary frequencies) are filled the same way. Rejected: drawing
 on the sharded tensors, which gives different weights for every number of ranks and, for uneven
-shards, different ones on replicas.
+shards, different ones on replicas. Adapters are drawn apart, each from its own name, so
+that a model with them has the weights of one without.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
-from torchmm.models.hf.load import copy_slice
+from torchmm.models.hf.load import copy_slice, local_tensor
 from torchmm.models.layered import LayeredModule, WeightInitializer, units
+from torchmm.models.layers.lora import CHILD, Lora, adapted_linears, initial_down
 from torchmm.models.multimodal import MultimodalModel
 
 
@@ -33,7 +35,7 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
     """
     for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
-            whole = module.rebuild()
+            whole = module.bare()
         wanted = _by_drawn_name(module, prefix, skip)
         for unit_fqn, unit in units(whole, module.layers_fqn):
             names = [f"{unit_fqn}.{name}" for name, _ in named_tensors(unit)]
@@ -43,6 +45,17 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
             for name, value in named_tensors(filled):
                 for target in wanted.get(f"{unit_fqn}.{name}", ()):
                     copy_slice(target, value)
+        for name, _, lora in adapted_linears(module):
+            _init_lora(lora, f"{prefix}.{name}.{CHILD}", seed, skip)
+
+
+def _init_lora(lora: Lora, name: str, seed: int, skip: Collection[str]) -> None:
+    """PEFT's initial values: the product is zero, and its first factor is not."""
+    if f"{name}.down" not in skip:
+        generator = torch.Generator().manual_seed(_seed_of(f"{seed} {name}"))
+        copy_slice(lora.down, initial_down(lora.down.shape, generator))
+    if f"{name}.up" not in skip:
+        local_tensor(lora.up).zero_()
 
 
 def _by_drawn_name(
@@ -66,14 +79,17 @@ def random_copy(unit: nn.Module, owner: WeightInitializer, key: str) -> nn.Modul
     filled = copy.deepcopy(unit).to_empty(device="cpu")
     for _, tensor in named_tensors(filled):
         tensor.fill_(_poison(tensor))
-    digest = hashlib.sha256(key.encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest[:8], "big"))
+        torch.manual_seed(_seed_of(key))
         for module in _children_first(filled):
             owner._init_weights(module)
     unfilled = [n for n, t in named_tensors(filled) if (t.isnan() | (t == _poison(t))).any()]
     assert not unfilled, f"{key}: {type(owner).__name__} does not initialise {unfilled}"
     return filled
+
+
+def _seed_of(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
 
 def _poison(tensor: Tensor) -> float:

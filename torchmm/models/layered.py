@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.common.mixers import LowRank
+from torchmm.models.layers.lora import LoraSpec, adapted_linears, add_lora, of_adapter
 
 LinearSizes = tuple[tuple[int, int], ...]
 """(inputs, outputs) of linear layers."""
@@ -148,6 +150,7 @@ class LayeredModule(nn.Module, ABC):
         taps: encoders: layers whose outputs the connector reads too; LLMs: layers behind which
             blocks of features are added (`torchmm.models.layers.deepstack`).
         loss_rows: LLMs: targets whose logits are computed at a time; 0: all.
+        adapters: what is added to linears of the whole module, by their names.
         between: access to hidden states between layers; behind a stage's last they are whole.
         layer_modes: where that differs from task to task: by layer, what the next forward's
             backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
@@ -174,6 +177,7 @@ class LayeredModule(nn.Module, ABC):
         self.between: Between = WholeSequences()
         self.taps: tuple[int, ...] = ()
         self.loss_rows = 0
+        self.adapters: dict[str, LoraSpec] = {}
 
     @property
     @abstractmethod
@@ -181,8 +185,8 @@ class LayeredModule(nn.Module, ABC):
         """The Hugging Face model inside, whose `_init_weights` applies to the whole module."""
 
     @abstractmethod
-    def rebuild(self) -> LayeredModule:
-        """The same module, whole and fresh, on the current default device."""
+    def bare(self) -> LayeredModule:
+        """The same module, whole and fresh, without adapters, on the current default device."""
 
     @abstractmethod
     def _pre_fqns(self) -> tuple[str, ...]:
@@ -197,6 +201,30 @@ class LayeredModule(nn.Module, ABC):
 
     @abstractmethod
     def _describe_layer(self, index: int) -> LayerDescription: ...
+
+    def rebuild(self) -> LayeredModule:
+        """The same module, whole and fresh, on the current default device."""
+        whole = self.bare()
+        whole.add_adapters(self.adapters)
+        return whole
+
+    def add_adapters(self, adapters: Mapping[str, LoraSpec]) -> None:
+        """Adds low-rank matrices to linears of the whole module, by their names."""
+        for name, spec in adapters.items():
+            linear = self.get_submodule(name)
+            assert isinstance(linear, nn.Linear), name
+            add_lora(linear, spec)
+        self.adapters |= adapters
+
+    def adaptable(self) -> list[str]:
+        """Names of the linears that an adapter can be in: those of the layers, without experts,
+        whose matrices are stacked, and without linears of a special class."""
+        return [
+            f"{self.layers_fqn}.{index}.{name}"
+            for index, layer in self.indexed_layers()
+            for name, part in layer.named_modules()
+            if type(part) is nn.Linear
+        ]
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -273,12 +301,18 @@ class LayeredModule(nn.Module, ABC):
     def describe(self) -> ModuleDescription:
         """Sizes of this stage, from which costs and memory follow."""
         before, after = self.linears_around
-        trainable = {n: p.requires_grad for n, p in self.named_parameters()}
+        named = self.named_parameters()
+        trainable = {n: p.requires_grad for n, p in named if not of_adapter(n)}
+        styles = self._styles_of_linears() if self.adapters else {}
         return ModuleDescription(
             name=self.name,
             kind=self.kind,
             layers=tuple(
-                replace(self._describe_layer(index), parameters=_parameters(layer))
+                replace(
+                    self._describe_layer(index),
+                    parameters=_parameters(layer),
+                    adapters=_adapters(layer, styles),
+                )
                 for index, layer in self.indexed_layers()
             ),
             pre_flops_per_unit=_flops(before) if self.is_first else 0,
@@ -299,6 +333,10 @@ class LayeredModule(nn.Module, ABC):
             extra_tokens=self.extra_tokens,
             dummy_patches=self.dummy_patches,
         )
+
+    def _styles_of_linears(self) -> dict[nn.Module, str]:
+        plan = self.tensor_parallel_plan()
+        return {part: style for pattern, style in plan.items() for part in self.matching(pattern)}
 
     def layer_sizes(self) -> list[LayerDescription]:
         """Sizes of all layers, those of other stages included."""
@@ -393,6 +431,24 @@ def _flops(linears: LinearSizes) -> int:
 
 def _parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def _adapters(layer: nn.Module, styles: Mapping[nn.Module, str]) -> tuple[LowRank, ...]:
+    """Sizes of the low-rank matrices in a layer.
+
+    Args:
+        styles: of linears, as `LayeredModule.tensor_parallel_plan` has them.
+    """
+    divided: dict[str, Literal["inputs", "outputs"]] = {"colwise": "outputs", "rowwise": "inputs"}
+    return tuple(
+        LowRank(
+            linear.in_features,
+            linear.out_features,
+            lora.spec.rank,
+            divided.get(styles.get(linear, "")),
+        )
+        for _, linear, lora in adapted_linears(layer)
+    )
 
 
 def units(module: nn.Module, layers_fqn: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -134,7 +134,7 @@ class LlmModule(LayeredModule):
         """The product that gives logits."""
         return self.backbone.get_submodule(self.family.head)
 
-    def rebuild(self) -> LlmModule:
+    def bare(self) -> LlmModule:
         return LlmModule(
             self.config,
             self.family,

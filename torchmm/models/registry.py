@@ -1,10 +1,10 @@
-"""From the recipe's `[model]` and `[freeze]` to a model on the meta device."""
+"""From the recipe's `[model]`, `[freeze]` and `[adapters]` to a model on the meta device."""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import TileSpec
+from torchmm.models.adapters import add_adapters
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
@@ -34,6 +35,7 @@ from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.models.unlisted import adopt, adopt_encoder
 from torchmm.recipe.model_section import (
+    AdapterConfig,
     EncoderConfig,
     FreezeConfig,
     GeneratorConfig,
@@ -54,15 +56,19 @@ TOWER_FILES = WeightFiles(
 
 
 def build_model(
-    config: ModelConfig, freeze: FreezeConfig, dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    freeze: FreezeConfig,
+    dtype: torch.dtype = torch.float32,
+    adapters: Mapping[str, AdapterConfig] | None = None,
 ) -> MultimodalModel:
-    """The model of a recipe, on the meta device, with frozen parts marked.
+    """The model of a recipe, on the meta device, with adapters, and with frozen parts marked.
 
     Args:
         dtype: of parameters.
+        adapters: by name; None: there are none.
 
     Raises:
-        ConfigError: all that is wrong with the two sections.
+        ConfigError: all that is wrong with the sections.
     """
     with torch.device("meta"):
         if config.is_composite:
@@ -70,6 +76,7 @@ def build_model(
         else:
             model = _build_pair(config, dtype)
     _freeze(model, freeze)
+    add_adapters(model, adapters or {})
     return model
 
 

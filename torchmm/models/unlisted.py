@@ -222,7 +222,7 @@ def _unreadable(plain: PreTrainedModel, ours: LlmModule | EncoderModule) -> str:
     with tempfile.TemporaryDirectory() as directory:
         bars = logging_of_transformers.is_progress_bar_enabled()
         logging_of_transformers.disable_progress_bar()
-        read = ours.rebuild()
+        read = ours.bare()
         read.weights = replace(ours.weights, source=directory)
         try:
             plain.save_pretrained(directory)
@@ -376,7 +376,7 @@ def _in_stages(
     gradients: Results = {}
     stages = []
     for i in range(last + 1):
-        stage = ours.rebuild()
+        stage = ours.bare()
         stage.keep_stages([StageRange(i, i + 1, i == 0, i == last)])
         values = {n: p.detach().clone() for n, p in ours.state_dict().items()}
         stage.load_state_dict(values, strict=False, assign=True)

@@ -121,7 +121,11 @@ class Forecaster:
         transformers.logging.set_verbosity_error()
         self.recipe, self.profile = recipe, profile
         self.run = resolve(recipe, world_size)
-        self.model = build_model(recipe.model, recipe.freeze) if model is None else model
+        self.model = (
+            build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+            if model is None
+            else model
+        )
         modules = list(self.model.modality_modules())
         self.modules = [module.describe() for module in modules]
         self._layered = {module.name: module for module in modules}

@@ -79,7 +79,7 @@ def orchestration_problem(recipe: Recipe, devices: int, profile: Profile) -> Orc
     """
     training = recipe.training
     parallel = recipe.parallel
-    model = build_model(recipe.model, recipe.freeze)
+    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     modules = [module.describe() for module in model.modality_modules()]
     if len(modules) == 1:
         raise ConfigError("model: has no module besides the LLM, so there is nothing to place")
@@ -267,7 +267,7 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
     """
     found = planned.found
     candidates = []
-    model = build_model(recipe.model, recipe.freeze)
+    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     for plan in (found.best, *found.alternatives):
         own = planned_recipe(recipe, plan)
         forecaster = Forecaster(own, plan.devices, profile, model)
@@ -340,7 +340,7 @@ def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Rec
     tensors = set.intersection(*(set(unit.seconds) for unit in planned.problem.units))
     pipelines = [2**n for n in range(layers.bit_length()) if 2**n <= layers]
     found: list[tuple[float, int, Recipe]] = []
-    model = build_model(recipe.model, recipe.freeze)
+    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     plain = _with_parallel(recipe, placement="interleaved", schedule="1f1b", virtual_stages=1)
     tried = [plain] + [
         _with_parallel(plain, tensor=tensor, pipeline=pipeline, replicate=1, shard=-1)

@@ -96,6 +96,8 @@ def run_summary(
     lines = {}
     for name, (total, trainable) in model.parameter_counts().items():
         state = "frozen" if trainable == 0 else "trained"
+        if 0 < trainable < total:
+            state = f"of which {trainable / 1e6:,.2f} M are trained"
         lines[name] = f"{total / 1e6:,.1f} M parameters, {state}"
     lines |= _rank_lines(run, model)
     lines["batch"] = (

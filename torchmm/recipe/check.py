@@ -15,7 +15,7 @@ from typing import Any
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
-from torchmm.recipe.check_model import check_generator, check_model, is_path
+from torchmm.recipe.check_model import check_adapters, check_generator, check_model, is_path
 from torchmm.recipe.check_parallel import check_pipeline
 from torchmm.recipe.data_section import SourceConfig, StageConfig, unique_names
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
@@ -40,6 +40,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_run(recipe),
         *check_model(recipe),
         *check_generator(recipe),
+        *check_adapters(recipe),
         *_check_module_names(recipe),
         *_check_frozen(recipe),
         *_check_data(recipe),
@@ -86,14 +87,14 @@ def _check_module_names(recipe: Recipe) -> Problems:
 
 def _check_frozen(recipe: Recipe) -> Problems:
     frozen = recipe.freeze.modules
-    if set(module_names(recipe)) <= set(frozen):
+    if set(module_names(recipe)) <= set(frozen) and not recipe.adapters:
         text = "leaves nothing to train; take at least one module out"
         yield Problem("freeze.modules", frozen, text, ("model",))
     for name, lr in recipe.optimizer.module_lr.items():
         key = f"optimizer.module_lr.{name}"
         if lr < 0:
             yield Problem(key, lr, "must be >= 0")
-        if name in frozen:
+        if name in frozen and name not in recipe.adapted_modules:
             text = (
                 f'"{name}" is frozen and has no learning rate; remove it here or in freeze.modules'
             )

@@ -1,4 +1,4 @@
-"""Value checks of a recipe's model: what its parts are made of, and data for its generator.
+"""Value checks of a recipe's model: what its parts are made of, data for its generator, adapters.
 
 As in `check`, only what needs neither torch nor a download.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.common.module_names import GENERATOR
-from torchmm.recipe.explain import NO_VALUE, Problem, Problems
+from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.recipe import Recipe
 
 SECTION = f"model.{GENERATOR}"
@@ -115,3 +115,29 @@ def _check_data(recipe: Recipe) -> Problems:
     if validation.drawings and not validation.interval:
         text = "are made at validations; set validation.interval"
         yield Problem("validation.drawings", validation.drawings, text, ("validation.interval",))
+
+
+def check_adapters(recipe: Recipe) -> Problems:
+    """Everything about `[adapters]` but the names of linears, which only the model knows."""
+    known = [name for name in recipe.model.modality_modules if name != GENERATOR]
+    for name, adapter in recipe.adapters.items():
+        key = f"adapters.{name}"
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            text = (
+                'is no name for an adapter, whose files have it; use letters, digits, "-" and "_"'
+            )
+            yield Problem(key, NO_VALUE, text)
+        if adapter.source is not None and not Path(adapter.source).expanduser().is_dir():
+            text = "no such directory; correct the path, or remove the key for a new adapter"
+            yield Problem(f"{key}.source", adapter.source, text)
+        for module in adapter.modules:
+            if module in known:
+                continue
+            text = f"cannot have adapters{suggest(module, known)}; those that can: "
+            text += ", ".join(known)
+            if module.endswith(".connector") or module == GENERATOR:
+                text += "; train this one whole: it is in no adapter's files"
+            yield Problem(f"{key}.modules", module, text, ("model",))
+    if recipe.adapters and recipe.parallel.async_tensor_parallel:
+        text = "is not implemented with adapters; set it to false"
+        yield Problem("parallel.async_tensor_parallel", True, text, ("adapters",))

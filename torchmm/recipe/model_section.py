@@ -1,4 +1,4 @@
-"""The recipe's sections about the model: LLM, encoders, generator, and what is frozen.
+"""The recipe's sections about the model: LLM, encoders, generator, what is frozen, and adapters.
 
 Part of the schema in `torchmm.recipe.recipe`, which imports everything.
 """
@@ -13,6 +13,9 @@ from pydantic import Field
 
 from torchmm.common.module_names import AUDIO, GENERATOR, LLM, VISION
 from torchmm.recipe.section import Section
+
+ALL_LINEAR = "all-linear"
+"""In place of names: every linear that an adapter can be in."""
 
 
 class LlmConfig(Section):
@@ -167,3 +170,26 @@ class FreezeConfig(Section):
     modules: list[str] = Field(default=[])
     """Module names: "llm", an encoder's name (its tower without the connector), "generator", or
     "NAME.connector". Frozen modules get no gradients and no optimizer state."""
+
+
+class AdapterConfig(Section):
+    """A low-rank adapter (LoRA) of one or more modules, whose own weights are frozen.
+
+    NAME is free; files have it. Each of the linears gets two small matrices, whose product is added
+    to its weight.
+    """
+
+    modules: list[str] = Field(min_length=1)
+    """Module names: "llm" or encoders' names. All of their own weights are frozen, as by
+    [freeze]; encoders' connectors are not part of them."""
+    targets: list[str] = Field(default=[ALL_LINEAR], min_length=1)
+    """Linears in the modules' layers, by name or the end of it ("q_proj", "mlp.down_proj");
+    "all-linear": all of them. Experts, whose weights are stacked, embeddings and heads never."""
+    rank: int = Field(default=16, ge=1)
+    """Rows of the first matrix and columns of the second."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The product is multiplied by alpha / rank ("rslora": by alpha / sqrt(rank))."""
+    source: str | None = None
+    """Directory of an adapter to start from, as PEFT or an earlier run wrote it."""
+    method: Literal["lora", "rslora"] = "lora"
+    """"lora"; "rslora": with a factor that keeps large ranks from learning slowly."""

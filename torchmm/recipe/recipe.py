@@ -7,8 +7,11 @@ problems; `scripts/recipe_reference.py` writes `docs/recipes.md` from the sectio
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.model_section import (
+    AdapterConfig,
     FreezeConfig,
     ModelConfig,
 )
@@ -35,6 +38,8 @@ class Recipe(Section):
     """Parent of the run directory."""
     model: ModelConfig = ModelConfig()
     freeze: FreezeConfig = FreezeConfig()
+    adapters: dict[str, AdapterConfig] = Field(default={})
+    """Low-rank adapters by name."""
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -45,3 +50,8 @@ class Recipe(Section):
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: CompileConfig = CompileConfig()
     simulation: SimulationConfig = SimulationConfig()
+
+    @property
+    def adapted_modules(self) -> set[str]:
+        """Names of the modules with adapters, of which nothing else is trained."""
+        return {module for adapter in self.adapters.values() for module in adapter.modules}

@@ -147,7 +147,8 @@ class CheckpointConfig(Section):
     access continue at the number of samples drawn, changed streams start from their beginning;
     samples of the current pass may be repeated or left out. If false: exit code 4."""
     export_hf: bool = True
-    """Write a Hugging Face directory (`hf/`) after the last step."""
+    """Write a Hugging Face directory (`hf/`) after the last step, with adapters added to the
+    weights; adapters by themselves are in `adapters/`."""
 
 
 class MetricsConfig(Section):

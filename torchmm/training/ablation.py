@@ -65,7 +65,7 @@ def text_only_loss(run: Resolved, mesh: ParallelMesh) -> float:
     recipe = run.recipe
     text_model = recipe.model.model_copy(update={"encoders": {}})
     freeze = recipe.freeze.model_copy(update={"modules": ["llm"]})
-    alone = recipe.model_copy(update={"model": text_model, "freeze": freeze})
+    alone = recipe.model_copy(update={"model": text_model, "freeze": freeze, "adapters": {}})
     run = replace(run, recipe=alone)
     model, tokenizer = build_unfilled_model(run)
     pipeline = fill_model(run, model, mesh, cut_model(run, model, tokenizer, mesh.device))

@@ -33,6 +33,7 @@ from torchmm.data.loader import Loader, build_loader
 from torchmm.data.sources.open import Samples, open_samples
 from torchmm.data.step_packs import Arrange
 from torchmm.data.tokenizer import load_tokenizer
+from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
@@ -107,7 +108,7 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
         problems.append("data.sources: nothing to train on; the recipe only describes a simulation")
     model = tokenizer = None
     try:
-        model = build_model(recipe.model, recipe.freeze)
+        model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -335,7 +336,9 @@ def fill_model(
         meshes=encoder_meshes(recipe.parallel, mesh, encoders),
     )
     materialize(model, mesh.device)
-    init_weights(model, training.seed, skip=load_weights(model))
+    sources = {name: a.source for name, a in recipe.adapters.items() if a.source is not None}
+    filled = load_weights(model) | load_adapters(model, sources)
+    init_weights(model, training.seed, skip=filled)
     dtype = DTYPES[training.dtype]
     return Pipeline(model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype)
 

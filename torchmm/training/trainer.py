@@ -21,6 +21,7 @@ from torchmm.common.batch import StepBatch
 from torchmm.common.errors import DataError, PeerError, Preempted
 from torchmm.common.rng import restore_rng
 from torchmm.data.corrupt import CorruptLimit
+from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import export_hf
 from torchmm.parallel.health import Health, check_finite, gather_floats
 from torchmm.training.build import RunParts
@@ -126,6 +127,7 @@ class Trainer:
             if self.step >= steps and self._recipe.checkpoint.export_hf:
                 with self._health.phase(self.step, "export"):
                     export_hf(self.parts.model, self.parts.run_dir / "hf", self.parts.tokenizer)
+                    save_adapters(self.parts.model, self.parts.run_dir / "adapters")
         if self.step < steps:
             saved = f"stopped after step {self.step}, which is saved"
             unsaved = "stopped before the first step; nothing is to be saved"

@@ -30,7 +30,7 @@ def prediction_rows(device: str = "a800") -> list[Row]:
     rows = []
     for size, recipe in BACKBONES.items():
         found = load_recipe(RECIPES / f"{recipe}.toml").recipe
-        modules = build_model(found.model, found.freeze).modality_modules()
+        modules = build_model(found.model, found.freeze, adapters=found.adapters).modality_modules()
         llm = next(d for d in (module.describe() for module in modules) if d.kind == "llm")
         for tensor, (lowest, highest) in PAPER.items():
             plain, hidden = (

@@ -27,6 +27,7 @@ from torchmm.balance.costs.layers import (
     layer_operators,
     layer_temporary_bytes,
 )
+from torchmm.balance.costs.mixers import Adapters
 from torchmm.balance.costs.operators import (
     Operator,
     Operators,
@@ -49,7 +50,7 @@ class Block(ABC):
     """Consecutive equal blocks of a module; costs are those of one of them, on one rank.
 
     Attributes:
-        trained: whether its weights are.
+        trained: whether its weights are, or adapters of them.
         count: how many equal ones follow each other.
         leaf: its input never needs a gradient: pixels.
     """
@@ -66,6 +67,10 @@ class Block(ABC):
     @abstractmethod
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
         """Forward FLOPs: (products with weights, products between activations)."""
+
+    def weight_flops(self, sizes: TaskSizes) -> Array:
+        """Of them, products with weights that are trained."""
+        return self.trained * self.flops(sizes)[0]
 
     @abstractmethod
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
@@ -101,6 +106,12 @@ class Layers(Block):
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
         """See `torchmm.balance.costs.layers`."""
         return layer_flops(self.layer, sizes)
+
+    def weight_flops(self, sizes: TaskSizes) -> Array:
+        """Where there are adapters, theirs."""
+        if self.layer.adapters:
+            return sizes.units_N * 0.0 + Adapters(self.layer).flops_N(sizes)
+        return super().weight_flops(sizes)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """See `torchmm.balance.costs.layers`."""
@@ -367,7 +378,7 @@ def stage_blocks(module: ModuleDescription, start: int, stop: int) -> list[Block
     if start == 0:
         blocks += _before(module)
     blocks += (
-        Layers(module.trainable, len(list(equal)), layer=layer)
+        Layers(module.trainable or bool(layer.adapters), len(list(equal)), layer=layer)
         for layer, equal in groupby(module.layers[start:stop])
     )
     if stop == len(module.layers):

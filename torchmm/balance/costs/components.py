@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from torchmm.balance.costs.component import Component, Linear, Temporaries
 from torchmm.balance.costs.execution import Execution, Setting
-from torchmm.balance.costs.mixers import DeltaNet, ShortConvolution
+from torchmm.balance.costs.mixers import Adapters, DeltaNet, ShortConvolution
 from torchmm.balance.costs.operators import (
     Kind,
     Operator,
@@ -51,10 +51,7 @@ class Attention(Component):
         return 0 if self.layer.packed_qkv else 2 - self.layer.value_is_key
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Projections; keys and values have fewer heads in grouped-query attention.
-
-        Others that some models have, such as a gate of the output, count as one.
-        """
+        """Projections; keys and values may have fewer heads; all others (gates) count as one."""
         hidden = self.layer.hidden_size
         query = self.layer.heads * self.layer.head_dim
         key_value = self.layer.kv_heads * self.layer.head_dim
@@ -464,6 +461,7 @@ LAYER_COMPONENTS: list[type[Component]] = [
     FeedForward,
     Experts,
     SharedExpert,
+    Adapters,
 ]
 """All kinds of components, in the order in which their operators are listed."""
 

@@ -9,7 +9,7 @@ of `torch.utils.flop_counter` and of PaLM's formula (arXiv 2204.02311, appendix 
 Backward costs once the forward per gradient that is needed: weight gradients (trainable module),
 input gradients (something upstream is trainable). Attention products have two inputs and no
 weights: twice. So a frozen encoder has no backward, and a frozen LLM after a trainable encoder
-has only input gradients.
+has only input gradients, and one with adapters these and adapters' weight gradients.
 
 Cutting modules and ordering tasks need no more than that: FLOPs are a unit that all modules share.
 They follow from what microbatches contain, so a
@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torchmm.balance.costs.blocks import Block, Flag, Layers, gradients, stage_blocks
+from torchmm.balance.costs.layers import learns
 from torchmm.balance.costs.sizes import (
     Array,
     TaskSizes,
@@ -84,11 +85,11 @@ def microbatch_flops(
 def gradients_arrive(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> dict[str, bool]:
     """By module: whether something trained before it feeds it in a microbatch."""
     encoders = any(
-        meta.images_read_by(m.name) and (m.trainable or m.connector_trainable)
+        meta.images_read_by(m.name) and (learns(m) or m.connector_trainable)
         for m in modules
         if m.kind == "encoder"
     )
-    llm = encoders or any(m.trainable for m in modules if m.kind == "llm")
+    llm = encoders or any(learns(m) for m in modules if m.kind == "llm")
     return {m.name: {"encoder": False, "llm": encoders, "generator": llm}[m.kind] for m in modules}
 
 
@@ -116,7 +117,7 @@ def pass_flops(blocks: Sequence[Block], sizes: TaskSizes, arrives: Flag) -> Pass
             forward_N += (1.0 * inputs + weights) * dense_N
             continue
         inputs_N += inputs * (dense_N + 2 * attention_N)
-        weights_N += weights * dense_N
+        weights_N += weights * block.count * block.weight_flops(sizes)
     return PassFlops(forward_N, inputs_N, weights_N)
 
 
@@ -149,7 +150,7 @@ def module_layers(
                 kind=module.kind,
                 costs=tuple(layers),
                 sub_microbatched=module.kind != "llm",
-                trainable=(module.trainable,) * len(module.layers),
+                trainable=tuple(module.trainable or bool(o.adapters) for o in module.layers),
                 pre_cost=sum(costs[:first]),
                 post_cost=sum(costs[first + len(of_layers) :]),
                 pre_trainable=module.trainable or (draws and module.connector_trainable),
@@ -175,7 +176,8 @@ def _mean_costs(
         arrives = gradients_arrive(modules, meta)[module.name]
         for index, (block, inputs, weights) in enumerate(gradients(blocks, arrives)):
             dense, attention = (block.count * float(flops_N[0]) for flops_N in block.flops(sizes))
-            backward = bool(inputs) * (dense + 2 * attention) + weights * dense
+            backward = bool(inputs) * (dense + 2 * attention)
+            backward += weights * block.count * float(block.weight_flops(sizes)[0])
             costs[index] += (dense + attention + backward) / len(microbatches)
     return costs
 

@@ -44,6 +44,7 @@ from torchmm.balance.costs.components import (
     normed_bytes,
 )
 from torchmm.balance.costs.execution import Recompute, Setting
+from torchmm.balance.costs.mixers import Adapters
 from torchmm.balance.costs.operators import (
     Kind,
     Operator,
@@ -89,6 +90,20 @@ def layer_parameters(layer: LayerDescription, tensor: int = 1, expert: int = 1) 
     return whole - expert_parameters(layer) * (1 - 1 / expert)
 
 
+def trained_parameters(
+    module: ModuleDescription, layer: LayerDescription, tensor: int = 1, expert: int = 1
+) -> float:
+    """Those of them that are trained: all, none, or adapters."""
+    if layer.adapters:
+        return Adapters(layer).parameters(tensor)
+    return module.trainable * layer_parameters(layer, tensor, expert)
+
+
+def learns(module: ModuleDescription) -> bool:
+    """Whether anything of a module but its connector is trained."""
+    return module.trainable or any(layer.adapters for layer in module.layers)
+
+
 @cache
 def expert_parameters(layer: LayerDescription) -> float:
     """Parameters of all experts of a layer; norms and biases of the others are taken for theirs."""
@@ -126,6 +141,8 @@ def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting)
     passes.add(_communication(layer, sizes, setting))
     for component in components:
         passes.add(component.exchange(sizes, setting))
+    if layer.adapters:  # all else is frozen
+        passes.weights[:] = Adapters(layer).operators(sizes, setting).weights
     mode = setting.execution.recompute
     if mode != "none":
         ends = layer.norm_place == "before"  # else a norm needs the last product
@@ -247,10 +264,11 @@ def layer_kept_bytes(
     """What one layer keeps, by task.
 
     Args:
-        weights: whether its weights are trained.
+        weights: whether its weights, or adapters of its linears, are trained.
     """
     execution = setting.execution
     element_bytes = setting.element_bytes
+    norm_weights = weights and not layer.adapters
     components = components_of(layer)
     input_N = sizes.units_N * layer.hidden_size * execution.residual_share
     if execution.recompute == "full":
@@ -260,7 +278,9 @@ def layer_kept_bytes(
         return element_bytes * input_N + results_N
     sublayers = _sublayers(layer, context=False)
     norms = sublayers * (2 if layer.norm_place == "around" else 1)
-    kept_N = norms * norm_kept_bytes(layer.norm, input_N, normed_bytes(layer, setting), weights)
+    kept_N = norms * norm_kept_bytes(
+        layer.norm, input_N, normed_bytes(layer, setting), norm_weights
+    )
     kept_N += 4 * norms * norm_scales(layer.norm) * sizes.units_N * execution.residual_share
     gathered = execution.residual_share if execution.async_tensor else 1.0
     inputs_N = gathered * sizes.units_N * layer.hidden_size
@@ -314,6 +334,8 @@ def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
     """
     execution = setting.execution
     element_bytes = setting.element_bytes
+    if layer.adapters:
+        return (element_bytes + 4) * Adapters(layer).parameters(execution.tensor)
     largest = max(a * b for a, b in local_linears(layer, execution.tensor).values())
     if execution.shard * execution.replicate == 1 and element_bytes == 4:
         return element_bytes * largest
@@ -372,6 +394,7 @@ def stage_parameters(
     counts = [
         (before / tensor * first, module.trainable or (draws and module.connector_trainable)),
         (behind / tensor * last, module.trainable or (sees and module.connector_trainable)),
-        *((layer_parameters(layer, tensor, expert), module.trainable) for layer in layers),
     ]
-    return Parameters(sum(n for n, _ in counts), sum(n for n, trained in counts if trained))
+    every = sum(n for n, _ in counts) + sum(layer_parameters(o, tensor, expert) for o in layers)
+    trained = sum(trained_parameters(module, layer, tensor, expert) for layer in layers)
+    return Parameters(every, trained + sum(n for n, own in counts if own))

@@ -1,4 +1,5 @@
-"""Costs of what a layer may have in place of attention: gated delta nets, short convolutions.
+"""Costs of what only some layers have: gated delta nets or short convolutions in place of
+attention, and adapters of linears.
 
 FLOPs of a delta net are those of the recurrence in chunks, as it is computed; a segment's last
 chunk counts whole. Convolutions also run over the zeros between segments.
@@ -12,7 +13,7 @@ import numpy as np
 
 from torchmm.balance.costs.component import Component, Linear, Temporaries
 from torchmm.balance.costs.execution import Setting
-from torchmm.balance.costs.operators import Operator, Operators
+from torchmm.balance.costs.operators import Operator, Operators, accumulate, matmul
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import LayerDescription
 from torchmm.common.mixers import ConvolutionSizes, DeltaSizes
@@ -231,3 +232,72 @@ def _chunk_lengths_N(sizes: TaskSizes) -> Array:
     """A power of 2, which the longest segment asks for."""
     powers_N = np.ceil(np.log2(np.maximum(sizes.longest_N, 1)))
     return np.clip(2**powers_N, SHORTEST_CHUNK, LONGEST_CHUNK)
+
+
+class Adapters(Component):
+    """Low-rank adapters: two small products beside a linear, and the sum of both results.
+
+    All else of the layer is frozen, so its `weights` are those of adapters alone.
+    """
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """As the description says."""
+        return bool(layer.adapters)
+
+    def _local(self, tensor: int) -> list[tuple[float, float, int]]:
+        """(inputs, outputs, rank) of every adapter, as a tensor-parallel rank has them."""
+        return [
+            (
+                own.inputs / (tensor if own.divided == "inputs" else 1),
+                own.outputs / (tensor if own.divided == "outputs" else 1),
+                own.rank,
+            )
+            for own in self.layer.adapters
+        ]
+
+    def parameters(self, tensor: int) -> float:
+        """Of both matrices."""
+        return sum(rank * (inputs + outputs) for inputs, outputs, rank in self._local(tensor))
+
+    def flops_N(self, sizes: TaskSizes) -> Array | float:
+        """Of both products."""
+        return 2 * self.parameters(1) * sizes.units_N
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Both products, a factor for the few features, a sum; in backward the same once more, and
+        the sum of the gradients of what linear and adapter read."""
+        rows_N = sizes.units_N
+        size = setting.element_bytes
+        passes = Operators.none()
+        for inputs, outputs, rank in self._local(setting.execution.tensor):
+            products = [
+                matmul(rows_N, inputs, rank, setting),
+                matmul(rows_N, rank, outputs, setting),
+            ]
+            for own, width in ((passes.forward, outputs), (passes.inputs, inputs)):
+                moved_N = size * rows_N * (2 * rank + 3 * width)
+                own.extend([*products, Operator("elementwise", memory_bytes=moved_N, calls=2)])
+            sums = accumulate(rank * (inputs + outputs), setting, 2)
+            passes.weights.extend([*products, sums])
+        return passes
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+        """The few features; what linears read is counted with them."""
+        ranks = sum(own.rank for own in self.layer.adapters)
+        return weights * setting.element_bytes * sizes.units_N * ranks
+
+    def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+        """Of both products."""
+        results = sum(outputs + rank for _, outputs, rank in self._local(setting.execution.tensor))
+        return setting.element_bytes * sizes.units_N * results
+
+    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+        """A product beside the linear's, and their sum; gradients of what both read, and their
+        sum."""
+        local = self._local(setting.execution.tensor)
+        rows_N = setting.element_bytes * sizes.units_N
+        return Temporaries(
+            3 * rows_N * max(outputs for _, outputs, _ in local),
+            3 * rows_N * max(inputs for inputs, _, _ in local),
+        )

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchmm.balance.costs.execution import Execution, Recompute, Setting
-from torchmm.balance.costs.layers import Parameters, layer_kept_bytes
+from torchmm.balance.costs.layers import Parameters, layer_kept_bytes, learns, trained_parameters
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
 
@@ -88,7 +88,9 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
         ranks, shards = (own or {}).get(module.name, OwnSizes(pipeline, shard))
         split = 1 if module.kind == "generator" else tensor  # generators are whole on every rank
         parameters = module.parameters // (split * ranks)
-        state = Parameters(parameters, parameters * module.trainable)
+        adapted = [layer for layer in module.layers if layer.adapters]
+        of_adapters = sum(trained_parameters(module, layer, split) for layer in adapted) / ranks
+        state = Parameters(parameters, parameters * module.trainable + of_adapters)
         gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
         weights += state.weight_bytes // shards + (gathered * compute_bytes if shards > 1 else 0)
         held_by = shards if microbatches == 1 and not once_per_step else 1
@@ -121,12 +123,12 @@ def _activation_bytes(
 
     def kept(layer: LayerDescription, recompute: Recompute) -> float:
         setting = Setting(replace(execution, recompute=recompute), compute_bytes)
-        found_N = layer_kept_bytes(layer, sizes, setting, weights=module.trainable)
+        found_N = layer_kept_bytes(layer, sizes, setting, weights=learns(module))
         return float(found_N[0])
 
     mode = execution.recompute
     total = sum(n * kept(layer, mode) for layer, n in Counter(module.layers).items())
-    if module.kind == "encoder" and not module.trainable:
+    if module.kind == "encoder" and not learns(module):
         total = 0.0  # nothing before its layers is trained, so they have no backward
     again = 0.0
     if mode != "none" and total:

@@ -203,7 +203,8 @@ def _layer(
     module = own.module
     sizes = own.sizes
     index = module.layers.index(layer)
-    has_backward_N = arrives_N | module.trainable
+    trained = module.trainable or bool(layer.adapters)
+    has_backward_N = arrives_N | trained
     forward, again, tensor, kept = [], [], [], []
     for mode in LAYER_MODES:
         execution = replace(model.execution(module.name), recompute=mode)
@@ -213,7 +214,7 @@ def _layer(
         again.append(costs.backward.total_ms)
         tensor.append(costs.backward.tensor_ms)
         setting = changed.setting(module, sizes.tasks)
-        kept_N = layer_kept_bytes(layer, sizes, setting, weights=module.trainable)
+        kept_N = layer_kept_bytes(layer, sizes, setting, weights=trained)
         kept.append(has_backward_N * kept_N)
     if "offload" in modes:
         copy_ms_N = _copy_ms(kept[-1], model)

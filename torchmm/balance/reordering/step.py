@@ -26,6 +26,7 @@ import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.costs.flops import gradients_arrive
+from torchmm.balance.costs.layers import learns
 from torchmm.balance.costs.model import BlockCache, CostModel
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.reordering.groups import balance_groups
@@ -195,7 +196,7 @@ class StepReorder:
                 for stage in stages:
                     if stage.module != module.name:
                         continue
-                    reaches_N = arrives_N | (stage.start > 0 and module.trainable)
+                    reaches_N = arrives_N | (stage.start > 0 and learns(module))
                     costs = self._model.stage_costs(
                         module, stage.start, stage.stop, sizes, reaches_N, cache=cache
                     )

@@ -7,6 +7,9 @@ their parts are written side by side with `torchmm.json`, whose content is the `
 of a recipe that puts them together again. Diffusers writes a generator, if there is one, to
 `generator/`: its connector is what diffusers calls its caption projection.
 
+Low-rank adapters are added to the weights that they belong to (`torchmm.models.hf.adapter_files`
+writes them apart).
+
 Parameters are gathered one by one to rank 0's CPU memory; no other rank holds more than one. Those
 of pipeline stages that rank 0 does not run are sent by the first rank that has them.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +48,8 @@ from torchmm.models.families.encoders.family import patches_per_row, side
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
 from torchmm.models.initialize import named_tensors, random_copy
-from torchmm.models.layered import units
+from torchmm.models.layered import LayeredModule, units
+from torchmm.models.layers.lora import CHILD, merged, of_adapter
 from torchmm.models.multimodal import MultimodalModel
 
 PARTS_FILE = "torchmm.json"
@@ -179,6 +184,42 @@ def _gather(
 ) -> dict[str, dict[str, Tensor]]:
     """Fill the exports' weights on the writing rank; returns connectors that are part of none."""
     connectors: dict[str, dict[str, Tensor]] = {}
+    adapters = gather_adapters(model)
+    for module, name, value in _gather_whole(model, lambda name: not of_adapter(name)):
+        if not writes:
+            continue
+        assert value is not None
+        whole = value
+        linear, _, leaf = name.rpartition(".")
+        if leaf == "weight" and linear in module.adapters:
+            whole = merged(value, adapters[module.name][linear], module.adapters[linear])
+        for export in exports:
+            if (theirs := hf_name(export.prefixes, module.name, name)) is not None:
+                export.weights[theirs] = whole
+                break
+        else:
+            connectors.setdefault(module.name, {})[name] = whole
+    return connectors
+
+
+def gather_adapters(model: MultimodalModel) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Parameters of adapters by module, linear and name in `Lora`, on rank 0; collective."""
+    found: dict[str, dict[str, dict[str, Tensor]]] = {m: {} for m in hf_prefixes(model)}
+    for module, name, value in _gather_whole(model, of_adapter):
+        linear, _, part = name.rpartition(f".{CHILD}.")
+        if value is not None:
+            found[module.name].setdefault(linear, {})[part] = value
+    return found
+
+
+@torch.no_grad()
+def _gather_whole(
+    model: MultimodalModel, wanted: Callable[[str], bool]
+) -> Iterator[tuple[LayeredModule, str, Tensor | None]]:
+    """(module, name in it, values) of parameters and buffers with wanted names, one by one.
+
+    Values are in rank 0's CPU memory, None on other ranks. Collective: to be used up by all.
+    """
     first_with = _first_ranks_with(model)
     device = next((t.device for t in model.state_dict().values()), torch.device("cpu"))
     for prefix, module in model.named_modality_modules():
@@ -187,19 +228,9 @@ def _gather(
         tied = whole.tied_parameters()
         ours = module.state_dict()
         for name, like in whole.state_dict().items():
-            if name in tied:
-                continue
-            value = _to_rank_0(ours.get(name), like, first_with[f"{prefix}.{name}"], device)
-            if not writes:
-                continue
-            assert value is not None
-            for export in exports:
-                if (theirs := hf_name(export.prefixes, module.name, name)) is not None:
-                    export.weights[theirs] = value
-                    break
-            else:
-                connectors.setdefault(module.name, {})[name] = value
-    return connectors
+            if name not in tied and wanted(name):
+                first = first_with[f"{prefix}.{name}"]
+                yield module, name, _to_rank_0(ours.get(name), like, first, device)
 
 
 def _first_ranks_with(model: MultimodalModel) -> dict[str, int]:

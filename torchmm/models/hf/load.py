@@ -264,7 +264,7 @@ def _directory(source: str) -> Path:
 def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[str, str]:
     """Name within `module` -> name in the files, for all names the whole module knows."""
     with torch.device("meta"):
-        known = set(pieces(module.rebuild())) | module.unused
+        known = set(pieces(module.bare())) | module.unused
     names: dict[str, str] = {}
     for name in files:
         for pattern, replacement in module.weights.renames:
@@ -291,7 +291,7 @@ def _match(
 ) -> tuple[dict[str, tuple[list[list[int]], str]], list[str]]:
     """What the *whole* module needs, {name: (shapes, name in the files)}, and what is missing."""
     with torch.device("meta"):
-        whole = module.rebuild()
+        whole = module.bare()
     tied = whole.tied_parameters()
     stored, missing = {}, []
     for name, piece in pieces(whole).items():

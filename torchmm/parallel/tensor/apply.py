@@ -34,7 +34,9 @@ from torchmm.common.batch import LayerDescription
 from torchmm.common.errors import ConfigError
 from torchmm.common.mixers import DeltaSizes
 from torchmm.models.layered import LayeredModule
+from torchmm.models.layers.lora import adapted_linears, without_lora
 from torchmm.parallel.tensor.latent import LatentHeads
+from torchmm.parallel.tensor.low_rank import split_lora
 from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.parallel.tensor.overlap_styles import AsyncColumn, AsyncRow, AsyncScope, Column
 from torchmm.parallel.tensor.sequence import (
@@ -78,7 +80,10 @@ def apply_tensor_parallel(
     trainable = {name: p.requires_grad for name, p in module.named_parameters()}
     has_slices = sequence_parallel and "sequence" in plan.values()
     slices = SequenceSlices(mesh, overlap) if has_slices else None
-    _apply_styles(module, mesh, plan, slices)
+    with without_lora(module):  # styles know nothing of parameters beside a linear's own
+        _apply_styles(module, mesh, plan, slices)
+    for _, linear, lora in adapted_linears(module):
+        split_lora(linear, lora, mesh)
     for pattern in module.tensor_parallel_scopes():
         inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
         for part in module.matching(pattern):

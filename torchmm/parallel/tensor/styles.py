@@ -34,6 +34,7 @@ from torchmm.common.batch import LayerDescription
 from torchmm.models.layers.delta_net import DeltaWeights
 from torchmm.models.layers.short_conv import Filters
 from torchmm.parallel.tensor.latent import compute_locally
+from torchmm.parallel.tensor.low_rank import OWN_ROWS
 from torchmm.parallel.tensor.overlap_styles import Column
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
@@ -84,6 +85,7 @@ class PackedLinear(ParallelStyle):
         linear: Any = module.get_submodule(self.linear)
         distribute_parameters(linear, device_mesh)
         own_rows = partial(_own_rows, self.matrices, device_mesh)
+        setattr(linear, OWN_ROWS, own_rows)
 
         def forward(hidden: DTensor) -> Tensor:
             x = hidden.to_local(grad_placements=[Partial()])

@@ -319,7 +319,7 @@ def inspect_recipe(recipe: Recipe, limit: int, shown: int) -> Iterator[SourceFin
         ConfigError: the model or tokenizer cannot be built.
         DataError: a source cannot be read, or none of its records is usable.
     """
-    model = build_model(recipe.model, recipe.freeze)
+    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     inspector = Inspector(recipe, model, load_tokenizer(recipe.model), limit, shown)
     for section, configs in (
         ("data.sources", recipe.data.sources),

@@ -1,0 +1,238 @@
+"""Low-rank adapters: PEFT's numbers and files, the right linears, and nothing else is trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_cases import (
+    ENCODERS,
+    LLMS,
+    composite_config,
+    make_inputs,
+    microbatch,
+    pair_config,
+    randomize,
+    relative_error,
+)
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.models.hf.adapter_files import WEIGHTS_FILE, load_adapters, save_adapters
+from torchmm.models.hf.export import export_hf
+from torchmm.models.hf.load import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.layers.lora import adapted_linears, merged, of_adapter
+from torchmm.models.multimodal import MultimodalModel, materialize, module_of
+from torchmm.models.registry import build_model
+from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, LlmConfig, ModelConfig
+
+EXACT = 1e-5
+
+
+def build(config: ModelConfig, move: bool = True, **adapters: dict[str, Any]) -> MultimodalModel:
+    """On the CPU, with adapters by name.
+
+    Args:
+        move: whether all weights are random, second factors and biases included.
+    """
+    sections = {name: AdapterConfig.model_validate(a) for name, a in adapters.items()}
+    model = build_model(config, FreezeConfig(), adapters=sections)
+    materialize(model, "cpu")
+    init_weights(model, 0, skip=load_weights(model))
+    if move:
+        randomize(model)
+    return model
+
+
+def text_config(family: str) -> ModelConfig:
+    return ModelConfig(llm=LlmConfig(config=LLMS[family]))
+
+
+def without_adapters(
+    config: ModelConfig, model: MultimodalModel, *, added: bool = True
+) -> MultimodalModel:
+    """A model whose weights have the adapters in them, or not even that."""
+    plain = build(config)
+    values = {n: v for n, v in model.state_dict().items() if not of_adapter(n)}
+    for prefix, module in model.named_modality_modules():
+        for name, linear, lora in adapted_linears(module) if added else ():
+            factors = dict(lora.named_parameters())
+            values[f"{prefix}.{name}.weight"] = merged(linear.weight, factors, lora.spec)
+    plain.load_state_dict(values)
+    return plain
+
+
+def logits(model: MultimodalModel) -> torch.Tensor:
+    batch = microbatch([7, 5])
+    with torch.no_grad():
+        return model.llm.logits(batch, {}, batch.target_positions_L)
+
+
+@pytest.mark.parametrize("family", list(LLMS))
+def test_products_of_all_linears_count(family: str) -> None:
+    """No forward goes past a linear to its weight."""
+    config = text_config(family)
+    model = build(config, a={"modules": ["llm"], "rank": 2, "alpha": 1.0})
+    found = logits(model)
+    assert relative_error(found, logits(without_adapters(config, model))) < 3 * EXACT
+    assert relative_error(found, logits(without_adapters(config, model, added=False))) > 1e-3
+
+
+@pytest.mark.parametrize("family", list(ENCODERS))
+def test_products_of_all_linears_of_a_tower_count(family: str) -> None:
+    config = pair_config("llama", family)
+    model = build(config, a={"modules": ["eye"], "rank": 2, "alpha": 1.0})
+    inputs = make_inputs(family)
+    with torch.no_grad():
+        features = model.encoders["eye"](inputs)
+        expected = without_adapters(config, model).encoders["eye"](inputs)
+    assert relative_error(features, expected) < 3 * EXACT
+
+
+def saved_llm(directory: Path, family: str = "qwen3") -> ModelConfig:
+    """A source on the disk."""
+    plain = AutoModelForCausalLM.from_config(build(text_config(family)).llm.config)
+    randomize(plain)
+    plain.save_pretrained(directory)
+    return ModelConfig(llm=LlmConfig(source=str(directory)))
+
+
+@pytest.mark.parametrize("method", ["lora", "rslora"])
+def test_peft_loads_the_files_with_equal_logits_and_gradients(method: str, tmp_path: Path) -> None:
+    config = saved_llm(tmp_path / "llm")
+    section = {"modules": ["llm"], "targets": ["q_proj", "down_proj"], "rank": 3, "method": method}
+    model = build(config, move=False, mine=section)
+    for _, _, lora in adapted_linears(model):
+        torch.nn.init.normal_(lora.up, std=0.1)
+    save_adapters(model, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "llm", attn_implementation="eager")
+    theirs = PeftModel.from_pretrained(base, tmp_path / "mine", is_trainable=True)
+    batch = microbatch([9])
+    ids, kept = batch.input_ids_T[None], batch.target_positions_L
+    found = theirs(ids, use_cache=False).logits[0, kept]
+    ours = model.llm.logits(batch, {}, kept)
+    assert relative_error(ours, found) < EXACT
+    found.square().sum().backward()
+    ours.square().sum().backward()
+    gradients = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+    compared = 0
+    for name, _, lora in adapted_linears(model.llm.backbone):
+        path = f"base_model.model.{name}"
+        for own, other in ((lora.down, "lora_A"), (lora.up, "lora_B")):
+            assert relative_error(own.grad, gradients[f"{path}.{other}.default.weight"]) < EXACT
+            compared += 1
+    assert compared == len(gradients)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl_moe", "gemma3"])
+def test_peft_adds_adapters_of_a_composite_as_the_export_does(
+    name: str, tmp_path: Path, tokenizer
+) -> None:
+    plain = AutoModelForImageTextToText.from_config(build(composite_config(name)).composite)
+    plain.save_pretrained(tmp_path / "base")
+    config = ModelConfig(source=str(tmp_path / "base"))
+    model = build(config, both={"modules": ["llm", "vision"], "rank": 2})
+    frozen = plain.state_dict()
+    with torch.no_grad():  # what PEFT loads them on top of
+        model_of_source = build(config, move=False).state_dict()
+        for fqn, value in model.state_dict().items():
+            if not of_adapter(fqn):
+                value.copy_(model_of_source[fqn])
+    save_adapters(model, tmp_path)
+    export_hf(model, tmp_path / "merged", tokenizer)
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
+    theirs = PeftModel.from_pretrained(base, tmp_path / "both").merge_and_unload().state_dict()
+    ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").state_dict()
+    assert ours.keys() == theirs.keys()
+    changed = 0
+    for key, value in ours.items():
+        assert torch.allclose(value, theirs[key], rtol=0, atol=1e-6), key
+        changed += not torch.equal(value, frozen[key])
+    assert changed == sum(len(m.adapters) for m in model.modality_modules())
+
+
+def test_files_of_peft_are_read(tmp_path: Path) -> None:
+    config = saved_llm(tmp_path / "llm")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
+    settings = LoraConfig(r=2, lora_alpha=6, target_modules="all-linear")
+    theirs = get_peft_model(base, settings)
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path / "theirs")
+    section = {"modules": ["llm"], "rank": 2, "alpha": 6.0}
+    model = build(config, move=False, mine=section)
+    names = load_adapters(model, {"mine": str(tmp_path / "theirs")})
+    assert names == {n for n, _ in model.named_parameters() if of_adapter(n)}
+    save_adapters(model, tmp_path / "again")
+    first, second = (load_file(tmp_path / d / WEIGHTS_FILE) for d in ("theirs", "again/mine"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    written = json.loads((tmp_path / "again/mine/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "llm")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 3}, r"r = 2, but \[adapters.mine\] means 3"),
+        ({"alpha": 5.0}, "lora_alpha = 6.0"),
+        ({"method": "rslora"}, "use_rslora = False"),
+        ({"targets": ["q_proj"]}, "also has"),
+        ({"targets": ["all-linear"], "modules": ["llm", "eye"]}, "cannot be read"),
+    ],
+)
+def test_files_of_another_adapter_are_refused(change: dict, message: str, tmp_path: Path) -> None:
+    section = {"modules": ["llm"], "targets": ["q_proj", "v_proj"], "rank": 2, "alpha": 6.0}
+    config = pair_config("llama", "clip")
+    save_adapters(build(config, mine=section), tmp_path)
+    other = build(config, mine={**section, **change})
+    with pytest.raises(CheckpointError, match=message):
+        load_adapters(other, {"mine": str(tmp_path / "mine")})
+
+
+def test_parts_of_a_pair_have_directories_of_their_own(tmp_path: Path) -> None:
+    config = pair_config("llama", "clip")
+    sections = {"one": {"modules": ["llm"]}, "two": {"modules": ["eye"], "targets": ["q_proj"]}}
+    save_adapters(build(config, **sections), tmp_path / "apart")
+    save_adapters(build(config, all={"modules": ["llm", "eye"]}), tmp_path / "together")
+    found = sorted(str(f.parent.relative_to(tmp_path)) for f in tmp_path.rglob("*.json"))
+    assert found == ["apart/one", "apart/two", "together/all/eye", "together/all/llm"]
+
+
+def test_only_adapters_of_their_modules_are_trained() -> None:
+    model = build(pair_config("llama", "clip"), a={"modules": ["llm"]})
+    trained = {module_of(n) for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"llm", "eye", "eye.connector"}
+    of_llm = {n: p.requires_grad for n, p in model.llm.named_parameters()}
+    assert all(flag == of_adapter(name) for name, flag in of_llm.items())
+    description = model.llm.describe()
+    assert not description.trainable
+    assert all(len(layer.adapters) == 7 for layer in description.layers)
+
+
+def test_a_model_begins_as_without_adapters() -> None:
+    config = text_config("llama")
+    plain, adapted = build(config, move=False), build(config, move=False, a={"modules": ["llm"]})
+    assert torch.equal(logits(plain), logits(adapted))
+    for _, _, lora in adapted_linears(adapted):
+        assert not lora.up.any()
+        assert 0.5 < float(lora.down.abs().max()) * lora.down.shape[1] ** 0.5 <= 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"a": {"modules": ["llm"], "targets": ["q_porj"]}}, "did you mean 'q_proj'"),
+        ({"a": {"modules": ["ear"]}}, r"'ear' is none that can have an adapter; choose from eye"),
+        (
+            {"a": {"modules": ["llm"]}, "b": {"modules": ["llm"], "targets": ["q_proj"]}},
+            r"q_proj of 'llm' is in \[adapters.a\] too",
+        ),
+    ],
+)
+def test_what_no_model_has_is_refused(sections: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(pair_config("llama", "clip"), **sections)

@@ -1,0 +1,191 @@
+"""Adapters as files of PEFT, which `peft.PeftModel.from_pretrained` loads.
+
+An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`. Names in it
+are those of the Hugging Face class that its module's weights come from: of the composite, if the
+model is one; otherwise of LLM or tower alone, and an adapter of several of these has a directory
+for each. So an adapter is loaded on top of the files that training started from. (`export_hf`
+writes the model with adapters added to its weights.)
+
+PEFT itself is not needed: its two files are plain, and only some of their keys say anything here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from torchmm.common.errors import CheckpointError
+from torchmm.models.hf.export import gather_adapters, hf_name, hf_prefixes
+from torchmm.models.hf.load import copy_slice
+from torchmm.models.layered import LayeredModule
+from torchmm.models.layers.lora import CHILD, LoraSpec, adapted_linears
+from torchmm.models.multimodal import MultimodalModel
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PEFT_NAMES = {"down": "lora_A.weight", "up": "lora_B.weight"}
+"""By parameter of `Lora`: what PEFT calls it."""
+
+
+class _Files(NamedTuple):
+    """One directory of an adapter."""
+
+    directory: Path
+    """Below that of all adapters."""
+    adapter: str
+    modules: list[LayeredModule]
+    """Whose linears it is for."""
+    spec: LoraSpec
+
+    def linears(self, module: LayeredModule) -> list[str]:
+        """The adapter's linears in a module, those of other stages included."""
+        return [name for name, spec in module.adapters.items() if spec.adapter == self.adapter]
+
+    def parameters(self) -> Iterator[tuple[LayeredModule, str, str, nn.Parameter]]:
+        """(module, linear, name in `Lora`, values) of the adapter's parameters on this rank."""
+        for module in self.modules:
+            for linear, _, lora in adapted_linears(module):
+                if lora.spec.adapter == self.adapter:
+                    for part, parameter in lora.named_parameters():
+                        yield module, linear, part, parameter
+
+
+def save_adapters(model: MultimodalModel, directory: Path) -> None:
+    """Writes every adapter to a directory of its name, below `directory`; collective, rank 0
+    writes."""
+    if not any(module.adapters for module in model.modality_modules()):
+        return
+    values = gather_adapters(model)
+    prefixes = hf_prefixes(model)
+    for files in _files(model):
+        tensors: dict[str, Tensor] = {}
+        targets = []
+        for module in files.modules:
+            for linear in files.linears(module):
+                path = _hf_path(prefixes, module, linear)
+                targets.append(path)
+                for part, value in values[module.name].get(linear, {}).items():
+                    tensors[_peft_name(path, part)] = value.contiguous()
+        if tensors:
+            target = directory / files.directory
+            target.mkdir(parents=True, exist_ok=True)
+            config = _config(files.spec, targets, files.modules[0].weights.source)
+            (target / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+            save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def load_adapters(model: MultimodalModel, sources: Mapping[str, str]) -> set[str]:
+    """Fills adapters from directories as `save_adapters` or PEFT write them.
+
+    Args:
+        model: materialized; parameters are plain tensors or DTensors.
+        sources: directory by name of the adapter.
+
+    Returns:
+        Names of the parameters that now hold their values.
+
+    Raises:
+        CheckpointError: files are missing, or of another adapter.
+    """
+    modules = {module.name: prefix for prefix, module in model.named_modality_modules()}
+    prefixes = hf_prefixes(model)
+    problems: list[str] = []
+    filled: set[str] = set()
+    for files in _files(model):
+        if files.adapter not in sources:
+            continue
+        source = Path(sources[files.adapter]) / files.directory.relative_to(files.adapter)
+        expected = {
+            _peft_name(_hf_path(prefixes, module, linear), part)
+            for module in files.modules
+            for linear in files.linears(module)
+            for part in _PEFT_NAMES
+        }
+        if found := list(_problems(source, files.spec, expected)):
+            problems += found
+            continue
+        with safe_open(source / WEIGHTS_FILE, "pt") as opened:
+            for module, linear, part, parameter in files.parameters():
+                path = _hf_path(prefixes, module, linear)
+                copy_slice(parameter, opened.get_tensor(_peft_name(path, part)))
+                filled.add(f"{modules[module.name]}.{linear}.{CHILD}.{part}")
+    if problems:
+        raise CheckpointError("adapters do not fit:\n  - " + "\n  - ".join(problems))
+    return filled
+
+
+def _files(model: MultimodalModel) -> Iterator[_Files]:
+    """The directories of all adapters, on all ranks alike."""
+    by_adapter: dict[str, dict[LayeredModule, LoraSpec]] = {}
+    for module in model.modality_modules():
+        for spec in module.adapters.values():
+            by_adapter.setdefault(spec.adapter, {})[module] = spec
+    for name, found in by_adapter.items():
+        spec = next(iter(found.values()))
+        if model.composite is not None or len(found) == 1:
+            yield _Files(Path(name), name, list(found), spec)
+            continue
+        for module in found:
+            yield _Files(Path(name) / module.name, name, [module], spec)
+
+
+def _hf_path(prefixes: Any, module: LayeredModule, linear: str) -> str:
+    """Hugging Face's name of a linear."""
+    theirs = hf_name(prefixes, module.name, f"{linear}.weight")
+    assert theirs is not None, linear
+    return theirs.removesuffix(".weight")
+
+
+def _peft_name(path: str, part: str) -> str:
+    """Of a parameter of a linear's adapter, in PEFT's files."""
+    return f"base_model.model.{path}.{_PEFT_NAMES[part]}"
+
+
+def _config(spec: LoraSpec, targets: list[str], source: str | None) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": source,
+        "task_type": None,
+        "inference_mode": True,
+        "target_modules": sorted(targets),
+        "bias": "none",
+        **_settings(spec),
+    }
+
+
+def _settings(spec: LoraSpec) -> dict[str, Any]:
+    """What decides the numbers."""
+    return {
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "use_rslora": spec.method == "rslora",
+        "use_dora": False,
+    }
+
+
+def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]:
+    try:
+        config = json.loads((source / CONFIG_FILE).read_text())
+        with safe_open(source / WEIGHTS_FILE, "pt") as opened:
+            found = set(opened.keys())
+    except (OSError, ValueError, SafetensorError) as error:
+        yield f"{source}: cannot be read as an adapter of PEFT ({error})"
+        return
+    for key, value in _settings(spec).items():
+        if config.get(key, False) != value:
+            yield (
+                f"{source}: has {key} = {config.get(key)}, but [adapters.{spec.adapter}] means "
+                f"{value}; change rank, alpha or method"
+            )
+    for what, names in (("lacks", expected - found), ("also has", found - expected)):
+        if names:
+            yield (
+                f"{source}: {what} {min(names)} (and {len(names) - 1} more); change modules or "
+                f"targets of [adapters.{spec.adapter}]"
+            )
