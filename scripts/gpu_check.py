@@ -225,7 +225,7 @@ def check_speed(machine: Machine) -> Iterator[Line]:
     for shape in shapes:
         file = machine.folder / f"{shape}.json"
         wanted = ["--quick", "--device", "cuda", "--shapes", shape, "--json", str(file)]
-        machine.run("benchmarks/single_device.py", wanted)
+        machine.run("benchmarks/single_device.py", [*wanted, "--baselines", "Hugging Face"])
         for row in json.loads(file.read_text()):
             if row["metric"] in ("speed ratio", "MFU"):
                 goal = row["goal"]

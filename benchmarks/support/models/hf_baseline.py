@@ -49,6 +49,18 @@ class HfBaseline:
 
 def build_baseline(recipe: Recipe, ours: MultimodalModel, device: torch.device) -> HfBaseline:
     """Hugging Face's model with the weights of `ours`, set up as `recipe` says."""
+    model = build_model(recipe, ours, device)
+    if recipe.activation_checkpoint.mode != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = build_optimizer(model, recipe)
+    bf16 = recipe.training.dtype == "bfloat16"
+    return HfBaseline(model, optimizer, recipe.optimizer.max_grad_norm, device, bf16)
+
+
+def build_model(
+    recipe: Recipe, ours: MultimodalModel, device: torch.device
+) -> LlavaForConditionalGeneration:
+    """Hugging Face's model with the weights of `ours`, frozen and compiled as `recipe` says."""
     with torch.device(device):
         model = LlavaForConditionalGeneration._from_config(
             copy.deepcopy(ours.composite), attn_implementation="sdpa", dtype=torch.float32
@@ -58,14 +70,17 @@ def build_baseline(recipe: Recipe, ours: MultimodalModel, device: torch.device) 
     if "llm" in recipe.freeze.modules:
         model.model.language_model.requires_grad_(False)
         model.lm_head.requires_grad_(False)
-    if recipe.activation_checkpoint.mode != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     if recipe.compile.enabled:
         for part in (model.model.vision_tower.encoder, model.model.language_model):
             for layer in part.layers:
                 layer.compile()
+    return model.train()
+
+
+def build_optimizer(model: LlavaForConditionalGeneration, recipe: Recipe) -> torch.optim.AdamW:
+    """Over all parameters that are trained."""
     config = recipe.optimizer
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
@@ -73,8 +88,6 @@ def build_baseline(recipe: Recipe, ours: MultimodalModel, device: torch.device) 
         weight_decay=config.weight_decay,
         fused=True,
     )
-    bf16 = recipe.training.dtype == "bfloat16"
-    return HfBaseline(model.train(), optimizer, config.max_grad_norm, device, bf16)
 
 
 @torch.no_grad()
