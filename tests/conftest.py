@@ -40,7 +40,6 @@ CAMPAIGNS = {
     "test_train_generation.py",
     "test_train_reordering.py",
     "test_train_searched.py",
-    "test_train_features.py::test_compiled_layers_do_not_recompile_without_end",
     # Pictures at their real sizes.
     *(
         f"test_tiles.py::test_the_same_at_published_sizes[{source}-{family}]"

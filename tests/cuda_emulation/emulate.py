@@ -10,6 +10,7 @@ import json
 import os
 import runpy
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -20,6 +21,7 @@ fakecuda.install(int(os.environ.get("FAKECUDA_DEVICES", "8")))
 import torch
 from defects import DEFECTS
 
+from torchmm.parallel.compilation import Compilation
 from torchmm.pipelining.run.step_state import StepState
 from torchmm.training.trainer import Trainer
 
@@ -75,6 +77,7 @@ def trace_only() -> None:
     torch.nn.Module.compile = lambda self, **options: plain(
         self, **{**options, "backend": "aot_eager"}
     )
+    Compilation.__init__ = partialmethod(Compilation.__init__, backend="aot_eager")
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchmm.models.layered import LayeredModule
+from torchmm.parallel.compilation import Compilation, Forward
 
 _KEPT_OPERATORS = {
     torch.ops.aten.mm.default,
@@ -41,22 +42,42 @@ _KEPT_NAMESPACES = ("torchmm::", "torch_attn::")
 of async tensor parallelism."""
 
 
-def apply_activation_checkpoint(module: LayeredModule, mode: str) -> None:
+def apply_activation_checkpoint(
+    module: LayeredModule, mode: str, compilation: Compilation | None = None
+) -> None:
     """Recomputes layers in backward: all of it ("full"), or the cheap operators ("selective").
 
     Args:
         mode: of all layers and tasks; "tuned": as `set_layer_modes` says before each forward.
+        compilation: compiles the layers; None: they stay as they are.
     """
-    if mode == "none":
-        return
-    if mode == "tuned":
+    tuned = mode == "tuned"
+    if tuned:
         module.layer_modes = ["none"] * len(module.layers)
-        for index, layer in enumerate(module.layers):
-            layer.forward = _choosing(layer.forward, module.layer_modes, index)
-        return
-    module.recomputes = True
-    for layer in module.layers:
-        layer.forward = _recomputing(layer.forward, _settings(mode))
+    module.recomputes = mode not in ("none", "tuned")
+    compiled = _compilers(module, compilation)
+    selective = _compilers(module, compilation if tuned else None, "selective")
+    for index, layer in enumerate(module.layers):
+        if tuned:
+            ways = _ways(layer.forward, compiled[index], selective[index])
+            layer.forward = _choosing(ways, module.layer_modes, index)
+        elif mode != "none":
+            layer.forward = compiled[index](_recomputing(layer.forward, _settings(mode)))
+        elif compilation is not None:
+            layer.forward = compiled[index](layer.forward)
+
+
+def _compilers(
+    module: LayeredModule, compilation: Compilation | None, way: str = ""
+) -> list[Callable[[Forward], Forward]]:
+    """What compiles the forward of each layer."""
+    if compilation is None:
+        return [_as_it_is] * len(module.layers)
+    return [kind.compiled for kind in compilation.kinds(module, way)]
+
+
+def _as_it_is(forward: Forward) -> Forward:
+    return forward
 
 
 def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
@@ -83,17 +104,33 @@ def _settings(mode: str) -> dict[str, Any]:
     return settings
 
 
-def _choosing(forward: Callable[..., Any], modes: list[str], index: int) -> Callable[..., Any]:
-    ways = {mode: _recomputing(forward, _settings(mode)) for mode in ("selective", "full")}
-    ways["offload"] = _offloading(forward)
+def _ways(
+    forward: Forward,
+    compiled: Callable[[Forward], Forward],
+    selective: Callable[[Forward], Forward],
+) -> dict[str, Forward]:
+    """A layer's forward in each mode.
 
+    What runs a whole layer again is outside of the compiled code, which three modes share. What
+    chooses among operators has to be inside, where there are operators, and is a graph of its own.
+    """
+    plain = compiled(forward)
+    return {
+        "none": plain,
+        "selective": selective(_recomputing(forward, _settings("selective"))),
+        "full": _recomputing(plain, _settings("full")),
+        "offload": _offloading(plain),
+    }
+
+
+def _choosing(ways: dict[str, Forward], modes: list[str], index: int) -> Forward:
     def choosing_forward(*args: Any, **kwargs: Any) -> Any:
-        return ways.get(modes[index], forward)(*args, **kwargs)
+        return ways[modes[index]](*args, **kwargs)
 
     return choosing_forward
 
 
-def _recomputing(forward: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
+def _recomputing(forward: Forward, settings: dict[str, Any]) -> Forward:
     # Not a partial of `checkpoint`: torch.compile starts at functions outside of torch only.
     def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **settings, **kwargs)
@@ -101,7 +138,7 @@ def _recomputing(forward: Callable[..., Any], settings: dict[str, Any]) -> Calla
     return recomputing_forward
 
 
-def _offloading(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _offloading(forward: Forward) -> Forward:
     def offloading_forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Other arguments are shared by all layers, so they stay, and stay out of the hooks' sight.
         def forward_of(hidden: Tensor) -> Any:

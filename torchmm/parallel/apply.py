@@ -14,10 +14,10 @@ from collections.abc import Mapping
 
 import torch
 
-from torchmm.models.layered import LayeredModule
 from torchmm.models.layers import delta_net, experts
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.context import apply_context_parallel
 from torchmm.parallel.expert import apply_expert_parallel
 from torchmm.parallel.fsdp import apply_fsdp
@@ -38,7 +38,7 @@ def parallelize(
     dtype: torch.dtype,
     tokens: int = 0,
     meshes: Mapping[str, ModuleMesh] | None = None,
-) -> None:
+) -> Compilation:
     """Applies the recipe's parallelism to every stage of the model, in place, on the meta device.
 
     Without a pipeline a stage is a whole modality module. Collective.
@@ -47,6 +47,9 @@ def parallelize(
         tokens: of a microbatch, for what is tuned by a measurement; 0: nothing is measured.
         meshes: by module with sizes of its own (`ModuleMesh.colocated`).
 
+    Returns:
+        What compiles the layers that the recipe wants compiled.
+
     Raises:
         ConfigError: layers cannot be compiled with this version of transformers.
     """
@@ -54,6 +57,7 @@ def parallelize(
     chosen: dict[str, Overlap] = {}
     if mesh.own.context is not None:
         apply_context_parallel(model, mesh.own.context)
+    compilation = Compilation(compile_config.backend)
     for module in model.all_stages():
         own = (meshes or {}).get(module.name, mesh.own)
         has_slices = "sequence" in module.tensor_parallel_plan().values()
@@ -65,14 +69,14 @@ def parallelize(
         if expert is not None:
             apply_expert_parallel(module, expert)
         mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
-        apply_activation_checkpoint(module, mode)
-        if compile_config.enabled and module.name in (compile_config.modules or [module.name]):
-            for kind in (experts, delta_net):
-                kind.check_compiles(module.name, module.layers, mesh.device.type)
-            _compile_layers(module)
+        compiles = compile_config.concerns(module.name)
+        for kind in (experts, delta_net) if compiles else ():
+            kind.check_compiles(module.name, module.layers, mesh.device.type)
+        apply_activation_checkpoint(module, mode, compilation if compiles else None)
         if own.sizes.ranks > own.sizes.pipeline or dtype != torch.float32:
             expert_fsdp = None if expert is None else own.expert_fsdp
             apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), expert_fsdp)
+    return compilation
 
 
 def reshards_after_forward(parallel: ParallelConfig) -> bool:
@@ -85,10 +89,3 @@ def reshards_after_forward(parallel: ParallelConfig) -> bool:
         alone = parallel.pipeline * parallel.mirrors == 1
         return alone and parallel.placement != "disaggregated"
     return parallel.reshard_after_forward == "always"
-
-
-def _compile_layers(module: LayeredModule) -> None:
-    # All layers of Hugging Face share one `forward`: the limit counts their graphs together.
-    torch._dynamo.config.recompile_limit = 64
-    for layer in module.layers:
-        layer.compile(fullgraph=True)

@@ -14,12 +14,17 @@ microbatches for all stages, shapes that never change, and was rewritten between
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import get_compilation_metrics
+from torch._guards import CompileContext
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
@@ -128,6 +133,42 @@ def reduce_gradients(module: FSDPModule) -> None:
     for group in _groups(module):
         group.post_backward()
     module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+class Compilation(NamedTuple):
+    """What torch.compile did at a moment."""
+
+    number: str
+    during_us: float
+    """By the clock of the day, some time in it."""
+
+    @classmethod
+    def current(cls) -> Compilation:
+        """What it is doing now."""
+        return cls(str(CompileContext.current_compile_id()), time.time_ns() / 1e3)
+
+    def figures(self) -> tuple[str, float, bool]:
+        """Which guards of other graphs had failed, how many milliseconds it took, whether a cache
+        had the code."""
+        parts = [  # forward and backward; numbers begin anew where everything is forgotten
+            part
+            for part in get_compilation_metrics()
+            if str(part.compile_id) == self.number and (part.end_time_us or 0) >= self.during_us
+        ]
+        reason = next((part.recompile_reason for part in parts if part.recompile_reason), "")
+        took_ms = sum((part.duration_us or 0) / 1e3 for part in parts)
+        hits = sum(part.aotautograd_local_cache_hit_count or 0 for part in parts)
+        return reason, took_ms, hits > 0
+
+
+def compiler_named(backend: str) -> Callable[..., Any]:
+    """A backend of torch.compile, which gets a graph and example inputs."""
+    return lookup_backend(backend)
+
+
+def usual_code_cache() -> str:
+    """Where torch.compile keeps code if nobody has said otherwise."""
+    return default_cache_dir()
 
 
 def clear_forward_order(module: FSDPModule) -> None:

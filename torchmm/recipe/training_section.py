@@ -175,9 +175,17 @@ class MetricsConfig(Section):
 
 
 class CompileConfig(Section):
-    """torch.compile."""
+    """torch.compile. Compiled code is kept in `compile_cache/` in the run directory, or where the
+    environment variable TORCHINDUCTOR_CACHE_DIR says."""
 
     enabled: bool = False
     """Compile every layer."""
     modules: list[str] = Field(default=[])
     """Module names to compile; empty: all."""
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """What compiles the traced layers. The others only trace (and differentiate): to find out what
+    goes wrong where."""
+
+    def concerns(self, module: str) -> bool:
+        """Whether the module's layers are compiled."""
+        return self.enabled and module in (self.modules or [module])

@@ -43,7 +43,8 @@ def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, 
     model, tokenizer = build_unfilled_model(run)
     if any(spec.inputs != "fixed" for spec in model.image_specs().values()):
         raise ConfigError("images can only be exchanged where an encoder's images have one size")
-    pipeline = fill_model(run, model, mesh, cut_model(run, model, tokenizer, mesh.device))
+    cut = cut_model(run, model, tokenizer, mesh.device)
+    pipeline = fill_model(run, model, mesh, cut).pipeline
     logger = logging.getLogger(__name__)
     with open_checkpoints(run, run_dir, mesh, logger) as checkpoints:
         path = checkpoints.latest_valid()
@@ -68,7 +69,8 @@ def text_only_loss(run: Resolved, mesh: ParallelMesh) -> float:
     alone = recipe.model_copy(update={"model": text_model, "freeze": freeze, "adapters": {}})
     run = replace(run, recipe=alone)
     model, tokenizer = build_unfilled_model(run)
-    pipeline = fill_model(run, model, mesh, cut_model(run, model, tokenizer, mesh.device))
+    cut = cut_model(run, model, tokenizer, mesh.device)
+    pipeline = fill_model(run, model, mesh, cut).pipeline
     model.eval()
     loader = build_data(run, model, tokenizer, mesh, validation=True)
     batches = islice(loader, recipe.validation.batches)

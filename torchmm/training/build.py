@@ -39,6 +39,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
+from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.context import context_problems, cut_problems
 from torchmm.parallel.expert import expert_problems
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder_meshes
@@ -75,6 +76,7 @@ class RunParts:
     model: MultimodalModel
     """This rank's part of it."""
     pipeline: Pipeline
+    compilation: Compilation
     tuning: LayerTuning | None
     """How plans choose what layers recompute; None: they do not."""
     optimizer: torch.optim.AdamW
@@ -199,7 +201,7 @@ def build_run(
     data = open_data(run, model, tokenizer)  # weights need not load for data that are none
     if mesh.rank == 0:
         logger.info("%s\n%s (scripts/inspect_data.py shows them)", *data.training.digest())
-    pipeline = fill_model(run, model, mesh, cut)
+    pipeline, compilation = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
     copies = model.tied_copy_parameters()
@@ -222,8 +224,8 @@ def build_run(
         samples=data.training,
     )
     return RunParts(
-        run, run_dir, logger, mesh, tokenizer, model, pipeline, tuning, optimizer, checkpoints,
-        restored, loader, data.held_out, recorder,
+        run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, tuning, optimizer,
+        checkpoints, restored, loader, data.held_out, recorder,
     )  # fmt: skip
 
 
@@ -316,16 +318,24 @@ def build_data(  # noqa: PLR0913 - what a run consists of
     )
 
 
+class FilledModel(NamedTuple):
+    """A rank's part of a model, ready to run."""
+
+    pipeline: Pipeline
+    compilation: Compilation
+    """Of its layers."""
+
+
 def fill_model(
     run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelCut
-) -> Pipeline:
+) -> FilledModel:
     """Cuts the model and splits it over the mesh, then fills only this rank's part; collective."""
     recipe = run.recipe
     training = recipe.training
     descriptions = [module.describe() for module in model.modality_modules()]
     stages = cut_for_rank(model, cut.layout, mesh.pipeline_rank)
     encoders = [module.name for module in descriptions if module.kind == "encoder"]
-    parallelize(
+    compilation = parallelize(
         model,
         mesh,
         recipe.parallel,
@@ -340,7 +350,8 @@ def fill_model(
     filled = load_weights(model) | load_adapters(model, sources)
     init_weights(model, training.seed, skip=filled)
     dtype = DTYPES[training.dtype]
-    return Pipeline(model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype)
+    pipeline = Pipeline(model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype)
+    return FilledModel(pipeline, compilation)
 
 
 def _arrange(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> Arrange | None:

@@ -31,6 +31,7 @@ from torchmm.common.batch import ModuleDescription, StepBatch
 from torchmm.common.log import JsonlWriter
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.models.layers.experts import ExpertLoads, busiest_expert
+from torchmm.parallel.compilation import Graph
 from torchmm.parallel.health import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import MetricsConfig
@@ -66,6 +67,9 @@ class RankStep:
     pipeline_ms: float = 0.0
     """From the first action of the step's plan to the end of the last; 0 without a pipeline."""
     peak_memory_bytes: int = 0
+    graphs: int = 0
+    """Compiled in the step."""
+    compile_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,10 @@ class StepRecord:
     """Rank with the most time in data wait and in modules. Collectives inside a phase make
     fast ranks wait there too, so it points to slow readers better than to slow devices."""
     skipped_samples: int
+    graphs: int
+    """Of layers, that the busiest rank compiled in the step."""
+    compile_ms: float | None
+    """What that took the slowest rank; None where nothing was compiled."""
     loss_text: float | None = None
     loss_image: float | None = None
     """Mean over images of the squared error of the velocity, mean over pixels."""
@@ -141,7 +149,13 @@ class StepMeter:
         self._mesh, self._modules = mesh, modules
 
     def measure(
-        self, batch: StepBatch, outcome: StepOutcome, begin_s: float, wait_ms: float, skipped: int
+        self,
+        batch: StepBatch,
+        outcome: StepOutcome,
+        begin_s: float,
+        wait_ms: float,
+        skipped: int,
+        graphs: Sequence[Graph] = (),
     ) -> RankStep:
         """Figures of a step that ends now.
 
@@ -149,6 +163,7 @@ class StepMeter:
             begin_s: when it began, by `time.perf_counter`.
             wait_ms: of it, waiting for data.
             skipped: corrupt samples of the whole run so far.
+            graphs: compiled in the step.
         """
         mesh = self._mesh
         llm_ms, generator_ms = (outcome.module_ms.get(m, 0.0) for m in (LLM, GENERATOR))
@@ -173,6 +188,8 @@ class StepMeter:
             generator_ms=generator_ms,
             pipeline_ms=outcome.span_ms if mesh.pipeline_size > 1 else 0.0,
             peak_memory_bytes=peak_memory_bytes(mesh.device),
+            graphs=len(graphs),
+            compile_ms=sum(graph.compile_ms for graph in graphs),
             **counts,
         )
 
@@ -230,6 +247,8 @@ def make_record(
         peak_memory_bytes=max(r.peak_memory_bytes for r in ranks),
         slowest_rank=busy_ms.index(max(busy_ms)),
         skipped_samples=sum(r.skipped_samples for r in ranks),
+        graphs=max(r.graphs for r in ranks),
+        compile_ms=max(r.compile_ms for r in ranks) or None,
         generator_ms=max(r.generator_ms for r in ranks) or None,
         generated_per_s=sum(r.generated for r in ranks) * per_s or None,
     )

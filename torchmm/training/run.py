@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from torchmm.common.errors import EXIT_DONE, PeerError
 from torchmm.common.files import make_writable_directory
+from torchmm.parallel.compilation import keep_compiled_code
 from torchmm.parallel.health import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
@@ -61,6 +62,7 @@ def train(recipe: Recipe) -> int:
             if rank == 0 and directory.try_claim():
                 write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
             reserve_hardware_queues()
+            keep_compiled_code(run_dir / "compile_cache")
             world_size = int(os.environ.get("WORLD_SIZE", "1"))
             run = resolve(orchestrated(recipe, world_size), world_size)
             model, tokenizer = build_unfilled_model(run)

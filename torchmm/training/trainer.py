@@ -23,6 +23,7 @@ from torchmm.common.rng import restore_rng
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import export_hf
+from torchmm.parallel.compilation import tell_graphs
 from torchmm.parallel.health import Health, check_finite, gather_floats
 from torchmm.training.build import RunParts
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
@@ -202,7 +203,10 @@ class Trainer:
         self._data_state = batch.state
         self.step = step
         skipped = self._corrupt.corrupt
-        measured = gather_rank_steps(self._meter.measure(batch, outcome, begin_s, wait_ms, skipped))
+        graphs = parts.compilation.new_graphs()
+        tell_graphs(graphs, step, parts.logger)
+        local = self._meter.measure(batch, outcome, begin_s, wait_ms, skipped, graphs)
+        measured = gather_rank_steps(local)
         if parts.mesh.pipeline_size > 1 and step == self._timeline_step:
             self._planner.draw(parts.run_dir / "timeline", step, outcome, batch.microbatches)
         step_ms = (time.perf_counter() - begin_s) * 1e3

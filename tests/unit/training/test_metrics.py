@@ -37,7 +37,7 @@ NAMES = (  # names that users' scripts rely on
     "encoder_ms llm_ms bubble_fraction expert_load peak_memory_bytes slowest_rank epoch "
     "skipped_samples validation_loss loss_text loss_image validation_loss_text "
     "validation_loss_image generator_ms generated_per_s word_error_rate predicted_ms planner_ms "
-    "planner_evaluations gain_over_natural"
+    "planner_evaluations gain_over_natural graphs compile_ms"
 )
 
 

@@ -68,8 +68,9 @@ class Segments:
     """int32 (segments + 1,) on the device of the activations: [0, ..., T]."""
     cu_seqlens_host: Tensor
     """The same on the CPU."""
-    max_length: int
-    """Longest segment."""
+    longest: Tensor
+    """No values, (length of the longest segment + 1, 0), on the CPU: torch.compile can be told that
+    a size changes, while it makes a graph of its own for a number, and for a size of one."""
     blocks_T: Tensor | None = None
     """int64: tokens of a segment with the same number, not negative, see each other both ways."""
     only_windows: bool = False
@@ -96,7 +97,13 @@ class Segments:
             raise ValueError(f"cu_seqlens must rise from 0, got {cu_seqlens}")
         host = torch.tensor(cu_seqlens, dtype=torch.int32)
         device_starts = to_device(host, device)
-        return cls(device_starts, host, max(lengths), blocks_T, only_windows, row_heads)
+        longest = torch.empty(max(lengths) + 1, 0)
+        return cls(device_starts, host, longest, blocks_T, only_windows, row_heads)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest segment."""
+        return len(self.longest) - 1
 
 
 # torch 2.11 groups heads unasked and has no such argument.
@@ -173,6 +180,11 @@ def _attend_row(
     return heads.own_tokens(out_THD, query_THD.shape[1])
 
 
+def _needed(window: int, segments: Segments) -> int:
+    """0 for a window that hides nothing; a compiled layer would be compiled once more for that."""
+    return window if torch.compiler.is_compiling() or window < segments.max_length else 0
+
+
 def attention(
     module: nn.Module,
     query_BHTD: Tensor,
@@ -231,7 +243,7 @@ def attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
     if segments.only_windows and not window:
         segments = replace(segments, blocks_T=None)
-    rules = _Rules(causal, window if window < segments.max_length else 0, softcap, sinks_H)
+    rules = _Rules(causal, _needed(window, segments), softcap, sinks_H)
     return _attend_row(q, k, v, segments, scale, rules)[None], None
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -123,13 +122,14 @@ class ExpertLoads:
         self._layers = len(parts)
         self._experts = max((len(stacked_weights(part)[0]) for part in parts), default=0)
         self._loads_LE: Tensor | None = None
-        for place, part in enumerate(parts):
-            part.register_forward_pre_hook(partial(self._count, place))
+        self._places = {part: place for place, part in enumerate(parts)}
+        for part in parts:  # the same hook for all: graphs would differ in what it knows of a part
+            part.register_forward_pre_hook(self._count)
 
     def __bool__(self) -> bool:
         return self._layers > 0
 
-    def _count(self, place: int, part: nn.Module, args: tuple) -> None:
+    def _count(self, part: nn.Module, args: tuple) -> None:
         if torch.compiler.is_compiling() or not part.training or len(args) < 2:
             return
         chosen_TK = args[1]
@@ -137,7 +137,7 @@ class ExpertLoads:
             self._loads_LE = torch.zeros(self._layers, self._experts, device=chosen_TK.device)
         chosen = chosen_TK.flatten()
         ones = torch.ones_like(chosen, dtype=torch.float32)
-        self._loads_LE[place].index_add_(0, chosen, ones)
+        self._loads_LE[self._places[part]].index_add_(0, chosen, ones)
 
     def take(self, device: torch.device) -> Tensor:
         """float32 (layers, experts): tokens on this rank since the last call."""

@@ -15,7 +15,7 @@ Shape legend: T tokens, D features, C channels, W width of a filter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -41,27 +41,28 @@ def pack_mixers(
         name: Hugging Face's, of a layer's mixer; layers without one are left alone.
         weights: of a whole mixer, for `own_weights`.
     """
+    packed_forward = _packed(forward)
     for layer in layers:
         mixer: Any = getattr(layer, name, None)
         if mixer is not None:
-            mixer.own_weights = partial(weights, mixer)
-            mixer.forward = partial(_forward, mixer, forward)
+            # Methods, not partials: for these, torch.compile makes a graph for every layer.
+            mixer.own_weights = MethodType(weights, mixer)
+            mixer.forward = MethodType(packed_forward, mixer)
 
 
-def _forward(
-    mixer: Any,
-    forward: PackedForward,
-    hidden_states: Tensor,
-    cu_seq_lens_q: Segments | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    if not isinstance(cu_seq_lens_q, Segments):
-        kwargs["cu_seq_lens_q"] = cu_seq_lens_q
-        whole: Callable[..., Tensor] = type(mixer).forward
-        return whole(mixer, hidden_states, **kwargs)
-    if any(kwargs.get(name) is not None for name in _NEVER):
-        raise ValueError("packed segments need a row without attention mask and cache")
-    return forward(mixer, hidden_states, cu_seq_lens_q)
+def _packed(forward: PackedForward) -> Callable[..., Tensor]:
+    def packed_forward(
+        mixer: Any, hidden_states: Tensor, cu_seq_lens_q: Segments | None = None, **kwargs: Any
+    ) -> Tensor:
+        if not isinstance(cu_seq_lens_q, Segments):
+            kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+            whole: Callable[..., Tensor] = type(mixer).forward
+            return whole(mixer, hidden_states, **kwargs)
+        if any(kwargs.get(name) is not None for name in _NEVER):
+            raise ValueError("packed segments need a row without attention mask and cache")
+        return forward(mixer, hidden_states, cu_seq_lens_q)
+
+    return packed_forward
 
 
 def packed_convolution(x_TC: Tensor, filters_CW: Tensor, segments: Segments) -> Tensor:

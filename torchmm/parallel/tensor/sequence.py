@@ -39,7 +39,16 @@ class SequenceSlices:
     def __init__(self, mesh: DeviceMesh, overlap: Overlap | None = None) -> None:
         self._mesh = mesh
         self.overlap = overlap
-        self.length = 0
+        self._extent = torch.empty(0, 0)
+
+    @property
+    def length(self) -> int:
+        """Positions of all ranks, without padding.
+
+        The size of a tensor without values: a compiled layer takes it as one of its inputs' sizes,
+        which may change, while it would be compiled anew for every number.
+        """
+        return len(self._extent)
 
     @property
     def slice_length(self) -> int:
@@ -49,7 +58,7 @@ class SequenceSlices:
     def enter(self, _: nn.Module, args: tuple) -> tuple:
         """Pre-hook of the first layer: keeps this rank's slice; backward gathers."""
         hidden = args[0]
-        self.length = hidden.shape[SEQUENCE_DIM]
+        self._extent = torch.empty(hidden.shape[SEQUENCE_DIM], 0)
         if self.overlap is None:
             return (self._slice(hidden, Replicate()), *args[1:])
         rows, batch = sequence_first(hidden)
@@ -65,13 +74,13 @@ class SequenceSlices:
         """
         forward: Any = layer.forward
 
-        def forward_at_length(*args: Any, sequence_length: int, **kwargs: Any) -> Any:
+        def forward_at_length(*args: Any, sequence_length: Tensor, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():  # a compiled layer runs again inside its graph
-                self.length = sequence_length
+                self._extent = sequence_length
             return forward(*args, **kwargs)
 
         def add_length(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-            return args, {**kwargs, "sequence_length": self.length}
+            return args, {**kwargs, "sequence_length": self._extent}
 
         layer.forward = forward_at_length
         layer.register_forward_pre_hook(add_length, with_kwargs=True)

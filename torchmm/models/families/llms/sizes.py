@@ -75,6 +75,8 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
         "head_dim": head_dim,
     }
     attention = attention_of(layer)
+    if not getattr(attention, "use_rope", True):  # some layers of SmolLM3
+        sizes["rotary"] = False
     if getattr(attention, "kv_b_proj", None) is not None:
         shared = config.qk_rope_head_dim
         sizes |= {

@@ -1,0 +1,139 @@
+"""Compiled layers: how many graphs there are, whatever lengths come, and what is told of them.
+
+Traced only (backend "eager"): graphs are counted, and equal what is not compiled.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from model_cases import (
+    ENCODERS,
+    EXPERTS,
+    LLMS,
+    build,
+    make_inputs,
+    microbatch,
+    pair_config,
+    relative_error,
+    text_model,
+)
+from torch import Tensor
+
+from torchmm.models.layered import LayeredModule
+from torchmm.models.layers.experts import COMPILES_FROM
+from torchmm.parallel import compilation, torch_private
+from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.parallel.compilation import (
+    CACHE_VARIABLE,
+    MOST_GRAPHS,
+    Compilation,
+    Graph,
+    keep_compiled_code,
+    tell_graphs,
+)
+
+LENGTHS = ([5, 9, 9], [4, 10, 9], [23], [3, 4, 2, 2, 7], [1, 20], [30, 2])
+"""Of samples in microbatches: first only the longest changes, then only their number, then all."""
+FEW_LLMS = ("llama", "gemma3_text", "smollm3", "qwen3_moe", "qwen3_5")
+FEW_ENCODERS = ("clip", "siglip2", "qwen2_5_vl")
+
+
+def chosen(names: list[str], few: tuple[str, ...]) -> list:
+    """All, of which only a few are always tested."""
+    return [pytest.param(n, marks=() if n in few else pytest.mark.campaign) for n in names]
+
+
+def compiled_as(module: LayeredModule, run: Callable[[], Tensor]) -> Tensor:
+    """What `run` returns, and the gradients of its sum, all in a row."""
+    module.zero_grad()
+    output = run()
+    output.sum().backward()
+    grads = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+    return torch.cat([output.detach().flatten(), *grads])
+
+
+def compile_layers(module: LayeredModule) -> Compilation:
+    torch.compiler.reset()  # what other tests have taught the compiler about sizes
+    found = Compilation("eager")
+    apply_activation_checkpoint(module, "none", found)
+    return found
+
+
+def check(module: LayeredModule, runs: list[Callable[[], Tensor]]) -> list[Graph]:
+    """Compares every run with and without compiled layers; the graphs."""
+    expected = [compiled_as(module, run) for run in runs]
+    found = compile_layers(module)
+    for run, values in zip(runs, expected, strict=True):
+        assert relative_error(compiled_as(module, run), values) < 1e-6
+    graphs = found.new_graphs()
+    assert graphs and not found.new_graphs()
+    return graphs
+
+
+def runs_of(family: str) -> tuple[LayeredModule, list[Callable[[], Tensor]]]:
+    model = text_model(family)
+    return model.llm, [lambda own=own: model(microbatch(own)) for own in LENGTHS]
+
+
+@pytest.mark.parametrize("family", chosen(list(LLMS), FEW_LLMS))
+def test_llms_have_few_graphs_whatever_lengths_come(family: str) -> None:
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if family in EXPERTS and version < COMPILES_FROM:
+        pytest.skip("experts do not compile with this version of transformers, which is said")
+    assert max(graph.number for graph in check(*runs_of(family))) <= MOST_GRAPHS
+
+
+@pytest.mark.parametrize("family", chosen(list(ENCODERS), FEW_ENCODERS))
+def test_encoders_have_few_graphs_whatever_images_come(family: str) -> None:
+    encoder = build(pair_config("llama", family)).encoders["eye"]
+    inputs = make_inputs(family)
+    count = len(inputs.grids_thw)
+    parts = (range(count), range(1), range(1, count), range(count - 1, count))
+    graphs = check(encoder, [lambda p=p: encoder(inputs.select(p)) for p in parts])
+    assert max(graph.number for graph in graphs) <= MOST_GRAPHS
+
+
+def test_layers_of_one_kind_share_their_graphs() -> None:
+    graphs = check(*runs_of("gemma3_text"))
+    kinds = {"layers like 0 of llm", "layers like 1 of llm"}  # with a window, and without
+    assert {graph.kind for graph in graphs} == kinds and len(graphs) == len(kinds)
+
+
+def test_without_a_word_about_sizes_there_are_more_which_is_told_with_the_guard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compilation, "mark_sizes", lambda value: None)
+    graphs = check(*runs_of("llama"))
+    assert max(graph.number for graph in graphs) > MOST_GRAPHS
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        tell_graphs(graphs, 3, logging.getLogger())
+    first, *warnings = [record.getMessage() for record in caplog.records]
+    assert first.startswith(f"step 3: {len(graphs)} graphs of layers compiled in ")
+    assert len(warnings) == len(graphs) - MOST_GRAPHS
+    assert warnings[0].startswith("layers like 0 of llm have 3 graphs by now, and 2 should do")
+    assert "size mismatch at index" in warnings[0]
+
+
+def test_nothing_is_told_of_steps_that_compile_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        caplog.clear()
+        tell_graphs([], 3, logging.getLogger())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("before", [None, "torch's", "the user's"])
+def test_code_is_kept_where_the_user_says(
+    before: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    if before is not None:
+        usual = torch_private.usual_code_cache()
+        monkeypatch.setenv(CACHE_VARIABLE, usual if before == "torch's" else "/elsewhere")
+    keep_compiled_code(tmp_path / "compile_cache")
+    kept = compilation.os.environ[CACHE_VARIABLE]
+    assert kept == ("/elsewhere" if before == "the user's" else str(tmp_path / "compile_cache"))
