@@ -35,6 +35,7 @@ CAMPAIGNS = {
     "test_unlisted_encoders.py::test_all_image_encoders_of_transformers",
     "test_unlisted.py::test_all_causal_lms_of_transformers",
     "test_train.py::test_resume_continues_with_the_same_bits[pipeline-workers1]",
+    "test_train.py::test_resume_continues_with_the_same_bits[llm.context-workers2]",
     # Whole runs of what the equality tests above them compare step by step.
     "test_train_disaggregated.py",
     "test_train_generation.py",

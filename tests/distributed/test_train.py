@@ -1,5 +1,6 @@
 """Whole runs on real data: curves of all layouts, resuming, reading the export back."""
 
+import json
 import os
 
 import pytest
@@ -90,7 +91,9 @@ def test_layouts_give_the_single_process_curve(ranks, single, tmp_path, real_dat
     assert single[-1]["loss"] < 0.9 * single[0]["loss"], "the model must learn something"
 
 
-@pytest.mark.parametrize(("layout", "workers"), [("shard", (0, 2)), ("pipeline", (2, 0))])
+@pytest.mark.parametrize(
+    ("layout", "workers"), [("shard", (0, 2)), ("pipeline", (2, 0)), ("llm.context", (0, 0))]
+)
 def test_resume_continues_with_the_same_bits(layout, workers, tmp_path, real_data):
     """6 steps at once, or 3 and 3 with another number of workers: same losses, same weights."""
     first, then = workers
@@ -121,7 +124,7 @@ def test_checkpoint_of_one_layout_continues_in_another(single, tmp_path, real_da
         (2, {"tensor": 2}),
         (1, {}),
         (2, {"pipeline": 2}),
-        (4, {"pipeline": 2, "shard": 2}),
+        (4, {"pipeline": 2, "llm.context": 2}),
         (2, {"shard": 2}),
     ]
     for turn, (ranks, sizes) in enumerate(layouts, 1):
@@ -160,3 +163,29 @@ def test_experts_train_over_ranks_and_continue_on_one(tmp_path, real_data):
         assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
         assert 1.0 <= ours["expert_load"] <= 4.0
         assert ours["expert_load"] == pytest.approx(reference["expert_load"], rel=1e-2)
+
+
+def test_ranks_that_share_rows_write_the_records_of_one(tmp_path, real_data):
+    """Losses, rates, held-out losses and texts; rows have lengths that ranks do not divide."""
+    common = {
+        "training__steps": 3,
+        "training__global_batch_size": 2,
+        "training__sequence_length": 65,
+        "validation__interval": 3,
+        "validation__batches": 1,
+        "validation__samples": 2,
+        "validation__max_new_tokens": 3,
+    }
+    shared = {"parallel__llm.context": 2}
+    run(1, tiny_recipe(tmp_path / "one", real_data, 1, **common))
+    run(2, tiny_recipe(tmp_path / "shared", real_data, 2, **common, **shared))
+    for two, one in zip(records(tmp_path / "shared"), records(tmp_path / "one"), strict=True):
+        for key in ("loss", "grad_norm", "validation_loss"):
+            assert two[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), key
+        for key in ("tokens_per_s", "samples_per_s", "images_per_s"):
+            counts = [r[key] * r["step_ms"] / 1e3 for r in (one, two)]
+            assert counts[0] == pytest.approx(counts[1]), key
+    texts = [
+        json.loads((tmp_path / name / "samples.json").read_text()) for name in ("one", "shared")
+    ]
+    assert texts[0] and texts[0] == texts[1]
