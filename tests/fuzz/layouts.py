@@ -130,13 +130,23 @@ def _interleaved(rng: Random, shape: Shape) -> tuple[Table, int]:
     if pipeline == 1 and rng.random() < 0.3:
         parallel["reshard_after_forward"] = rng.choice(("always", "never"))
     parallel |= _experts(rng, shape, sizes)
-    return parallel, sizes["replicate"] * sizes["shard"]
+    context = _context(rng, parallel, sizes["shard"])
+    return parallel, sizes["replicate"] * sizes["shard"] // context
 
 
 def _experts(rng: Random, shape: Shape, sizes: dict[str, int]) -> Table:
     if not shape.experts or sizes["tensor"] > 1 or rng.random() < 0.3:
         return {}
     return {"expert": _middle(rng, [d for d in divisors(sizes["shard"]) if shape.experts % d == 0])}
+
+
+def _context(rng: Random, parallel: Table, shard: int) -> int:
+    """Ranks that share rows of the LLM, which may be written into `parallel`."""
+    if shard == 1 or rng.random() < 0.5:
+        return 1
+    context = _middle(rng, divisors(shard))
+    parallel.setdefault("llm", {})["context"] = context
+    return context
 
 
 def _search(rng: Random) -> Table:
@@ -271,7 +281,7 @@ def perturbed(rng: Random, layout: Table, shape: Shape) -> Table:
     for _ in range(rng.choice((1, 1, 2))):
         size = rng.choice((1, 1, 2, 2, 3, 4, -1))
         key = rng.choice(SIZES)
-        kind = rng.randrange(8)
+        kind = rng.randrange(9)
         if kind == 0:
             parallel[key] = max(1, size) if key in ("pipeline", "tensor") else size
         elif kind in (1, 2):
@@ -287,6 +297,8 @@ def perturbed(rng: Random, layout: Table, shape: Shape) -> Table:
         elif kind == 6:
             name = rng.choice([*shape.layers])
             parallel.setdefault(name, {})["segments"] = rng.choice((1, 2, 3))
+        elif kind == 7:
+            parallel.setdefault("llm", {})["context"] = rng.choice((2, 2, 3, 4))
         else:
             key, value = rng.choice(
                 (

@@ -71,6 +71,7 @@ def module_executions(run: Resolved, modules: Sequence[ModuleDescription]) -> di
             shard=own.shard,
             replicate=own.replicate,
             expert=parallel.expert if module.kind == "llm" else 1,
+            context=parallel.context if module.kind == "llm" else 1,
             recompute=run.recipe.activation_checkpoint.fixed_mode(module.name),
         )
     return found

@@ -44,7 +44,7 @@ def _memory(
     """Estimate for a rank with these modules."""
     recipe = run.recipe
     training = recipe.training
-    llm_tokens = training.microbatch_size * training.sequence_length
+    llm_tokens = -(-training.microbatch_size * training.sequence_length // recipe.parallel.context)
     checkpointing = recipe.activation_checkpoint
     ranks = sizes.data_parallel // recipe.parallel.context * training.microbatch_size
     own = _colocated_sizes(run, model)
@@ -141,6 +141,9 @@ def _rank_lines(run: Resolved, model: MultimodalModel) -> dict[str, str]:
         "ranks": f"{world_size} = {pipeline}replicate {llm.replicate} x shard {llm.shard} "
         f"x tensor {llm.tensor}"
     }
+    context = run.recipe.parallel.context
+    if context > 1:
+        lines["context"] = f"{context} of the shard ranks share the LLM's tokens, and the images"
     for name, own in _colocated_sizes(run, model).items():
         pipelines = llm.pipeline // own.pipeline
         lines[f"ranks of {name}"] = (

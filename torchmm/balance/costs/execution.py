@@ -19,6 +19,8 @@ class Execution:
         sequence_parallel: whether activations between tensor-parallel regions are split too.
         async_tensor: whether communication of linears overlaps with their matrix products.
         expert: ranks out of `shard` that divide experts among themselves.
+        context: ranks out of `shard` that divide the LLM's tokens among themselves, and in
+            attention its heads; sizes of tasks are those of one of them (`module_tasks`).
         shard, replicate: data-parallel ranks that share parameters, and copies of those groups.
         recompute: activation checkpointing.
     """
@@ -29,6 +31,7 @@ class Execution:
     shard: int = 1
     replicate: int = 1
     expert: int = 1
+    context: int = 1
     recompute: Recompute = "none"
 
     @property
@@ -45,6 +48,7 @@ class Setting(NamedTuple):
     """Of the compute dtype."""
     tensor_link: Link = "node"
     expert_link: Link = "node"
+    context_link: Link = "node"
     segment_calls: bool = True
     """Whether attention makes a call per run of equally long segments (CPU), or one for all."""
     accumulated: float = 1.0

@@ -285,6 +285,7 @@ class CostModel:
             self.element_bytes,
             self._link(execution.tensor),
             self._link(execution.expert),
+            self._link(execution.tensor * execution.context),
             segment_calls=not self.profile.device.asynchronous,
             accumulated=1 - 1 / max(1, tasks),
         )

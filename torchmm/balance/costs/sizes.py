@@ -13,7 +13,7 @@ stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, ModuleDescription, even_ranges
 from torchmm.common.generated import GeneratedMeta
+from torchmm.common.row_slices import image_shares, task_images
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.orders import inputs_need_gradient
 
@@ -40,6 +41,8 @@ class TaskSizes:
         lengths_S: positions in the layers, by segment in which attention works, task after task.
         task_S: which task a segment belongs to; rises.
         contexts_S: generators: tokens a segment attends to besides its own; else zeros.
+        share: of the positions, and in attention of the heads, that a rank has of all segments,
+            where several divide them (`inputs_N` and `outputs_N` are a rank's).
     """
 
     inputs_N: Array
@@ -48,6 +51,7 @@ class TaskSizes:
     lengths_S: Array
     task_S: NDArray[np.int64]
     contexts_S: Array
+    share: float = 1.0
 
     @property
     def tasks(self) -> int:
@@ -56,8 +60,8 @@ class TaskSizes:
 
     @cached_property
     def units_N(self) -> Array:
-        """Positions in the layers."""
-        return self._sum(self.lengths_S)
+        """Positions in the layers, on a rank."""
+        return self.share * self._sum(self.lengths_S)
 
     @cached_property
     def contexts_N(self) -> Array:
@@ -70,7 +74,8 @@ class TaskSizes:
         return self._sum(self.lengths_S * self.contexts_S)
 
     def pairs_N(self, window: int | None, apart: bool) -> Array:
-        """Pairs of positions of which one attends to the other, without a causal mask.
+        """Pairs of positions of which one attends to the other, without a causal mask; a rank's
+        share of them, as it has of heads.
 
         Args:
             window: positions that one attends to; None: all of its segment.
@@ -96,9 +101,9 @@ class TaskSizes:
         return self._sum(np.ones(len(self.lengths_S)))
 
     def causal_pairs_N(self, window: int | None, block: int) -> Array:
-        """Pairs that a kernel computes which skips the masked half in blocks of keys."""
+        """The same of pairs that a kernel computes which skips the masked half, in blocks."""
         reach_S = self._reach(window)
-        return self._sum(self.lengths_S * np.minimum(reach_S, (reach_S + block) / 2))
+        return self.share * self._sum(self.lengths_S * np.minimum(reach_S, (reach_S + block) / 2))
 
     def calls_N(self, window: int | None) -> Array:
         """Runs of equally long neighbouring segments: calls of a kernel for equal lengths."""
@@ -116,7 +121,7 @@ class TaskSizes:
         if window is not None and apart:
             rest_S = self.lengths_S % window
             pairs_S = (self.lengths_S - rest_S) * window + rest_S**2
-        return self._sum(pairs_S)
+        return self.share * self._sum(pairs_S)
 
     def _reach(self, window: int | None) -> Array:
         return self.lengths_S if window is None else np.minimum(self.lengths_S, window)
@@ -143,24 +148,37 @@ def encoder_sizes(module: ModuleDescription, tasks: Sequence[Sequence[ImageMeta]
 
 
 def llm_sizes(
-    microbatches: Sequence[MicrobatchMeta], targets: Sequence[int], *, padding: bool
+    microbatches: Sequence[MicrobatchMeta],
+    targets: Sequence[int],
+    *,
+    padding: bool,
+    context: int = 1,
 ) -> TaskSizes:
     """Sizes of the LLM's tasks.
 
     Args:
         targets: positions that count in the loss, by microbatch.
         padding: whether padding, which is computed as a segment of its own, counts.
+        context: ranks that share a row, of which this is one.
     """
     lengths = [[sample.tokens for sample in meta.samples] for meta in microbatches]
     if padding:
         gaps = [meta.tokens - meta.used_tokens for meta in microbatches]
         lengths = [[*own, gap] if gap > 0 else own for own, gap in zip(lengths, gaps, strict=True)]
-    return _sizes(
+    sizes = _sizes(
         inputs=[sum(own) for own in lengths],
         outputs=list(targets),
         images=[meta.image_count for meta in microbatches],
         lengths=lengths,
         contexts=[[0] * len(own) for own in lengths],
+    )
+    if context == 1:
+        return sizes
+    return replace(
+        sizes,
+        inputs_N=sizes.inputs_N / context,
+        outputs_N=sizes.outputs_N / context,
+        share=1 / context,
     )
 
 
@@ -233,8 +251,8 @@ class ModuleTasks:
 
     Attributes:
         keys: (microbatch, sub-microbatch) of each of the N tasks.
-        sizes: what is computed, padding included.
-        useful: without padding.
+        sizes: what is computed, padding included; where ranks share rows, by the one with most.
+        useful: without padding, by all of them together.
     """
 
     module: ModuleDescription
@@ -273,17 +291,41 @@ def module_tasks(
         )
     if module.kind == "llm":
         keys = [(i, 0) for i in range(graph.microbatches)]
-        sizes = llm_sizes(microbatches, targets, padding=True)
+        sizes = llm_sizes(microbatches, targets, padding=True, context=graph.context)
         return ModuleTasks(module, keys, sizes, llm_sizes(microbatches, targets, padding=False))
     parts = graph.sub_microbatches.get(module.name, (1,) * graph.microbatches)
     keys = [(i, part) for i, count in enumerate(parts) for part in range(count)]
     if module.kind == "encoder":
         seen = [meta.images_read_by(module.name) for meta in microbatches]
+        if graph.context > 1:
+            shares = [_shared_groups(*own, graph.context) for own in zip(seen, parts, strict=True)]
+            most = [max(of_ranks, key=_patches) for own in shares for of_ranks in own]
+            every = [[i for share in of_ranks for i in share] for own in shares for of_ranks in own]
+            useful = encoder_sizes(module, every)
+            return ModuleTasks(module, keys, encoder_sizes(module, most), useful)
         sizes = encoder_sizes(module, _groups(module.name, seen, parts))
     else:
         drawn = [meta.generated for meta in microbatches]
         sizes = generator_sizes(_groups(module.name, drawn, parts))
     return ModuleTasks(module, keys, sizes, sizes)
+
+
+def _shared_groups(
+    images: Sequence[ImageMeta], tasks: int, ranks: int
+) -> list[list[Sequence[ImageMeta]]]:
+    """A microbatch's images by task and rank, where ranks share it."""
+    shares = [
+        images[own.start : own.stop] for own in image_shares([i.patches for i in images], ranks)
+    ]
+    places = [[task_images(len(own), tasks, i, ranks) for own in shares] for i in range(tasks)]
+    return [
+        [own[at.start : at.stop] for own, at in zip(shares, of_ranks, strict=True)]
+        for of_ranks in places
+    ]
+
+
+def _patches(images: Sequence[ImageMeta]) -> int:
+    return sum(image.patches for image in images)
 
 
 def _groups(name: str, images: Sequence[list[T]], parts: Sequence[int]) -> list[list[T]]:
