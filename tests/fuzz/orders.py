@@ -22,7 +22,7 @@ def write_csv(run: Resolved, model: Any, file: Path) -> None:
     """
     descriptions = [module.describe() for module in model.modality_modules()]
     recipe, training = run.recipe, run.recipe.training
-    ranks = run.llm.data_parallel * training.microbatch_size
+    ranks = run.shares * training.microbatch_size
     tokens = training.microbatch_size * training.sequence_length
     layout = plan_layout(recipe.parallel, descriptions, [MicrobatchMeta((), tokens)])
     graph = StageGraph(layout, training.global_batch_size // ranks, {})
