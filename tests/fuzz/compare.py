@@ -23,6 +23,8 @@ class Bounds:
     """Of weights, relative to themselves."""
     sway: float
     """Of weights, relative to how far training has moved all of them."""
+    drift: float = 1.0
+    """How many times farther gradients may be apart that follow steps of training."""
 
 
 BOUNDS = {
@@ -31,14 +33,22 @@ BOUNDS = {
 }
 
 
-def bounds_of(dtype: str, sharp: bool) -> Bounds:
+def bounds_of(dtype: str, sharp: bool, narrow: bool = False) -> Bounds:
     """For a model trained in `dtype`.
 
     Args:
+        narrow: whether parameters or states rest in fewer bits, or matrices are made orthogonal:
+            what differs by rounding then differs by a step of theirs, here and there. That equal
+            gradients give equal bits is seen in tests/distributed/test_optimizer_layouts.py.
         sharp: see `fuzz.models.is_sharp`; in float32 the reference itself is then off by more
             than 2e-5, against float64.
     """
     found, factor = BOUNDS[dtype], 10 if sharp else 1
+    if narrow:
+        update, sway = max(found.update, 0.05), max(found.sway, 0.02)
+        found = replace(found, loss=max(found.loss, 1e-4), update=update, sway=sway, drift=100.0)
+    if narrow and dtype == "bfloat16":
+        found = replace(found, rounding=2**-7)
     return replace(
         found,
         gradient=factor * found.gradient,
@@ -71,7 +81,8 @@ def differences(
         for number, step in enumerate(steps):
             pairs = seen["losses"][number], seen["norms"][number]
             yield from _numbers(rank, *pairs, first + number, step, bounds)
-        yield from _gradients(rank, seen, steps[0]["gradients"], bounds)
+        looser = replace(bounds, gradient=bounds.gradient * (bounds.drift if first else 1.0))
+        yield from _gradients(rank, seen, steps[0]["gradients"], looser)
         yield from _weights(rank, seen, steps[-1]["weights"], begin, bounds)
         met |= seen["weights"].keys()
     if missing := sorted(wanted["initial"].keys() - met):

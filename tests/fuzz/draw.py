@@ -91,6 +91,7 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
         sections["training"]["deterministic"] = True
     if rng.random() < 0.3:
         sections["optimizer"] = {"max_grad_norm": 0.05}
+    _optimizer(Random(f"{seed}-{index}-optimizer"), sections, is_sharp(model))
     weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
     world = rng.choices(worlds, weights)[0]
     experts = experts_of(model)
@@ -104,6 +105,27 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
         found = draw_layout(rng, Shape(layers, batch, world_then, experts))
         then.append(Layout(world_then, found))
     return Draw(f"{seed}-{index}", source, sections, Layout(world, first), tuple(then))
+
+
+def _optimizer(rng: Random, sections: Table, sharp: bool) -> None:
+    """Which it is and how its states rest. Rarely drawn: what layouts do is seen best in float32.
+
+    Args:
+        rng: of its own, so that all else is drawn as without.
+    """
+    if rng.random() > 0.2 or sharp:
+        return
+    table = sections.setdefault("optimizer", {})
+    if rng.random() < 0.4:
+        table |= {"name": "muon", "momentum": rng.choice((0.95, 0.9))}
+    if rng.random() < 0.6:
+        table["state_dtype"] = rng.choice(("bfloat16", "int8"))
+    if rng.random() < 0.4:
+        table["offload"] = True
+    if rng.random() < 0.3:
+        sections["training"] |= {"dtype": "bfloat16", "parameter_dtype": "bfloat16"}
+        if rng.random() < 0.3:
+            table["stochastic_rounding"] = False
 
 
 def _frozen(rng: Random, layers: dict[str, int]) -> list[str]:

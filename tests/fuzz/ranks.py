@@ -104,9 +104,11 @@ def run_reference(
     initial = {n: p.detach().clone() for n, p in model.named_parameters()}
     batches = reference_batches(recipe, model, tokenizer, steps)
     section = recipe.model.model_dump(exclude_none=True)
-    optimizer = recipe.optimizer.model_dump()
+    optimizer = recipe.optimizer.model_dump() | {"computed_in": recipe.training.dtype}
     frozen, names = list(recipe.freeze.modules), composite_names(model)
-    trained = reference.train(section, frozen, optimizer, initial, batches, names)
+    of_layers = {id(parameter) for parameter in model.layer_matrices()}
+    matrices = {n for n, p in model.named_parameters() if id(p) in of_layers}
+    trained = reference.train(section, frozen, optimizer, initial, batches, names, matrices)
     torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, found)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from fuzz.composites import CompositeReference
+from torchmm.common.dtypes import DTYPES
+from torchmm.training.optimizers.compact import CompactOptimizer, Settings
 
 Table = dict[str, Any]
 Grid = tuple[int, int, int]
@@ -292,16 +294,18 @@ def train(
     initial: dict[str, Tensor],
     batches: list[list[Any]],
     names: Mapping[str, str],
+    matrices: Collection[str] = (),
 ) -> list[Step]:
     """A step for every batch.
 
     Args:
         model: the recipe's section.
         frozen: names as in [freeze].
-        optimizer: the recipe's section, complete.
+        optimizer: the recipe's section, complete, and the dtype that is `computed_in`.
         initial: weights by name.
         batches: packed sequences (`Microbatch`) of each global batch.
         names: of a composite's parameters in Hugging Face's model, by those in `initial`.
+        matrices: names of those that Muon is for.
     """
     reference = (
         CompositeReference(model["config"], names) if model.get("config") else Reference(model)
@@ -317,20 +321,8 @@ def train(
     }
     embeddings = {id(m.weight) for m in reference.modules() if isinstance(m, nn.Embedding)}
     decays = {n: p.ndim > 1 and id(p) not in embeddings for n, p in trained.items()}
-    groups = [
-        {
-            "params": [p for n, p in trained.items() if decays[n] == decay],
-            "weight_decay": optimizer["weight_decay"] if decay else 0.0,
-        }
-        for decay in (False, True)
-    ]
-    adamw = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optimizer["lr"],
-        betas=tuple(optimizer["betas"]),
-        eps=optimizer["eps"],
-        foreach=False,
-    )
+    dtype = next(iter(initial.values())).dtype
+    updates = Updates(trained, decays, optimizer, dtype, matrices)
     steps = []
     for batch in batches:
         loss = _gradients(reference, [s for sequence in batch for s in samples_of(sequence)])
@@ -342,11 +334,70 @@ def train(
         for parameter in trained.values():
             parameter.grad.mul_(factor)
         gradients = {n: p.grad.clone() for n, p in trained.items()}
-        adamw.step()
+        updates.step()
         reference.zero_grad()
         weights = {n: parameters[n].detach().clone() for n in initial}
         steps.append(Step(loss, norm.item(), gradients, weights))
     return steps
+
+
+class Updates:
+    """torch's AdamW, or, where numbers rest in fewer bits, ours on one process; what its updates
+    are is compared with torch's in its own tests.
+
+    Args:
+        trained: parameters by name, in float32.
+        decays: names of those that decay.
+        optimizer: the recipe's section, complete.
+        dtype: of the run's parameters.
+        matrices: names of those that Muon is for.
+    """
+
+    def __init__(
+        self,
+        trained: dict[str, nn.Parameter],
+        decays: Mapping[str, bool],
+        optimizer: Table,
+        dtype: torch.dtype,
+        matrices: Collection[str],
+    ) -> None:
+        self._trained = trained
+        self._own = {n: nn.Parameter(p.detach().to(dtype)) for n, p in trained.items()}
+        by_muon = set(matrices) if optimizer["name"] == "muon" else set()
+        groups: dict[tuple[bool, str], Table] = {}
+        for name, parameter in self._own.items():
+            key = decays[name], "muon" if name in by_muon else "adamw"
+            decay = optimizer["weight_decay"] if decays[name] else 0.0
+            empty = {"params": [], "weight_decay": decay, "rule": key[1], "lr": optimizer["lr"]}
+            groups.setdefault(key, empty)["params"].append(parameter)
+        betas, eps = tuple(optimizer["betas"]), optimizer["eps"]
+        narrow = optimizer["state_dtype"] != "float32" or dtype != torch.float32
+        if not narrow and not by_muon:
+            self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+                [*groups.values()], lr=optimizer["lr"], betas=betas, eps=eps, foreach=False
+            )
+            return
+        settings = Settings(
+            betas=betas,
+            eps=eps,
+            momentum=optimizer["momentum"],
+            state_dtype=optimizer["state_dtype"],
+            at_random=optimizer["stochastic_rounding"],
+            offload=False,
+            muon_dtype=DTYPES[optimizer["computed_in"]],
+        )
+        names = {id(parameter): name for name, parameter in self._own.items()}
+        self._optimizer = CompactOptimizer([*groups.values()], settings, names)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """With the gradients of `trained`."""
+        for name, parameter in self._trained.items():
+            assert parameter.grad is not None
+            self._own[name].grad = parameter.grad.to(self._own[name].dtype)
+        self._optimizer.step()
+        for name, parameter in self._trained.items():
+            parameter.copy_(self._own[name])
 
 
 def _gradients(reference: Reference | CompositeReference, samples: list[Sample]) -> float:

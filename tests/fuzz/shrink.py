@@ -170,8 +170,8 @@ def _simpler_values(sections: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in {"global_batch_size": 4, "sequence_length": 64, "seed": 0}.items():
         if training[key] != value:
             yield ("training", key), value
-    if "dtype" in training:
-        yield ("training", "dtype"), None
+    if dtypes := [key for key in ("parameter_dtype", "dtype") if key in training]:
+        yield ("training", dtypes[0]), None
     if "optimizer" in sections:
         yield ("optimizer",), None
 

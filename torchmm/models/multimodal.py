@@ -24,6 +24,7 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.text import TextConventions, Token
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule, StageRange
+from torchmm.models.layers.experts import expert_parts, stacked_weights
 from torchmm.models.llm import LlmModule
 
 
@@ -158,6 +159,13 @@ class MultimodalModel(nn.Module):
     def tied_copy_parameters(self) -> set[nn.Parameter]:
         """The parameters `tied_copies` names: not counted again in norms and sums."""
         return {self.get_parameter(name) for name in self.tied_copies()}
+
+    def layer_matrices(self) -> set[nn.Parameter]:
+        """Weights of layers that are a matrix, or one for each expert."""
+        layers = [layer for stage in self.all_stages() for layer in stage.layers]
+        of_experts = (p for part in expert_parts(layers) for p in stacked_weights(part))
+        flat = (p for layer in layers for p in layer.parameters() if p.ndim == 2)
+        return {*flat, *of_experts}
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         """Parameters by module name: (all, trainable)."""

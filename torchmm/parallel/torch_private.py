@@ -5,6 +5,7 @@
   used twice; `supports_weight_split` finds out by trying.
 - FSDP2's state: gathering and reducing at moments of our own needs the state to be initialised
   before the first forward, the groups of parameters, and the callback that ends a backward.
+- DTensors of tensors that are not on their mesh's device.
 - Functional collectives and symmetric memory: operators that start a collective and return; a
   custom operator can name a process group by a string only, so it has to be looked up.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,8 @@ from torch.distributed.pipelining._backward import (
     stage_backward_input,
 )
 from torch.distributed.pipelining._backward import stage_backward_weight as _backward_weight
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "accumulate_gradients",
@@ -44,6 +48,7 @@ __all__ = [
     "group_named",
     "initialize_fsdp",
     "is_view",
+    "placed_like",
     "reduce_gradients",
     "stage_backward",
     "stage_backward_input",
@@ -90,6 +95,19 @@ def stage_backward_weight(
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd counts `tensor` as a view, which cannot be detached in place."""
     return tensor._is_view()
+
+
+def placed_like(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
+    """A DTensor of this rank's part, where it is: `DTensor.from_local` would move it to the mesh.
+
+    Args:
+        like: with the same mesh and placements.
+        shape: of the whole.
+    """
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    meta = TensorMeta(shape, stride, local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def initialize_fsdp(module: FSDPModule) -> None:

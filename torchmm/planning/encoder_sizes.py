@@ -24,6 +24,7 @@ from torchmm.balance.bubbles.encoder_sizes import (
     colocated_plans,
 )
 from torchmm.common.errors import ConfigError
+from torchmm.planning.executions import parameter_states
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.recipe import Recipe
@@ -184,9 +185,12 @@ def _fitting(
     encoders = [module for module in modules if module.kind == "encoder"]
     limit_bytes = int(forecaster.profile.device.memory_bytes)
     compute_bytes = 2 if forecaster.recipe.training.dtype == "bfloat16" else 4
-    own_bytes = backbone_bytes(layout, modules, llm, compute_bytes=compute_bytes)
+    states = parameter_states(forecaster.recipe)
+    own_bytes = backbone_bytes(layout, modules, llm, compute_bytes=compute_bytes, states=states)
     try:
-        plans = colocated_plans(encoders, llm, own_bytes, limit_bytes, compute_bytes=compute_bytes)
+        plans = colocated_plans(
+            encoders, llm, own_bytes, limit_bytes, compute_bytes=compute_bytes, states=states
+        )
     except ValueError as error:
         raise ConfigError(f"parallel.orchestrate: {error}") from error
     found = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.execution import Execution, States
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
@@ -22,7 +22,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.training_section import limit_bytes
+from torchmm.recipe.training_section import STATE_BLOCK, limit_bytes
 
 
 def run_profile(recipe: Recipe, device: torch.device) -> Profile:
@@ -73,8 +73,32 @@ def module_executions(run: Resolved, modules: Sequence[ModuleDescription]) -> di
             expert=parallel.expert if module.kind == "llm" else 1,
             context=parallel.context if module.kind == "llm" else 1,
             recompute=run.recipe.activation_checkpoint.fixed_mode(module.name),
+            states=parameter_states(run.recipe),
         )
     return found
+
+
+def parameter_states(recipe: Recipe) -> States:
+    """What training holds of parameters, as [optimizer] and [training] say.
+
+    8 bits are counted as if all parameters were matrices with full blocks; vectors are few. What
+    updates read and write was counted in `torchmm/training/optimizers`, call by call.
+    """
+    optimizer = recipe.optimizer
+    narrow = recipe.training.parameter_dtype == "bfloat16"
+    moment = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / STATE_BLOCK}[optimizer.state_dtype]
+    changed = {"float32": 0.0, "bfloat16": 92.0, "int8": 70.0}
+    muon = optimizer.name == "muon"
+    updated = 28 + 2 * changed[optimizer.state_dtype] + (changed["bfloat16"] + 6) * narrow
+    held = 0.0 if optimizer.offload else moment
+    return States(
+        weight=2.0 if narrow else 4.0,
+        moments=2 * held,
+        layer_moments=(1 if muon else 2) * held,
+        updated=updated,
+        visiting=(1 if muon else 2) * (moment - held),
+        orthogonal=muon,
+    )
 
 
 def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Profile) -> CostModel:

@@ -30,7 +30,7 @@ from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
-from torchmm.planning.executions import simulated_profile
+from torchmm.planning.executions import parameter_states, simulated_profile
 from torchmm.planning.forecast import Forecast, Forecaster, first_microbatches
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import schedules_for
@@ -101,7 +101,8 @@ def orchestration_problem(recipe: Recipe, devices: int, profile: Profile) -> Orc
             run = trials_run(load_trials(Path(recipe.simulation.trials)), conditions, run)
         most = min(devices, profile.device.devices_per_node)
         sizes = [size for size in TENSOR_SIZES if size <= most]
-        units = Profiler(modules, packs, profile, training.dtype, run, sizes).units()
+        states = parameter_states(recipe)
+        units = Profiler(modules, packs, profile, training.dtype, run, sizes, states).units()
         return OrchestrationProblem(
             units,
             devices,

@@ -10,6 +10,7 @@ from math import prod
 from torchmm.balance.costs.rough_memory import MemoryEstimate, OwnSizes, estimate_memory
 from torchmm.common.batch import ModuleDescription
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.planning.executions import parameter_states
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import show_sizes
 from torchmm.recipe.sizes import MeshSizes
@@ -64,6 +65,7 @@ def _memory(
         sequence_parallel=recipe.parallel.sequence_parallel,
         own={name: OwnSizes(found.pipeline, found.shard) for name, found in own.items()},
         in_flight=in_flight,
+        states=parameter_states(recipe),
     )
 
 

@@ -327,6 +327,14 @@ def _check_optimizer(recipe: Recipe) -> Problems:
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         text = "each must be >= 0 and < 1; the usual values are [0.9, 0.95]"
         yield Problem("optimizer.betas", optimizer.betas, text)
+    key = "training.parameter_dtype"
+    narrow = recipe.training.parameter_dtype == "bfloat16"
+    if narrow and recipe.training.dtype != "bfloat16":
+        text = 'needs training.dtype = "bfloat16": computing would not be more precise; set both'
+        yield Problem(key, "bfloat16", text, ("training.dtype",))
+    if not narrow and not optimizer.stochastic_rounding:
+        text = f'has no use without {key} = "bfloat16"; set that or remove it'
+        yield Problem("optimizer.stochastic_rounding", False, text, (key,))
 
 
 def _check_memory_limit(recipe: Recipe) -> Problems:

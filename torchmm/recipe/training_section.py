@@ -13,6 +13,8 @@ from torchmm.recipe.section import Section
 
 FixedMode = Literal["none", "selective", "full"]
 Mode = Literal["none", "selective", "full", "tuned"]
+STATE_BLOCK = 64
+"""Values of 8 bits that have a common scale."""
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "%": 0.01}
 
 
@@ -67,8 +69,11 @@ def limit_bytes(limit: str, device_bytes: float) -> int:
 
 
 class OptimizerConfig(Section):
-    """AdamW and the learning rate schedule."""
+    """The optimizer, how its states rest, and the learning rate schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """"adamw"; "muon": matrices of layers move by their momentum, made orthogonal (scaled so that
+    AdamW's learning rates and weight decay fit), all else by AdamW."""
     lr: float = Field(default=3e-4, ge=0)
     """Peak learning rate."""
     module_lr: dict[str, float] = Field(default={})
@@ -78,6 +83,18 @@ class OptimizerConfig(Section):
     """AdamW decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW epsilon."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's (Nesterov) momentum."""
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """How moments rest between steps; updates are computed in float32. "bfloat16" is rounded at
+    random, right in the mean; "int8" has a float32 scale for every 64 values, and leaves vectors in
+    float32."""
+    stochastic_rounding: bool = True
+    """Whether updated bfloat16 parameters (`training.parameter_dtype`) are rounded at random, so
+    that steps smaller than their resolution count in the mean, or to the nearest."""
+    offload: bool = False
+    """Keep the states in the host's memory; they visit the device for the update, a portion at a
+    time, copied while others are computed with."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay; not applied to vectors (norms, biases) and embeddings."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -106,7 +123,11 @@ class TrainingConfig(Section):
     seed: int = Field(default=0, ge=0)
     """Seed of initial weights, sample order and dropout."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype. With bfloat16, parameters, reductions and optimizer state stay float32."""
+    """Compute dtype. With bfloat16, reductions and sums of gradients stay float32; so do parameters
+    and optimizer state, unless `parameter_dtype` and `optimizer.state_dtype` say otherwise."""
+    parameter_dtype: Literal["float32", "bfloat16"] = "float32"
+    """How parameters rest, frozen ones too. "bfloat16" needs `dtype` = "bfloat16"; the optimizer
+    then gets gradients in bfloat16, and `optimizer.stochastic_rounding` says how it rounds."""
     deterministic: bool = False
     """Deterministic kernels only (slower); runs are then bit-identical."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -60,6 +60,7 @@ from torchmm.training.checkpoint.manager import CheckpointManager, Restored
 from torchmm.training.ending import Status, write_status
 from torchmm.training.metrics import MetricsRecorder
 from torchmm.training.optim import build_optimizer
+from torchmm.training.optimizers.forms import block_problems
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import print_summary
 
@@ -79,7 +80,7 @@ class RunParts:
     compilation: Compilation
     tuning: LayerTuning | None
     """How plans choose what layers recompute; None: they do not."""
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     checkpoints: CheckpointManager
     restored: Restored | None
     loader: Loader
@@ -110,7 +111,8 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
         problems.append("data.sources: nothing to train on; the recipe only describes a simulation")
     model = tokenizer = None
     try:
-        model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+        dtype = DTYPES[recipe.training.parameter_dtype]
+        model = build_model(recipe.model, recipe.freeze, dtype, recipe.adapters)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -154,6 +156,9 @@ def cut_model(
         )
     ]
     problems += context_problems(model.llm, parallel.context, run.llm.tensor)
+    if run.recipe.optimizer.state_dtype == "int8":
+        for module in descriptions:
+            problems += block_problems(module, executions[module.name].tensor)
     if problems := problems + expert_problems(model.llm, parallel.expert):
         raise ConfigError(problems)
     microbatches = _typical_microbatches(run, model, tokenizer)
@@ -204,8 +209,7 @@ def build_run(
     pipeline, compilation = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
-    copies = model.tied_copy_parameters()
-    optimizer = build_optimizer(model, module_of, recipe.optimizer, copies)
+    optimizer = _optimizer(run, model)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     restored = checkpoints.resume(model, optimizer, restarted)
     step = restored.step if restored else 0
@@ -227,6 +231,13 @@ def build_run(
         run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, tuning, optimizer,
         checkpoints, restored, loader, data.held_out, recorder,
     )  # fmt: skip
+
+
+def _optimizer(run: Resolved, model: MultimodalModel) -> torch.optim.Optimizer:
+    copies = model.tied_copy_parameters()
+    matrices = model.layer_matrices()
+    dtype = DTYPES[run.recipe.training.dtype]
+    return build_optimizer(model, module_of, run.recipe.optimizer, copies, matrices, dtype)
 
 
 def _recorder(

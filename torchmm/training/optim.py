@@ -1,4 +1,6 @@
-"""AdamW, its parameter groups, the learning rate and the global gradient norm.
+"""The optimizer, its parameter groups, the learning rate and the global gradient norm.
+
+AdamW in float32 is torch's fused one; all else is `optimizers/compact.py`.
 
 The learning rate is a pure function of the step, so there is no scheduler state to save.
 Parameters are grouped by module (each may have a learning rate of its own), by whether weight
@@ -23,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import OptimizerConfig
+from torchmm.training.checkpoint.state import parameter_names
+from torchmm.training.optimizers.compact import CompactOptimizer, Settings
 
 
 def build_optimizer(
@@ -30,14 +34,19 @@ def build_optimizer(
     module_of: Callable[[str], str],
     config: OptimizerConfig,
     copies: Collection[nn.Parameter] = (),
-) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters of `model`; there may be none on this rank.
+    matrices: Collection[nn.Parameter] = (),
+    dtype: torch.dtype = torch.float32,
+) -> torch.optim.Optimizer:
+    """Of the trainable parameters of `model`; there may be none on this rank.
 
     Args:
         module_of: maps a parameter's name to its module name ("llm", "NAME", "NAME.connector").
         copies: parameters that are copies of another rank's embedding, and treated like it.
+        matrices: those of layers, which Muon is for.
+        dtype: in which modules compute.
     """
     groups: dict[tuple, dict[str, Any]] = {}
+    by_muon = {id(matrix) for matrix in matrices} if config.name == "muon" else set()
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     embeddings |= {id(copy) for copy in copies}
     for name, parameter in model.named_parameters():
@@ -45,13 +54,15 @@ def build_optimizer(
             continue
         module = module_of(name)
         decays = parameter.ndim > 1 and id(parameter) not in embeddings
-        key = (module, decays, _mesh_of(parameter))
+        rule = "muon" if id(parameter) in by_muon else "adamw"
+        key = (module, decays, rule, _mesh_of(parameter))
         peak_lr = config.module_lr.get(module, config.lr)
         group = groups.setdefault(
             key,
             {
                 "params": [],
                 "module": module,
+                "rule": rule,
                 "lr": peak_lr,
                 "peak_lr": peak_lr,
                 "weight_decay": config.weight_decay if decays else 0.0,
@@ -61,7 +72,20 @@ def build_optimizer(
     beta1, beta2 = config.betas
     nothing = {"params": [], "module": "", "lr": config.lr, "peak_lr": config.lr}
     found = list(groups.values()) or [nothing]
-    return torch.optim.AdamW(found, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    plain = all(p.dtype == torch.float32 for group in found for p in group["params"])
+    if plain and config.name == "adamw" and config.state_dtype == "float32" and not config.offload:
+        betas = (beta1, beta2)
+        return torch.optim.AdamW(found, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    settings = Settings(
+        betas=(beta1, beta2),
+        eps=config.eps,
+        momentum=config.momentum,
+        state_dtype=config.state_dtype,
+        at_random=config.stochastic_rounding,
+        offload=config.offload,
+        muon_dtype=dtype,
+    )
+    return CompactOptimizer(found, settings, parameter_names(model))
 
 
 class Updates:
@@ -159,11 +183,15 @@ def global_grad_norm(
 
 
 def _norm(grads: list[Tensor]) -> Tensor:
+    """In float32, whatever the gradients' dtype."""
     if grads[0].device.type == "cuda":
-        return torch.nn.utils.get_total_norm(grads, foreach=True)
+        if grads[0].dtype == torch.float32:
+            return torch.nn.utils.get_total_norm(grads, foreach=True)
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]
+        return torch.linalg.vector_norm(torch.stack(norms))
     # The CPU's norm adds in float32 one by one: for a 4096 x 48 matrix it is off by 4e-5, more
     # than different layouts may differ. Its sum adds in pairs.
-    return torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+    return torch.stack([g.float().square().sum() for g in grads]).sum().sqrt()
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:

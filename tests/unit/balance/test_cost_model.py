@@ -8,7 +8,7 @@ import pytest
 
 from torchmm.balance.costs.blocks import stage_blocks
 from torchmm.balance.costs.devices import Device
-from torchmm.balance.costs.execution import Execution, Setting
+from torchmm.balance.costs.execution import Execution, Setting, States
 from torchmm.balance.costs.layers import layer_parameters, shared_bytes, stage_parameters
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.costs.operators import KINDS, Curve, Kind, Profile
@@ -234,3 +234,32 @@ def test_kept_bytes_of_the_ends_by_hand() -> None:
     found = head.kept_bytes(sizes, Setting(Execution(), 4), True)
     # Norm's input and result before the weight, the picked rows, float32 log-probabilities.
     assert found == pytest.approx([4 * (2 * 100 * 64 + 99 * 64 + 99 * 500)])
+
+
+def test_states_count_as_they_rest_and_muon_takes_products():
+    count = sum(layer_parameters(layer) for layer in LLM.layers[1:3])
+
+    def model(**states: object) -> CostModel:
+        return CostModel(PROFILE, "float32", {"llm": Execution(states=States(**states))})
+
+    narrow = model(weight=2.0, moments=4.0, layer_moments=2.0)
+    assert narrow.static_bytes(LLM, 1, 3) == (2 + 4 + 2) * count
+    whole = stage_parameters(LLM, 0, 4)
+    elsewhere = whole.all - sum(layer_parameters(layer) for layer in LLM.layers)
+    assert narrow.static_bytes(LLM, 0, 4) == 8 * whole.all + 2 * elsewhere
+    plain_ms = model().update_ms(LLM, 1, 3)
+    assert model(orthogonal=True).update_ms(LLM, 1, 3) > plain_ms
+    assert model(updated=56.0).update_ms(LLM, 1, 3) > plain_ms
+
+
+def test_states_on_the_host_come_over_its_link_during_the_update():
+    device = replace(PROFILE.device, host_bytes_per_s=1e6)
+    profile = replace(PROFILE, device=device)
+
+    def update_ms(visiting: float) -> float:
+        execution = Execution(states=States(visiting=visiting))
+        return CostModel(profile, "float32", {"llm": execution}).update_ms(LLM, 1, 3)
+
+    trained = stage_parameters(LLM, 1, 3).trained
+    assert update_ms(8.0) >= 8 * trained / 1e6 * 1e3 > update_ms(0.0)
+    assert update_ms(1e-9) == update_ms(0.0)  # hidden

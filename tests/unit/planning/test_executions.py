@@ -5,18 +5,23 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
 from torchmm.planning import forecast
-from torchmm.planning.executions import run_costs
+from torchmm.planning.executions import parameter_states, run_costs
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.resolved import resolve
 from torchmm.recipe import check
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.training_section import OptimizerConfig, TrainingConfig
+from torchmm.training.optim import build_optimizer
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(
@@ -79,3 +84,30 @@ def test_executions_are_built_in_one_place():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "Execution":
                 found.add(str(file.relative_to(ROOT)))
     assert found == BUILDERS
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "bytes_each"),
+    [
+        ({}, "float32", (4, 8, 8)),
+        ({"state_dtype": "int8"}, "bfloat16", (2, 2.125, 2.125)),
+        ({"name": "muon", "state_dtype": "bfloat16"}, "bfloat16", (2, 4, 2)),
+        ({"name": "muon", "offload": True}, "float32", (4, 0, 0)),
+    ],
+)
+def test_states_are_priced_as_the_optimizer_makes_them(optimizer, dtype, bytes_each):
+    model = nn.Linear(64, 64, bias=False, dtype=DTYPES[dtype])
+    recipe = Recipe(
+        optimizer=OptimizerConfig(**optimizer), training=TrainingConfig(parameter_dtype=dtype)
+    )
+    found = parameter_states(recipe)
+    assert (found.weight, found.moments, found.layer_moments) == bytes_each
+    matrices = [model.weight]
+    made = build_optimizer(model, lambda _: "llm", recipe.optimizer, (), matrices)
+    model.weight.grad = torch.ones_like(model.weight)
+    made.step()
+    held = sum(t.nbytes for k, t in made.state[model.weight].items() if k != "step")
+    on_device = 0 if recipe.optimizer.offload else held
+    assert on_device == found.layer_moments * model.weight.numel()
+    moved = held if recipe.optimizer.offload else 0
+    assert found.visiting * model.weight.numel() == moved

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchmm.balance.costs.execution import FLOAT32, States
 from torchmm.balance.costs.layers import Parameters, stage_parameters
 from torchmm.common.batch import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
@@ -100,7 +101,11 @@ class ColocatedPlan:
 
 
 def encoder_plans(
-    encoder: ModuleDescription, llm: ParallelSizes, *, compute_bytes: int = 2
+    encoder: ModuleDescription,
+    llm: ParallelSizes,
+    *,
+    compute_bytes: int = 2,
+    states: States = FLOAT32,
 ) -> list[EncoderPlan]:
     """All plans of one encoder, fitting or not; those with most copies first.
 
@@ -108,6 +113,7 @@ def encoder_plans(
 
     Args:
         compute_bytes: per parameter in the compute dtype.
+        states: of parameters.
 
     Raises:
         ValueError: a size is below 1.
@@ -122,10 +128,11 @@ def encoder_plans(
         data = llm.ranks // (pipeline * tensor)
         layers = balanced_cuts([1.0] * len(encoder.layers), pipeline)
         stops = np.cumsum(layers).tolist()
-        nbytes = tuple(
-            state_bytes(stage_parameters(encoder, stop - size, stop, tensor), data, compute_bytes)
+        counts = [
+            stage_parameters(encoder, stop - size, stop, tensor, states=states)
             for size, stop in zip(layers, stops, strict=True)
-        )
+        ]
+        nbytes = tuple(state_bytes(count, data, compute_bytes) for count in counts)
         sizes = ParallelSizes(data, pipeline, tensor)
         found.append(EncoderPlan(encoder.name, sizes, llm, tuple(layers), nbytes))
     return found
@@ -138,6 +145,7 @@ def colocated_plans(
     limit_bytes: int,
     *,
     compute_bytes: int = 2,
+    states: States = FLOAT32,
 ) -> list[ColocatedPlan]:
     """All combinations of encoder plans that fit on the device that needs most.
 
@@ -164,7 +172,7 @@ def colocated_plans(
             ),
         )
         for plans in product(
-            *(encoder_plans(e, llm, compute_bytes=compute_bytes) for e in encoders)
+            *(encoder_plans(e, llm, compute_bytes=compute_bytes, states=states) for e in encoders)
         )
     ]
     if not every:
@@ -191,6 +199,7 @@ def backbone_bytes(
     llm: ParallelSizes,
     *,
     compute_bytes: int = 2,
+    states: States = FLOAT32,
 ) -> list[int]:
     """By pipeline rank: states on a device of those modules that are no encoders.
 
@@ -201,7 +210,8 @@ def backbone_bytes(
     found = [0] * llm.pipeline
     for stage in layout.stages:
         if stage.module in by_name:
-            count = stage_parameters(by_name[stage.module], stage.start, stage.stop, llm.tensor)
+            module = by_name[stage.module]
+            count = stage_parameters(module, stage.start, stage.stop, llm.tensor, states=states)
             for rank in stage.ranks:
                 found[rank] += state_bytes(count, llm.data, compute_bytes)
     return found

@@ -11,6 +11,33 @@ Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
+class States:
+    """What training holds on a device of every parameter, and what its update takes, in bytes.
+
+    Gradients are not here: sums of them are float32 in any case.
+
+    Attributes:
+        weight: of a parameter between steps.
+        moments: of the optimizer, of a trained parameter.
+        layer_moments: the same of those in layers, which have others under Muon.
+        updated: what the update of one reads and writes.
+        visiting: moments that come from the host for the update, and go back.
+        orthogonal: whether layers' matrices are made orthogonal, which takes products.
+    """
+
+    weight: float = 4.0
+    moments: float = 8.0
+    layer_moments: float = 8.0
+    updated: float = 28.0
+    visiting: float = 0.0
+    orthogonal: bool = False
+
+
+FLOAT32 = States()
+"""Weights in float32, fused AdamW."""
+
+
+@dataclass(frozen=True)
 class Execution:
     """How one module runs.
 
@@ -23,6 +50,7 @@ class Execution:
             attention its heads; sizes of tasks are those of one of them (`module_tasks`).
         shard, replicate: data-parallel ranks that share parameters, and copies of those groups.
         recompute: activation checkpointing.
+        states: of its parameters.
     """
 
     tensor: int = 1
@@ -33,6 +61,7 @@ class Execution:
     expert: int = 1
     context: int = 1
     recompute: Recompute = "none"
+    states: States = FLOAT32
 
     @property
     def residual_share(self) -> float:

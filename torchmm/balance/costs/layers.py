@@ -44,7 +44,7 @@ from torchmm.balance.costs.components import (
     norm_scales,
     normed_bytes,
 )
-from torchmm.balance.costs.execution import Recompute, Setting
+from torchmm.balance.costs.execution import FLOAT32, Recompute, Setting, States
 from torchmm.balance.costs.mixers import Adapters
 from torchmm.balance.costs.operators import (
     Kind,
@@ -364,30 +364,44 @@ def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters, and the bytes of what training holds of them: float32 master weights,
-    float32 gradients, AdamW with two float32 moments."""
+    """Numbers of parameters, and the bytes of what training holds of them."""
 
     all: float
     trained: float
+    in_layers: float = 0.0
+    """Of the trained ones."""
+    states: States = FLOAT32
 
     @property
     def weight_bytes(self) -> float:
-        """Master weights, of all parameters."""
-        return 4 * self.all
+        """Between steps, of all parameters."""
+        return self.states.weight * self.all
 
     @property
     def gradient_bytes(self) -> float:
-        """Gradients, of trained ones."""
+        """Float32 sums, of trained ones."""
         return 4 * self.trained
 
     @property
     def optimizer_bytes(self) -> float:
-        """Moments, of trained ones."""
-        return 8 * self.trained
+        """Moments on the device, of trained ones."""
+        states = self.states
+        others = self.trained - self.in_layers
+        return states.moments * others + states.layer_moments * self.in_layers
+
+    def divided(self, ranks: int) -> Parameters:
+        """A rank's part."""
+        in_layers = self.in_layers / ranks
+        return Parameters(self.all / ranks, self.trained / ranks, in_layers, self.states)
 
 
 def stage_parameters(
-    module: ModuleDescription, start: int, stop: int, tensor: int = 1, expert: int = 1
+    module: ModuleDescription,
+    start: int,
+    stop: int,
+    tensor: int = 1,
+    expert: int = 1,
+    states: States = FLOAT32,
 ) -> Parameters:
     """Parameters of the stage with layers [start, stop) of a whole module, on one rank while it
     computes.
@@ -398,6 +412,7 @@ def stage_parameters(
     Args:
         tensor: tensor-parallel ranks; biases, norms and packed projections are whole on each.
         expert: ranks that divide experts among themselves.
+        states: of the parameters.
     """
     first = start == 0
     last = stop == len(module.layers)
@@ -415,6 +430,8 @@ def stage_parameters(
         (before / tensor * first, module.trainable or (draws and module.connector_trainable)),
         (behind / tensor * last, module.trainable or (sees and module.connector_trainable)),
     ]
-    every = sum(n for n, _ in counts) + sum(layer_parameters(o, tensor, expert) for o in layers)
-    trained = sum(trained_parameters(module, layer, tensor, expert) for layer in layers)
-    return Parameters(every, trained + sum(n for n, own in counts if own))
+    of_layers = sum(layer_parameters(layer, tensor, expert) for layer in layers)
+    every = of_layers + sum(n for n, _ in counts)
+    in_layers = sum(trained_parameters(module, layer, tensor, expert) for layer in layers)
+    trained = in_layers + sum(n for n, own in counts if own)
+    return Parameters(every, trained, in_layers, states)

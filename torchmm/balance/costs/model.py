@@ -28,7 +28,12 @@ from torchmm.balance.costs.blocks import (
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.flops import PassFlops, pass_flops
-from torchmm.balance.costs.layers import Parameters, shared_bytes, stage_parameters
+from torchmm.balance.costs.layers import (
+    Parameters,
+    layer_linears,
+    shared_bytes,
+    stage_parameters,
+)
 from torchmm.balance.costs.operators import (
     HOST_KINDS,
     Operator,
@@ -121,11 +126,12 @@ def _moved(module: ModuleDescription, start: int, stop: int, execution: Executio
     """Of layers [start, stop): experts, where ranks divide them, are gathered over fewer ranks."""
     shards = execution.shard
     expert = execution.expert
-    every = stage_parameters(module, start, stop, execution.tensor)
+    states = execution.states
+    every = stage_parameters(module, start, stop, execution.tensor, states=states)
     whole = every
     if expert > 1:
-        whole = stage_parameters(module, start, stop, execution.tensor, expert)
-    kept = Parameters(every.all / shards, every.trained / shards)
+        whole = stage_parameters(module, start, stop, execution.tensor, expert, states)
+    kept = every.divided(shards)
     sent = Parameters(whole.all - kept.all, whole.trained - kept.trained)
     layers = module.layers[start:stop]
     with_experts = sum(bool(layer.experts) for layer in layers) if expert > 1 else 0
@@ -155,6 +161,12 @@ def gather_operators(
         Operator("all_gather", network_bytes=sent, calls=calls, link=link),
         Operator("shard_unit", calls=calls),
     ]
+
+
+def orthogonal_flops(inputs: float, outputs: float) -> float:
+    """Of Muon's iterations for one matrix: three products each, two of them with the whole."""
+    small, large = sorted((inputs, outputs))
+    return 5 * (4 * small**2 * large + 2 * small**3)
 
 
 @dataclass(frozen=True)
@@ -338,14 +350,39 @@ class CostModel:
         )
 
     def update_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
-        """The optimizer's part of a stage: norm of the gradients, clipping, fused AdamW."""
+        """The optimizer's part of a stage: norm of the gradients, clipping, the update."""
         execution = self.execution_of(module)
-        trained = stage_parameters(module, start, stop, execution.tensor).trained
-        # Squares are written and summed; clipping reads and writes; AdamW has four tensors and
-        # writes three of them.
-        return self._sum_ms(
-            Operator("elementwise", memory_bytes=(12 + 8 + 28) * trained / execution.shard)
+        states = execution.states
+        own = _moved(module, start, stop, execution).sharded
+        # Squares are written and summed; clipping reads and writes.
+        before_ms = self._sum_ms(Operator("elementwise", memory_bytes=(12 + 8) * own.trained))
+        update = Operator("elementwise", memory_bytes=states.updated * own.trained)
+        update_ms = self._sum_ms(update, *self._orthogonal(module, own, start, stop))
+        # States that are on the host come and go meanwhile, both ways at a time.
+        link = self.profile.device.host_bytes_per_s
+        copied_ms = 1e3 * states.visiting * own.trained / link if link else 0.0
+        return before_ms + max(update_ms, copied_ms)
+
+    def _orthogonal(
+        self, module: ModuleDescription, own: Parameters, start: int, stop: int
+    ) -> list[Operator]:
+        """Of Muon: matrices are gathered, ranks take turns, and results are summed."""
+        execution = self.execution_of(module)
+        if not execution.states.orthogonal or not module.trainable:
+            return []
+        ranks = execution.tensor * execution.shard * execution.replicate
+        flops = sum(
+            orthogonal_flops(*size)
+            for layer in module.layers[start:stop]
+            for size in layer_linears(layer).values()
         )
+        sent = self.element_bytes * own.in_layers * execution.shard * (1 - 1 / ranks)
+        link = self._link(ranks)
+        return [
+            Operator("matmul", flops=flops / ranks, memory_bytes=own.in_layers),
+            Operator("all_gather", network_bytes=sent, link=link),
+            Operator("all_reduce", network_bytes=2 * sent, link=link),
+        ]
 
     def pipeline_link(self, source: int, destination: int) -> Link:
         """What connects two ranks of a plan."""
@@ -392,8 +429,8 @@ class CostModel:
     ) -> int:
         """Weights, gradients and optimizer state of a stage on one rank, while it computes.
 
-        float32 master weights, AdamW with two moments and gradients that stay whole during a step;
-        besides, where parameters are sharded or computing is not in float32, the gathered ones.
+        Weights and moments as `States` says, and gradients that stay whole during a step; besides,
+        where parameters are sharded or computing is not in float32, the gathered ones.
 
         Args:
             layerwise: whether FSDP2 gathers layer by layer, so that a layer and the next are there.

@@ -1,7 +1,7 @@
 """Estimate of one rank's memory before anything is allocated, for the start table and dry runs.
 
-Weights, gradients and optimizer state are exact under FSDP2 (float32 master weights, AdamW with
-two moments, gradients not sharded between the microbatches of a step). Activations are those of
+Weights, gradients and optimizer state are exact under FSDP2 (as `States` says; gradients are not
+sharded between the microbatches of a step). Activations are those of
 `torchmm.balance.costs.layers`: with flash-style attention no (tokens x tokens) matrix is
 kept. What is left
 out: temporary buffers, fragmentation and the framework itself.
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torchmm.balance.costs.execution import Execution, Recompute, Setting
+from torchmm.balance.costs.execution import FLOAT32, Execution, Recompute, Setting, States
 from torchmm.balance.costs.layers import Parameters, layer_kept_bytes, learns, trained_parameters
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
@@ -29,7 +29,7 @@ class MemoryEstimate:
     """Bytes on one rank, by what they hold."""
 
     weight_bytes: int
-    """Sharded float32 weights, plus what FSDP2 gathers in compute dtype: a layer and the next, or,
+    """Sharded weights, plus what FSDP2 gathers in compute dtype: a layer and the next, or,
     in a pipeline, all of the rank's."""
     gradient_bytes: int
     optimizer_bytes: int
@@ -63,6 +63,7 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
     sequence_parallel: bool = False,
     own: Mapping[str, OwnSizes] | None = None,
     in_flight: int | None = None,
+    states: States = FLOAT32,
 ) -> MemoryEstimate:
     """Peak bytes of one rank.
 
@@ -80,6 +81,7 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
             microbatches, so a rank keeps as much of them as it would in a whole pipeline.
         in_flight: microbatches whose activations a module's first rank keeps, where modules have
             ranks of their own, which gather weights once per step; None: as many as pipeline ranks.
+        states: of parameters.
     """
     once_per_step = pipeline > 1 or in_flight is not None
     weights = gradients = optimizer = 0.0
@@ -88,9 +90,11 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
         ranks, shards = (own or {}).get(module.name, OwnSizes(pipeline, shard))
         split = 1 if module.kind == "generator" else tensor  # generators are whole on every rank
         parameters = module.parameters // (split * ranks)
-        adapted = [layer for layer in module.layers if layer.adapters]
-        of_adapters = sum(trained_parameters(module, layer, split) for layer in adapted) / ranks
-        state = Parameters(parameters, parameters * module.trainable + of_adapters)
+        of_layers = [trained_parameters(module, layer, split) / ranks for layer in module.layers]
+        adapted = zip(module.layers, of_layers, strict=True)
+        of_adapters = sum(count for layer, count in adapted if layer.adapters)
+        trained = parameters * module.trainable + of_adapters
+        state = Parameters(parameters, trained, min(trained, sum(of_layers)), states)
         gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
         weights += state.weight_bytes // shards + (gathered * compute_bytes if shards > 1 else 0)
         held_by = shards if microbatches == 1 and not once_per_step else 1

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Float64s
-from torchmm.balance.costs.execution import Execution, Recompute
+from torchmm.balance.costs.execution import FLOAT32, Execution, Recompute, States
 from torchmm.balance.costs.flops import gradients_arrive, microbatch_flops
 from torchmm.balance.costs.layers import stage_parameters
 from torchmm.balance.costs.model import ELEMENT_BYTES, CostModel
@@ -199,6 +199,7 @@ class Profiler:
         dtype: in which modules compute.
         run: makes trials.
         tensor_sizes: with trials; those that a module's heads cannot be split into are left out.
+        states: of parameters.
     """
 
     modules: Sequence[ModuleDescription]
@@ -207,6 +208,7 @@ class Profiler:
     dtype: str
     run: TrialRunner
     tensor_sizes: Sequence[int] = TENSOR_SIZES
+    states: States = FLOAT32
 
     def units(self) -> tuple[UnitCosts, ...]:
         """Costs of all modules.
@@ -236,7 +238,7 @@ class Profiler:
         units_N[at] = sizes.units_N
         kept = {n: found.kept_bytes(n, units_N) for n in fitting}
         seconds_N = found.seconds(fitting[0], units_N)
-        parameters = stage_parameters(module, 0, len(module.layers))
+        parameters = stage_parameters(module, 0, len(module.layers), states=self.states)
         element_bytes = ELEMENT_BYTES[self.dtype]
         flops = [microbatch_flops(self.modules, pack)[module.name] for pack in self.packs]
         # Encoders' last messages are the widest; what LLMs send beside hidden states ends after a

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.training.checkpoint.storage import index_dtype
+from torchmm.training.optimizers.compact import CompactOptimizer
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 OptimizerState = dict[Tensor, dict[str, Tensor]]
@@ -41,7 +42,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def optimizer_tensors(model: nn.Module, state: OptimizerState) -> dict[str, Tensor]:
     """ "optimizer.FQN.NAME" -> state tensor; parameters without state have no entry."""
-    names = _parameter_names(model)
+    names = parameter_names(model)
     return {
         f"optimizer.{names[id(parameter)]}.{key}": value
         for parameter, values in state.items()
@@ -51,7 +52,7 @@ def optimizer_tensors(model: nn.Module, state: OptimizerState) -> dict[str, Tens
 
 def trainable_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """FQNs of the optimizer's parameters, sorted."""
-    names = _parameter_names(model)
+    names = parameter_names(model)
     return sorted(names[id(p)] for group in optimizer.param_groups for p in group["params"])
 
 
@@ -61,20 +62,23 @@ def empty_optimizer_state(
     """State tensors to load into, as the optimizer itself would create them, zero-filled.
 
     What exists is decided by the checkpoint: a parameter that never had a gradient has no state.
-    Entries whose shape is neither the parameter's nor a scalar are left out and so reported as
-    missing.
+    Where what is saved has other names, shapes or dtypes, that is reported (`find_mismatches`).
     """
     entries: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, entry in index.items():
         if name.startswith("optimizer."):
             fqn, key = name.removeprefix("optimizer.").rsplit(".", 1)
             entries[fqn][key] = entry
-    names = _parameter_names(model)
+    names = parameter_names(model)
     state: OptimizerState = {}
     for group in optimizer.param_groups:
         # Fused and capturable kernels read the step count on the device, others on the host.
         on_device = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
+            if isinstance(optimizer, CompactOptimizer):
+                if entries[names[id(parameter)]]:
+                    state[parameter] = optimizer.new_state(parameter, group["rule"])
+                continue
             values = {
                 key: _empty_like(parameter, key, entry, on_device)
                 for key, entry in entries[names[id(parameter)]].items()
@@ -137,7 +141,8 @@ def _empty_like(
     return torch.zeros_like(parameter, dtype=dtype)
 
 
-def _parameter_names(model: nn.Module) -> dict[int, str]:
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Name by id, the same in every layout; a copy has that of its original."""
     return {id(t): name.removeprefix("model.") for name, t in model_tensors(model).items()}
 
 
