@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from pipeline_cases import DELTA_NETS, EXPERTS
+from pipeline_cases import DELTA_NETS, EXPERTS, PLACEHOLDERS
 
 from torchmm.common.batch import (
     IGNORE_TARGET,
@@ -69,23 +69,23 @@ SOUNDS = {
     "encoder_layers": 4,
     "encoder_attention_heads": 4,
     "encoder_ffn_dim": 48,
-    "max_source_positions": 16,
-    "output_dim": 32,
-    "downsample_hidden_size": 8,
+    "max_source_positions": 100,
 }
+OMNI_SOUNDS = {**SOUNDS, "output_dim": 32, "downsample_hidden_size": 8}
 COMPOSITES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_vl": {"vision_config": TAPS, "text_config": {}},
     "qwen3_vl_moe": {"vision_config": TAPS, "text_config": EXPERTS},
     "qwen3_5": {"vision_config": LEARNED, "text_config": DELTA_NETS},
     "qwen3_omni_moe_thinker": {
         "vision_config": TAPS,
-        "audio_config": SOUNDS,
+        "audio_config": OMNI_SOUNDS,
         "text_config": EXPERTS,
     },
     "qwen2_5_omni_thinker": {
         "vision_config": {"window_size": 16, "fullatt_block_indexes": [1]},
         "audio_config": {
-            **{k: v for k, v in SOUNDS.items() if k != "downsample_hidden_size"},
+            **SOUNDS,
+            "output_dim": 32,
             "n_window": 3,
         },
         "text_config": {
@@ -96,8 +96,24 @@ COMPOSITES: dict[str, dict[str, dict[str, Any]]] = {
             }
         },
     },
+    "voxtral": {
+        "audio_config": {**SOUNDS, "encoder_ffn_dim": 128},
+        "text_config": {"model_type": "llama"},
+    },
+    "qwen2_audio": {"audio_config": SOUNDS, "text_config": {"model_type": "qwen2"}},
+    "audioflamingo3": {"audio_config": SOUNDS, "text_config": {"model_type": "qwen2"}},
 }
 """What sets their parts apart."""
+SOUND_GROUPS = {
+    "qwen3_omni_moe_thinker": (1, 8),
+    "qwen2_5_omni_thinker": (2, 2),
+    "voxtral": (4, 2),
+    "qwen2_audio": (2, 3),
+    "audioflamingo3": (2, 3),
+}
+"""Positions of a token, and mel frames of a position's patch."""
+ODD = ("qwen2_audio", "audioflamingo3")
+"""Whose sounds end with a position that is none of any token."""
 TOLERANCES = {"qwen3_5": 5e-5}
 """Gradients of decays are small differences of large sums (`test_delta_net`)."""
 
@@ -109,32 +125,33 @@ def composite_model(
     assert MODEL.llm is not None and MODEL.llm.config is not None
     text = {k: v for k, v in MODEL.llm.config.items() if k != "model_type"}
     parts = COMPOSITES[model_type]
-    text |= parts["text_config"]
-    tower = {**TOWER, **parts["vision_config"]}
+    text |= {**parts["text_config"], "num_hidden_layers": llm_layers}
     config: dict[str, Any] = {
         "model_type": model_type,
-        "text_config": {**text, "num_hidden_layers": llm_layers},
-        "vision_config": {**tower, "depth": tower_layers},
-        "image_token_id": 3,
+        "text_config": text,
         "tie_word_embeddings": tied,
+        PLACEHOLDERS.get(model_type, "image_token_id"): 3,
     }
+    if "vision_config" in parts:
+        config["vision_config"] = {**TOWER, **parts["vision_config"], "depth": tower_layers}
     if "audio_config" in parts:
-        del config["text_config"]["head_dim"]
+        del text["head_dim"]
         config["audio_config"] = {**parts["audio_config"], "encoder_layers": tower_layers}
     return ModelConfig.model_validate({"config": config})
 
 
 def towers_of(composite: str) -> tuple[str, ...]:
-    """Names of its encoders."""
-    return ("vision", "audio") if "audio_config" in COMPOSITES.get(composite, {}) else ("vision",)
+    """Names of its encoders; "": an LLM behind CLIP."""
+    parts = COMPOSITES.get(composite, {"vision_config": {}})
+    return tuple(name for name in ("vision", "audio") if f"{name}_config" in parts)
 
 
 def with_patches(microbatch: Microbatch, composite: str) -> Microbatch:
     """The same with images of 4 x 4 patches, which become as many tokens when they are merged, and
-    sounds in place of every other one if the composite hears."""
+    sounds if the composite hears: in place of every other image if it also sees."""
     towers = towers_of(composite)
-    pooled, mels = (2, 2 * 8) if composite == "qwen2_5_omni_thinker" else (1, 8 * 8)
-    patches = {"vision": 4 * IMAGE_TOKENS, "audio": pooled * IMAGE_TOKENS}
+    group, frames = SOUND_GROUPS.get(composite, (0, 0))
+    patches = {"vision": 4 * IMAGE_TOKENS, "audio": group * IMAGE_TOKENS + (composite in ODD)}
     samples, seen = [], 0
     places: dict[str, list[torch.Tensor]] = {name: [] for name in towers}
     for sample in microbatch.meta.samples:
@@ -151,10 +168,12 @@ def with_patches(microbatch: Microbatch, composite: str) -> Microbatch:
     for name, positions in places.items():
         if positions:
             grid = (1, 4, 4) if name == "vision" else (1, 1, patches[name])
-            values = 3 * 2 * 4 * 4 if name == "vision" else mels
+            values = 3 * 2 * 4 * 4 if name == "vision" else frames * SOUNDS["num_mel_bins"]
             pixels = torch.randn(len(positions) * patches[name], values, generator=generator)
             grids = [grid] * len(positions)
-            encoders[name] = EncoderInputs(pixels, grids, torch.cat(positions))
+            of_sounds = None if name == "vision" else group
+            tokens = torch.cat(positions)
+            encoders[name] = EncoderInputs(pixels, grids, tokens, None, of_sounds)
     meta = replace(microbatch.meta, samples=tuple(samples))
     return replace(microbatch, encoders=encoders, meta=meta)
 

@@ -72,7 +72,8 @@ def unit(pipeline: int = 1, shard: int = 1, tensor: int = 1, replicate: int = 1)
 class Case:
     """Sizes of the modules, and what else may differ."""
 
-    vision: MeshSizes
+    encoder: MeshSizes
+    """Of the first tower."""
     llm: MeshSizes
     generator: MeshSizes | None = None
     schedule: str = "1f1b"
@@ -81,16 +82,18 @@ class Case:
     composite: str = ""
     """Its model_type; "": an LLM behind CLIP."""
     audio: MeshSizes | None = None
+    """Of the tower for sounds beside it."""
 
     @property
     def units(self) -> dict[str, MeshSizes]:
-        named = {"vision": self.vision, "audio": self.audio}
-        named |= {"llm": self.llm, "generator": self.generator}
+        towers = zip(towers_of(self.composite), (self.encoder, self.audio), strict=False)
+        named = {**dict(towers), "llm": self.llm, "generator": self.generator}
         return {name: layout for name, layout in named.items() if layout is not None}
 
 
-SEEING = [name for name in COMPOSITES if len(towers_of(name)) == 1]
-HEARING = [name for name in COMPOSITES if len(towers_of(name)) == 2]
+SINGLE = [name for name in COMPOSITES if len(towers_of(name)) == 1]
+SEEING = [name for name in SINGLE if towers_of(name) == ("vision",)]
+OMNI = [name for name in COMPOSITES if len(towers_of(name)) == 2]
 ONE, TP2, DP2, PP2 = unit(), unit(tensor=2), unit(shard=2), unit(pipeline=2)
 CASES = {
     2: [
@@ -99,10 +102,13 @@ CASES = {
         Case(ONE, ONE, schedule="zero_bubble", parallel={"vision": {"sub_microbatch_images": 2}}),
     ],
     3: [
-        *(Case(ONE, PP2, composite=name) for name in SEEING),
-        *(Case(PP2, ONE, composite=name, schedule="zero_bubble") for name in SEEING),
-        *(Case(DP2, ONE, composite=name) for name in SEEING),
-        *(Case(ONE, ONE, audio=ONE, composite=name) for name in HEARING),
+        *(Case(ONE, PP2, composite=name) for name in SINGLE),
+        *(
+            Case(PP2, ONE, composite=name, schedule="zero_bubble")
+            for name in (*SEEING, "qwen2_audio")
+        ),
+        *(Case(DP2, ONE, composite=name) for name in SINGLE),
+        *(Case(ONE, ONE, audio=ONE, composite=name) for name in OMNI),
         *(Case(encoder, ONE) for encoder in (DP2, TP2, PP2, unit(replicate=2))),
         *(Case(ONE, llm) for llm in (DP2, TP2, PP2)),
         Case(ONE, TP2, freeze="tower", parallel={"sequence_parallel": True}),
@@ -114,8 +120,8 @@ CASES = {
     4: [
         Case(DP2, DP2),  # two replica groups, as the next
         Case(DP2, unit(replicate=2), schedule="separated", freeze="tower"),
-        *(Case(ONE, PP2, audio=ONE, composite=name) for name in HEARING),
-        *(Case(ONE, ONE, audio=DP2, composite=name, schedule="zero_bubble") for name in HEARING),
+        *(Case(ONE, PP2, audio=ONE, composite=name) for name in OMNI),
+        *(Case(ONE, ONE, audio=DP2, composite=name, schedule="zero_bubble") for name in OMNI),
         Case(ONE, PP2, ONE, schedule="interleaved_1f1b", parallel={"virtual_stages": 2}),
     ],
     5: [

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_distributed
+from model_cases import SPEECH
 from pipeline_cases import Case, CaseRun
 from random_orders import random_graph, random_order
 from torch import Tensor
@@ -52,6 +53,9 @@ CASES = {
         Case("pp2, GLM-4V", 2, encoder="glm4v", seeds=(0, 1)),
         Case("pp2, Mistral 3", 2, encoder="mistral3", seeds=(0, 1)),
         Case("pp2, Gemma 4", 2, encoder="gemma4", seeds=(0, 1)),
+        *(Case(f"pp2, {n}, untied", 2, encoder=n, tied=False, seeds=(0, 1)) for n in SPEECH),
+        Case("pp2, Audio Flamingo 3, untied, tower frozen", 2, encoder="audioflamingo3", tied=False,
+             freeze=("audio",), seeds=(1,)),
         Case("pp2, untied", 2, tied=False),
         Case("pp2, delta nets", 2, delta=True, recompute="selective", tolerance=DELTA_TOLERANCE),
         Case("pp2, recomputation", 2, recompute="full"),
@@ -84,6 +88,10 @@ CASES = {
         Case("pp2 x fsdp2, experts and deepstack", 2, shard=2, encoder="qwen3_vl_moe", seeds=(0,)),
         Case("pp2 x tp2, experts and deepstack", 2, tensor=2, encoder="qwen3_vl_moe", seeds=(0,)),
         Case("pp2 x tp2, speech", 2, tensor=2, encoder="whisper", seeds=(0,)),
+        *(Case(f"pp2 x tp2, {n}, untied", 2, tensor=2, encoder=n, tied=False, seeds=(0,),
+               sequence_parallel=n != "voxtral") for n in SPEECH),
+        Case("pp2 x fsdp2, Qwen2-Audio, untied", 2, shard=2, encoder="qwen2_audio", tied=False,
+             seeds=(0,)),
         Case("pp2 x replicate2", 2, replicate=2, seeds=(0, 1)),
         Case("pp2 x tp2", 2, tensor=2, seeds=(0,)),
         Case("pp2 x tp2, delta nets", 2, tensor=2, sequence_parallel=True, delta=True, seeds=(0,),

@@ -98,6 +98,12 @@ class Kind(NamedTuple):
     """Kinds of its other towers by name."""
     pooled: int = 1
     """Patches of a sound that become one."""
+    tower: str = "vision"
+    """Name of the tower."""
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.pooled * self.merge**2
 
 
 ANY_GRID = [(1, rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3, 4)]
@@ -227,6 +233,34 @@ KINDS |= {
          "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
     ),
 }  # fmt: skip
+_LISTENER = {**KINDS["whisper"].section["config"], "max_source_positions": 50}
+"""Windows of a second."""
+_QWEN2 = {"model_type": "qwen2", **_OWN_HEADS}
+KINDS |= {
+    "voxtral": Kind(
+        {"modality": "audio",
+         "config": {**_LISTENER, "model_type": "voxtral_encoder", "encoder_ffn_dim": 128,
+                    "max_source_positions": 100}},
+        [(1, 1, 100), (1, 1, 200)], (2 * 6,), composite="voxtral",
+        text={"model_type": "llama"}, pooled=4, tower="audio",
+    ),
+    "qwen2_audio": Kind(
+        {"modality": "audio", "config": {**_LISTENER, "model_type": "qwen2_audio_encoder"}},
+        [(1, 1, 7), (1, 1, 20), (1, 1, 50)], (3 * 6,), composite="qwen2_audio",
+        text=_QWEN2, pooled=2, tower="audio",
+    ),
+    "audioflamingo3": Kind(
+        {"modality": "audio", "config": {**_LISTENER, "model_type": "audioflamingo3_encoder"}},
+        [(1, 1, 8), (1, 1, 57), (1, 1, 100)], (3 * 6,), composite="audioflamingo3",
+        text=_QWEN2, pooled=2, tower="audio",
+    ),
+}  # fmt: skip
+PLACEHOLDERS = {
+    "mistral3": "image_token_index",
+    "qwen2_audio": "audio_token_index",
+    **dict.fromkeys(("voxtral", "audioflamingo3"), "audio_token_id"),
+}
+"""Keys of the id, by composite."""
 
 
 @dataclass(frozen=True)
@@ -272,8 +306,9 @@ class Case:
         }
         if kind.composite:
             text = {**LLM, "model_type": None, **kind.text}
-            key = "image_token_index" if kind.composite == "mistral3" else "image_token_id"
-            whole = {"model_type": kind.composite, "vision_config": kind.section["config"]}
+            key = PLACEHOLDERS.get(kind.composite, "image_token_id")
+            config_of_tower = {f"{kind.tower}_config": kind.section["config"]}
+            whole = {"model_type": kind.composite, **config_of_tower}
             whole |= {
                 "text_config": {k: v for k, v in text.items() if v is not None},
                 "tie_word_embeddings": self.tied,
@@ -288,7 +323,8 @@ class Case:
     def kinds(self) -> dict[str, Kind]:
         """Encoders by name."""
         second = {} if self.second is None else {"glance": KINDS[self.second]}
-        return {"vision": KINDS[self.encoder], **KINDS[self.encoder].beside, **second}
+        kind = KINDS[self.encoder]
+        return {kind.tower: kind, **kind.beside, **second}
 
     def modules(self) -> list[ModuleLayers]:
         """What can be cut, and which of it is trained."""
@@ -344,7 +380,7 @@ def varied_microbatch(
         shown, tokens = (), 0
         if owner is not None:
             grid = rng.choice(kinds[owner].grids)
-            tokens = prod(grid) // (kinds[owner].pooled * kinds[owner].merge ** 2)
+            tokens = prod(grid) // kinds[owner].patches_per_token
             grids, positions = shares.setdefault(owner, ([], []))
             grids.append(grid)
             positions += range(starts[-1], starts[-1] + tokens)
@@ -363,7 +399,9 @@ def varied_microbatch(
         shape = kinds[name].pixels
         count = len(grids) if len(shape) == 3 else sum(map(prod, grids))
         pixels = torch.randn((count, *shape), generator=generator)
-        inputs[name] = EncoderInputs(pixels, grids, torch.tensor(positions))
+        heard = kinds[name].section.get("modality") == "audio"
+        group = kinds[name].patches_per_token if heard else None
+        inputs[name] = EncoderInputs(pixels, grids, torch.tensor(positions), None, group)
         ids[inputs[name].positions_K] = IMAGE_TOKEN
     position_ids = torch.cat([torch.arange(b - a) for a, b in pairwise([*starts, total])])
     meta = MicrobatchMeta(tuple(samples), total)
