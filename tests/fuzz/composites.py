@@ -9,7 +9,7 @@ Shape legend: N images or sounds of a sample, P patches, F mel frames, M mel bin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,19 @@ CLASSES = {
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "voxtral": "VoxtralForConditionalGeneration",
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
+    "audioflamingo3": "AudioFlamingo3ForConditionalGeneration",
 }
 """Hugging Face's, by model_type."""
 OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 """Which hear, too."""
+SPEECH = {
+    "voxtral": "",
+    "qwen2_audio": "feature_attention_mask",
+    "audioflamingo3": "input_features_mask",
+}
+"""Which only hear, and what masks their silence."""
 PATCH_PX, MEL_BINS = 8, 8
 SECOND_FRAMES, SECOND_POSITIONS = 100, 13
 """Of Qwen3-Omni's sounds: the last position of a second has fewer frames."""
@@ -63,15 +72,15 @@ DELTA_NETS = {
 def draw_composite(rng: Random) -> Table:
     """Keys of [model]: `config`, and `processor` for images of a few tokens."""
     model_type = rng.choice(list(CLASSES))
-    text = _text(rng, model_type)
-    vision = _vision(rng, model_type)
     config: Table = {
         "model_type": model_type,
-        "vision_config": vision,
-        "text_config": text,
+        "text_config": _text(rng, model_type),
         "tie_word_embeddings": rng.random() < 0.5,
         **_marks(model_type),
     }
+    if model_type in SPEECH:
+        return {"config": config | {"audio_config": _listener(rng, model_type)}}
+    config["vision_config"] = _vision(rng, model_type)
     size = {"shortest_edge": (2 * PATCH_PX) ** 2, "longest_edge": (4 * PATCH_PX) ** 2}
     processor: Table = {"size": size}
     if model_type == "mistral3":
@@ -122,6 +131,8 @@ def _text(rng: Random, model_type: str) -> Table:
         config |= {**_SHARED_EXPERTS, "head_dim": 16, "rope_parameters": rope}
     elif model_type == "mistral3":
         config |= {"model_type": "mistral", "sliding_window": rng.choice((8, 24))}
+    elif model_type in SPEECH:
+        config["model_type"] = "llama" if model_type == "voxtral" else "qwen2"
     else:
         config |= _gemma4(rng, layers)
     return config
@@ -187,9 +198,33 @@ def _sound(rng: Random, model_type: str) -> Table:
     return {"model_type": "qwen3_omni_moe_audio_encoder", **sizes, **own}
 
 
+def _listener(rng: Random, model_type: str) -> Table:
+    """Windows of two seconds of Voxtral, whose positions are multiples of four, and of one."""
+    heard = model_type == "voxtral"
+    return {
+        "model_type": f"{model_type}_encoder",
+        "num_mel_bins": MEL_BINS,
+        "d_model": 32,
+        "encoder_layers": rng.choice((2, 2, 3, 4)),
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 4 * 32 if heard else 48,
+        "max_source_positions": 100 if heard else 50,
+    }
+
+
+def spare_tokens(model: Table) -> int:
+    """How much longer than others sequences have to be for the tokens of an image or of sounds."""
+    if model.get("config", {}).get("model_type") == "voxtral":
+        return 2 * 25
+    return model.get("processor", {}).get("max_soft_tokens", 0)
+
+
 def _marks(model_type: str) -> Table:
     start, stop = TOKEN_IDS["<|vision_start|>"], TOKEN_IDS["<|vision_end|>"]
     image, video = TOKEN_IDS["<image>"], TOKEN_IDS["<video>"]
+    if model_type in SPEECH:
+        key = "audio_token_index" if model_type == "qwen2_audio" else "audio_token_id"
+        return {key: TOKEN_IDS["<sound>"]}
     if model_type == "mistral3":
         return {"image_token_index": image}
     marks = {"image_token_id": image, "video_token_id": video}
@@ -210,8 +245,9 @@ def _marks(model_type: str) -> Table:
 
 def layers_of(config: Table) -> dict[str, int]:
     """By module, in the order of the model."""
-    vision = config["vision_config"]
-    found = {"vision": vision["depth" if "depth" in vision else "num_hidden_layers"]}
+    found = {}
+    if vision := config.get("vision_config"):
+        found["vision"] = vision["depth" if "depth" in vision else "num_hidden_layers"]
     if "audio_config" in config:
         found["audio"] = config["audio_config"]["encoder_layers"]
     return found | {"llm": config["text_config"]["num_hidden_layers"]}
@@ -252,7 +288,7 @@ class CompositeReference(nn.Module):
         given: Table = {"input_ids": ids, "use_cache": False}
         if self.kind in OMNI:
             given["attention_mask"] = torch.ones_like(ids)
-        elif self.kind != "mistral3":
+        elif self.kind != "mistral3" and self.kind not in SPEECH:
             given["mm_token_type_ids"] = (ids == TOKEN_IDS["<image>"]).int()
         if "vision" in sample.read:
             pixels, grids, _ = sample.read["vision"]
@@ -268,7 +304,10 @@ class CompositeReference(nn.Module):
         if "audio" in sample.read:
             positions, grids, _ = sample.read["audio"]
             sounds = positions.split([count for _, _, count in grids])
-            given |= _heard([_frames(sound, self.kind) for sound in sounds])
+            if self.kind in SPEECH:
+                given |= _windows(sounds, self.plain.config.audio_config, SPEECH[self.kind])
+            else:
+                given |= _heard([_frames(sound, self.kind) for sound in sounds])
         return given
 
 
@@ -311,3 +350,25 @@ def _heard(frames: list[Tensor]) -> Table:
     lengths = torch.tensor([len(sound) for sound in frames])
     mask = torch.arange(padded.shape[1]) < lengths[:, None]
     return {"input_features": padded.mT, "feature_attention_mask": mask.long()}
+
+
+def _windows(sounds: Sequence[Tensor], config: Any, mask: str) -> Table:
+    """(N, M, F) of windows of one length, and which frames they have if that is masked.
+
+    A position has two frames; where silence is masked, its patch also has the next one, which
+    behind the last position is a frame of the silence.
+    """
+    frames, counts = [], []
+    for sound in sounds:
+        for window in sound.split(config.max_source_positions):
+            patches = window.unflatten(1, (-1, MEL_BINS))
+            whole = torch.zeros(2 * config.max_source_positions + 1, MEL_BINS)
+            own = torch.cat([patches[:, :2].flatten(0, 1), patches[-1, 2:]])
+            whole[: len(own)] = own
+            frames.append(whole[:-1])
+            counts.append(2 * len(window))
+    given = {"input_features": torch.stack(frames).mT}
+    if mask:
+        heard = torch.arange(frames[0].shape[0]) < torch.tensor(counts)[:, None]
+        given[mask] = heard.long()
+    return given

@@ -22,6 +22,7 @@ SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
 MARKS = [
     *("<|vision_start|>", "<|vision_end|>", "<|audio_start|>", "<|audio_end|>"),
     *("[IMG_BREAK]", "[IMG_END]", "<sound>", "<video>"),
+    *("[BEGIN_AUDIO]", "<|audio_bos|>", "<|audio_eos|>"),
 ]
 """What stands beside images and sounds of composites, and their other placeholders."""
 TOKEN_IDS = {

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
+from fuzz.composites import spare_tokens
 from fuzz.layouts import Shape, draw_layout, perturbed
 from fuzz.models import draw_model, experts_of, is_sharp, module_layers
 
@@ -84,7 +85,7 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
             "seed": rng.randrange(1000),
         },
     }
-    sections["training"]["sequence_length"] += model.get("processor", {}).get("max_soft_tokens", 0)
+    sections["training"]["sequence_length"] += spare_tokens(model)
     if rng.random() < 0.08 and not is_sharp(model):
         sections["training"]["dtype"] = "bfloat16"
     if rng.random() < 0.04:

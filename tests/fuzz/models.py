@@ -83,7 +83,8 @@ def draw_model(rng: Random) -> tuple[Table, str]:
 def source_of(model: Table) -> str:
     """The source that fits a model (`data.SOURCES`)."""
     if "config" in model:
-        return "both" if "audio_config" in model["config"] else "images"
+        sees, hears = (f"{kind}_config" in model["config"] for kind in ("vision", "audio"))
+        return ("both" if sees else "sounds") if hears else "images"
     modalities = {encoder["modality"] for encoder in model.get("encoders", {}).values()}
     read = {(): "text", ("image",): "images", ("audio",): "sounds", ("audio", "image"): "both"}
     source = read[tuple(sorted(modalities))]

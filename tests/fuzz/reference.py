@@ -240,9 +240,10 @@ def samples_of(microbatch: Any) -> Iterator[Sample]:
         read = {}
         for name, inputs in microbatch.encoders.items():
             sizes = [t * h * w for t, h, w in inputs.grids_thw]
-            tokens = len(inputs.positions_K) * sizes[0] // sum(sizes)
-            per_patch = tokens / sizes[0]
-            counts = [round(size * per_patch) for size in sizes]
+            if inputs.patches_per_token is not None:  # what remains of a sound is no token
+                counts = [size // inputs.patches_per_token for size in sizes]
+            else:
+                counts = [len(inputs.positions_K) * size // sum(sizes) for size in sizes]
             places = inputs.positions_K.split(counts)
             own = [i for i, at in enumerate(places) if start <= at[0] < stop]
             if own:
