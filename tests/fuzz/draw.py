@@ -22,6 +22,8 @@ Table = dict[str, Any]
 STEPS = 2
 """In the first layout; one more follows in the second."""
 PERTURBED = 0.18
+ADAPTED = 0.25
+"""Share of recipes with adapters."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
             "seed": rng.randrange(1000),
         },
     }
+    if adapters := _adapters(Random(repr(sections)), layers):
+        sections["adapters"] = adapters
     sections["training"]["sequence_length"] += spare_tokens(model)
     if rng.random() < 0.08 and not is_sharp(model):
         sections["training"]["dtype"] = "bfloat16"
@@ -130,6 +134,20 @@ def _optimizer(rng: Random, sections: Table, sharp: bool) -> None:
             table["stochastic_rounding"] = False
     elif "dtype" not in sections["training"] and rng.random() < 0.5:
         table |= {"name": "muon", "momentum": rng.choice((0.95, 0.9))}
+
+
+def _adapters(rng: Random, layers: dict[str, int]) -> Table:
+    """Of one module or more; one of a module that has a second one is refused in words."""
+    if rng.random() < 1 - ADAPTED:
+        return {}
+    modules = [name for name in layers if name != "generator"]
+    adapter: Table = {"modules": sorted(rng.sample(modules, rng.randint(1, len(modules))))}
+    adapter |= {"rank": rng.choice((1, 2, 3)), "alpha": rng.choice((1.0, 4.0))}
+    if rng.random() < 0.3:
+        adapter["method"] = "rslora"
+    if rng.random() < 0.2:
+        adapter["targets"] = rng.choice((["q_proj", "v_proj"], ["k_proj"], ["o_proj", "fc2"]))
+    return {"low": adapter}
 
 
 def _frozen(rng: Random, layers: dict[str, int]) -> list[str]:

@@ -105,10 +105,13 @@ def run_reference(
     batches = reference_batches(recipe, model, tokenizer, steps)
     section = recipe.model.model_dump(exclude_none=True)
     optimizer = recipe.optimizer.model_dump() | {"computed_in": recipe.training.dtype}
-    frozen, names = list(recipe.freeze.modules), composite_names(model)
+    frozen, names = [*recipe.freeze.modules, *recipe.adapted_modules], composite_names(model)
     of_layers = {id(parameter) for parameter in model.layer_matrices()}
     matrices = {n for n, p in model.named_parameters() if id(p) in of_layers}
-    trained = reference.train(section, frozen, optimizer, initial, batches, names, matrices)
+    adapters = [adapter.model_dump() for adapter in recipe.adapters.values()]
+    trained = reference.train(
+        section, frozen, optimizer, initial, batches, names, matrices, adapters
+    )
     torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, found)
 
 
@@ -119,6 +122,8 @@ def composite_names(model: MultimodalModel) -> dict[str, str]:
     prefixes, found = hf_prefixes(model), {}
     for prefix, module in model.named_modality_modules():
         for name, _ in module.named_parameters():
+            if ".lora." in name:  # no part of Hugging Face's model
+                continue
             theirs = hf_name(prefixes, module.name, name)
             assert theirs is not None, name
             found[f"{prefix}.{name}"] = theirs

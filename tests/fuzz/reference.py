@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -296,6 +296,7 @@ def train(
     batches: list[list[Any]],
     names: Mapping[str, str],
     matrices: Collection[str] = (),
+    adapters: Sequence[Table] = (),
 ) -> list[Step]:
     """A step for every batch.
 
@@ -307,18 +308,22 @@ def train(
         batches: packed sequences (`Microbatch`) of each global batch.
         names: of a composite's parameters in Hugging Face's model, by those in `initial`.
         matrices: names of those that Muon is for.
+        adapters: the recipe's tables, complete.
     """
     reference = (
         CompositeReference(model["config"], names) if model.get("config") else Reference(model)
     ).train()
     parameters = reference.named()
+    parameters |= _add_adapters(reference, parameters, initial, adapters)
     with torch.no_grad():
         for name, value in initial.items():
             parameters[name].copy_(value)
     trained = {  # Whisper's positions are fixed
         name: parameter
         for name, parameter in parameters.items()
-        if name in initial and parameter.requires_grad and module_of(name) not in frozen
+        if name in initial
+        and parameter.requires_grad
+        and (".lora." in name or module_of(name) not in frozen)
     }
     embeddings = {id(m.weight) for m in reference.modules() if isinstance(m, nn.Embedding)}
     decays = {n: p.ndim > 1 and id(p) not in embeddings for n, p in trained.items()}
@@ -399,6 +404,43 @@ class Updates:
         self._optimizer.step()
         for name, parameter in self._trained.items():
             parameter.copy_(self._own[name])
+
+
+def _add_adapters(
+    reference: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    initial: Mapping[str, Tensor],
+    adapters: Sequence[Table],
+) -> dict[str, nn.Parameter]:
+    """Adds scale * B A x to what linears return; A and B by their names in `initial`."""
+    owners = {id(m.weight): m for m in reference.modules() if isinstance(m, nn.Linear)}
+    found = {}
+    for name in initial:
+        linear, _, part = name.rpartition(".lora.")
+        if part != "down":
+            continue
+        (own,) = [a for a in adapters if module_of(name) in a["modules"]]
+        divisor = own["rank"] ** (0.5 if own["method"] == "rslora" else 1)
+        a, b = (
+            nn.Parameter(torch.empty_like(initial[f"{linear}.lora.{p}"])) for p in ("down", "up")
+        )
+        found |= {f"{linear}.lora.down": a, f"{linear}.lora.up": b}
+
+        def add(
+            _: nn.Module,
+            inputs: tuple[Tensor, ...],
+            output: Tensor,
+            a: Tensor = a,
+            b: Tensor = b,
+            scale: float = own["alpha"] / divisor,
+        ) -> Tensor:
+            return output + scale * (inputs[0] @ a.T) @ b.T
+
+        owner = owners[id(parameters[f"{linear}.weight"])]
+        owner.register_parameter("down", a)
+        owner.register_parameter("up", b)
+        owner.register_forward_hook(add)
+    return found
 
 
 def _gradients(reference: Reference | CompositeReference, samples: list[Sample]) -> float:

@@ -122,6 +122,8 @@ def _without_module(draw: Draw, name: str) -> Iterator[Draw]:
         del model["encoders"]
     frozen = sections["freeze"]["modules"]
     sections["freeze"]["modules"] = [n for n in frozen if n.split(".")[0] != name]
+    for adapter in sections.get("adapters", {}).values():
+        adapter["modules"] = [n for n in adapter["modules"] if n != name] or ["llm"]
     first, *then = (_layout_without(layout, name) for layout in (draw.first, *draw.then))
     yield replace(draw, sections=sections, source=source_of(model), first=first, then=tuple(then))
 
@@ -145,6 +147,8 @@ def _models(draw: Draw) -> Iterator[Table]:
         else:
             table[path[-1]] = value
         yield sections
+    if "adapters" in draw.sections:
+        yield {key: table for key, table in draw.sections.items() if key != "adapters"}
     for name in draw.sections["freeze"]["modules"]:
         sections = copy.deepcopy(draw.sections)
         sections["freeze"]["modules"].remove(name)

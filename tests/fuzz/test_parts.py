@@ -12,6 +12,7 @@ from fuzz.judge import Verdict
 from fuzz.refusals import page
 from fuzz.shrink import shrink
 from fuzz.wording import names_a_key, refusal
+from torchmm.recipe.model_section import AdapterConfig
 from torchmm.recipe.parallel_section import ModuleParallelConfig, ParallelConfig, SearchConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig
 
@@ -19,6 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "refused.md"
 NOT_DRAWN = {
     "parallel.timeout_s": "always 60",
     "activation_checkpoint.offload": "for devices with memory of their own",
+    "adapters.NAME.source": "files, which decide no layout",
 }
 """Keys beside layouts, and why."""
 DRAWN = 400
@@ -29,7 +31,9 @@ def keys(table: dict, prefix: str = "") -> set[str]:
     found = set()
     for key, value in table.items():
         named = re.sub(
-            r"^(parallel\.)(llm|vision|second|audio|generator)$", r"\1NAME", f"{prefix}{key}"
+            r"^(parallel\.|adapters\.)(llm|vision|second|audio|generator|low)$",
+            r"\1NAME",
+            f"{prefix}{key}",
         )
         found |= {named} | (keys(value, f"{named}.") if isinstance(value, dict) else set())
     return found
@@ -43,6 +47,7 @@ def test_every_key_that_decides_a_layout_is_drawn():
     wanted |= {"freeze.modules", "data.reorder", "training.microbatch_size", "training.dtype"}
     of_optimizer = ("name", "momentum", "state_dtype", "stochastic_rounding", "offload")
     wanted |= {f"optimizer.{key}" for key in of_optimizer} | {"training.parameter_dtype"}
+    wanted |= {f"adapters.NAME.{key}" for key in AdapterConfig.model_fields}
     drawn = set()
     for index in range(DRAWN):
         draw = draw_recipe(7, index)

@@ -54,5 +54,7 @@ def refusal(problem: str) -> Refusal:
 
 def names_a_key(problem: str) -> bool:
     """Whether a message says which key (or section) of a recipe is meant."""
-    sections = "model|freeze|data|parallel|training|activation_checkpoint|simulation|compile"
+    sections = (
+        "model|freeze|adapters|data|parallel|training|activation_checkpoint|simulation|compile"
+    )
     return re.search(rf"(?:\[|\b)(?:{sections})(?:\]|\.\w|: )", problem) is not None

@@ -9,7 +9,7 @@ layers: what is around them (patch embeddings, connectors) is small, and trained
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torchmm.common.errors import ConfigError
 from torchmm.models.layered import LayeredModule
@@ -27,15 +27,13 @@ def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) 
     modules = {m.name: m for m in model.modality_modules() if m.kind != "generator"}
     problems: list[str] = []
     for name, config in adapters.items():
-        for module_name in config.modules:
-            module = modules.get(module_name)
-            if module is None:
-                problems.append(
-                    f"[adapters.{name}] modules: {module_name!r} is none that can have an adapter; "
-                    f"choose from {', '.join(modules)}"
-                )
-                continue
-            problems += _add(module, name, config)
+        if unknown := [n for n in config.modules if n not in modules]:
+            problems.append(
+                f"[adapters.{name}] modules = {unknown}: cannot have adapters; choose from "
+                f"{', '.join(modules)}"
+            )
+            continue
+        problems += _add([modules[n] for n in dict.fromkeys(config.modules)], name, config)
     if problems:
         raise ConfigError(problems)
     adapted = {module for config in adapters.values() for module in config.modules}
@@ -44,28 +42,44 @@ def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) 
             parameter.requires_grad_(of_adapter(fqn))
 
 
-def _add(module: LayeredModule, name: str, config: AdapterConfig) -> list[str]:
-    """Adds one adapter to one module; what is wrong with it."""
-    linears = module.adaptable()
-    problems = []
-    chosen: set[str] = set()
-    for target in config.targets:
-        found = {n for n in linears if target == ALL_LINEAR or f".{n}".endswith(f".{target}")}
-        chosen |= found
-        if not found:
-            ends = sorted({n.rpartition(".")[2] for n in linears})
-            near = difflib.get_close_matches(target, ends, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+def _add(modules: Sequence[LayeredModule], name: str, config: AdapterConfig) -> list[str]:
+    """Adds one adapter to its modules; what is wrong with it."""
+    spec = LoraSpec(name, config.rank, config.alpha, config.method)
+    linears = {module: module.adaptable() for module in modules}
+    every = {linear for own in linears.values() for linear in own}
+    problems = [
+        _unknown(name, target, every)
+        for target in config.targets
+        if not any(_is_meant(linear, target) for linear in every)
+    ]
+    for module, own in linears.items():
+        chosen = [n for n in own if any(_is_meant(n, target) for target in config.targets)]
+        shared = [n for n in chosen if n in module.adapters]
+        if not chosen and not problems:
             problems.append(
-                f"[adapters.{name}] targets: no linear in the layers of {module.name!r} is called "
-                f"{target!r}{hint}; they are {', '.join(ends)}"
+                f"[adapters.{name}] modules = {config.modules}: {module.name!r} has none of the "
+                "targets; leave it out, or name linears of it too"
             )
-    if shared := sorted(chosen & set(module.adapters)):
-        problems.append(
-            f"[adapters.{name}] targets: {shared[0]} of {module.name!r} is in "
-            f"[adapters.{module.adapters[shared[0]].adapter}] too; leave it out of one of them"
-        )
-    if not problems:
-        spec = LoraSpec(name, config.rank, config.alpha, config.method)
-        module.add_adapters({n: spec for n in linears if n in chosen})
+        if shared:
+            problems.append(
+                f"[adapters.{name}] targets = {config.targets}: {shared[0]} of {module.name!r} is "
+                f"in [adapters.{module.adapters[shared[0]].adapter}] too; leave it out of one"
+            )
+        else:
+            module.add_adapters(dict.fromkeys(chosen, spec))
     return problems
+
+
+def _is_meant(linear: str, target: str) -> bool:
+    """Whether a linear of this name is one of the target's."""
+    return target == ALL_LINEAR or f".{linear}".endswith(f".{target}")
+
+
+def _unknown(name: str, target: str, linears: Collection[str]) -> str:
+    ends = sorted({linear.rpartition(".")[2] for linear in linears})
+    near = difflib.get_close_matches(target, ends, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return (
+        f"[adapters.{name}] targets = {target!r}: no linear in the modules' layers is called "
+        f"that{hint}; they are {', '.join(ends)}"
+    )

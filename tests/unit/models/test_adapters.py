@@ -226,7 +226,8 @@ def test_a_model_begins_as_without_adapters() -> None:
     ("sections", "message"),
     [
         ({"a": {"modules": ["llm"], "targets": ["q_porj"]}}, "did you mean 'q_proj'"),
-        ({"a": {"modules": ["ear"]}}, r"'ear' is none that can have an adapter; choose from eye"),
+        ({"a": {"modules": ["ear"]}}, r"\['ear'\]: cannot have adapters; choose from eye, llm"),
+        ({"a": {"modules": ["llm", "eye"], "targets": ["fc2"]}}, "'llm' has none of the targets"),
         (
             {"a": {"modules": ["llm"]}, "b": {"modules": ["llm"], "targets": ["q_proj"]}},
             r"q_proj of 'llm' is in \[adapters.a\] too",

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from torchmm.common.errors import ConfigError
 from torchmm.models.registry import build_model
+from torchmm.planning.dry_run import describe_run
 from torchmm.recipe.read import load_recipe
 
 ZOO = Path(__file__).parents[3] / "recipes" / "zoo"
@@ -19,7 +21,7 @@ def test_parameters_are_those_of_the_comment(path: Path) -> None:
     recipe = load_recipe(path, [], world_size).recipe  # sizes divide
     comment = path.read_text().split("base =")[0]
     assert f"{world_size} GPUs of 80 GB" in comment.replace("\n# ", " ")
-    model = build_model(recipe.model, recipe.freeze)
+    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     counts = model.parameter_counts().values()
     every, trained = (sum(column) for column in zip(*counts, strict=True))
     text = comment.replace("\n# ", " ")
@@ -31,6 +33,14 @@ def test_parameters_are_those_of_the_comment(path: Path) -> None:
     if stated[2]:
         unit = {"B": 1e9, "M": 1e6}[stated[3]]
         assert trained / unit == pytest.approx(float(stated[2]), rel=0.05)
+
+
+def test_a_node_is_enough_for_adapters_of_72_b_parameters() -> None:
+    recipe = load_recipe(ZOO / "qwen2_5_vl_72b_lora.toml", []).recipe
+    assert "peak memory" in describe_run(recipe, 8)
+    all_of_it = recipe.model_copy(update={"adapters": {}})
+    with pytest.raises(ConfigError, match="would need"):
+        describe_run(all_of_it, 8)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
