@@ -10,6 +10,7 @@ from math import prod
 from torchmm.balance.costs.rough_memory import MemoryEstimate, OwnSizes, estimate_memory
 from torchmm.common.batch import ModuleDescription
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.float8 import float8_linears
 from torchmm.planning.executions import parameter_states
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import show_sizes
@@ -107,7 +108,21 @@ def run_summary(
         f"{training.microbatch_size} per microbatch"
     )
     lines["memory per rank"] = _memory_line(memory, simulated)
-    return lines
+    return lines | _float8_line(run, model)
+
+
+def _float8_line(run: Resolved, model: MultimodalModel) -> dict[str, str]:
+    float8 = run.recipe.float8
+    counts = {
+        module.name: len(float8_linears(module, float8))
+        for module in model.modality_modules()
+        if float8.concerns(module.name)
+    }
+    if not counts:
+        return {}
+    how = f"{float8.recipe} scales" + (", emulated" if float8.emulate else "")
+    parts = ", ".join(f"{count} linears of {name}" for name, count in counts.items())
+    return {"float8": f"{how}: {parts}; predicted times know nothing of it"}
 
 
 def _memory_line(memory: MemoryEstimate, simulated: bool) -> str:

@@ -51,6 +51,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_optimizer(recipe),
         *_check_metrics(recipe),
         *_check_memory_limit(recipe),
+        *_check_float8(recipe),
     ]
 
 
@@ -75,6 +76,7 @@ def _check_module_names(recipe: Recipe) -> Problems:
     uses = {
         "freeze.modules": recipe.freeze.modules,
         "compile.modules": recipe.compile.modules,
+        "float8.modules": recipe.float8.modules,
         "optimizer.module_lr": list(recipe.optimizer.module_lr),
         "activation_checkpoint.modules": list(recipe.activation_checkpoint.modules),
     }
@@ -343,6 +345,53 @@ def _check_memory_limit(recipe: Recipe) -> Problems:
         limit_bytes(limit, 0)
     except ValueError as error:
         yield Problem("activation_checkpoint.memory_limit", limit, str(error))
+
+
+def _check_float8(recipe: Recipe) -> Problems:
+    """What is cast has to be the same as on one process, and worth casting."""
+    float8 = recipe.float8
+    parallel = recipe.parallel
+    key = "float8.recipe"
+    if float8.recipe == "none":
+        return
+    if recipe.training.dtype != "bfloat16" and not float8.emulate:
+        text = 'its products give bfloat16; set training.dtype = "bfloat16" or float8.emulate'
+        yield Problem(key, float8.recipe, text, ("training.dtype", "float8.emulate"))
+    cut = parallel.placement != "interleaved" or parallel.pipeline > 1
+    colocated = parallel.placement == "colocated"
+    order = parallel.llm_schedule if colocated else parallel.schedule
+    schedule = find_schedule(order)
+    if cut and schedule is not None and schedule.splits_backward:
+        text = f'"{order}" splits backwards in two, which float8 products cannot; use another'
+        yield Problem(key, float8.recipe, text, ("parallel.schedule", "parallel.llm_schedule"))
+    adapted = {name for adapter in recipe.adapters.values() for name in adapter.modules}
+    for name in float8.modules:
+        tensor = _tensor_size(recipe, name)
+        if tensor > 1:
+            text = f"ranks divide the linears of {name!r}, so scales would be other ones; use 1"
+            yield Problem("parallel.tensor", tensor, text, (key, f"parallel.{name}.tensor"))
+        if name == LLM and parallel.context > 1:
+            text = "ranks divide the rows that are scaled together; use 1 with float8"
+            yield Problem("parallel.llm.context", parallel.context, text, (key,))
+        if name != LLM and cut:
+            text = f"plans decide which images of {name!r} are scaled together; leave it out"
+            yield Problem("float8.modules", name, text, ("parallel.pipeline", "parallel.placement"))
+        if name in recipe.freeze.modules or name in adapted:
+            text = (
+                f"{name!r} is frozen or has an adapter, and float8 products would compute its "
+                "weights' gradients all the same; leave it out"
+            )
+            yield Problem("float8.modules", name, text, ("freeze.modules", "adapters"))
+
+
+def _tensor_size(recipe: Recipe, module: str) -> int:
+    """Ranks that divide a module's linears."""
+    parallel = recipe.parallel
+    apart = parallel.placement == "disaggregated"
+    own = parallel.sizes_given(module).get("tensor")
+    if parallel.placement == "colocated" and own is not None:
+        return own
+    return unit_sizes(parallel, module if apart else LLM)["tensor"]
 
 
 def _check_metrics(recipe: Recipe) -> Problems:

@@ -22,6 +22,7 @@ from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     CompileConfig,
+    Float8Config,
     MetricsConfig,
     OptimizerConfig,
     TrainingConfig,
@@ -49,6 +50,7 @@ class Recipe(Section):
     metrics: MetricsConfig = MetricsConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: CompileConfig = CompileConfig()
+    float8: Float8Config = Float8Config()
     simulation: SimulationConfig = SimulationConfig()
 
     @property

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from torchmm.common.module_names import LLM
 from torchmm.recipe.section import Section
 
 FixedMode = Literal["none", "selective", "full"]
@@ -193,6 +194,29 @@ class MetricsConfig(Section):
     last step if there are fewer); 0: none. Without a pipeline there is nothing to show."""
     memory_snapshot_step: int = Field(default=0, ge=0)
     """Step after which a CUDA memory snapshot is written to `profile/`; 0: none."""
+
+
+class Float8Config(Section):
+    """Matrix products of transformer layers in float8 (torchao; GPUs from Ada and Hopper on)."""
+
+    recipe: Literal["none", "rowwise", "tensorwise"] = "none"
+    """How values are scaled before they are cast: each row and column for itself (more exact), or
+    the whole tensor (faster). "none": products are in `training.dtype`."""
+    modules: list[str] = Field(default=[LLM])
+    """Names of modules whose layers compute in float8."""
+    first_layers: int = Field(default=1, ge=0)
+    """Layers at a module's beginning that stay in `training.dtype`."""
+    last_layers: int = Field(default=1, ge=0)
+    """The same at its end."""
+    exclude: list[str] = Field(default=["*.gate", "*router*"])
+    """Patterns of names of linears within a layer ("mlp.down_proj", "self_attn.*") that do, too.
+    So do those whose sizes are no multiples of 16."""
+    emulate: bool = False
+    """Round as float8 does, but multiply in `training.dtype`: on any device, and slowly."""
+
+    def concerns(self, module: str) -> bool:
+        """Whether the module's layers compute in float8."""
+        return self.recipe != "none" and module in self.modules
 
 
 class CompileConfig(Section):

@@ -42,6 +42,7 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.context import context_problems, cut_problems
 from torchmm.parallel.expert import expert_problems
+from torchmm.parallel.float8 import apply_float8, float8_problems
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder_meshes
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.pipelining.plan.graph import StageLayout
@@ -159,6 +160,7 @@ def cut_model(
     if run.recipe.optimizer.state_dtype == "int8":
         for module in descriptions:
             problems += block_problems(module, executions[module.name].tensor)
+    problems += float8_problems(modules, run.recipe.float8, device)
     if problems := problems + expert_problems(model.llm, parallel.expert):
         raise ConfigError(problems)
     microbatches = _typical_microbatches(run, model, tokenizer)
@@ -345,6 +347,8 @@ def fill_model(
     training = recipe.training
     descriptions = [module.describe() for module in model.modality_modules()]
     stages = cut_for_rank(model, cut.layout, mesh.pipeline_rank)
+    for module in model.all_stages():
+        apply_float8(module, recipe.float8)
     encoders = [module.name for module in descriptions if module.kind == "encoder"]
     compilation = parallelize(
         model,

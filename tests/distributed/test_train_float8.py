@@ -1,0 +1,69 @@
+"""float8 products, emulated: every layout that is not refused trains like one process."""
+
+import pytest
+from tiny_recipe import arguments, records
+
+pytestmark = pytest.mark.slow
+FLOAT8 = {
+    "training__steps": 4,
+    "training__global_batch_size": 4,
+    "float8__emulate": "true",
+    "float8__first_layers": 0,
+}
+LAYOUTS = {
+    "sharded": (2, {"float8__recipe": "rowwise"}),
+    "one_scale": (2, {"float8__recipe": "tensorwise"}),
+    "pipeline": (2, {"float8__recipe": "rowwise", "parallel__pipeline": 2}),
+    "recomputed": (1, {"float8__recipe": "rowwise", "activation_checkpoint__mode": "selective"}),
+    "compiled": (
+        1,
+        {
+            "float8__recipe": "rowwise",
+            "compile__enabled": "true",
+            "compile__backend": "aot_eager",
+            "compile__modules": '["llm"]',
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory, real_data, train_server):
+    """train(name, ranks, **changes): records of a run that ended with 0."""
+    directory = tmp_path_factory.mktemp("float8")
+
+    def run(name: str, ranks: int = 1, **changes: object) -> list[dict]:
+        command = arguments(directory / name, real_data, **{**FLOAT8, **changes})
+        codes, output = train_server.run(command, directory / f"{name}-log", ranks)
+        assert codes == [0] * ranks, output
+        return records(directory / name)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(train) -> dict[str, list[dict]]:
+    """One process, without float8 and with both recipes."""
+    names = ("none", "rowwise", "tensorwise")
+    return {name: train(name, float8__recipe=name) for name in names}
+
+
+def test_rounding_shows_and_the_loss_falls_all_the_same(alone):
+    plain = [r["loss"] for r in alone["none"]]
+    for recipe in ("rowwise", "tensorwise"):
+        rounded = [r["loss"] for r in alone[recipe]]
+        assert rounded == pytest.approx(plain, rel=1e-3)
+        assert abs(rounded[0] / plain[0] - 1) > 1e-6
+        assert rounded[-1] < rounded[0] - 0.1
+    assert alone["rowwise"][0]["loss"] != alone["tensorwise"][0]["loss"]
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_layouts_round_as_one_process_does(layout, train, alone):
+    ranks, changes = LAYOUTS[layout]
+    found = train(layout, ranks, **changes)
+    expected = alone[changes["float8__recipe"]]
+    for key in ("loss", "grad_norm"):
+        assert found[0][key] == pytest.approx(expected[0][key], rel=1e-5), key
+    losses = [r["loss"] for r in found]
+    assert losses == pytest.approx([r["loss"] for r in expected], rel=1e-3)

@@ -1,0 +1,64 @@
+"""What float8 is refused with: other scales than one process would take, and needless work."""
+
+from pathlib import Path
+
+import pytest
+from recipe_problems import problems_of
+
+from torchmm.recipe.read import load_recipe
+
+MODEL = """
+[model]
+tokenizer = "gpt2"
+[model.llm.config]
+model_type = "llama"
+num_hidden_layers = 6
+[model.encoders.vision.config]
+model_type = "siglip_vision_model"
+num_hidden_layers = 4
+[[data.sources]]
+path = "."
+[float8]
+recipe = "rowwise"
+emulate = true
+"""
+VISION = "--float8.modules ['llm','vision'] "
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.toml"
+    file.write_text(MODEL)
+    return file
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--parallel.shard 4",
+        "--parallel.pipeline 2 --parallel.schedule 1f1b",
+        "--parallel.schedule zero_bubble",  # no pipeline
+        "--parallel.tensor 2 --float8.modules []",
+        "--float8.emulate false --training.dtype bfloat16",
+        VISION + "--parallel.shard 4",
+    ],
+)
+def test_valid(recipe: Path, arguments: str) -> None:
+    load_recipe(recipe, arguments.split(), 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "text"),
+    [
+        ("--parallel.tensor 2", "parallel.tensor", "scales would be other ones"),
+        ("--parallel.llm.context 2", "parallel.llm.context", "rows that are scaled together"),
+        ("--parallel.pipeline 2 --parallel.schedule zero_bubble", "float8.recipe", "zero_bubble"),
+        ("--float8.emulate false", "float8.recipe", 'training.dtype = "bfloat16"'),
+        ("--float8.modules ['visoin']", "float8.modules", 'did you mean "vision"'),
+        (VISION + "--parallel.pipeline 2", "float8.modules", "which images of 'vision'"),
+        ("--freeze.modules ['llm']", "float8.modules", "weights' gradients all the same"),
+    ],
+)
+def test_refused(recipe: Path, arguments: str, key: str, text: str) -> None:
+    found = problems_of(recipe, *arguments.split(), world_size=4)
+    assert any(key in problem and text in problem for problem in found), found

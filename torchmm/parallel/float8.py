@@ -1,0 +1,105 @@
+"""float8 products in the linears of transformer layers, by torchao.
+
+Inputs, weights and gradients of results are cast to float8 just before each of a linear's three
+products; parameters, sums, optimizer and everything else stay as they are. Scales are taken anew
+from what is cast: one for each row and column ("rowwise"), or one for the whole tensor
+("tensorwise", the faster and less exact one).
+
+A rank has to cast what one process would cast, or its numbers are others. That is so under FSDP2,
+which gathers weights, and in pipelines, but not where ranks share a linear or a row (those are
+refused, `torchmm.recipe.check`). Experts, whose weights are one tensor, are no linears and stay as
+they are, like everything around the layers: embeddings, heads, connectors.
+
+Rejected: products of our own, which torchao has tested on devices that we have not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
+
+import torch
+from torch import nn
+
+from torchmm.models.layered import LayeredModule
+from torchmm.recipe.training_section import Float8Config
+
+_MULTIPLE = 16
+"""Of what the kernels want the sizes of matrices to be multiples."""
+_CAPABILITY = (8, 9)
+"""The first CUDA devices with float8 products: Ada; then Hopper."""
+
+
+def float8_linears(module: LayeredModule, config: Float8Config) -> list[nn.Linear]:
+    """The linears of this stage's layers that the recipe wants to compute in float8."""
+    layers = len(module.layer_sizes())
+    inner = range(config.first_layers, layers - config.last_layers)
+    return [
+        linear
+        for index, layer in module.indexed_layers()
+        if index in inner
+        for name, linear in _plain_linears(layer)
+        if not any(fnmatch(name, pattern) for pattern in config.exclude)
+        and not any(size % _MULTIPLE for size in linear.weight.shape)
+    ]
+
+
+def float8_problems(
+    modules: Sequence[LayeredModule], config: Float8Config, device: torch.device
+) -> list[str]:
+    """Why a run with these modules cannot compute in float8, on this kind of device."""
+    wanted = [module for module in modules if config.concerns(module.name)]
+    if not wanted:
+        return []
+    if importlib.util.find_spec("torchao") is None:
+        return [
+            f'float8.recipe = "{config.recipe}": torchao is not installed; pip install '
+            "'torchmm[float8]'"
+        ]
+    problems = [] if config.emulate else _device_problems(config, device)
+    for module in wanted:
+        if not float8_linears(module, config):
+            problems.append(
+                f"float8.modules: {module.name!r} has no linear with float8 products: between its "
+                f"first {config.first_layers} and last {config.last_layers} layers of "
+                f"{len(module.layer_sizes())}, with sizes that are multiples of {_MULTIPLE}, and "
+                "not in float8.exclude; leave the module out"
+            )
+    return problems
+
+
+def _device_problems(config: Float8Config, device: torch.device) -> list[str]:
+    remedy = 'float8.emulate = true computes the same numbers, slowly; or set recipe = "none"'
+    if device.type != "cuda":
+        return [f'float8.recipe = "{config.recipe}": needs a GPU; {remedy}']
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return [f'float8.recipe = "{config.recipe}": {name} has no float8 products; {remedy}']
+    return []
+
+
+def apply_float8(module: LayeredModule, config: Float8Config) -> None:
+    """Replaces the linears of a stage, in place, on the meta device; names and parameters stay."""
+    if not config.concerns(module.name):
+        return
+    # An extra, and its import takes seconds.
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415
+
+    settings = Float8LinearConfig.from_recipe_name(config.recipe)
+    # Tokens are an inner size of one of the products, of which there may be any number.
+    settings = replace(settings, emulate=config.emulate, pad_inner_dim=True)
+    chosen = set(float8_linears(module, config))
+    for layer in module.layers:
+        convert_to_float8_training(
+            layer, module_filter_fn=lambda linear, _: linear in chosen, config=settings
+        )
+
+
+def _plain_linears(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Those whose forward is torch's own, which is all that torchao would replace."""
+    for name, part in layer.named_modules():
+        if type(part) is nn.Linear and "forward" not in vars(part):
+            yield name, part
