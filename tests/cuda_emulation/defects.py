@@ -10,6 +10,7 @@ from torchmm.parallel.p2p import P2PChannels
 from torchmm.parallel.tensor.overlap_backends import _Started
 from torchmm.pipelining.run.runtime import CudaStreams
 from torchmm.pipelining.run.step_state import StepState
+from torchmm.training.optimizers.host import HostStreams
 
 
 def no_wait() -> None:
@@ -27,6 +28,22 @@ def gathered_elsewhere() -> None:
     """FSDP's buffers are waited for on the side stream only."""
     plain = StepSharding.unshard
     StepSharding.unshard = lambda self, complete=False: plain(self)
+
+
+def slot_in_use() -> None:
+    """States come from the host into memory whose last guests have not left."""
+
+    def bring(self, visit):
+        visit.slot.free = None
+        plain(self, visit)
+
+    plain = HostStreams.bring
+    HostStreams.bring = bring
+
+
+def not_arrived() -> None:
+    """The update does not wait for the states it reads."""
+    HostStreams.await_arrival = lambda self, visit: None
 
 
 def look_at_device() -> None:
@@ -83,11 +100,13 @@ DEFECTS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
         no_wait,
+        not_arrived,
         freed_early,
         gathered_elsewhere,
         look_at_device,
         one_communicator,
         pageable_copy,
+        slot_in_use,
         swapped_sends,
     )
 }

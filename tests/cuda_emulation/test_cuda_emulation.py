@@ -55,6 +55,11 @@ FILLERS = COLOCATED | {
     "parallel__vision__tensor": 1,
 }
 ASYNC = TENSOR | {"parallel__async_tensor_parallel": "true"}
+HOST_STATES = {
+    "optimizer__offload": "true",
+    "optimizer__state_dtype": "int8",
+    "training__parameter_dtype": "bfloat16",
+}
 CASES = {
     "quickstart": Case(1),
     "fsdp2": Case(2),
@@ -76,6 +81,8 @@ CASES = {
     "checkpoint": Case(2, {"checkpoint__interval": 2, "checkpoint__export_hf": "true"}),
     "recomputed": Case(1, {"activation_checkpoint__mode": "full"}),
     "chunked loss": Case(2, {"model__chunked_loss": "true"}),
+    "states on the host": Case(2, HOST_STATES),
+    "muon": Case(2, {"optimizer__name": "muon", "training__parameter_dtype": "bfloat16"}),
 }
 DEFAULT = {"quickstart", "pp2"}
 """Cases that run without `--all`."""
@@ -194,6 +201,8 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
             ("no_wait", "fillers"),
             ("gathered_elsewhere", "fillers"),
             ("freed_early", "async tp"),
+            ("slot_in_use", "states on the host"),
+            ("not_arrived", "states on the host"),
             ("one_communicator", "pp2"),
             ("swapped_sends", "pp2"),
         )

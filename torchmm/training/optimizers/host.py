@@ -34,7 +34,7 @@ class HostVisits:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = _CudaStreams(device) if device.type == "cuda" else None
+        self._streams = HostStreams(device) if device.type == "cuda" else None
 
     def each(
         self, portions: Sequence[Portion], tensors_of: Callable[[Portion], Sequence[Tensor]]
@@ -108,7 +108,7 @@ class _Visit:
             host.copy_(copy, non_blocking=True)
 
 
-class _CudaStreams:
+class HostStreams:
     """In which order the two streams and the one that computes wait for each other."""
 
     def __init__(self, device: torch.device) -> None:
