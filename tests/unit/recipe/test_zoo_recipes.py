@@ -20,7 +20,8 @@ def test_parameters_are_those_of_the_comment(path: Path) -> None:
     world_size = recipe.simulation.gpus
     recipe = load_recipe(path, [], world_size).recipe  # sizes divide
     comment = path.read_text().split("base =")[0]
-    assert f"{world_size} GPUs of 80 GB" in comment.replace("\n# ", " ")
+    gpus = f"{world_size} GPUs" if world_size > 1 else "1 GPU"
+    assert f"{gpus} of 80 GB" in comment.replace("\n# ", " ")
     model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     counts = model.parameter_counts().values()
     every, trained = (sum(column) for column in zip(*counts, strict=True))
@@ -60,3 +61,19 @@ def test_the_tables_list_every_recipe() -> None:
     every = [p for p in ZOO.parent.rglob("*.toml") if "bases" not in p.parts]
     names = [f"tiny/{p.stem}" if p.parent.name == "tiny" else p.stem for p in every]
     assert not [n for n in names if not n.endswith("base") and f"`{n}`" not in table]
+
+
+def test_eight_billion_parameters_are_trained_on_one_device() -> None:
+    """Weights, gradients and states, all of them, and activations, in the dry run."""
+
+    def described(*arguments: str) -> str:
+        path = ZOO / "qwen3_vl_8b_one_gpu.toml"
+        return describe_run(load_recipe(path, [*arguments], 1).recipe, 1)
+
+    assert "frozen" not in described()
+    on_device = described("--optimizer.offload=false")
+    assert "weights 16.33, gradients 32.66, optimizer 17.35" in on_device
+    with pytest.raises(ConfigError, match=r"would need [\d.]+ GiB, h100 has 74.5"):
+        described("--optimizer.offload=false", "--optimizer.state_dtype=float32")
+    with pytest.raises(ConfigError, match=r"would need [\d.]+ GiB, h100 has 74.5"):
+        described("--optimizer.offload=false", "--training.parameter_dtype=float32")
