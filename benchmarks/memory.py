@@ -1,9 +1,16 @@
 """Memory of switches that save it: what is held at most, with and without them, and as planned.
 
+States (`[optimizer]`, `training.parameter_dtype`): what a small LLM's weights and moments take
+between steps. Recomputation (`[activation_checkpoint]`): the peak of a whole step of it, forward
+and backward, with weights, gradients and moments. Both against what planners and `--dry-run`
+expect.
+
 Loss in chunks (`[model] chunked_loss`): head and cross entropy, forward and backward, against
 Hugging Face's head with all logits and against what the planners expect. Every allocation is
 followed, so peaks are exact; what is there without a loss (the weight, its gradient, the rows) is
 not counted. Times are of pairs in turns, one thread.
+
+Left out: what an offloaded state takes on the device, as CPUs have no other memory for it.
 """
 
 from __future__ import annotations
@@ -13,20 +20,42 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from support.allocations import CountPeak
+from support.allocations import CountPeak, held_in_a_step
 from support.harness import Row, describe_machine, make_parser, report, time_pairs
+from support.memory_needs import memory_needs
 from torch import Tensor, nn
 
 from torchmm.balance.costs.blocks import Head
-from torchmm.balance.costs.execution import Execution, Setting
+from torchmm.balance.costs.execution import Execution, Recompute, Setting
+from torchmm.balance.costs.layers import stage_parameters
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.sizes import llm_sizes
-from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
+from torchmm.common.dtypes import DTYPES
 from torchmm.models.layers.loss import (
     ChunkHead,
     chunk_rows,
     cross_entropy_in_chunks,
     summed_cross_entropy,
 )
+from torchmm.models.multimodal import MultimodalModel, materialize, module_of
+from torchmm.models.registry import build_model
+from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.stage import make_stage
+from torchmm.pipelining.schedules.layouts import Cut, ModuleLayers, build_layout
+from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.planning.executions import parameter_states
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.training_section import OptimizerConfig, TrainingConfig
+from torchmm.training.optim import build_optimizer
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -125,13 +154,112 @@ def loss_rows(size: Size, pairs: int) -> list[Row]:
     ]  # fmt: skip
 
 
+LLM = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+}
+TOKENS = 512
+STATES = [
+    ("float32", {}),
+    ("float32", {"state_dtype": "bfloat16"}),
+    ("float32", {"state_dtype": "int8"}),
+    ("float32", {"name": "muon"}),
+    ("bfloat16", {"state_dtype": "bfloat16"}),
+    ("bfloat16", {"state_dtype": "int8"}),
+    ("bfloat16", {"name": "muon", "state_dtype": "int8"}),
+]
+"""Parameters' dtype, and keys of [optimizer]."""
+MODES: list[Recompute] = ["none", "selective", "full"]
+
+
+def small_llm(dtype: torch.dtype = torch.float32) -> MultimodalModel:
+    """On the meta device."""
+    config = ModelConfig.model_validate({"llm": {"config": LLM}})
+    return build_model(config, FreezeConfig(), dtype)
+
+
+def state_rows() -> list[Row]:
+    """Of weights and moments between steps."""
+    rows = []
+    for dtype, keys in STATES:
+        optimizer = OptimizerConfig.model_validate(keys)
+        recipe = Recipe(optimizer=optimizer, training=TrainingConfig(parameter_dtype=dtype))
+        model = small_llm(DTYPES[dtype])
+        materialize(model, "cpu")
+        parameters = [*model.parameters()]
+        for parameter in parameters:
+            parameter.data.zero_()
+            parameter.grad = torch.ones_like(parameter)
+        held = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        matrices = model.layer_matrices()
+        updates = build_optimizer(model, module_of, optimizer, (), matrices)
+        with CountPeak(held) as counter:
+            updates.step()
+        measured = counter.bytes - sum(p.nbytes for p in parameters)  # of gradients
+        llm = model.llm.describe()
+        planned = stage_parameters(llm, 0, len(llm.layers), states=parameter_states(recipe))
+        wanted = planned.weight_bytes + planned.optimizer_bytes
+        said = ", ".join([f"parameters {dtype}", *(f"{k} {v}" for k, v in keys.items())])
+        rows.append(Row(f"states, {said}", "held", "MiB", measured / MIB, better="lower"))
+        rows.append(Row(f"states, {said}", "held over prediction", "x", measured / wanted))
+    return rows
+
+
+def recompute_rows() -> list[Row]:
+    """Of whole steps of one microbatch, by what they recompute."""
+    rows = []
+    for mode in MODES:
+        measured, wanted = step_bytes(mode)
+        case = f"recomputation {mode}, {TOKENS} tokens, {LLM['num_hidden_layers']} layers"
+        rows.append(Row(case, "peak", "MiB", measured / MIB, better="lower"))
+        rows.append(Row(case, "peak over prediction", "x", measured / wanted))
+    return rows
+
+
+def step_bytes(mode: Recompute) -> tuple[float, float]:
+    """(measured, expected) peak of a step, with AdamW's moments."""
+    model = small_llm()
+    llm = model.llm.describe()
+    count = len(llm.layers)
+    shape = ModuleLayers("llm", "llm", (1.0,) * count, False, (True,) * count)
+    layout = build_layout([shape], {"llm": [Cut(count, (0,))]})
+    modules = {module.name: module for module in small_llm().modality_modules()}
+    stages = cut_for_rank(model, layout, 0)
+    for stage in stages.values():
+        apply_activation_checkpoint(stage, mode)
+    materialize(model, "cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+        parameter.grad = torch.zeros_like(parameter)
+    meta = MicrobatchMeta((SampleMeta("", 0, TOKENS),), TOKENS)
+    ids_T = torch.randint(LLM["vocab_size"], (TOKENS,))
+    batch = [Microbatch(ids_T, ids_T, torch.arange(TOKENS), [0, TOKENS], {}, meta)]
+    graph = StageGraph(layout, 1, {})
+    specs = message_specs(graph, modules, [meta], torch.float32)
+    plan = lower_plan(ORDERS["gpipe"](graph), graph, specs)
+    costs = CostModel(load_profile("cpu"), "float32", {"llm": Execution(recompute=mode)})
+    tuning = LayerTuning(costs, frozenset(), 0)
+    (needs,) = memory_needs(plan, [llm], [meta], tuning, [TOKENS])
+    with CountPeak(held_in_a_step(model, batch)) as counter:
+        PipelineRuntime(0, {i: make_stage(s) for i, s in stages.items()}, None).step(plan, batch)
+    moments = 8 * sum(p.numel() for p in model.parameters())
+    return counter.peak_bytes + moments, needs.most_bytes
+
+
 def main() -> None:
     """Prints the table."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--pairs", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    torch.manual_seed(0)
+    rows = [*state_rows(), *recompute_rows()]
     for size in QUICK if arguments.quick else SIZES:
         rows += loss_rows(size, arguments.pairs)
     report(f"Memory, seed 0; {describe_machine(CPU)}", rows, arguments.json)

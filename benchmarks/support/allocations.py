@@ -25,24 +25,24 @@ class CountPeak(TorchDispatchMode):
         self._found: dict[int, tuple[int, weakref.ref]] = {}
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in held}
         self._held = set(storages)
-        self._bytes = self.peak_bytes = sum(s.nbytes() for s in storages.values())
+        self.bytes = self.peak_bytes = sum(s.nbytes() for s in storages.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage())
-        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._found and key not in self._held:
-            self._bytes += size
+            self.bytes += size
             self._found[key] = size, weakref.ref(storage, lambda _: self._let_go(key))
 
     def _let_go(self, key: int) -> None:
-        self._bytes -= self._found.pop(key)[0]
+        self.bytes -= self._found.pop(key)[0]
 
 
 def held_in_a_step(model: nn.Module, batch: Sequence[Microbatch]) -> list[Tensor]:

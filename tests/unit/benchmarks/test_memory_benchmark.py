@@ -30,3 +30,14 @@ def test_memory_is_that_of_a_chunk(benchmark, dtype):
     chunks = loss.peak_bytes(loss.in_chunks)
     assert chunks < 0.25 * loss.peak_bytes(loss.at_once)
     assert chunks == pytest.approx(loss.planned_bytes(), rel=0.05)
+
+
+@pytest.mark.parametrize("rows", ["state_rows", "recompute_rows"])
+def test_switches_hold_what_is_planned(benchmark, rows):
+    torch.manual_seed(0)
+    found = getattr(benchmark, rows)()
+    held = [row.ours for row in found if "prediction" not in row.metric]
+    assert all(
+        row.ours == pytest.approx(1, rel=0.05) for row in found if "prediction" in row.metric
+    )
+    assert len(held) >= 3 and min(held) < 0.7 * held[0]  # the first has no switch set
