@@ -69,6 +69,7 @@ CASES = {
         2,
         ASYNC | {"parallel__async_tensor_backend": "ring", "parallel__async_tensor_chunks": 2},
     ),
+    "context 2": Case(2, {"parallel__llm__context": 2}),
     "pp2": Case(2, {"parallel__pipeline": 2}),
     "pp2 x fsdp2": Case(4, {"parallel__pipeline": 2}),
     "zero bubble": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "zero_bubble"}),

@@ -190,7 +190,10 @@ class Pipeline:
         )
 
     def _own_part(self, microbatch: Microbatch) -> Microbatch:
-        return slice_row(microbatch, *self._slice)
+        part = slice_row(microbatch, *self._slice)
+        # Views of page-locked memory are so too; what slicing has made is not yet.
+        sliced = part is not microbatch and self.device.type == "cuda"
+        return part.pin_memory() if sliced else part
 
     def losses(self, microbatches: Sequence[Microbatch]) -> dict[str, list[torch.Tensor]]:
         """Summed losses without gradients, by module ("llm", "generator") and microbatch; only
