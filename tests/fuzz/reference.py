@@ -422,7 +422,7 @@ def _add_adapters(
         (own,) = [a for a in adapters if module_of(name) in a["modules"]]
         divisor = own["rank"] ** (0.5 if own["method"] == "rslora" else 1)
         a, b = (
-            nn.Parameter(torch.empty_like(initial[f"{linear}.lora.{p}"])) for p in ("down", "up")
+            nn.Parameter(torch.empty(initial[f"{linear}.lora.{p}"].shape)) for p in ("down", "up")
         )
         found |= {f"{linear}.lora.down": a, f"{linear}.lora.up": b}
 
