@@ -17,6 +17,7 @@ from torchmm.models.registry import build_model
 from torchmm.parallel import expert
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.tensor import low_rank
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -279,6 +280,18 @@ def _compare_with_wrong_experts() -> list[tuple[str, float, float, dict[str, flo
 
     expert._announce = shifted
     return compare_all([case for case in CASES_OF_2 if case.name == "ep2"])
+
+
+def test_gradients_of_whole_factors_that_are_not_summed_are_found():
+    for outcomes in run_distributed(_compare_without_sums, 2):
+        for _, _, _, gradient_errors in outcomes:
+            assert any(name.endswith("q_proj.lora.down") for name in gradient_errors)
+            assert any(name.endswith("o_proj.lora.up") for name in gradient_errors)
+
+
+def _compare_without_sums() -> list[tuple[str, float, float, dict[str, float]]]:
+    low_rank._local_summed = low_rank._local
+    return compare_all([c for c in CASES_OF_2 if c.name == "tp2, adapters of all modules"])
 
 
 def compare_all(cases: list[Case]) -> list[tuple[str, float, float, dict[str, float]]]:

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from torchmm.common.batch import MicrobatchMeta
+from torchmm.models.hf.adapter_files import load_adapters, save_adapters
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
@@ -24,7 +25,7 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import build_mesh, encoder_meshes, start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 
@@ -77,29 +78,56 @@ LAYOUTS = {
 }
 
 
+ADAPTERS = {"both": AdapterConfig(modules=["llm", "vision"], rank=3)}
+
+
 def _round_trip(directory: Path) -> list[str]:
     """Loads and saves every composite in every layout; returns what went wrong."""
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
-    words = {f"w{i}": i for i in range(70)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
     wrong = []
     for name in COMPOSITES:
         source = directory / name
         reference = AutoModelForImageTextToText.from_pretrained(source).state_dict()
         for layout, parallel in LAYOUTS.items():
-            model = build_model(ModelConfig(source=str(source)), FreezeConfig())
-            mesh = build_mesh(parallel, torch.device("cpu"))
-            descriptions = [module.describe() for module in model.modality_modules()]
-            cut = plan_layout(parallel, descriptions, [MicrobatchMeta((), 32)])
-            cut_for_rank(model, cut, mesh.pipeline_rank)
-            plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
-            own = encoder_meshes(parallel, mesh, ["vision"])
-            parallelize(model, mesh, parallel, *plain, meshes=own)
-            materialize(model, "cpu")
+            model = _split(build_model(ModelConfig(source=str(source)), FreezeConfig()), parallel)
             init_weights(model, 0, skip=load_weights(model))
             wrong += [f"{name}, {layout}: {p}" for p in _wrong_weights(model, reference)]
-            export_hf(model, directory / f"{name}, {layout}", tokenizer)
+            export_hf(model, directory / f"{name}, {layout}", _tokenizer())
     return wrong
+
+
+def _round_trip_of_adapters(directory: Path) -> None:
+    """The same with adapters, which are loaded, saved alone and saved in the weights."""
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
+    for layout, parallel in LAYOUTS.items():
+        model = _split(_adapted(directory), parallel)
+        known = load_adapters(model, {"both": str(directory / "adapters" / "both")})
+        init_weights(model, 0, skip=load_weights(model) | known)
+        save_adapters(model, directory / f"adapters, {layout}")
+        export_hf(model, directory / f"merged, {layout}", _tokenizer())
+
+
+def _adapted(directory: Path) -> MultimodalModel:
+    config = ModelConfig(source=str(directory / "qwen2_5_vl"))
+    return build_model(config, FreezeConfig(), adapters=ADAPTERS)
+
+
+def _split(model: MultimodalModel, parallel: ParallelConfig) -> MultimodalModel:
+    """This rank's part, with memory."""
+    mesh = build_mesh(parallel, torch.device("cpu"))
+    descriptions = [module.describe() for module in model.modality_modules()]
+    cut = plan_layout(parallel, descriptions, [MicrobatchMeta((), 32)])
+    cut_for_rank(model, cut, mesh.pipeline_rank)
+    plain = (ActivationCheckpointConfig(), CompileConfig(), torch.float32)
+    own = encoder_meshes(parallel, mesh, ["vision"])
+    parallelize(model, mesh, parallel, *plain, meshes=own)
+    materialize(model, "cpu")
+    return model
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"w{i}": i for i in range(70)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
 
 
 def _wrong_weights(model: MultimodalModel, reference: dict[str, torch.Tensor]) -> list[str]:
@@ -131,4 +159,24 @@ def test_every_layout_loads_and_saves_the_same_files(tmp_path: Path) -> None:
         for layout in LAYOUTS:
             for file in (tmp_path / name).iterdir():
                 saved = tmp_path / f"{name}, {layout}" / file.name
+                assert saved.read_bytes() == file.read_bytes(), (layout, file)
+
+
+def test_every_layout_loads_and_saves_the_same_adapters(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen2_5_vl", **COMPOSITES["qwen2_5_vl"])
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "qwen2_5_vl")
+    model = _adapted(tmp_path)
+    materialize(model, "cpu")
+    init_weights(model, 0, skip=load_weights(model))
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora.up"):
+            torch.nn.init.normal_(parameter)
+    save_adapters(model, tmp_path / "adapters")
+    export_hf(model, tmp_path / "merged", _tokenizer())
+    run_distributed(_round_trip_of_adapters, 4, tmp_path)
+    for layout in LAYOUTS:
+        for kind in ("adapters", "merged"):
+            for file in (f for f in (tmp_path / kind).rglob("*") if f.is_file()):
+                saved = tmp_path / f"{kind}, {layout}" / file.relative_to(tmp_path / kind)
                 assert saved.read_bytes() == file.read_bytes(), (layout, file)

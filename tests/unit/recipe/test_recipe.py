@@ -208,6 +208,19 @@ def test_a_valid_recipe_has_no_problems(valid):
             "optimizer.module_lr.llm",
             "frozen",
         ),
+        ("--adapters.a.modules ['lm']", "adapters.a.modules", 'did you mean "llm"'),
+        ("--adapters.a.modules ['vision.connector']", "adapters.a.modules", "train this one whole"),
+        (
+            "--adapters.a.modules ['llm'] --adapters.a.source ./gone",
+            "adapters.a.source",
+            "no such directory",
+        ),
+        (
+            "--adapters.a.modules ['llm'] --parallel.async_tensor_parallel true "
+            "--parallel.sequence_parallel true --parallel.tensor 2",
+            "parallel.async_tensor_parallel",
+            "not implemented with adapters",
+        ),
         ("--validation.samples 2", "validation.samples", "[[data.validation]]"),
         ("--validation.interval 2", "validation.interval", "[[data.validation]]"),
         ("--data.sources []", "data.sources", "[[data.sources]]"),
