@@ -317,7 +317,8 @@ class Heads(Component):
             return 0.0
         query, key = head_widths(layer, setting.execution)
         normed_N = sizes.units_N * (query + key)
-        kept_N = norm_kept_bytes(layer.norm, normed_N, normed_bytes(layer, setting), weights)
+        norm_weights = weights and not layer.adapters
+        kept_N = norm_kept_bytes(layer.norm, normed_N, normed_bytes(layer, setting), norm_weights)
         return kept_N + 4 * norm_scales(layer.norm) * normed_N / layer.head_dim
 
 

@@ -1,0 +1,115 @@
+"""Costs of adapters against real layers: FLOPs, kept bytes, parameters, no W for the base."""
+
+from __future__ import annotations
+
+import model_cases
+import pytest
+import torch
+from counting import CountLive, count_flops
+
+from torchmm.balance.costs.blocks import stage_blocks
+from torchmm.balance.costs.execution import Execution, Setting
+from torchmm.balance.costs.flops import microbatch_flops, module_layers, module_sizes, pass_flops
+from torchmm.balance.costs.layers import layer_kept_bytes, layer_operators, stage_parameters
+from torchmm.balance.costs.sizes import llm_sizes
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.models.initialize import init_weights
+from torchmm.models.layers.attention import Segments
+from torchmm.models.layers.lora import of_adapter
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, LlmConfig, ModelConfig
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "phi3", "gemma2", "qwen3_5", "deepseek_v3")
+RANK = 3
+LENGTHS = [40, 56]
+WIDE = {"hidden_size": 128, "intermediate_size": 320}
+
+
+def adapted(family: str, targets: list[str], **sizes: int) -> MultimodalModel:
+    config = ModelConfig(llm=LlmConfig(config={**model_cases.LLMS[family], **sizes}))
+    adapters = {"a": AdapterConfig(modules=["llm"], targets=targets, rank=RANK)}
+    model = build_model(config, FreezeConfig(), adapters=adapters)
+    materialize(model, "cpu")
+    init_weights(model, 0)
+    return model
+
+
+def meta_of(lengths: list[int]) -> MicrobatchMeta:
+    samples = tuple(SampleMeta("s", i, n) for i, n in enumerate(lengths))
+    return MicrobatchMeta(samples, sum(lengths))
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["o_proj"]], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_are_those_that_torch_counts(family: str, targets: list[str]) -> None:
+    """Gradients arrive at the first layer, as from a trained connector."""
+    model = adapted(family, targets)
+    microbatch = model_cases.microbatch(LENGTHS)
+    model.llm.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_())
+    forward, loss = count_flops(lambda: model(microbatch))
+    backward, _ = count_flops(loss.backward)
+    module = model.llm.describe()
+    sizes = module_sizes(module, meta_of(LENGTHS), microbatch.target_count)
+    assert sizes is not None
+    found = pass_flops(stage_blocks(module, 0, len(module.layers)), sizes, True)
+    total = float(found.inputs_N[0] + found.weights_N[0])
+    assert float(found.forward_N[0]) == pytest.approx(forward, rel=0.01)
+    assert total == pytest.approx(backward, rel=0.01)
+    of_adapters = sum(p.numel() for n, p in model.named_parameters() if of_adapter(n))
+    assert float(found.weights_N[0]) == 2 * of_adapters * sum(LENGTHS)
+    whole = microbatch_flops([module], meta_of(LENGTHS), microbatch.target_count)["llm"]
+    assert whole.backward <= total
+
+
+def test_only_adapters_have_gradients_and_states() -> None:
+    model = adapted("llama", ["all-linear"])
+    module = model.llm.describe()
+    counted = {
+        trained: sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
+        for trained in (False, True)
+    }
+    found = stage_parameters(module, 0, len(module.layers))
+    assert (found.all, found.trained) == (counted[False], counted[True])
+    half = stage_parameters(module, 0, len(module.layers), tensor=2)
+    whole_factors = sum(  # A of linears with divided outputs, B of those with divided inputs
+        own.rank * (own.outputs if own.divided == "inputs" else own.inputs)
+        for layer in module.layers
+        for own in layer.adapters
+    )
+    assert half.trained == (found.trained + whole_factors) / 2
+    (layers,) = module_layers([module], [meta_of(LENGTHS)])
+    assert layers.trainable == (True,) * len(module.layers)
+    assert not layers.pre_trainable and not layers.post_trainable
+    setting = Setting(Execution(), 4)
+    sizes = llm_sizes([meta_of(LENGTHS)], [sum(LENGTHS)], padding=False)
+    weights = layer_operators(module.layers[0], sizes, setting).weights
+    assert len(weights) == 3 * len(module.layers[0].adapters), "two products and their sums each"
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "starcoder2"])
+def test_kept_bytes_are_what_stays_alive(family: str, mode: str) -> None:
+    module = adapted(family, ["all-linear"], **WIDE).llm
+    tokens = sum(LENGTHS)
+    hidden = torch.randn(1, tokens, 128, requires_grad=True)
+    positions = torch.arange(tokens)[None]
+    tables = module.text_model.rotary_emb(hidden, positions)
+    segments = Segments.from_starts([0, LENGTHS[0], tokens], hidden.device)
+    apply_activation_checkpoint(module, mode)
+    with CountLive() as counter:
+        out = module.layers[0](
+            hidden,
+            position_embeddings=tables,
+            position_ids=positions,
+            attention_mask=None,
+            cu_seq_lens_q=segments,
+        )
+    alive = counter.live_bytes([out, hidden, *tables, *module.parameters()])
+    alive += hidden.numel() * 4  # the layer's input was there before
+    execution = Execution(recompute=mode)  # type: ignore[arg-type]
+    sizes = llm_sizes([meta_of(LENGTHS)], [tokens], padding=False)
+    layer = module.describe().layers[0]
+    found = layer_kept_bytes(layer, sizes, Setting(execution, 4), weights=True)
+    assert found == pytest.approx([alive], rel=0.03)
