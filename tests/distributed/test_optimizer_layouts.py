@@ -5,6 +5,7 @@ All layouts get the same gradients, so that nothing but the optimizer can differ
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from fuzz.ranks import run_rank
 from launch import run_distributed
+from tiny_recipe import tiny_recipe
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +27,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchmm.parallel.torch_private import placed_like
+from torchmm.planning.resolved import resolve
+from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import CheckpointConfig, OptimizerConfig
+from torchmm.training.build import build_unfilled_model, cut_model
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.optim import build_optimizer
 from torchmm.training.optimizers import compact, forms, muon
@@ -215,3 +221,29 @@ def test_the_comparison_sees_defects():
     assert len(found) == 3
     for name, differing in found.items():
         assert differing, name
+
+
+def train_and_save(recipe: Recipe, found: Path) -> None:
+    """A rank of a run; what its weights are in the end."""
+    run = resolve(recipe, 2)
+    model, tokenizer = build_unfilled_model(run)
+    cut = cut_model(run, model, tokenizer, torch.device("cpu"))
+    run_rank(run, model, tokenizer, cut, found / os.environ["RANK"])
+
+
+def test_copies_of_a_tied_embedding_stay_bit_equal(tmp_path, real_data):
+    """The first and the last stage of a pipeline round theirs at random, each by itself."""
+    narrow = {
+        "training__dtype": "bfloat16",
+        "training__parameter_dtype": "bfloat16",
+        "optimizer__state_dtype": "bfloat16",
+        "training__steps": 3,
+        "training__global_batch_size": 4,
+        "parallel__pipeline": 2,
+    }
+    recipe = tiny_recipe(tmp_path / "run", real_data, 2, **narrow)
+    run_distributed(train_and_save, 2, recipe, tmp_path)
+    first, last = (torch.load(tmp_path / str(rank), weights_only=True) for rank in range(2))
+    ((copy, original),) = last["copies"].items()
+    assert torch.equal(last["weights"][copy], first["weights"][original])
+    assert last["weights"][copy].dtype == torch.bfloat16

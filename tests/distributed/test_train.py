@@ -91,13 +91,28 @@ def test_layouts_give_the_single_process_curve(ranks, single, tmp_path, real_dat
     assert single[-1]["loss"] < 0.9 * single[0]["loss"], "the model must learn something"
 
 
+NARROW = {
+    "training__dtype": "bfloat16",
+    "training__parameter_dtype": "bfloat16",
+    "optimizer__name": "muon",
+    "optimizer__state_dtype": "int8",
+    "optimizer__offload": "true",
+}
+
+
 @pytest.mark.parametrize(
-    ("layout", "workers"), [("shard", (0, 2)), ("pipeline", (2, 0)), ("llm.context", (0, 0))]
+    ("layout", "workers", "changes"),
+    [
+        ("shard", (0, 2), {}),
+        ("pipeline", (2, 0), {}),
+        ("llm.context", (0, 0), {}),
+        ("shard", (0, 0), NARROW),
+    ],
 )
-def test_resume_continues_with_the_same_bits(layout, workers, tmp_path, real_data):
+def test_resume_continues_with_the_same_bits(layout, workers, changes, tmp_path, real_data):
     """6 steps at once, or 3 and 3 with another number of workers: same losses, same weights."""
     first, then = workers
-    common = SMALL | {"checkpoint__interval": 3, f"parallel__{layout}": 2}
+    common = SMALL | {"checkpoint__interval": 3, f"parallel__{layout}": 2, **changes}
 
     def recipe(name: str, steps: int, workers: int) -> Recipe:
         changes = {**common, "training__steps": steps, "data__workers": workers}
