@@ -163,6 +163,10 @@ class CheckpointManager:
         if self._group.on_rank_0(target.exists):
             self._logger.info("%s exists already, not saved again", target)
             return
+        if torch.cuda.is_available():
+            # States that rest on the host may still be on their way there from the update; the
+            # stream that computes waits for them (`optimizers/host.py`), the host until here not.
+            torch.cuda.current_stream().synchronize()
         tensors = model_tensors(model) | optimizer_tensors(model, optimizer.state)
         tensors |= {self._rng_prefix + name: value for name, value in capture_rng().items()}
         note = {

@@ -142,7 +142,8 @@ class HostStreams:
         visit.slot.free = self._going.record_event()
 
     def end(self) -> None:
-        """Slots are computing's memory again, and whoever waits for it finds all on the host."""
+        """Slots are computing's memory again, and whoever waits for it finds all on the host (as
+        checkpoints do)."""
         torch.cuda.current_stream(self._device).wait_stream(self._going)
 
 
