@@ -76,6 +76,7 @@ class Case:
     split: int | None = None
     sequence_parallel: bool = False
     tensor_bubbles: float = 0.0
+    context: int = 1
     composite: str = ""
     """Its model_type; "": an LLM and `encoders` by hand."""
 
@@ -93,6 +94,7 @@ class Case:
             llm_schedule=self.llm_schedule,
             sequence_parallel=self.sequence_parallel,
             tensor_bubbles=self.tensor_bubbles,
+            llm={"context": self.context},
             **dict.fromkeys(towers_of(self.composite), own),
             **({"second": own} if self.encoders == 2 else {}),
         )
@@ -111,6 +113,7 @@ CASES = {
         Case(2, 1, freeze="llm"),
         Case(2, 1, slices=2, freeze="all but connector"),
         Case(2, 1, slices=2, encoders=2),
+        Case(1, 1, shard=2, slices=None, context=2),
         Case(2, 1, slices=2, copies=2, llm_schedule="zero_bubble"),
         Case(1, 1, slices=None, tensor=2, split=1),
         *(Case(2, 1, slices=2, composite=name) for name in COMPOSITES),
@@ -125,6 +128,11 @@ CASES = {
         Case(4, 4),
         Case(2, 1, shard=2, slices=2),
         Case(2, 2, shard=2),
+        # Ranks that share rows.
+        Case(2, 1, shard=2, slices=2, context=2, encoders=2),
+        Case(2, 2, shard=2, context=2, llm_schedule="zero_bubble"),
+        Case(2, 1, shard=2, context=2, copies=4, freeze="llm"),
+        Case(1, 1, shard=2, tensor=2, context=2, sequence_parallel=True),
         Case(2, 1, replicate=2, encoders=2),
         # Copies of the encoder, with and without data parallelism of the LLM: fewer and more.
         Case(2, 1, shard=2, slices=None, copies=4),
@@ -222,7 +230,7 @@ def _compare_all(cases: list[Case]) -> list[tuple[Case, list[str], int]]:
     meshes: dict[tuple, ParallelMesh] = {}
     found = []
     for case in cases:
-        key = (*(getattr(case, name) for name in SIZES), case.parallel.mirrors)
+        key = (*(getattr(case, name) for name in SIZES), case.parallel.mirrors, case.context)
         meshes[key] = meshes.get(key) or build_mesh(case.parallel, CPU)
         found.append((case, *_compare(case, case.parallel, meshes[key])))
     return found

@@ -182,7 +182,8 @@ def _colocated(rng: Random, shape: Shape) -> tuple[Table, int]:
         parallel["tensor_bubbles"] = 0.2
     if rng.random() < 0.1:
         parallel["orchestrate"] = True
-    return parallel, sizes["replicate"] * sizes["shard"]
+    context = _context(rng, parallel, sizes["shard"])
+    return parallel, sizes["replicate"] * sizes["shard"] // context
 
 
 def _colocated_encoder(

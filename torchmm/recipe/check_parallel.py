@@ -136,9 +136,19 @@ def _check_context(recipe: Recipe) -> Problems:
     context = parallel.context
     if context == 1:
         return
-    if parallel.placement != "interleaved":
-        text = f'is not implemented with "{parallel.placement}" modules; use 1 or "interleaved"'
+    if parallel.placement == "disaggregated":
+        text = 'is not implemented with "disaggregated" modules; use 1 or another placement'
         yield Problem(CONTEXT, context, text, ("parallel.placement",))
+    if parallel.mirrors > 1:
+        text = (
+            "is not implemented with encoders that are split over fewer tensor-parallel ranks than "
+            "the LLM; use 1, or the same tensor for all"
+        )
+        tensors = tuple(f"parallel.{name}.tensor" for name in recipe.model.encoder_names)
+        yield Problem(CONTEXT, context, text, ("parallel.placement", "parallel.tensor", *tensors))
+    if parallel.orchestrate:
+        text = "is not known to what chooses sizes; use 1, or parallel.orchestrate = false"
+        yield Problem(CONTEXT, context, text, ("parallel.orchestrate",))
     if recipe.model.generator is not None:
         text = "is not implemented with a generator, which reads tokens of all ranks; use 1"
         yield Problem(CONTEXT, context, text, ("model.generator",))

@@ -211,7 +211,13 @@ GENERATOR = "[model.generator]\nconfig = {num_layers = 1}"
             "does not divide the 2 ranks of parallel.shard",
         ),
         ("[parallel.vision]\ncontext = 2", 2, "set parallel.llm.context"),
-        ('placement = "colocated"\n[parallel.llm]\ncontext = 2', 2, 'with "colocated" modules'),
+        ("orchestrate = true\n[parallel.llm]\ncontext = 2", 2, "to what chooses sizes"),
+        (
+            'placement = "colocated"\nschedule = "optimus"\ntensor = 2\n'
+            "vision.tensor = 1\nllm.context = 2",
+            4,
+            "fewer tensor-parallel ranks",
+        ),
         ('placement = "disaggregated"\n[parallel.llm]\ncontext = 2', 2, 'with "disaggregated"'),
         (f"[parallel.llm]\ncontext = 2\n{GENERATOR}", 2, "with a generator"),
         ("[parallel.llm]\ncontext = 2\n[compile]\nenabled = true", 2, "cannot be compiled"),
