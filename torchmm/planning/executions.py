@@ -134,8 +134,6 @@ def layer_tuning(
     memory = model.profile.device.memory_bytes if device_bytes is None else device_bytes
     limit = limit_bytes(checkpointing.memory_limit, memory)
     offloads = names if checkpointing.offload else frozenset()
-    if recipe.compile.enabled:  # a compiled layer cannot move its input elsewhere
-        offloads -= frozenset(recipe.compile.modules) or names
     return LayerTuning(model, names, limit, layerwise, offloads=offloads)
 
 

@@ -36,7 +36,7 @@ class ActivationCheckpointConfig(Section):
     and fragmentation. A step that does not fit with everything recomputed is refused."""
     offload: bool = True
     """With mode "tuned", on devices with separate memory: whether inputs of recomputed layers may
-    be kept in the host's memory where that costs the least time. Never for compiled modules."""
+    be kept in the host's memory where that costs the least time."""
 
     def fixed_mode(self, module: str) -> FixedMode:
         """Mode of all tasks of a module; "none" if plans choose, whose costs are added later."""

@@ -12,10 +12,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchmm.models.layers.attention import Segments
 from torchmm.parallel import activation
 from torchmm.parallel.activation import apply_activation_checkpoint, set_layer_modes
+from torchmm.parallel.compilation import MOST_GRAPHS, Compilation
 from torchmm.pipelining.checks.validate import validate_plan
-from torchmm.pipelining.plan.graph import Task
+from torchmm.pipelining.plan.graph import StageLayout, Task
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.runtime import PipelineRuntime
 from torchmm.pipelining.schedules.layouts import Cut, build_layout
@@ -168,22 +170,81 @@ def test_only_inputs_of_offloaded_layers_leave_the_device(monkeypatch):
     assert freed == [False, True, False, True], "stay: what is not offloaded, what was received"
 
 
+def saved_bytes(output: torch.Tensor, given: set[int]) -> int:
+    """Of what an autograd graph holds, in storages that are not given (by address)."""
+    found: dict[int, int] = {}
+    todo = [output.grad_fn]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        held = list(getattr(node, "_tensors_no_vc_check", ()))  # of compiled code
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                saved = getattr(node, name)
+                held += [s.data for s in (saved if isinstance(saved, tuple) else (saved,))]
+        for tensor in held:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(nbytes for address, nbytes in found.items() if address not in given)
+
+
+def compiled(case: Case, layout: StageLayout) -> tuple[nn.Module, dict, Compilation]:
+    """Model, stages whose layers are compiled and choose, and what compiles them."""
+    model, stages = built(replace(case, recompute="none"), layout)
+    torch.compiler.reset()  # what other tests have taught the compiler about sizes
+    compilation = Compilation("aot_eager")
+    for stage in stages.values():
+        apply_activation_checkpoint(stage.module, "tuned", compilation)
+    return model, stages, compilation
+
+
 @pytest.mark.slow
-def test_a_compiled_layer_chooses_too():
-    case = Case("compiled", encoder="clip", recompute="none", tied=False)
+def test_compiled_layers_choose_too_with_one_graph_for_three_modes():
+    case = Case("compiled", encoder="siglip2", recompute="tuned", tied=False)
     layout = build_layout(case.modules(), CUTS)
-    model, stages = built(case, layout)
-    module = stages[2].module
-    apply_activation_checkpoint(module, "tuned")
-    module.layers[0].compile(backend="aot_eager", fullgraph=True)
-    batch, plan = planned(case, layout, ONE)
-    assert len(batch) == 1, "every length is compiled"
-    gradients = []
-    for mode in ("none", "selective", "full"):
+    plain, plain_stages = built(case, layout)
+    model, stages, compilation = compiled(case, layout)
+    graphs = []
+    for seed in (2, 4, 6):
+        batch, plan = planned(case, layout, seed, split=0.0)
+        plain.zero_grad()
         model.zero_grad()
-        chosen = {Task(2, i): (mode, "none") for i in range(plan.graph.microbatches)}
-        PipelineRuntime(0, stages, None).step(replace(plan, recompute=chosen), batch)
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
-    for name, grad in gradients[0].items():
-        for other in gradients[1:]:
-            torch.testing.assert_close(other[name], grad, rtol=1e-5, atol=1e-6)
+        expected = PipelineRuntime(0, plain_stages, None).step(plan, batch).losses
+        losses = PipelineRuntime(0, stages, None).step(choosing(plan, seed), batch).losses
+        for task, loss in expected.items():
+            torch.testing.assert_close(losses[task], loss, rtol=1e-6, atol=0)
+        wanted = dict(plain.named_parameters())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-5, atol=1e-6)
+        graphs += compilation.new_graphs()
+    kinds = {f"layers like 0 of {name}" for name in ("vision", "llm")}
+    found = {g.kind for g in graphs}
+    assert kinds < found <= kinds | {f"{kind}, selective" for kind in kinds}
+    assert max(g.number for g in graphs) <= MOST_GRAPHS
+
+
+@pytest.mark.slow
+def test_what_a_compiled_layer_keeps_is_freed_where_it_is_run_again():
+    """Compiled code saves tensors in ways of its own, some of them past the hooks of autograd."""
+    case = Case("compiled", encoder="clip", recompute="tuned", tied=False)
+    layout = build_layout(case.modules(), CUTS)
+    model, stages, _ = compiled(case, layout)
+    layer = stages[2].module.layers[0]
+    hidden = torch.randn(1, 8, LLM["hidden_size"], requires_grad=True)
+    rotary = model.llm.text_model.rotary_emb(hidden, torch.arange(8)[None])
+    segments = Segments.from_starts([0, 3, 8], hidden.device)
+    tensors = (hidden, *rotary, segments.cu_seqlens, segments.cu_seqlens_host, *model.parameters())
+    given = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    kept = {}
+    for mode in MODES:
+        set_layer_modes(stages[2].module, [mode, "none"])
+        output = layer(hidden, position_embeddings=rotary, cu_seq_lens_q=segments)
+        kept[mode] = saved_bytes(output, given)
+        output.sum().backward()
+    assert kept["none"] > kept["selective"] > 0
+    assert kept["full"] == kept["offload"] == 0
