@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 from ports import free_port
-from tiny_recipe import ROOT, overrides
+from tiny_recipe import ONLY_TRAINS, ROOT, overrides
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -120,12 +120,6 @@ def logged(case: Case, tmp_path: Path, data: Path, defect: str = "") -> dict[int
     settings: dict[str, object] = {
         "training__dtype": "bfloat16",
         "training__steps": STEP,
-        "optimizer__warmup_steps": 2,
-        "optimizer__schedule": "constant",
-        "data__workers": 0,
-        "validation__interval": 0,
-        "checkpoint__interval": 0,
-        "checkpoint__export_hf": "false",
         "checkpoint__resume": "none",
         "parallel__timeout_s": 120,
     }
@@ -137,7 +131,8 @@ def logged(case: Case, tmp_path: Path, data: Path, defect: str = "") -> dict[int
             values |= drawn
         if case.ranks == 1:
             values |= {"parallel__pipeline": 1, "parallel__schedule": "separated"}
-        arguments = [f"--{k.replace('__', '.')}={v}" for k, v in values.items()]
+        named = ONLY_TRAINS | {f"--{k.replace('__', '.')}": v for k, v in values.items()}
+        arguments = [f"{key}={value}" for key, value in named.items()]
     else:
         config = ROOT / "recipes" / "quickstart.toml"
         values = {"parallel__vision__sub_microbatch_images": 2} | settings | dict(case.changes)

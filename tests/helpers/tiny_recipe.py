@@ -15,6 +15,15 @@ QUICKSTART = ROOT / "recipes" / "quickstart.toml"
 
 LLM = "--model.llm.config."
 VISION = "--model.encoders.vision.config."
+ONLY_TRAINS = {
+    "--optimizer.warmup_steps": 2,
+    "--optimizer.schedule": "constant",
+    "--data.workers": 0,
+    "--validation.interval": 0,
+    "--checkpoint.interval": 0,
+    "--checkpoint.export_hf": "false",
+}
+"""Of a run of a few steps that neither validates nor saves."""
 SIZES = {
     LLM + "hidden_size": 48,
     LLM + "intermediate_size": 64,
@@ -31,12 +40,7 @@ SIZES = {
     "--training.global_batch_size": 8,
     "--training.microbatch_size": 1,
     "--training.sequence_length": 128,
-    "--optimizer.warmup_steps": 2,
-    "--optimizer.schedule": "constant",
-    "--data.workers": 0,
-    "--validation.interval": 0,
-    "--checkpoint.interval": 0,
-    "--checkpoint.export_hf": "false",
+    **ONLY_TRAINS,
 }
 
 

@@ -8,8 +8,8 @@ has come so far, and then the device until the host has sent it new work. A step
 |---|---|---|
 | `Trainer._check` | losses and the norm of gradients, in one vector | no update where they are no \
 numbers; clipping |
-| experts, once per layer and forward | how many tokens each expert gets | lengths of messages and \
-of grouped products |
+| experts that `parallel.expert` divides, once per layer and forward | how many tokens go to and \
+come from each rank | lengths of messages |
 
 Everything else that ranks tell each other (sizes of the batch, wishes to stop, times) are numbers
 of the host, and travel by the CPU's process group. Times of actions are read behind the first wait,
