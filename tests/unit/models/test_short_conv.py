@@ -16,7 +16,9 @@ from model_cases import (
 from test_llm import separate_loss
 from torch import Tensor
 
+from torchmm.common.errors import ConfigError
 from torchmm.common.mixers import ConvolutionSizes
+from torchmm.models.families.llms import hybrid
 from torchmm.models.layers import short_conv
 from torchmm.models.layers.attention import Segments
 from torchmm.models.multimodal import MultimodalModel
@@ -79,3 +81,15 @@ def test_masks_are_refused_where_samples_are_packed() -> None:
     segments = Segments.from_starts([0, 5], torch.device("cpu"))
     with pytest.raises(ValueError, match="without attention mask"):
         layer.conv(torch.randn(1, 5, 32), segments, attention_mask=torch.ones(1, 5))
+
+
+def test_layers_that_hand_nothing_on_are_refused(monkeypatch) -> None:
+    """As those of transformers before 5.23."""
+
+    class Earlier:
+        def forward(self, hidden_states, past_key_values=None, attention_mask=None, seq_idx=None):
+            raise NotImplementedError
+
+    monkeypatch.setattr(hybrid, "Lfm2ShortConv", Earlier)
+    with pytest.raises(ConfigError, match="do not tell their convolutions where samples begin"):
+        text_model("lfm2")

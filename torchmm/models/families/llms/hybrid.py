@@ -7,10 +7,14 @@ experts, beside which one shared expert sees all tokens. LFM2 has short convolut
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
+from torchmm.common.errors import ConfigError
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.layers.attention import PACKED
 from torchmm.models.layers.delta_net import pack_delta_nets
@@ -24,6 +28,15 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     pack_delta_nets(model.model.layers)
     pack_short_convolutions(model.model.layers)
     return model
+
+
+def _build_lfm2(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    if "kwargs" not in signature(Lfm2ShortConv.forward).parameters:  # layers hand nothing on
+        raise ConfigError(
+            f"[model] lfm2: layers of transformers {transformers.__version__} do not tell their "
+            "convolutions where samples begin; install 5.23"
+        )
+    return _build(config, dtype)
 
 
 _DELTA_STYLES = {  # Hugging Face's plan computes delta nets whole on every rank
@@ -60,7 +73,7 @@ QWEN3_5 = LlmFamily(
 QWEN3_5_MOE = replace(QWEN3_5, tensor_parallel=_DELTA_STYLES | _EXPERT_STYLES)
 QWEN3_NEXT = replace(QWEN3_5, tensor_parallel=_INTERLEAVED_STYLES | _EXPERT_STYLES)
 LFM2 = LlmFamily(
-    build=_build,
+    build=_build_lfm2,
     norms=("operator_norm", "ffn_norm"),
     final_norm="embedding_norm",
     tensor_parallel={
