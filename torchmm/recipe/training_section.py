@@ -131,6 +131,9 @@ class TrainingConfig(Section):
     then gets gradients in bfloat16, and `optimizer.stochastic_rounding` says how it rounds."""
     deterministic: bool = False
     """Deterministic kernels only (slower); runs are then bit-identical."""
+    attention: Literal["default", "fa3", "fa4"] = "default"
+    """Kernels of attention on CUDA: torch's own, or those of FlashAttention 3 or 4, where their
+    packages are installed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; "auto": CUDA if there is a device."""
 

@@ -39,6 +39,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
+from torchmm.parallel.attention_kernels import kernel_problems, use_kernels
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.context import context_problems, cut_problems
 from torchmm.parallel.expert import expert_problems
@@ -161,6 +162,7 @@ def cut_model(
         for module in descriptions:
             problems += block_problems(module, executions[module.name].tensor)
     problems += float8_problems(modules, run.recipe.float8, device)
+    problems += kernel_problems(run.recipe.training.attention, device)
     if problems := problems + expert_problems(model.llm, parallel.expert):
         raise ConfigError(problems)
     microbatches = _typical_microbatches(run, model, tokenizer)
@@ -198,7 +200,7 @@ def build_run(
     logger = setup_logging(run_dir, mesh.rank, console)
     # First of all: nothing of a run that is alive may be overwritten.
     checkpoints = open_checkpoints(run, run_dir, mesh, logger, directory)
-    _set_numerics(run, mesh)
+    _set_numerics(run, mesh, logger)
     if device.type == "cpu":
         keep_freed_memory()
     if mesh.rank == 0:
@@ -419,8 +421,9 @@ def _random_stream(mesh: ParallelMesh) -> tuple[int, ...]:
     return mesh.data_parallel_rank, *place
 
 
-def _set_numerics(run: Resolved, mesh: ParallelMesh) -> None:
+def _set_numerics(run: Resolved, mesh: ParallelMesh, logger: logging.Logger) -> None:
     training = run.recipe.training
+    logger.info(use_kernels(training.attention))
     seed_everything(training.seed, *_random_stream(mesh))
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
