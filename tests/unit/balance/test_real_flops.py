@@ -46,7 +46,11 @@ CPU = torch.device("cpu")
 
 
 def case_of(encoder: str, freeze: tuple[str, ...] = ()) -> Case:
-    return Case(f"{encoder} {freeze}", encoder=encoder, freeze=freeze, tied=False)
+    case = Case(f"{encoder} {freeze}", encoder=encoder, tied=False)
+    if "vision" not in case.kinds:  # an encoder of sounds
+        (own,) = case.kinds
+        freeze = tuple(name.replace("vision", own) for name in freeze)
+    return replace(case, freeze=freeze)
 
 
 def build(case: Case) -> MultimodalModel:
