@@ -177,7 +177,10 @@ def test_plain_python_trains_and_exits_with_0(tmp_path, real_data):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "step 2/2 | loss" in run.stdout
-    assert run.stderr == ""
+    # Where torchao is installed, transformers imports it, and it says what it cannot load.
+    of_torchao = ("torchao", "torch/utils/_pytree.py")
+    said = [line for line in run.stderr.splitlines() if not any(t in line for t in of_torchao)]
+    assert said == []
     assert read_status(tmp_path / "run").state == "done"
 
 
