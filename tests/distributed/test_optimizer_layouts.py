@@ -202,10 +202,10 @@ def with_defects() -> dict[str, list[str]]:
 
     bf16 = Case(state_dtype="bfloat16")
     compare("nothing", bf16, "fsdp")
-    offsets = forms.offsets_of
-    forms.offsets_of = lambda tensor: (0,) * tensor.ndim
+    slices = forms.local_slices
+    forms.local_slices = lambda tensor: [slice(0, n) for n in forms.local_tensor(tensor).shape]
     compare("places of the shard alone", bf16, "fsdp")
-    forms.offsets_of = offsets
+    forms.local_slices = slices
     shared = compact.orthogonal_shared
     compact.orthogonal_shared = lambda updates, _: [muon.orthogonal(u) for u in updates]
     compare("matrices that are not whole", Case(name="muon"), "fsdp")

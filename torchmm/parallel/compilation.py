@@ -65,12 +65,12 @@ class LayerKind:
 
     name: str
     backend: str
-    compilations: list[torch_private.Compilation] = field(default_factory=list)
+    compilations: list[torch_private.CompileEvent] = field(default_factory=list)
     _code: CodeType | None = None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Forward:
         """What torch.compile asks a backend for."""
-        self.compilations.append(torch_private.Compilation.current())
+        self.compilations.append(torch_private.CompileEvent.current())
         return torch_private.compiler_named(self.backend)(graph, inputs)
 
     def compiled(self, forward: Forward) -> Forward:

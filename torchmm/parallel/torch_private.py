@@ -153,7 +153,7 @@ def reduce_gradients(module: FSDPModule) -> None:
     module._get_fsdp_state()._root_post_backward_final_callback()
 
 
-class Compilation(NamedTuple):
+class CompileEvent(NamedTuple):
     """What torch.compile did at a moment."""
 
     number: str
@@ -161,7 +161,7 @@ class Compilation(NamedTuple):
     """By the clock of the day, some time in it."""
 
     @classmethod
-    def current(cls) -> Compilation:
+    def current(cls) -> CompileEvent:
         """What it is doing now."""
         return cls(str(CompileContext.current_compile_id()), time.time_ns() / 1e3)
 

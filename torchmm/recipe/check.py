@@ -20,6 +20,7 @@ from torchmm.recipe.check_parallel import check_pipeline
 from torchmm.recipe.data_section import SourceConfig, StageConfig, unique_names
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.model_section import composite_parts
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import (
     check_colocated,
     check_units,
@@ -303,10 +304,7 @@ def _check_heads(recipe: Recipe) -> Problems:
     for module, (key, part) in composite_parts(model.config or {}).items():
         configs[key] = (part, module)
     for key, (config, module) in configs.items():
-        own = parallel.sizes_given(module) if parallel.placement == "colocated" else {}
-        apart = parallel.placement == "disaggregated" and module != "llm"
-        tensor = {**unit_sizes(parallel, module if apart else "llm"), **own}["tensor"]
-        size = f"parallel.{module}.tensor" if apart or "tensor" in own else "parallel.tensor"
+        size, tensor = _tensor_size(parallel, module)
         for name in _HEADS:
             heads = (config or {}).get(name)
             if not isinstance(heads, int) or not heads % tensor:
@@ -364,9 +362,8 @@ def _check_float8(recipe: Recipe) -> Problems:
     if cut and schedule is not None and schedule.splits_backward:
         text = f'"{order}" splits backwards in two, which float8 products cannot; use another'
         yield Problem(key, float8.recipe, text, ("parallel.schedule", "parallel.llm_schedule"))
-    adapted = {name for adapter in recipe.adapters.values() for name in adapter.modules}
     for name in float8.modules:
-        tensor = _tensor_size(recipe, name)
+        _, tensor = _tensor_size(parallel, name)
         if tensor > 1:
             text = f"ranks divide the linears of {name!r}, so scales would be other ones; use 1"
             yield Problem("parallel.tensor", tensor, text, (key, f"parallel.{name}.tensor"))
@@ -376,7 +373,7 @@ def _check_float8(recipe: Recipe) -> Problems:
         if name != LLM and cut:
             text = f"plans decide which images of {name!r} are scaled together; leave it out"
             yield Problem("float8.modules", name, text, ("parallel.pipeline", "parallel.placement"))
-        if name in recipe.freeze.modules or name in adapted:
+        if name in recipe.freeze.modules or name in recipe.adapted_modules:
             text = (
                 f"{name!r} is frozen or has an adapter, and float8 products would compute its "
                 "weights' gradients all the same; leave it out"
@@ -384,14 +381,12 @@ def _check_float8(recipe: Recipe) -> Problems:
             yield Problem("float8.modules", name, text, ("freeze.modules", "adapters"))
 
 
-def _tensor_size(recipe: Recipe, module: str) -> int:
-    """Ranks that divide a module's linears."""
-    parallel = recipe.parallel
-    apart = parallel.placement == "disaggregated"
-    own = parallel.sizes_given(module).get("tensor")
-    if parallel.placement == "colocated" and own is not None:
-        return own
-    return unit_sizes(parallel, module if apart else LLM)["tensor"]
+def _tensor_size(parallel: ParallelConfig, module: str) -> tuple[str, int]:
+    """The key that says how many ranks divide a module's linears, and how many."""
+    own = parallel.sizes_given(module) if parallel.placement == "colocated" else {}
+    apart = parallel.placement == "disaggregated" and module != LLM
+    key = f"parallel.{module}.tensor" if apart or "tensor" in own else "parallel.tensor"
+    return key, {**unit_sizes(parallel, module if apart else LLM), **own}["tensor"]
 
 
 def _check_metrics(recipe: Recipe) -> Problems:

@@ -118,7 +118,7 @@ def _check_experts(recipe: Recipe) -> Problems:
     if parallel.tensor > 1:
         text = "is not implemented with tensor parallelism, which divides experts too; use 1"
         yield Problem("parallel.expert", expert, text, ("parallel.tensor",))
-    if recipe.compile.enabled and LLM in (recipe.compile.modules or [LLM]):
+    if recipe.compile.concerns(LLM):
         text = "exchanges tokens in the layers, which cannot be compiled; leave out the LLM"
         yield Problem("parallel.expert", expert, text, ("compile.enabled", "compile.modules"))
     if recipe.activation_checkpoint.tunes(LLM):
@@ -152,7 +152,7 @@ def _check_context(recipe: Recipe) -> Problems:
     if recipe.model.generator is not None:
         text = "is not implemented with a generator, which reads tokens of all ranks; use 1"
         yield Problem(CONTEXT, context, text, ("model.generator",))
-    if recipe.compile.enabled and LLM in (recipe.compile.modules or [LLM]):
+    if recipe.compile.concerns(LLM):
         text = "exchanges heads in the layers, which cannot be compiled; leave out the LLM"
         yield Problem(CONTEXT, context, text, ("compile.enabled", "compile.modules"))
     if recipe.activation_checkpoint.tunes(LLM):

@@ -49,7 +49,7 @@ class HfBaseline:
 
 def build_baseline(recipe: Recipe, ours: MultimodalModel, device: torch.device) -> HfBaseline:
     """Hugging Face's model with the weights of `ours`, set up as `recipe` says."""
-    model = build_model(recipe, ours, device)
+    model = build_hf_model(recipe, ours, device)
     if recipe.activation_checkpoint.mode != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = build_optimizer(model, recipe)
@@ -57,7 +57,7 @@ def build_baseline(recipe: Recipe, ours: MultimodalModel, device: torch.device) 
     return HfBaseline(model, optimizer, recipe.optimizer.max_grad_norm, device, bf16)
 
 
-def build_model(
+def build_hf_model(
     recipe: Recipe, ours: MultimodalModel, device: torch.device
 ) -> LlavaForConditionalGeneration:
     """Hugging Face's model with the weights of `ours`, frozen and compiled as `recipe` says."""

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from support.models.hf_baseline import PaddedBatch, build_model, build_optimizer
+from support.models.hf_baseline import PaddedBatch, build_hf_model, build_optimizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.recipe import Recipe
 
@@ -56,7 +56,7 @@ def build_baseline(
         dataset_kwargs={"skip_prepare_dataset": True},
         max_length=None,
     )
-    model = build_model(recipe, ours, device)
+    model = build_hf_model(recipe, ours, device)
     trainer = SFTTrainer(
         model,
         config,

@@ -1,7 +1,5 @@
 """Recipe keys of colocated encoders: sizes that follow from others, and mistakes with a remedy."""
 
-from pathlib import Path
-
 import pytest
 from recipe_problems import problems_of
 
@@ -31,13 +29,6 @@ placement = "colocated"
 schedule = "optimus"
 pipeline = 4
 """
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    file = tmp_path / "recipe.toml"
-    file.write_text(MODEL)
-    return file
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,6 @@ emulate = true
 VISION = "--float8.modules ['llm','vision'] "
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    file = tmp_path / "recipe.toml"
-    file.write_text(MODEL)
-    return file
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -8,7 +8,7 @@ from recipe_problems import problems_of
 from torchmm.recipe.read import dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[3]
-RECIPE = """
+MODEL = """
 [model]
 tokenizer = "gpt2"
 [model.llm.config]
@@ -28,13 +28,6 @@ generate = "image"
 path = "."
 generate = "image"
 """
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    file = tmp_path / "recipe.toml"
-    file.write_text(RECIPE)
-    return file
 
 
 def test_a_generator_is_a_module_like_others(recipe: Path) -> None:
@@ -74,7 +67,7 @@ def test_mistakes_are_told(recipe: Path, argument: str, key: str, words: str) ->
 
 
 def test_a_config_names_its_class(recipe: Path) -> None:
-    recipe.write_text(RECIPE.replace("_class_name", "patch_size = 2  #"))
+    recipe.write_text(MODEL.replace("_class_name", "patch_size = 2  #"))
     assert "_class_name: is missing" in problems_of(recipe, world_size=4)[0]
 
 
@@ -99,7 +92,7 @@ def test_drawings_need_held_out_images_and_validations(recipe: Path) -> None:
 
 
 def test_drawing_needs_a_generator(recipe: Path) -> None:
-    text = RECIPE.replace("[model.generator.config]", "[model.encoders.generator.config]")
+    text = MODEL.replace("[model.generator.config]", "[model.encoders.generator.config]")
     recipe.write_text(text.replace("_class_name", "model_type"))
     problems = problems_of(recipe, "--validation.drawings=2", world_size=4)
     for key in ("data.sources[0].generate", "data.validation[0].generate", "validation.drawings"):

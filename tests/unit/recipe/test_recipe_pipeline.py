@@ -27,13 +27,6 @@ path = "."
 """
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    file = tmp_path / "recipe.toml"
-    file.write_text(MODEL)
-    return file
-
-
 def test_settings_of_a_module(recipe: Path) -> None:
     recipe.write_text(MODEL + "[parallel]\npipeline = 2\n[parallel.vision]\nsegments = 2\n")
     arguments = ["--parallel.vision.sub_microbatch_images", "3", "--parallel.virtual_stages=3"]

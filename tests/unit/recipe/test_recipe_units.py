@@ -1,7 +1,5 @@
 """Recipe keys of disaggregated modules: sizes that add up to the world, and mistakes."""
 
-from pathlib import Path
-
 import pytest
 from recipe_problems import problems_of
 
@@ -45,13 +43,6 @@ images = [1, 3]
 placement = "disaggregated"
 """
 NAMES = ["vision", "llm", "generator"]
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    file = tmp_path / "recipe.toml"
-    file.write_text(MODEL)
-    return file
 
 
 @pytest.mark.parametrize(

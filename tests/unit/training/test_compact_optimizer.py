@@ -10,7 +10,7 @@ from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import build_optimizer, set_learning_rate
 from torchmm.training.optimizers import compact, forms
 from torchmm.training.optimizers.compact import CompactOptimizer
-from torchmm.training.optimizers.forms import BLOCK, Dice, Int8Blocks, Places, dynamic_map
+from torchmm.training.optimizers.forms import BLOCK, Int8Blocks, Places, RandomBits, dynamic_map
 from torchmm.training.optimizers.muon import orthogonal
 
 FAST = {"lr": 1e-2, "schedule": "constant"}
@@ -91,7 +91,7 @@ def test_states_have_as_many_bytes_as_planned(settings, each):
 def test_rounding_at_random_is_right_in_the_mean():
     value = torch.full((512, 512), 1.0 + 2**-10)  # an eighth of the way to the next bfloat16
     places = Places(torch.arange(512), torch.arange(512))
-    rounded = Dice(places, torch.tensor(5)).rounded(value).float()
+    rounded = RandomBits(places, torch.tensor(5)).rounded(value).float()
     up = (rounded > 1).float()
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
     assert up.mean().item() == pytest.approx(1 / 8, abs=0.004)  # five standard deviations
@@ -106,9 +106,9 @@ def test_rounding_differs_between_steps_and_tensors_but_not_between_parts():
     value = torch.randn(64, 96)
     whole = Places(torch.arange(64), torch.arange(96))
     part = Places(torch.arange(16, 32), torch.arange(32, 96))
-    once, again = (Dice(whole, torch.tensor(key)).rounded(value) for key in (5, 6))
+    once, again = (RandomBits(whole, torch.tensor(key)).rounded(value) for key in (5, 6))
     assert not torch.equal(once, again)
-    of_part = Dice(part, torch.tensor(5)).rounded(value[16:32, 32:].contiguous())
+    of_part = RandomBits(part, torch.tensor(5)).rounded(value[16:32, 32:].contiguous())
     assert torch.equal(of_part, once[16:32, 32:])
 
 

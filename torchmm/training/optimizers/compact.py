@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.torch_private import placed_like
 from torchmm.training.optimizers.forms import (
     BFloat16,
-    Dice,
     Float32,
     Form,
+    RandomBits,
     StateDtype,
     Stored,
     as_rows,
-    local_of,
     places_of,
     state_form,
 )
@@ -79,7 +79,7 @@ class _Piece:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Its rows of the parameter, its gradient or a state."""
-        return as_rows(local_of(tensor))[self.rows]
+        return as_rows(local_tensor(tensor))[self.rows]
 
 
 class CompactOptimizer(torch.optim.Optimizer):
@@ -102,13 +102,13 @@ class CompactOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"rule": "adamw", "weight_decay": 0.0})
         self._settings = settings
         self._keys = {number: crc32(name.encode()) for number, name in names.items()}
-        every = (local_of(p) for group in self.param_groups for p in group["params"])
+        every = (local_tensor(p) for group in self.param_groups for p in group["params"])
         device = next((own.device for own in every), None)
         self._visits = HostVisits(device) if settings.offload and device is not None else None
 
     def new_state(self, parameter: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
         """States of zeros."""
-        own = local_of(parameter)
+        own = local_tensor(parameter)
         found = {"step": torch.zeros((), device=own.device)}
         for moment, form in self._forms(parameter, rule).items():
             wholes = form.shapes(parameter.shape)
@@ -205,7 +205,7 @@ class CompactOptimizer(torch.optim.Optimizer):
             moment.lerp_(gradient, 1 - momentum)
             update = gradient.lerp(moment, momentum).to(self._settings.muon_dtype)
             moments.append(moment)
-            updates.append(update.view(local_of(piece.parameter).shape))
+            updates.append(update.view(local_tensor(piece.parameter).shape))
         made = orthogonal_shared(updates, [piece.parameter for piece in portion])
         for piece, stored, moment, update in zip(portion, states, moments, made, strict=True):
             value = self._parameter_form(piece.parameter).read({"": piece.of(piece.parameter)})
@@ -226,9 +226,9 @@ class CompactOptimizer(torch.optim.Optimizer):
         places = places_of(parameter).of_rows(piece.rows)
         key = self.state[parameter]["step"].long() * 0x5851F42D + self._keys[id(parameter)]
         target = {"": piece.of(parameter)}
-        self._parameter_form(parameter).write(target, value_RC, Dice(places, key))
+        self._parameter_form(parameter).write(target, value_RC, RandomBits(places, key))
         for number, (name, form) in enumerate(self._forms(parameter, rule).items(), 1):
-            form.write(stored[name], moments[name], Dice(places, key + number * 0x14057B7E))
+            form.write(stored[name], moments[name], RandomBits(places, key + number * 0x14057B7E))
 
     def _parameter_form(self, parameter: nn.Parameter) -> Form:
         narrow = parameter.dtype == torch.bfloat16
@@ -267,7 +267,7 @@ def _portions(parameters: Sequence[nn.Parameter]) -> Iterator[list[_Piece]]:
     portion: list[_Piece] = []
     left = PORTION
     for parameter in parameters:
-        rows, columns = as_rows(local_of(parameter)).shape
+        rows, columns = as_rows(local_tensor(parameter)).shape
         if not columns:
             continue
         start = 0

@@ -32,12 +32,12 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from torchmm.balance.costs.layers import local_linears
 from torchmm.common.batch import ModuleDescription
 from torchmm.common.device_copies import to_device
+from torchmm.models.hf.load import local_slices, local_tensor
 from torchmm.recipe.training_section import STATE_BLOCK as BLOCK
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
@@ -65,27 +65,13 @@ def as_rows(local: Tensor) -> Tensor:
     return local.flatten(0, -2) if local.ndim > 1 else local.view(1, -1)
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def offsets_of(tensor: Tensor) -> tuple[int, ...]:
-    """Where this rank's part begins, by dimension."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim
-    (chunk,) = tensor.__create_chunk_list__()
-    return tuple(chunk.offsets)
-
-
 def places_of(tensor: Tensor) -> Places:
     """Of this rank's part of a parameter, on its device."""
-    local = local_of(tensor)
-    found = [
-        torch.arange(start, start + size, device=local.device)
-        for start, size in zip(offsets_of(tensor), local.shape, strict=True)
-    ] or [torch.zeros(1, dtype=torch.int64, device=local.device)]
-    rows = torch.zeros(1, dtype=torch.int64, device=local.device)
+    device = local_tensor(tensor).device
+    found = [torch.arange(own.start, own.stop, device=device) for own in local_slices(tensor)] or [
+        torch.zeros(1, dtype=torch.int64, device=device)
+    ]
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
     for dim, numbers in enumerate(found[:-1]):
         stride = prod(tensor.shape[dim + 1 : -1])
         rows = (rows[:, None] + stride * numbers).flatten()
@@ -102,7 +88,7 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Dice:
+class RandomBits:
     """Random bits for the elements of a tensor; the same in every layout.
 
     Attributes:
@@ -142,7 +128,7 @@ class Form(Protocol):
         """(R, C) in float32; the stored tensor itself where it is float32."""
         ...
 
-    def write(self, stored: Stored, value_RC: Tensor, dice: Dice) -> None:
+    def write(self, stored: Stored, value_RC: Tensor, bits: RandomBits) -> None:
         """Keeps what `read` has given, changed."""
         ...
 
@@ -158,7 +144,7 @@ class Float32:
         """See `Form`."""
         return stored[""]
 
-    def write(self, stored: Stored, value_RC: Tensor, dice: Dice) -> None:
+    def write(self, stored: Stored, value_RC: Tensor, bits: RandomBits) -> None:
         """Nothing: it was changed where it is."""
 
 
@@ -180,9 +166,9 @@ class BFloat16:
         """See `Form`."""
         return stored[""].float()
 
-    def write(self, stored: Stored, value_RC: Tensor, dice: Dice) -> None:
+    def write(self, stored: Stored, value_RC: Tensor, bits: RandomBits) -> None:
         """See `Form`."""
-        stored[""].copy_(dice.rounded(value_RC) if self._at_random else value_RC)
+        stored[""].copy_(bits.rounded(value_RC) if self._at_random else value_RC)
 
 
 class Int8Blocks:
@@ -207,7 +193,7 @@ class Int8Blocks:
         scales_RC = stored["_scale"].repeat_interleave(BLOCK, 1)[:, : codes_RC.shape[1]]
         return values_RC.mul_(scales_RC)
 
-    def write(self, stored: Stored, value_RC: Tensor, dice: Dice) -> None:
+    def write(self, stored: Stored, value_RC: Tensor, bits: RandomBits) -> None:
         """Codes of the nearest values."""
         rows, columns = value_RC.shape
         padded_RC = functional.pad(value_RC, (0, -columns % BLOCK))

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from torchmm.training.optimizers.forms import offsets_of
+from torchmm.models.hf.load import local_slices
+from torchmm.parallel.torch_private import placed_like
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -61,14 +62,7 @@ def orthogonal_shared(updates: Sequence[Tensor], parameters: Sequence[Tensor]) -
     made = []
     for turn, (update, parameter) in enumerate(zip(updates, parameters, strict=True)):
         assert isinstance(parameter, DTensor)
-        whole = DTensor.from_local(
-            update,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        ).full_tensor()
+        whole = placed_like(update, parameter, parameter.shape).full_tensor()
         # Only the one whose turn it is keeps what was gathered.
         own = turn % turns(parameter) == _own_turn(parameter)
         made.append(orthogonal(whole) if own else torch.zeros_like(whole))
@@ -91,6 +85,4 @@ def _own_part(made: Tensor, parameter: Tensor) -> Tensor:
     mesh = parameter.device_mesh
     somewhere = DTensor.from_local(made, mesh, [Partial()] * mesh.ndim, run_check=False)
     whole = somewhere.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-    sizes = parameter.to_local().shape
-    parts = zip(offsets_of(parameter), sizes, strict=True)
-    return whole[tuple(slice(start, start + size) for start, size in parts)]
+    return whole[local_slices(parameter)]
