@@ -7,21 +7,43 @@ ranks) and a limit on consecutive failures (a source that is 30 % broken passes 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torchmm.common.errors import DataError
+from torchmm.common.errors import DataError, TorchmmError
 
 MIN_SAMPLES_FOR_FRACTION = 100
 """Below this many samples a fraction says nothing and is not checked."""
-
-
 SHOWN = 10
 """Corrupt samples of a source that are named; the others are counted."""
 
 
+LONGEST_REASON = 2000
+"""Characters of a message; names inside of data may have millions."""
+
+logger = logging.getLogger(__name__)
+
+
 class CorruptSampleError(ValueError):
-    """One sample cannot be used; the message is the reason, without the sample's name."""
+    """One sample cannot be used; the message is the reason, without the sample's name.
+
+    Names out of data are in it: what logs and messages cannot carry (half of a character, control
+    characters, megabytes) is escaped or cut here.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(_printable(reason))
+
+
+def _printable(text: str) -> str:
+    if len(text) > LONGEST_REASON:  # the reason stands at the end, behind names
+        half = LONGEST_REASON // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    if text.isprintable():
+        return text
+    escaped = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return "".join(escaped)
 
 
 def first_of(messages: Sequence[str]) -> str:
@@ -33,17 +55,29 @@ def first_of(messages: Sequence[str]) -> str:
 
 @contextmanager
 def naming_place(where: str) -> Iterator[None]:
-    """Puts a file and line before the reason why a sample is corrupt, unless it names them.
+    """Makes whatever goes wrong with a record cost this one sample, with its place and the reason.
+
+    Layouts, templates and decoders know many ways in which records are broken; there are more:
+    values nested deeper than Python can walk, sizes beyond memory.
+
+    Args:
+        where: file and line, put before the reason unless it names them; may be empty.
 
     Raises:
-        CorruptSampleError: raised in the block.
+        CorruptSampleError: anything but an error that ends the run was raised in the block.
     """
     try:
         yield
+    except TorchmmError:
+        raise
     except CorruptSampleError as error:
         if not where or str(error).startswith(where):
             raise
         raise CorruptSampleError(f"{where}: {error}") from error
+    except Exception as error:  # counted by CorruptLimit
+        logger.debug("unexpected in %s", where, exc_info=True)
+        reason = f"{type(error).__name__}: {error}"
+        raise CorruptSampleError(f"{where}: {reason}" if where else reason) from error
 
 
 class CorruptLimit:

@@ -110,6 +110,7 @@ def settings_of(
         "training.sequence_length": length,
         "data.max_images_per_sample": data.max_images_per_sample,
         "data.max_image_pixels": data.max_image_pixels,
+        "data.max_file_mb": data.max_file_mb,
         "data.max_tiles_per_sample": data.max_tiles_per_sample,
         "data.max_tiles_per_sequence": data.max_tiles_per_sequence,
         **{f"data.video.{key}": value for key, value in data.video.model_dump().items()},

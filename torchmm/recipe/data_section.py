@@ -173,6 +173,9 @@ class DataConfig(Section):
     with more is cut like one above `max_tiles_per_sample`; default: any number."""
     max_image_pixels: int = Field(default=64_000_000, ge=1)
     """Images with more pixels in their header count as corrupt and are never decoded."""
+    max_file_mb: float = Field(default=1000.0, gt=0)
+    """Larger files (images, clips, sounds) count as corrupt and are never read, in units of 10^6
+    bytes."""
     video: VideoConfig = Field(default=VideoConfig())
     """Which frames of clips are read."""
     max_corrupt_samples: int = Field(default=100, ge=0)

@@ -45,7 +45,7 @@ def with_json_columns(columns: dict[str, Any]) -> dict[str, Any]:
     if isinstance(inner, str | bytes):
         try:
             inner = json.loads(inner)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptSampleError(f"column json: {error}") from error
     return {**inner, **columns} if isinstance(inner, dict) else columns
 

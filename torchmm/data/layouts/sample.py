@@ -7,12 +7,13 @@ layout a data set was published.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.regular_files import open_regular
 from torchmm.recipe.data_section import SourceConfig
 
 
@@ -63,19 +64,37 @@ class FileSegment:
     encoder: str | None = None
     """Name of the encoder that reads it, once that is known."""
 
-    def read(self) -> bytes:
+    def read(self, max_bytes: int) -> bytes:
         """The file's bytes.
 
+        Args:
+            max_bytes: of the largest file that is read.
+
         Raises:
-            CorruptSampleError: the file cannot be read.
+            CorruptSampleError: the file cannot be read, or is larger.
         """
         if self.data is not None:
+            self._check_size(len(self.data), max_bytes)
             return self.data
         assert self.path is not None
         try:
-            return Path(self.path).read_bytes()
+            with open_regular(self.path) as stream:
+                size = os.fstat(stream.fileno()).st_size
+                self._check_size(size, max_bytes)
+                return stream.read(size)
+        except CorruptSampleError:
+            raise
         except OSError as error:
             raise CorruptSampleError(f"{self.kind} file {self.path}: {error.strerror}") from error
+        except ValueError as error:
+            raise CorruptSampleError(f"{self.kind} file {self.path!r}: {error}") from error
+
+    def _check_size(self, size: int, max_bytes: int) -> None:
+        if size > max_bytes:
+            name = self.kind if self.path is None else f"{self.kind} file {self.path}"
+            raise CorruptSampleError(
+                f"{name} of {size} bytes; data.max_file_mb is {max_bytes / 1e6:g}"
+            )
 
     @property
     def kind(self) -> str:

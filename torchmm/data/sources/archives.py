@@ -3,7 +3,7 @@
 A whole archive ends in two blocks of zeros, which are checked on every start: one small read per
 shard. Only if they are missing are the headers of that shard read, to say what was lost.
 Rejected: always reading all headers, which on each start costs as many small reads as there are
-samples. Compressed archives have end marks too, which their readers check.
+samples. Compressed archives are refused: members would have to be unpacked to be reached.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchmm.common.errors import DataError
+from torchmm.data.corrupt import first_of
+from torchmm.data.regular_files import open_regular
 
 END_MARK = bytes(2 * tarfile.BLOCKSIZE)
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ")
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _REMEDY = "fetch or write it again, or take it out of the source"
 
 logger = logging.getLogger(__name__)
@@ -26,21 +28,26 @@ def check_tars(files: Sequence[Path]) -> None:
     """Looks at the ends of tar files.
 
     Raises:
-        DataError: one is cut off inside a member, or is not a tar file.
+        DataError: some are cut off inside a member, compressed, or no tar files: all are named.
     """
+    refused = []
     for file in files:
         try:
             if not _ends_well(file):
                 _explain(file)
         except OSError as error:
-            raise DataError(f"{file}: {error.strerror}") from error
+            refused.append(f"{file}: {error.strerror}")
+        except DataError as error:
+            refused.append(str(error))
+    if refused:
+        raise DataError(refused[0] if len(refused) == 1 else f"tar files:{first_of(refused)}")
 
 
 def _ends_well(file: Path) -> bool:
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         if stream.read(8).startswith(_COMPRESSED):
-            return True
+            raise DataError(f"{file} is compressed; unpack it, or take it out of the source")
         stream.seek(max(0, size - len(END_MARK)))
         return size % tarfile.BLOCKSIZE == 0 and stream.read() == END_MARK
 
@@ -62,7 +69,7 @@ def _explain(file: Path) -> None:
     except tarfile.TarError as error:
         found = f"cut off after {size} bytes, after {last}" if last else "not a whole tar file"
         raise DataError(f"{file} is {found} ({error}); {_REMEDY}") from error
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         stream.seek(end - end % tarfile.BLOCKSIZE)
         rest = stream.read(tarfile.BLOCKSIZE)
     if rest.strip(b"\0"):

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from torchmm.common.errors import DataError
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.columns import with_json_columns
 from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.recipe.data_section import SourceConfig
@@ -65,15 +65,18 @@ class SourceAsConfigured:
         return min(len(self._source), self._config.max_samples or len(self._source))
 
     def read(self, index: int) -> Record:
-        """Record `index`."""
-        return _configured(self._source.read(index), self._config, self._options)
+        """Record `index`; raises CorruptSampleError."""
+        with naming_place(""):
+            return _configured(self._source.read(index), self._config, self._options)
 
     def _readable(self) -> Iterator[Record]:
         for index in range(min(len(self), LOOKED_AT)):
             try:
-                yield self._source.read(index)
+                with naming_place(""):
+                    record = self._source.read(index)
             except CorruptSampleError:
                 continue  # reported when it is its turn
+            yield record
 
 
 class StreamAsConfigured:
@@ -111,9 +114,13 @@ class StreamAsConfigured:
             return None
         self._given += 1
         record = self._stream.next()
-        if isinstance(record, Record):
-            return _configured(record, self._config, self._options)
-        return record
+        if not isinstance(record, Record):
+            return record
+        try:
+            with naming_place(record.where):
+                return _configured(record, self._config, self._options)
+        except CorruptSampleError as error:
+            return error
 
 
 def _configured(record: Record, config: SourceConfig, options: SampleOptions) -> Record:
@@ -134,7 +141,10 @@ def _check_columns(config: SourceConfig, records: Iterator[Record]) -> None:
         return
     known: dict[str, None] = {}
     for record in records:
-        known.update(dict.fromkeys(with_json_columns(record.columns)))
+        try:
+            known.update(dict.fromkeys(with_json_columns(record.columns)))
+        except CorruptSampleError:
+            continue  # reported when it is its turn
         if all(own in known for own in config.columns.values()):
             return
     missing = [own for own in config.columns.values() if own not in known]

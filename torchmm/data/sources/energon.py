@@ -25,13 +25,12 @@ import yaml
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.tar_samples import TarSamples
+from torchmm.data.sources.tar_samples import TarSamples, decode_part
 
 META = ".nv-meta"
 PICKLED = {"jpgs", "mp4s", "videos", "pkl", "pickle", "pyd"}
 """Parts that webdataset and ChatML loaders unpickle."""
 CHATS = ("ChatML", "MultimodalChat")
-_TEXTS = ("txt", "text", "caption", "transcript")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _ACCESS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
@@ -87,7 +86,7 @@ class EnergonSource:
         for part, *keys in options:
             if part not in parts:
                 continue
-            value = _decode(part, parts[part])
+            value = decode_part(part, parts[part])
             try:
                 for key in keys:
                     value = value[int(key) if isinstance(value, list) else key]
@@ -209,14 +208,6 @@ def _split_access(text: str) -> list[list[str]]:
     return options
 
 
-def _decode(part: str, data: bytes) -> Any:
-    """A part as webdataset decodes it, files excepted."""
-    suffix = part.rpartition(".")[2]
-    if suffix in ("json", "jsn"):
-        return _parse_json(part, data)
-    return data.decode("utf-8", "replace") if suffix in _TEXTS else data
-
-
 def _parse_json(name: str, text: str | bytes) -> Any:
     try:
         return json.loads(text)
@@ -281,7 +272,7 @@ def _chat(fields: Columns, parts: Mapping[str, bytes]) -> Columns:
 
 def _crude(_: Columns, parts: Mapping[str, bytes]) -> Columns:
     """Parts as they are, and the columns inside of `json`."""
-    columns = {part: _decode(part, data) for part, data in parts.items()}
+    columns = {part: decode_part(part, data) for part, data in parts.items()}
     inner = columns.get("json")
     if isinstance(inner, dict):
         columns = {**inner, **{part: value for part, value in columns.items() if part != "json"}}

@@ -97,6 +97,7 @@ def cache_key(
         "config": causes_of(config),
         "generated": dataclasses.asdict(reader.drawings.spec) if reader.drawings else None,
         "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
+        "file": data.max_file_mb,
         "tiles": [data.max_tiles_per_sample, data.max_tiles_per_sequence],
         "video": data.video.model_dump(),
         "text": dataclasses.asdict(reader.text_spec),

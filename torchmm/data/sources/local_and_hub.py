@@ -5,7 +5,8 @@ never decodes an image or a sound: bytes stay bytes until a worker needs the pix
 have a reader of their own (`text_files.py`), because rows of one file may have different types
 ("content" is a string in one message and a list in the next), because a broken line must cost one
 sample and not the file, and because image paths are relative to the file a row came from. So have
-Energon's folders (`energon.py`), whose samples may have different parts.
+tar files, Energon's folders included (`tar_samples.py`, `energon.py`), whose samples may have
+different parts.
 
 Every source of a recipe is opened on every rank; nothing here knows ranks.
 """
@@ -25,10 +26,11 @@ import pyarrow.parquet as pq
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.archives import check_tars
 from torchmm.data.sources.configured import MapSource, SourceAsConfigured
 from torchmm.data.sources.energon import EnergonSource, is_energon, open_folder
+from torchmm.data.sources.folders import FolderSource, described
 from torchmm.data.sources.packed import PACKED, plain_suffix, unpacked
+from torchmm.data.sources.tar_samples import WebdatasetSource
 from torchmm.data.sources.text_files import Table, TextSource, open_json
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 
@@ -108,12 +110,19 @@ def open_map_source(config: SourceConfig, cache: str = INDEX_CACHE) -> MapSource
 
 def _open(config: SourceConfig, cache: str) -> MapSource:
     kind, files = resolve_files(config)
-    if kind in TEXT_FILES or kind == "energon":
+    if has_own_reader(kind, files):
         return open_file_source(config, kind, files, cache)
     dataset = load(config, kind, files, streaming=False)
     fingerprint = _files_fingerprint(files) if files else str(dataset._fingerprint)
     rows = [(file, pq.read_metadata(file).num_rows) for file in files] if kind == "parquet" else []
     return ArrowSource(dataset, source_root(config, files), fingerprint, rows)
+
+
+def has_own_reader(kind: str, files: Sequence[Path]) -> bool:
+    """Whether this package reads the files without `datasets`."""
+    return kind in (*TEXT_FILES, "energon", "webdataset") or (
+        kind in FOLDERS and bool(described(files))
+    )
 
 
 def open_file_source(
@@ -129,7 +138,13 @@ def open_file_source(
     if kind == "energon":
         folder = open_folder(Path(config.path).expanduser(), config.split)
         return EnergonSource(folder, fingerprint)
+    if kind == "webdataset":
+        return WebdatasetSource(files, fingerprint)
     try:
+        if kind in FOLDERS:
+            root = source_root(config, files)
+            assert root is not None
+            return FolderSource(kind, files, root, fingerprint)
         opened = [TEXT_FILES[kind](file, unpacked(file, Path(cache))) for file in files]
     except OSError as error:
         text = f"source {config.path!r}: cannot read {error.filename}: {error.strerror}"
@@ -141,10 +156,8 @@ def load(config: SourceConfig, kind: str, files: Sequence[Path], streaming: bool
     """A `datasets.Dataset` or `IterableDataset` of a local source or a hub id.
 
     Raises:
-        DataError: `datasets` cannot read it, or a tar file is cut off.
+        DataError: `datasets` cannot read it.
     """
-    if kind == "webdataset":
-        check_tars(files)
     try:
         if kind == "hub":
             return datasets.load_dataset(

@@ -118,6 +118,7 @@ class SampleReader:
         self.text_spec = text_spec
         self.max_pixels = data.max_image_pixels
         self._max_images = data.max_images_per_sample
+        self._max_bytes = int(data.max_file_mb * 1e6)
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
         self._chat = ChatTemplate(tokenizer, text_spec.around_sounds)
 
@@ -169,13 +170,13 @@ class SampleReader:
             if isinstance(segment, VideoSegment):
                 key = segment.data, segment.path
                 if key not in clips:
-                    clips[key] = Clip(segment.read(), self.max_pixels)
+                    clips[key] = Clip(segment.read(self._max_bytes), self.max_pixels)
                 self._open_clip(segment, clips[key], segments, files, metas)
                 continue
             segments.append(segment)
             if isinstance(segment, FileSegment):
                 assert segment.encoder is not None
-                data = segment.read()
+                data = segment.read(self._max_bytes)
                 files.append(data)
                 metas.append(self._named(self.media[segment.encoder].meta(data), segment.encoder))
         return replace(sample, segments=tuple(segments)), files, metas
@@ -203,7 +204,7 @@ class SampleReader:
     def _cut(self, sample: Sample) -> dict[int, TiledPicture]:
         """By position of its segment: every picture whose encoder cuts them."""
         pictures = {
-            number: self.tiles[segment.encoder].open(segment.read())
+            number: self.tiles[segment.encoder].open(segment.read(self._max_bytes))
             for number, segment in enumerate(sample.segments)
             if isinstance(segment, ImageSegment) and segment.encoder in self.tiles
         }
@@ -238,7 +239,7 @@ class SampleReader:
             assert self.drawings is not None
             if context_end == 0:
                 raise CorruptSampleError("there is nothing before the image to be drawn")
-            files.append(segment.read())
+            files.append(segment.read(self._max_bytes))
             metas.append(self.drawings.meta(files[-1], context_end))
         return metas, files
 

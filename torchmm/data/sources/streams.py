@@ -25,11 +25,12 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record
 from torchmm.data.order import FeedOptions, Item, Skip, permutation
+from torchmm.data.regular_files import open_regular
 from torchmm.data.sources.configured import MapSource, RecordStream, StreamAsConfigured
 from torchmm.data.sources.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import (
     INDEX_CACHE,
-    TEXT_FILES,
+    has_own_reader,
     load,
     open_file_source,
     resolve_files,
@@ -38,6 +39,7 @@ from torchmm.data.sources.local_and_hub import (
 )
 from torchmm.data.sources.packed import unpacked
 from torchmm.data.sources.reader import MeasuredSample, SampleReader
+from torchmm.data.sources.tar_samples import WebdatasetStream
 from torchmm.data.sources.text_files import MAX_RECORD_BYTES, is_array, parse_object, too_long
 from torchmm.recipe.data_section import SourceConfig
 
@@ -100,7 +102,7 @@ class JsonLinesStream:
         while self._file < len(self._files):
             path = self._files[self._file]
             place = f"byte {self._offset}" if self._line is None else str(self._line)
-            with path.open("rb") as stream:
+            with open_regular(path) as stream:
                 stream.seek(self._offset)
                 line = stream.readline(MAX_RECORD_BYTES)
                 size = len(line)
@@ -171,7 +173,9 @@ def _open(name: str, config: SourceConfig, cache: str) -> RecordStream:
         contents = [unpacked(file, Path(cache)) for file in files]
         if not any(is_array(content) for content in contents) and contents == files:
             return JsonLinesStream(files)
-    if kind in TEXT_FILES or kind == "energon":
+    if kind == "webdataset":
+        return WebdatasetStream(files)
+    if has_own_reader(kind, files):
         return IndexedStream(open_file_source(config, kind, files, cache))
     dataset = load(config, kind, files, streaming=True)
     return ArrowStream(name, dataset, source_root(config, files))

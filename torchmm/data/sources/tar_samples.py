@@ -2,21 +2,40 @@
 
 Headers of all members are read once, when the source is opened, unless a `.tar.idx` next to the
 shard says where samples begin, as Energon writes it. A sample is then read from its place. Nothing
-is converted or copied, and samples may have different parts.
+is converted or copied, samples may have different parts, and parts stay bytes unless they are text
+or JSON: Hugging Face's reader, which would convert whole shards, unpickles some (`.pth`).
+
+Where a shard is damaged, members are found again behind the damage, as readers of tars do not: they
+end there in silence. What the damage may have taken a part of is corrupt.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import tarfile
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from torchmm.common.errors import DataError
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.layouts.sample import Record
+from torchmm.data.regular_files import open_regular
 from torchmm.data.sources.archives import check_tars
+
+MAX_PART_BYTES = 2 << 30
+"""Largest part of a sample that is read."""
+MAX_HEADER_BYTES = 1 << 20
+"""Longest name or extended header of a member."""
+TEXTS = ("txt", "text", "caption", "transcript")
+NUMBERS = ("cls", "cls2", "index", "inx", "id")
+"""Parts that webdataset's readers decode, besides JSON, by their last suffix."""
+
+logger = logging.getLogger(__name__)
 
 
 class TarSamples:
@@ -27,7 +46,7 @@ class TarSamples:
         left_out: KEY of samples that do not take part, by shard.
 
     Raises:
-        DataError: a shard is damaged or compressed.
+        DataError: a shard is cut off or compressed.
     """
 
     def __init__(
@@ -37,6 +56,7 @@ class TarSamples:
         self._shards = list(shards)
         starts = array("q")
         counts = []
+        self._behind_damage: set[int] = set()
         for shard in shards:
             skipped = (left_out or {}).get(shard, ())
             before = len(starts)
@@ -44,7 +64,11 @@ class TarSamples:
             if indexed is not None:
                 starts.extend(indexed)
             else:
-                starts.extend(start for key, start in _sample_starts(shard) if key not in skipped)
+                for key, start, damaged in _sample_starts(shard):
+                    if key not in skipped:
+                        starts.append(start)
+                        if damaged:
+                            self._behind_damage.add(len(starts) - 1)
             counts.append(len(starts) - before)
         self._starts = np.asarray(starts, np.int64)
         self._ends = np.cumsum(counts)
@@ -56,59 +80,238 @@ class TarSamples:
         """Where a sample is ("SHARD:KEY"), and its parts by their names.
 
         Raises:
-            CorruptSampleError: the shard was cut off, or changed since it was opened.
+            CorruptSampleError: the shard is damaged there, was cut off, or changed since it was
+                opened; a part is too large.
         """
-        shard = self._shards[int(np.searchsorted(self._ends, index, side="right"))]
+        shard = self.shard_of(index)
         start = int(self._starts[index])
-        key = ""
-        parts: dict[str, bytes] = {}
+        place = f"{shard}, sample at byte {start}"
+        if index in self._behind_damage:
+            raise CorruptSampleError(f"{place}: its first parts may be in the damage before it")
         try:
-            with shard.open("rb") as stream:
-                stream.seek(start)
-                with tarfile.open(fileobj=stream, mode="r:") as tar:
-                    while (member := tar.next()) is not None:
-                        name = _split_name(member)
-                        if name is None:
-                            continue
-                        if key and name[0] != key:
-                            break
-                        key = name[0]
-                        file = tar.extractfile(member)
-                        assert file is not None  # a regular file
-                        parts[name[1]] = file.read()
-        except (OSError, tarfile.TarError) as error:
-            raise CorruptSampleError(f"{shard}, sample at byte {start}: {error}") from error
-        return f"{shard}:{key}", parts
+            with open_regular(shard) as stream:
+                return self._read(shard, stream, start)
+        except OSError as error:
+            raise CorruptSampleError(f"{place}: {error.strerror}") from error
+        except (tarfile.TarError, ValueError) as error:
+            raise CorruptSampleError(f"{place}: {error}") from error
+
+    def shard_of(self, index: int) -> Path:
+        """The file that a sample is in."""
+        return self._shards[int(np.searchsorted(self._ends, index, side="right"))]
+
+    def _read(self, shard: Path, stream: BinaryIO, start: int) -> tuple[str, dict[str, bytes]]:
+        key = ""
+        members: dict[str, tarfile.TarInfo] = {}
+        for member in _members(stream, start):
+            if isinstance(member, Damage):
+                raise CorruptSampleError(f"is followed by {member}")
+            name = _split_name(member)
+            if name is None:
+                continue
+            if key and name[0] != key:
+                break
+            key = name[0]
+            if name[1] in members:
+                raise CorruptSampleError(f"{key} has two parts {name[1]}")
+            members[name[1]] = member
+        return f"{shard}:{key}", {part: _body(stream, m) for part, m in members.items()}
+
+
+class WebdatasetSource:
+    """Samples of shards as records; their columns are the parts.
+
+    Args:
+        shards: not compressed.
+        fingerprint: of the shards.
+    """
+
+    def __init__(self, shards: Sequence[Path], fingerprint: str) -> None:
+        self._samples = TarSamples(shards)
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, index: int) -> Record:
+        """Record `index`; raises CorruptSampleError."""
+        where, parts = self._samples.read(index)
+        with naming_place(where):
+            columns: dict[str, Any] = {part: decode_part(part, parts[part]) for part in parts}
+        shard = self._samples.shard_of(index)
+        columns |= {"__key__": where.removeprefix(f"{shard}:"), "__url__": str(shard)}
+        return Record(columns, where=where)
+
+
+class WebdatasetStream:
+    """Samples of shards in order; the headers of each are read when it is its turn."""
+
+    def __init__(self, shards: Sequence[Path]) -> None:
+        check_tars(shards)
+        self._shards = list(shards)
+        self.restart(None)
+
+    def restart(self, position: Any) -> None:
+        """Continue at [shard, sample]; raises DataError if this is no such position."""
+        if isinstance(position, dict):
+            raise DataError(
+                "the checkpoint's position in tar files is one of an earlier torchmm, which read "
+                "them through `datasets`; continue with that version, or begin a new run"
+            )
+        self._shard: int
+        self._next: int
+        self._shard, self._next = position or (0, 0)
+        self._opened: WebdatasetSource | None = None
+
+    def position(self) -> Any:
+        """[shard, sample] of the next record."""
+        return [self._shard, self._next]
+
+    def next(self) -> Record | CorruptSampleError | None:
+        """The next record."""
+        while self._shard < len(self._shards):
+            if self._opened is None:
+                self._opened = WebdatasetSource([self._shards[self._shard]], "")
+            if self._next < len(self._opened):
+                self._next += 1
+                try:
+                    return self._opened.read(self._next - 1)
+                except CorruptSampleError as error:
+                    return error
+            self._shard += 1
+            self._next = 0
+            self._opened = None
+        return None
+
+
+def decode_part(part: str, data: bytes) -> Any:
+    """A part as webdataset decodes it; files, and all that would be unpickled, stay bytes.
+
+    Raises:
+        CorruptSampleError: malformed JSON.
+    """
+    suffix = part.rpartition(".")[2]
+    try:
+        if suffix in ("json", "jsn"):
+            return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptSampleError(f"{part}: {error}") from error
+    if suffix in NUMBERS and data.strip().isdigit():
+        return int(data)
+    return data.decode("utf-8", "replace") if suffix in TEXTS else data
+
+
+class Damage(NamedTuple):
+    """Blocks in which there should have been a header."""
+
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"damage in bytes {self.start} to {self.end}"
+
+
+class _Headers:
+    """A tar file that gives headers, and no more: an extended one may claim any size."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.tell = stream.tell
+        self.seek = stream.seek
+
+    def read(self, size: int) -> bytes:
+        if size > MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"header of {size} bytes")
+        return self._stream.read(size)
+
+
+def _members(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo | Damage]:
+    """All members from a place on, and damage between them."""
+    size = stream.seek(0, 2)
+    while start < size:
+        stream.seek(start)
+        at = start
+        try:
+            with tarfile.open(fileobj=_Headers(stream), mode="r:") as tar:  # type: ignore[call-overload]
+                while (member := tar.next()) is not None:
+                    tar.members = []  # which would hold all headers
+                    at = member.offset_data
+                    yield member
+                    at = tar.offset
+                at = tar.offset
+        except tarfile.TarError:
+            at += -at % tarfile.BLOCKSIZE
+        stream.seek(at)
+        if not stream.read(tarfile.BLOCKSIZE).strip(b"\0"):
+            return  # where the archive ends, or is cut off
+        start = _next_header(stream, at, size)
+        yield Damage(at, start)
+
+
+def _next_header(stream: BinaryIO, start: int, size: int) -> int:
+    """The next place of a block that is a member's header."""
+    for place in range(start + tarfile.BLOCKSIZE, size, tarfile.BLOCKSIZE):
+        stream.seek(place)
+        block = stream.read(tarfile.BLOCKSIZE)
+        if block[257:262] != b"ustar":  # what is inside of members rarely looks like one
+            continue
+        try:
+            tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.TarError:
+            continue
+        return place
+    return size
+
+
+def _body(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
+    if member.issparse():
+        raise CorruptSampleError(f"{member.name} is stored with holes")
+    if member.size > MAX_PART_BYTES:
+        raise CorruptSampleError(f"{member.name} has {member.size} bytes, at most {MAX_PART_BYTES}")
+    stream.seek(member.offset_data)
+    data = stream.read(member.size)
+    if len(data) < member.size:
+        raise CorruptSampleError(f"{member.name} is cut off after {len(data)} bytes")
+    return data
 
 
 def _indexed_starts(shard: Path) -> list[int] | None:
-    """Places of a shard's samples from its index; None if that is missing or older."""
+    """Places of a shard's samples from its index; None if that is missing, older or damaged."""
     index = shard.with_suffix(".tar.idx")
-    if not index.exists() or index.stat().st_mtime_ns < shard.stat().st_mtime_ns:
+    if not index.is_file() or index.stat().st_mtime_ns < shard.stat().st_mtime_ns:
         return None
-    starts: list[int] = np.fromfile(index, "<u8").tolist()
-    with shard.open("rb") as stream:
-        stream.seek(starts[-1] if starts else 0)
+    size = shard.stat().st_size
+    found = np.fromfile(index, "<u8")
+    ascending = (np.diff(found.astype(np.int64)) > 0).all()
+    if not len(found) or not ascending or found[-1] > size or (found % tarfile.BLOCKSIZE).any():
+        logger.warning("%s is damaged; headers of the shard are read instead", index)
+        return None
+    starts: list[int] = found.tolist()
+    with open_regular(shard) as stream:
+        stream.seek(starts[-1])
         if not stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # the index has the end, too
             starts = starts[:-1]
     return starts
 
 
-def _sample_starts(shard: Path) -> Iterator[tuple[str, int]]:
-    """Key and place of every sample of a shard: where its first member's header begins."""
-    last = None
+def _sample_starts(shard: Path) -> Iterator[tuple[str, int, bool]]:
+    """Key and place of every sample of a shard: where its first member's header begins; whether
+    damage is before it."""
+    last, damaged = None, False
     try:
-        with tarfile.open(shard, "r:") as tar:
-            while (member := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # which would hold all headers
+        with open_regular(shard) as stream:
+            for member in _members(stream, 0):
+                if isinstance(member, Damage):
+                    logger.warning("%s: %s; samples beside it are left out", shard, member)
+                    damaged, last = True, None
+                    continue
                 name = _split_name(member)
                 if name is not None and name[0] != last:
                     last = name[0]
-                    yield last, member.offset
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(
-            f"{shard} cannot be read ({error}); shards must not be compressed"
-        ) from error
+                    yield last, member.offset, damaged
+                    damaged = False
+    except OSError as error:
+        raise DataError(f"{shard} cannot be read: {error.strerror}") from error
 
 
 def _split_name(member: tarfile.TarInfo) -> tuple[str, str] | None:

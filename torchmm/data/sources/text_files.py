@@ -28,6 +28,7 @@ import numpy as np
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record
+from torchmm.data.regular_files import open_regular
 
 MAX_RECORD_BYTES = 64 << 20
 """Longest record that is read. Parsing may take 25 times as much memory (lists of lists)."""
@@ -86,16 +87,21 @@ class TextFile:
         """The record of this number.
 
         Raises:
-            CorruptSampleError: it is too long or malformed.
+            CorruptSampleError: it is too long or malformed, or the file has gone.
         """
         before = int(self._before[number if len(self._before) > 1 else 0])
         where = self.where(before + number)
         size = int(self._sizes[number])
         if size > MAX_RECORD_BYTES:
             raise too_long(where, self.unit, size)
-        with self._content.open("rb") as stream:
-            stream.seek(int(self._starts[number]))
-            data = stream.read(size)
+        try:
+            with open_regular(self._content) as stream:
+                stream.seek(int(self._starts[number]))
+                data = stream.read(size)
+        except OSError as error:
+            raise CorruptSampleError(f"{where}: {error.strerror}") from error
+        if len(data) < size:
+            raise CorruptSampleError(f"{where}: the file was cut off since it was opened")
         return Record(self._parse(data, where), str(self.path.parent), where=where)
 
     def where(self, line: int) -> str:
@@ -115,7 +121,7 @@ class JsonLines(TextFile):
     def _spans(self) -> Iterator[Span]:
         start = 0
         line = 1
-        with self._content.open("rb") as stream:
+        with open_regular(self._content) as stream:
             while piece := stream.readline(_PIECE_BYTES):
                 blank = piece.isspace()
                 size = len(piece)
@@ -183,7 +189,7 @@ class Table(TextFile):
     unit = "row"
 
     def __init__(self, path: Path, content: Path) -> None:
-        with content.open("rb") as stream:
+        with open_regular(content) as stream:
             head = stream.readline(_PIECE_BYTES)
         tabs = b"\t" in head and b"," not in head
         semicolons = b";" in head and b"," not in head
@@ -197,7 +203,7 @@ class Table(TextFile):
         self._before = (self._before if len(self._before) == 1 else self._before[1:]) + 1
 
     def _read_header(self) -> bytes:
-        with self._content.open("rb") as stream:
+        with open_regular(self._content) as stream:
             data = stream.read(min(int(self._sizes[0]), MAX_RECORD_BYTES))
         return data.removeprefix(_BYTE_ORDER_MARK)
 
@@ -260,7 +266,7 @@ def open_json(path: Path, content: Path) -> TextFile:
 
 def is_array(content: Path) -> bool:
     """Whether a file of JSON begins with an array."""
-    with content.open("rb") as stream:
+    with open_regular(content) as stream:
         head = stream.read(_PIECE_BYTES).removeprefix(_BYTE_ORDER_MARK)
     return head.lstrip(_BLANK).startswith(b"[")
 
@@ -273,8 +279,9 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     """
     try:
         columns = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptSampleError(f"{where}: {error}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        reason = str(error) or type(error).__name__
+        raise CorruptSampleError(f"{where}: {reason}") from error
     if not isinstance(columns, dict):
         raise CorruptSampleError(f"{where} is {type(columns).__name__}, not an object")
     return columns
@@ -311,6 +318,6 @@ def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
     if path.stat().st_size == 0:  # which cannot be mapped
         yield b""
         return
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         # Not closed here: what was found in it still refers to it.
         yield mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

@@ -1,0 +1,459 @@
+"""Hostile and odd records: each costs one sample, which is named with its place and the reason.
+
+A row of the table is written into every format that can hold it, between good samples: before the
+source is measured, or in the place of a good one afterwards. Nothing here may wait, or take memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import tarfile
+from itertools import islice
+
+import datasets
+import pytest
+from data_cases import CLIP, data_config, png, training, write_meta, write_parquet, write_shard
+
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.sample import ImageSegment
+from torchmm.data.loader import build_loader
+from torchmm.data.sources import tar_samples, text_files
+from torchmm.recipe.data_section import SourceConfig
+
+GOOD = 6
+BAD = 2
+"""Number of the hostile record; the others are good."""
+DEEP = "[" * 5000 + "]" * 5000
+
+
+@pytest.fixture(autouse=True)
+def no_waiting():
+    """A test that waits fails."""
+
+    def stop(number, frame):
+        raise TimeoutError("waited for 60 s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# Files that records name
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def unix_socket(path):
+    here = os.getcwd()  # noqa: PTH109 - names of sockets are short
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def huge(path):
+    with path.open("wb") as stream:
+        stream.truncate(20 << 30)
+
+
+FILES = {
+    "a pipe": (pipe, "is a pipe, not a file"),
+    "a socket": (unix_socket, "No such device or address"),
+    "endless": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
+    "a directory": (lambda path: path.mkdir(), "directory"),
+    "a loop of links": (lambda path: path.symlink_to(path), "Too many levels"),
+    "missing": (lambda path: None, "No such file"),
+    "20 GiB": (huge, r"of 21474836480 bytes; data.max_file_mb is 1000"),
+    "no image": (lambda path: path.write_bytes(b"x" * 100), "not an image"),
+    "cut off": (lambda path: path.write_bytes(png(16, 16, BAD)[:150]), "cannot be decoded"),
+}
+NAMES = {
+    "NUL": ("pictures/\0.png", "null byte"),
+    "half a character": ("pictures/\ud800.png", "surrogates not allowed"),
+    "too long": ("pictures/" + "a" * 5000, "name too long"),
+    "above": ("../../etc/passwd", "leaves"),
+    "absolute": ("/etc/passwd", "leaves"),
+    "an address": ("http://127.0.0.1:9/a.png", "never fetched"),
+}
+
+
+def chat(path):
+    said = [{"type": "image", "image": path}, {"type": "text", "text": "what?"}]
+    return {
+        "messages": [
+            {"role": "user", "content": said},
+            {"role": "assistant", "content": "a dog"},
+        ]
+    }
+
+
+def caption(path):
+    return {"image": path, "text": "a dog"}
+
+
+def lines(directory, paths, row=caption):
+    text = "".join(json.dumps(row(path)) + "\n" for path in paths)
+    (directory / "rows.jsonl").write_text(text)
+
+
+def array(directory, paths):
+    (directory / "rows.json").write_text(json.dumps([caption(path) for path in paths]))
+
+
+def table(directory, paths):
+    rows = [f'"{path}",a dog\n' for path in paths]
+    data = ("image,text\n" + "".join(rows)).encode("utf-8", "surrogatepass")
+    (directory / "rows.csv").write_bytes(data)
+
+
+def parquet(directory, paths):
+    write_parquet(directory, [caption(path) for path in paths])
+
+
+def image_folder(directory, paths):
+    rows = [{"file_name": path, "text": "a dog"} for path in paths]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (directory / "metadata.jsonl").write_text(text)
+
+
+def energon(directory, paths):
+    members = []
+    for number, path in enumerate(paths):
+        row = {"images": [path, None], "texts": [None, "a dog"]}
+        members.append((f"{number}.json", json.dumps(row).encode()))
+    write_shard(directory / "shards" / "a.tar", members)
+    write_meta(directory, "CrudeWebdataset")
+
+
+def chats(directory, paths):
+    lines(directory, paths, chat)
+
+
+WITH_PATHS = {
+    "json lines": lines,
+    "json array": array,
+    "csv": table,
+    "parquet": parquet,
+    "image folder": image_folder,
+    "energon": energon,
+    "chat": chats,
+}
+
+
+def folder(tmp_path):
+    """A source's directory with good pictures; their names."""
+    directory = tmp_path / "set"
+    (directory / "pictures").mkdir(parents=True)
+    names = [f"pictures/{i}.png" for i in range(GOOD)]
+    for i, name in enumerate(names):
+        (directory / name).write_bytes(png(16, 16, i))
+    return directory, names
+
+
+@pytest.fixture
+def open_loader(tmp_path, tokenizer, text_spec):
+    """A loader of the source in tmp_path / "set"; workers are threads here."""
+
+    def build(streaming=False, **options):
+        config = SourceConfig(path=str(tmp_path / "set"), streaming=streaming, **options)
+        return build_loader(
+            data_config(tmp_path, config, shuffle_window=GOOD),
+            training(global_batch_size=2, sequence_length=16),
+            text_spec=text_spec,
+            image_specs={"vision": CLIP},
+            tokenizer=tokenizer,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=None,
+        )
+
+    return build
+
+
+def costs(loader):
+    """What the first two epochs report, and how many samples have targets."""
+    found, good = [], set()
+    for batch in islice(loader, 3 * GOOD):
+        found += batch.skipped
+        for microbatch in batch.microbatches:
+            ends = microbatch.cu_seqlens[1:]
+            for sample, begin, end in zip(
+                microbatch.meta.samples, microbatch.cu_seqlens, ends, strict=False
+            ):
+                if (microbatch.targets_T[begin:end] >= 0).any():
+                    good.add(sample.index)
+    return found, good
+
+
+def assert_costs_one(loader, reason, where="", index=BAD, good=GOOD - 1):
+    found, kept = costs(loader)
+    assert len(found) == 1, found
+    assert f"[{index}]: " in found[0] and where in found[0]
+    assert found[0].isprintable()
+    assert re.search(reason, found[0]), found
+    assert len(kept) == good and index not in kept
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
+@pytest.mark.parametrize("kind", FILES)
+def test_hostile_files(kind, streaming, tmp_path, open_loader):
+    directory, names = folder(tmp_path)
+    make, reason = FILES[kind]
+    (directory / names[BAD]).unlink()
+    make(directory / names[BAD])
+    lines(directory, names)
+    assert_costs_one(open_loader(streaming), reason, f"rows.jsonl:{BAD + 1}")
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_files_that_become_hostile_after_they_were_measured(kind, tmp_path, open_loader):
+    directory, names = folder(tmp_path)
+    lines(directory, names)
+    loader = open_loader()
+    (directory / names[BAD]).unlink()
+    make, reason = FILES[kind]
+    make(directory / names[BAD])
+    assert_costs_one(loader, reason, f"rows.jsonl:{BAD + 1}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", WITH_PATHS)
+def test_hostile_names(form, name, tmp_path, open_loader):
+    directory, names = folder(tmp_path)
+    names[BAD], reason = NAMES[name]
+    if name == "half a character":
+        if form == "parquet":
+            pytest.skip("text of Arrow is UTF-8")
+        if form == "csv":
+            reason = "can't decode"
+    WITH_PATHS[form](directory, names)
+    where = {"parquet": f" row {BAD}", "csv": f":{BAD + 2}", "json array": f" element {BAD + 1}"}
+    place = where.get(form, f".tar:{BAD}" if form == "energon" else f":{BAD + 1}")
+    assert_costs_one(open_loader(), reason, place)
+
+
+# Text
+
+
+RECORDS = {
+    "deep": (DEEP, "recursion"),
+    "deep inside": ('{"text": ' + DEEP + "}", "recursion"),
+    "NUL": ("\0", "Expecting value|Invalid"),
+    "no object": ("3", "is int|no format for columns"),
+    "a number of 10,000 digits": ('{"text": ' + "9" * 10_000 + "}", "4300 digits"),
+    "half a character": (r'{"text": "a\ud800"}', "lone surrogate"),
+    "not text": ('{"text": {"a": 1}}', "is dict, not a string"),
+    "too long": (json.dumps({"text": "a" * 70_000}), "longer than 65536"),
+    "no UTF-8": (b'{"text": "\xff"}', "can't decode"),
+    "far too much text": (json.dumps({"text": "a " * 30_000}), "text of 60000 characters"),
+}
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", 65536)
+    monkeypatch.setattr("torchmm.data.sources.streams.MAX_RECORD_BYTES", 65536)
+    monkeypatch.setattr("torchmm.data.media.text.MAX_TEXT_CHARACTERS", 50_000)
+
+
+def as_bytes(record):
+    return record if isinstance(record, bytes) else record.encode()
+
+
+def texts(record):
+    rows = [json.dumps({"text": f"a dog {i}"}).encode() for i in range(GOOD)]
+    rows[BAD] = as_bytes(record)
+    return rows
+
+
+def text_lines(directory, rows):
+    (directory / "rows.jsonl").write_bytes(b"\n".join(rows) + b"\n")
+
+
+def text_array(directory, rows):
+    (directory / "rows.json").write_bytes(b"[" + b",\n".join(rows) + b"]")
+
+
+def text_tar(directory, rows):
+    write_shard(directory / "a.tar", ((f"{i}.json", row) for i, row in enumerate(rows)))
+
+
+def text_energon(directory, rows):
+    text_tar(directory, rows)
+    write_meta(directory, "CrudeWebdataset")
+
+
+def text_column(directory, rows):
+    table = datasets.Dataset.from_list([{"json": row} for row in rows])
+    table.to_parquet(directory / "rows.parquet")
+
+
+def text_metadata(directory, rows):
+    (directory / "a.png").write_bytes(png(8, 8))
+    good = [b'{"file_name": "a.png", ' + row[1:] if i != BAD else row for i, row in enumerate(rows)]
+    (directory / "metadata.jsonl").write_bytes(b"\n".join(good) + b"\n")
+
+
+WITH_TEXT = {
+    "json lines": text_lines,
+    "json array": text_array,
+    "json column": text_column,
+    "webdataset": text_tar,
+    "energon": text_energon,
+    "image folder": text_metadata,
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("form", WITH_TEXT)
+def test_hostile_text(form, record, streaming, tmp_path, open_loader, small_limits):
+    content, reason = RECORDS[record]
+    if record == "too long" and form not in ("json lines", "json array", "image folder"):
+        pytest.skip("only lines have a length of their own; long texts are in the table, too")
+    if form == "image folder" and record != "deep":
+        content = as_bytes(content).replace(b'{"text"', b'{"file_name": "a.png", "text"')
+    (tmp_path / "set").mkdir()
+    WITH_TEXT[form](tmp_path / "set", texts(content))
+    assert_costs_one(open_loader(streaming), reason)
+
+
+@pytest.mark.parametrize("form", ["json lines", "json array", "webdataset"])
+@pytest.mark.parametrize("change", ["gone", "a pipe", "cut off", "rewritten"])
+def test_source_files_that_change_while_training(form, change, tmp_path, open_loader):
+    """All samples that are not there any more are skipped one by one, up to the limits."""
+    (tmp_path / "set").mkdir()
+    WITH_TEXT[form](tmp_path / "set", texts('{"text": "a cat"}'))
+    loader = open_loader()
+    (file,) = [f for f in (tmp_path / "set").iterdir() if f.is_file()]
+    size = file.stat().st_size
+    if change in ("gone", "a pipe"):
+        file.unlink()
+    if change == "a pipe":
+        os.mkfifo(file)
+    if change == "cut off":
+        os.truncate(file, 40 if form != "webdataset" else 3 * 1024)
+    if change == "rewritten":
+        file.write_bytes(b"x" * size)
+    found, good = costs(loader)
+    assert len(found) == (GOOD if change != "cut off" else GOOD - len(good))
+    assert all(str(file) in message for message in found)
+
+
+# Tar files
+
+
+def trace(path):
+    """Makes a directory where it is unpickled."""
+    return b"cposix\nmkdir\n(S'" + str(path).encode() + b"'\ntR."
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
+@pytest.mark.parametrize("part", ["pth", "pt", "npy", "npz", "pkl", "pickle", "pyd", "x.pth"])
+def test_pickled_parts_stay_bytes(part, streaming, tmp_path, open_loader):
+    members = []
+    for i in range(GOOD):
+        members += [(f"{i}.txt", b"a dog"), (f"{i}.{part}", trace(tmp_path / "x"))]
+    write_shard(tmp_path / "set" / "a.tar", members)
+    assert costs(open_loader(streaming)) == ([], set(range(GOOD)))
+    assert not (tmp_path / "x").exists()
+
+
+def captions(directory):
+    members = []
+    for i in range(GOOD):
+        members += [(f"{i}.png", png(16, 16, i)), (f"{i}.txt", b"a dog")]
+    path = write_shard(directory / "a.tar", members)
+    with tarfile.open(path) as tar:
+        return path, {member.name: member for member in tar}
+
+
+def overwrite(path, at, data):
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(data)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
+@pytest.mark.parametrize("form", ["webdataset", "energon"])
+def test_damage_inside_a_shard_costs_the_samples_beside_it(form, streaming, tmp_path, open_loader):
+    path, members = captions(tmp_path / "set")
+    # The header of 2's text: 2 has lost its text, and nobody knows whether it was 3's first part.
+    overwrite(path, members[f"{BAD}.txt"].offset, b"\xff" * 512)
+    if form == "energon":
+        write_meta(tmp_path / "set", "CaptioningSample", {"image": "png", "caption": "txt"})
+    found, good = costs(open_loader(streaming))
+    assert sorted(m.partition("[")[2][:1] for m in found) == ["2", "3"], found
+    assert all("damage" in m and "a.tar" in m for m in found)
+    assert good == {0, 1, 4, 5}
+
+
+def test_damage_in_a_picture_costs_that_picture(tmp_path, open_loader):
+    path, members = captions(tmp_path / "set")
+    overwrite(path, members[f"{BAD}.png"].offset_data, b"\xff" * 512)
+    assert_costs_one(open_loader(), "not an image", f"a.tar:{BAD}")
+
+
+def test_headers_and_parts_of_any_size_are_not_read(tmp_path, monkeypatch):
+    path, members = captions(tmp_path)
+    for kind, size in ((tarfile.GNUTYPE_SPARSE, 100), (tarfile.REGTYPE, 8 << 30)):
+        member = members[f"{BAD}.txt"]
+        fake = tarfile.TarInfo(member.name)
+        fake.type, fake.size = kind, size
+        header = fake.tobuf(tarfile.GNU_FORMAT)
+        overwrite(path, member.offset, header)
+        source = tar_samples.TarSamples([path])
+        with pytest.raises(CorruptSampleError, match=r"at most|cut off|holes|damage"):
+            source.read(BAD)
+        assert source.read(0)[0].endswith("a.tar:0")
+    long = tarfile.TarInfo("././@LongLink")
+    long.type, long.size = tarfile.GNUTYPE_LONGNAME, 1 << 34
+    overwrite(path, members[f"{BAD}.txt"].offset, long.tobuf(tarfile.GNU_FORMAT))
+    source = tar_samples.TarSamples([path])
+    with pytest.raises(CorruptSampleError, match="damage"):
+        source.read(BAD)
+    assert len(source) == GOOD
+
+
+def test_a_sample_with_two_parts_of_a_name_is_corrupt(tmp_path):
+    write_shard(tmp_path / "a.tar", [("1.txt", b"a"), ("1.TXT", b"b"), ("2.txt", b"c")])
+    source = tar_samples.TarSamples([tmp_path / "a.tar"])
+    with pytest.raises(CorruptSampleError, match="two parts txt"):
+        source.read(0)
+    assert source.read(1)[1] == {"txt": b"c"}
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 24, b"\0" * 24])
+def test_damaged_indices_of_shards_are_not_believed(content, tmp_path, caplog):
+    path, _ = captions(tmp_path)
+    path.with_suffix(".tar.idx").write_bytes(content)
+    source = tar_samples.TarSamples([path])
+    assert len(source) == GOOD
+    assert "idx is damaged" in caplog.text
+
+
+# Limits and messages
+
+
+def test_the_limit_on_sizes_is_the_recipe_s(tmp_path):
+    (tmp_path / "a.png").write_bytes(bytes(100))
+    for segment in (ImageSegment(path=str(tmp_path / "a.png")), ImageSegment(data=bytes(100))):
+        assert len(segment.read(100)) == 100
+        with pytest.raises(CorruptSampleError, match=r"of 100 bytes; data\.max_file_mb is"):
+            segment.read(99)
+
+
+def test_messages_can_be_logged_and_sent():
+    error = CorruptSampleError("a\ud800\0\x1b[31m\n" + "b" * 10_000)
+    assert str(error).startswith(r"a\ud800\x00\x1b[31m" + "\nb")
+    assert len(str(error).encode()) < 2100
