@@ -87,15 +87,20 @@ class TorchrunJob(Job):
     """The same through torchrun: one process to wait for, one log for all ranks."""
 
     def __init__(  # its own processes, hence no super().__init__
-        self, script: Path, args: Sequence[object], ranks: int, log_dir: Path, restarts: int = 0
+        self,
+        script: Path,
+        args: Sequence[object],
+        ranks: int,
+        log_dir: Path,
+        restarts: int = 0,
+        options: Sequence[str] = (),
+        **env: str,
     ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.logs = [log_dir / "torchrun.log"]
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
         command += [f"--max-restarts={restarts}", "--monitor-interval=0.1"]
-        # Without this variable restarted ranks look for the dead rank in the old store.
-        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        command += options or [f"--master-port={free_port()}"]
         self.processes = [_start([*command, script, *args], self.logs[0], env)]
 
     def __exit__(self, *exc: object) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fault_harness import TorchrunJob
+from ports import free_port
 from tiny_recipe import ROOT, arguments, records, weights
 from train_server import CLIENT, TRAIN
 
@@ -64,9 +65,15 @@ def process_of(run_dir: Path, rank: int) -> int:
     return json.loads((run_dir / f"heartbeats/rank-{rank:05}.json").read_text())["process"]
 
 
+def parent_of(process: int) -> int:
+    """Process id of a process's parent."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_torchrun_recovers_from_five_kills_with_the_same_bits(
     tmp_path, real_data, undisturbed, train_server
 ):
+    # With torchrun's own rendezvous, and nothing in the environment: what people type.
     run_dir = tmp_path / "run"
     random_ = random.Random(0)
     command = [train_server.address, *arguments(run_dir, real_data, **COMMON)]
@@ -82,6 +89,36 @@ def test_torchrun_recovers_from_five_kills_with_the_same_bits(
         assert job.wait(120) == [0], job.output()
         assert job.output().count("resumed from") == KILLS
     assert_same_end(run_dir, undisturbed)
+
+
+@pytest.mark.campaign
+def test_what_is_left_goes_on_when_a_node_is_lost(tmp_path, real_data, undisturbed):
+    run_dir = tmp_path / "run"
+    command = arguments(run_dir, real_data, **COMMON)
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    rendezvous += ["--rdzv-id=two-nodes", "--nnodes=1:2"]
+    quick = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+    def start(node: int) -> TorchrunJob:
+        options = [*rendezvous, f"--rdzv-conf=is_host={int(node == 0)},{quick}"]
+        logs = tmp_path / f"node{node}"
+        own_stores = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return TorchrunJob(TRAIN, command, 1, logs, restarts=2, options=options, **own_stores)
+
+    with start(0) as left, start(1) as lost:
+        wait_for_step(run_dir, 4)
+        # Of a node that is lost nothing remains: neither its launcher nor its rank.
+        launcher = lost.processes[0].pid
+        ranks = [process_of(run_dir, rank) for rank in range(2)]
+        for process in [launcher, *(r for r in ranks if parent_of(r) == launcher)]:
+            os.kill(process, signal.SIGKILL)
+        assert left.wait(200) == [0], left.output()
+    after = left.output().partition("resumed from")
+    assert "ranks             2" in after[0] and "ranks             1" in after[0]
+    assert read_status(run_dir).state == "done"
+    found, expected = records(run_dir), records(undisturbed)
+    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
+    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], rel=1e-5)
 
 
 def test_sigterm_to_torchrun_saves_and_the_rerun_ends_with_the_same_bits(

@@ -270,7 +270,11 @@ def select_device(device: str) -> torch.device:
 
 
 def start_process_group(config: ParallelConfig, device: torch.device) -> None:
-    """Joins the process group of torchrun's environment; a lone process forms a group of one."""
+    """Joins the process group of torchrun's environment; a lone process forms a group of one.
+
+    Raises:
+        ConfigError: torchrun would restart ranks, which could not find each other then.
+    """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
     backend: str = config.backend
@@ -279,14 +283,43 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    alone = os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ
+    timeout = timedelta(seconds=config.timeout_s)
+    store = _meeting_place(timeout)
     dist.init_process_group(
         backend,
-        timeout=timedelta(seconds=config.timeout_s),
-        store=dist.HashStore() if alone else None,
-        rank=int(os.environ["RANK"]) if alone else -1,
-        world_size=1 if alone else -1,
+        timeout=timeout,
+        store=store,
+        rank=-1 if store is None else int(os.environ["RANK"]),
+        world_size=-1 if store is None else int(os.environ["WORLD_SIZE"]),
     )
+
+
+def _meeting_place(timeout: timedelta) -> dist.Store | None:
+    """Where ranks leave their addresses; None: where torch does by itself.
+
+    torchrun keeps one store for all attempts: unless told otherwise, restarted ranks would read the
+    addresses of those that died. So every attempt gets keys of its own. Their number is only known
+    to be the same on all ranks where one torchrun starts all of them: nodes count for themselves.
+
+    Raises:
+        ConfigError: several nodes share such a store, and torchrun would restart their ranks.
+    """
+    environment = os.environ
+    if environment["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in environment:
+        return dist.HashStore()
+    restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if not restarts or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:
+        raise ConfigError(
+            f"torchrun --max-restarts={restarts} on several nodes would not recover: restarted "
+            "ranks would look for the dead ones' addresses. Start torchrun with "
+            "--rdzv-backend=c10d and the environment variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or without --max-restarts"
+        )
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    shared = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"attempt-{environment['TORCHELASTIC_RESTART_COUNT']}", shared)
 
 
 def encoder_meshes(

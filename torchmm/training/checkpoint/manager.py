@@ -213,11 +213,12 @@ class CheckpointManager:
 
         Args:
             restarted: this process replaces one that died (torchrun's restart count is > 0).
-                "none" or a path did their part then and mean "auto" now.
+                "none" or a path did their part then, if that is so of any rank, and mean "auto"
+                now. Nodes count for themselves: those that others made restart may know nothing.
         Raises:
             CheckpointError: the named checkpoint, or with "auto" every one, is unusable.
         """
-        choice = "auto" if restarted else self._config.resume
+        choice = "auto" if any(self._group.gather(restarted)) else self._config.resume
         restored = None
         if choice == "auto":
             path = self.latest_valid()
