@@ -50,7 +50,8 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from torchmm.planning.dry_run import describe_run
 
         picture = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
-        print(describe_run(recipe, world_size, picture))
+        command = ["--config", arguments.config, *overrides]
+        print(describe_run(recipe, world_size, picture, command))
         return 0
     from torchmm.training.run import train
 

@@ -13,51 +13,15 @@ import pytest
 import torch
 from fault_harness import TorchrunJob
 from ports import free_port
-from tiny_recipe import ROOT, arguments, records, weights
+from tiny_recipe import ROOT, arguments, records
 from train_server import CLIENT, TRAIN
+from undisturbed_run import COMMON, STEPS, assert_same_end, wait_for_step
 
 from torchmm.training.checkpoint.manifest import find_problems, list_steps, step_of
 from torchmm.training.ending import read_status
 
 pytestmark = pytest.mark.slow
-STEPS = 24
 KILLS = 5
-COMMON = {
-    "training__steps": STEPS,
-    "training__global_batch_size": 2,
-    "checkpoint__interval": 1,
-    "parallel__timeout_s": 60,
-}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, train_server, real_data) -> Path:
-    """Run directory of an uninterrupted run on 2 ranks."""
-    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    logs = run_dir.parent / "logs"
-    codes, output = train_server.run(arguments(run_dir, real_data, **COMMON), logs, ranks=2)
-    assert codes == [0, 0], output
-    return run_dir
-
-
-def assert_same_end(run_dir: Path, reference: Path) -> None:
-    """Every step recorded once, the same losses, every bit of the last checkpoint the same."""
-    assert read_status(run_dir).state == "done"
-    found, expected = records(run_dir), records(reference)
-    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
-    assert [r["loss"] for r in found] == [r["loss"] for r in expected]
-    ours, theirs = weights(run_dir), weights(reference)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-def wait_for_step(run_dir: Path, step: int, timeout_s: float = 120) -> None:
-    """Until metrics.jsonl has the record of `step`."""
-    deadline = time.monotonic() + timeout_s
-    file = run_dir / "metrics.jsonl"
-    while not file.exists() or f'{{"step": {step},' not in file.read_text():
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.005)
 
 
 def process_of(run_dir: Path, rank: int) -> int:

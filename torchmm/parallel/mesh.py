@@ -317,8 +317,8 @@ def _meeting_place(timeout: timedelta) -> dist.Store | None:
             "--rdzv-backend=c10d and the environment variable "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or without --max-restarts"
         )
-    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    shared = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    port = int(environment["MASTER_PORT"])
+    shared = dist.TCPStore(environment["MASTER_ADDR"], port, is_master=False, timeout=timeout)
     return dist.PrefixStore(f"attempt-{environment['TORCHELASTIC_RESTART_COUNT']}", shared)
 
 

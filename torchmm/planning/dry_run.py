@@ -6,6 +6,8 @@ clusters that are not at hand. Also the content of the table a run shows at its 
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchmm.common.errors import ConfigError
@@ -19,11 +21,14 @@ from torchmm.planning.summary import run_summary
 from torchmm.recipe.recipe import Recipe
 
 
-def describe_run(recipe: Recipe, world_size: int, picture: Path | None = None) -> str:
+def describe_run(
+    recipe: Recipe, world_size: int, picture: Path | None = None, arguments: Sequence[str] = ()
+) -> str:
     """The start table of `recipe` on `world_size` ranks and its first step, simulated, as text.
 
     Args:
         picture: where to draw the step's plan (SVG).
+        arguments: of train.py, for the command that would start the run; none: it is left out.
 
     Raises:
         ConfigError: the model cannot be built or cut as the recipe says, the device is unknown, or
@@ -45,8 +50,26 @@ def describe_run(recipe: Recipe, world_size: int, picture: Path | None = None) -
     if picture is not None and forecast.step is not None:
         write_picture(picture, recipe.name, forecast)
         lines["plan"] = str(picture)
+    if arguments:
+        lines |= _launch_lines(arguments, world_size, profile.device.devices_per_node)
     width = max(len(k) for k in lines)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in lines.items())
+
+
+def _launch_lines(arguments: Sequence[str], world_size: int, per_node: int) -> dict[str, str]:
+    """The command that starts the run, and Slurm's where it takes several nodes."""
+    ranks = max(n for n in range(1, per_node + 1) if world_size % n == 0)  # as many on each node
+    nodes = world_size // ranks
+    options = f"--nproc-per-node {ranks}"
+    if nodes > 1:
+        options = f"--nnodes {nodes} {options} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
+    command = shlex.join(arguments)
+    lines = {"start with": f"torchrun {options} train.py {command}"}
+    if nodes > 1:
+        lines["start with"] += f"   (on each of {nodes} nodes; docs/cluster.md)"
+        sizes = f"--nodes {nodes} --ntasks-per-node {ranks} --gpus-per-node {ranks}"
+        lines["or, with Slurm"] = f"sbatch {sizes} scripts/launch/slurm.sh {command}"
+    return lines
 
 
 def _step_lines(forecast: Forecast, device: str, memory_bytes: float) -> dict[str, str]:

@@ -167,6 +167,16 @@ def test_dry_run_draws_the_plan_and_refuses_what_does_not_fit(recipe, tmp_path):
         describe_run(recipe, 8)
 
 
+def test_dry_run_tells_how_to_start_the_run(recipe):
+    few = describe_run(recipe, 8, arguments=["--config", "my recipe.toml"])
+    assert "torchrun --nproc-per-node 8 train.py --config 'my recipe.toml'" in few
+    assert "sbatch" not in few and "--nnodes" not in few
+    many = describe_run(recipe, 16, arguments=["--config", "r.toml"])
+    assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d" in many
+    assert "sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 scripts/launch/slurm.sh" in many
+    assert "start with" not in describe_run(recipe, 8)
+
+
 def test_the_command_prints_a_table_and_names_mistakes(recipe_file, tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--config", str(recipe_file), "--schedule", "all", "--out", str(out)]
