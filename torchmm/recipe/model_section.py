@@ -191,5 +191,6 @@ class AdapterConfig(Section):
     """The product is multiplied by alpha / rank ("rslora": by alpha / sqrt(rank))."""
     source: str | None = None
     """Directory of an adapter to start from, as PEFT or an earlier run wrote it."""
-    method: Literal["lora", "rslora"] = "lora"
-    """"lora"; "rslora": with a factor that keeps large ranks from learning slowly."""
+    method: Literal["lora", "rslora", "dora"] = "lora"
+    """"lora"; "rslora": with a factor that keeps large ranks from learning slowly; "dora": with a
+    trained magnitude for each output beside the product."""
