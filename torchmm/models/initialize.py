@@ -51,9 +51,7 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
             _init_lora(linear, lora, f"{prefix}.{name}.{CHILD}", seed, skip)
 
 
-def _init_lora(
-    linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collection[str]
-) -> None:
+def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collection[str]) -> None:
     """PEFT's initial values: the product is zero, its first factor is not, and magnitudes are the
     norms of the weight's rows."""
     if f"{name}.down" not in skip:

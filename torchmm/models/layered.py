@@ -446,6 +446,7 @@ def _adapters(layer: nn.Module, styles: Mapping[nn.Module, str]) -> tuple[LowRan
             linear.out_features,
             lora.spec.rank,
             divided.get(styles.get(linear, "")),
+            lora.magnitude is not None,
         )
         for _, linear, lora in adapted_linears(layer)
     )

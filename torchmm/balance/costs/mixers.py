@@ -9,11 +9,20 @@ Shape suffix N: tasks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 
 from torchmm.balance.costs.component import Component, Linear, Temporaries
 from torchmm.balance.costs.execution import Setting
-from torchmm.balance.costs.operators import Operator, Operators, accumulate, matmul
+from torchmm.balance.costs.operators import (
+    Operator,
+    Operators,
+    accumulate,
+    all_reduce_bytes,
+    matmul,
+)
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import LayerDescription
 from torchmm.common.mixers import ConvolutionSizes, DeltaSizes
@@ -234,8 +243,23 @@ def _chunk_lengths_N(sizes: TaskSizes) -> Array:
     return np.clip(2**powers_N, SHORTEST_CHUNK, LONGEST_CHUNK)
 
 
+class _Adapter(NamedTuple):
+    """As a tensor-parallel rank has it."""
+
+    inputs: float
+    outputs: float
+    rank: int
+    magnitudes: bool
+
+    @property
+    def parameters(self) -> float:
+        """Of both matrices, and magnitudes."""
+        return self.rank * (self.inputs + self.outputs) + self.magnitudes * self.outputs
+
+
 class Adapters(Component):
-    """Low-rank adapters: two small products beside a linear, and the sum of both results.
+    """Low-rank adapters: two small products beside a linear, and the sum of both results; with
+    DoRA, norms of the weight's rows in every forward, and a factor for each output.
 
     All else of the layer is frozen, so its `weights` are those of adapters alone.
     """
@@ -245,24 +269,25 @@ class Adapters(Component):
         """As the description says."""
         return bool(layer.adapters)
 
-    def _local(self, tensor: int) -> list[tuple[float, float, int]]:
-        """(inputs, outputs, rank) of every adapter, as a tensor-parallel rank has them."""
+    def _local(self, tensor: int) -> list[_Adapter]:
         return [
-            (
+            _Adapter(
                 own.inputs / (tensor if own.divided == "inputs" else 1),
                 own.outputs / (tensor if own.divided == "outputs" else 1),
                 own.rank,
+                own.magnitudes,
             )
             for own in self.layer.adapters
         ]
 
     def parameters(self, tensor: int) -> float:
-        """Of both matrices."""
-        return sum(rank * (inputs + outputs) for inputs, outputs, rank in self._local(tensor))
+        """Of all adapters."""
+        return sum(own.parameters for own in self._local(tensor))
 
     def flops_N(self, sizes: TaskSizes) -> Array | float:
-        """Of both products."""
-        return 2 * self.parameters(1) * sizes.units_N
+        """Of both products; norms of rows, the same for any number of tokens, do not count."""
+        matrices = sum(own.rank * (own.inputs + own.outputs) for own in self.layer.adapters)
+        return 2 * matrices * sizes.units_N
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """Both products, a factor for the few features, a sum; in backward the same once more, and
@@ -270,27 +295,48 @@ class Adapters(Component):
         rows_N = sizes.units_N
         size = setting.element_bytes
         passes = Operators.none()
-        for inputs, outputs, rank in self._local(setting.execution.tensor):
+        for own in self._local(setting.execution.tensor):
+            inputs, outputs, rank, magnitudes = own
             products = [
                 matmul(rows_N, inputs, rank, setting),
                 matmul(rows_N, rank, outputs, setting),
             ]
-            for own, width in ((passes.forward, outputs), (passes.inputs, inputs)):
+            for part, width in ((passes.forward, outputs), (passes.inputs, inputs)):
                 moved_N = size * rows_N * (2 * rank + 3 * width)
-                own.extend([*products, Operator("elementwise", memory_bytes=moved_N, calls=2)])
-            sums = accumulate(rank * (inputs + outputs), setting, 2)
+                part.extend([*products, Operator("elementwise", memory_bytes=moved_N, calls=2)])
+            sums = accumulate(own.parameters, setting, 2 + magnitudes)
             passes.weights.extend([*products, sums])
+            if magnitudes:
+                passes.add(_scaling(own, sizes, setting))
+        passes.forward.extend(self._sums_of_squares(setting))
         return passes
 
+    def _sums_of_squares(self, setting: Setting) -> Iterator[Operator]:
+        """Of rows that tensor-parallel ranks divide."""
+        tensor = setting.execution.tensor
+        for own in self.layer.adapters:
+            if own.magnitudes and own.divided == "inputs" and tensor > 1:
+                sent = all_reduce_bytes(4 * own.outputs, tensor)
+                yield Operator("all_reduce", network_bytes=sent, link=setting.tensor_link)
+
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """The few features; what linears read is counted with them."""
-        ranks = sum(own.rank for own in self.layer.adapters)
-        return weights * setting.element_bytes * sizes.units_N * ranks
+        """The few features, and what magnitudes multiply; what linears read is counted with
+        them."""
+        local = self._local(setting.execution.tensor)
+        kept = sum(own.rank + own.magnitudes * own.outputs for own in local)
+        return weights * setting.element_bytes * sizes.units_N * kept
 
     def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
-        """Of both products."""
-        results = sum(outputs + rank for _, outputs, rank in self._local(setting.execution.tensor))
-        return setting.element_bytes * sizes.units_N * results
+        """Of both products, and of those for norms."""
+        local = self._local(setting.execution.tensor)
+        results = sum(own.outputs + own.rank for own in local)
+        of_norms = sum(
+            (setting.element_bytes + 4) * own.outputs * own.rank
+            + setting.element_bytes * own.rank**2
+            for own in local
+            if own.magnitudes
+        )
+        return setting.element_bytes * sizes.units_N * results + of_norms
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
         """A product beside the linear's, and their sum; gradients of what both read, and their
@@ -298,6 +344,23 @@ class Adapters(Component):
         local = self._local(setting.execution.tensor)
         rows_N = setting.element_bytes * sizes.units_N
         return Temporaries(
-            3 * rows_N * max(outputs for _, outputs, _ in local),
-            3 * rows_N * max(inputs for inputs, _, _ in local),
+            3 * rows_N * max(own.outputs for own in local),
+            3 * rows_N * max(own.inputs for own in local),
         )
+
+
+def _scaling(own: _Adapter, sizes: TaskSizes, setting: Setting) -> Operators:
+    """Of DoRA: norms of the weight's rows, and the factor for each output.
+
+    Squares of the weight, its product with A, and small products; then a multiplication, and in
+    backward one for the result and another, summed over tokens, for the magnitudes.
+    """
+    size = setting.element_bytes
+    squares = Operator("elementwise", memory_bytes=size * own.outputs * own.inputs, calls=10)
+    norms = [squares, matmul(own.outputs, own.inputs, own.rank, setting)]
+    norms += [matmul(own.rank, own.inputs, own.rank, setting)]
+    norms += [matmul(own.outputs, own.rank, own.rank, setting)]
+    result_N = size * sizes.units_N * own.outputs
+    factor = Operator("elementwise", memory_bytes=2 * result_N)
+    summed = Operator("elementwise", memory_bytes=4 * result_N, calls=3)
+    return Operators([*norms, factor], [factor], [summed], [])
