@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import model_cases
 import pytest
 import torch
@@ -102,6 +104,38 @@ def test_only_adapters_have_gradients_and_states(method: str) -> None:
     weights = layer_operators(module.layers[0], sizes, setting).weights
     each = 3 + (method == "dora")  # two products and their sums; one for magnitudes
     assert len(weights) == each * len(module.layers[0].adapters)
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_an_adapter_of_a_connector_is_all_that_is_trained_of_it(family: str) -> None:
+    """Products and parameters against those of the connector itself."""
+    adapters = {"a": AdapterConfig(modules=["eye.connector"], rank=RANK)}
+    config = model_cases.pair_config("llama", family)
+    model = build_model(config, FreezeConfig(modules=["llm", "eye"]), adapters=adapters)
+    materialize(model, "cpu")
+    init_weights(model, 0)
+    encoder = model.encoders["eye"]
+    module = encoder.describe()
+    counted = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
+    layers = len(module.layers)
+    assert stage_parameters(module, 0, layers).trained == counted > 0
+    first, second = stage_blocks(module, layers, layers)
+    assert first.trained and second.trained
+    rows = 8
+    forward, out = count_flops(lambda: encoder.connector(torch.randn(rows, first.linear[0])))
+    backward, _ = count_flops(out.sum().backward)
+    sizes = llm_sizes([meta_of([rows])], [rows], padding=False)
+    own = [block.flops(sizes)[0][0] for block in (first, second)]
+    assert sum(own) == forward
+    learned = sum(float(block.weight_flops(sizes)[0]) for block in (first, second))
+    assert learned == 2 * rows * counted
+    # The first one's input needs no gradient, but its few features do.
+    assert backward == own[1] + learned + 2 * rows * RANK * first.linear[1]
+    setting = Setting(Execution(), 4)
+    assert len(first.operators(sizes, setting).weights) == 3  # two products and their sums
+    frozen = replace(first, trained=False, adapter=None)
+    kept = [float(b.kept_bytes(sizes, setting, b.trained)[0]) for b in (first, frozen)]
+    assert kept[0] - kept[1] == 4 * rows * (first.linear[0] + RANK)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])

@@ -149,7 +149,8 @@ def test_peft_adds_adapters_of_a_composite_as_the_export_does(
     plain = AutoModelForImageTextToText.from_config(build(composite_config(name)).composite)
     plain.save_pretrained(tmp_path / "base")
     config = ModelConfig(source=str(tmp_path / "base"))
-    model = build(config, both={"modules": ["llm", "vision"], "rank": 2, "method": method})
+    modules = ["llm", "vision", *(["vision.connector"] if name != "gemma3" else [])]
+    model = build(config, both={"modules": modules, "rank": 2, "method": method})
     frozen = plain.state_dict()
     with torch.no_grad():  # what PEFT loads them on top of
         model_of_source = build(config, move=False).state_dict()
@@ -240,11 +241,42 @@ def test_a_model_begins_as_without_adapters(method: str) -> None:
         assert 0.5 < float(lora.down.abs().max()) * lora.down.shape[1] ** 0.5 <= 1
 
 
+def test_a_connector_with_an_adapter_is_frozen_but_for_it() -> None:
+    section = {"modules": ["eye.connector"], "targets": ["linear_1"], "rank": 2}
+    model = build(pair_config("llama", "clip"), a=section)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and "connector" in n}
+    assert trained == {f"encoders.eye.connector.linear_1.lora.{n}" for n in ("down", "up")}
+    description = model.encoders["eye"].describe()
+    assert description.trainable and description.connector_trainable
+    first, second = description.connector_adapters
+    assert first is not None and first.rank == 2 and second is None
+
+
+@pytest.mark.parametrize(
+    ("targets", "chosen"),
+    [
+        (["layers.0.*"], 7),
+        (["layers.?.self_attn.[qv]_proj"], 6),
+        (["*_proj"], 21),
+        (["0.mlp.up_proj"], 1),
+        (["q_proj", "layers.1.*.q_proj"], 3),
+    ],
+)
+def test_patterns_choose_linears_by_the_ends_of_their_names(targets, chosen: int) -> None:
+    model = build(text_config("llama"), a={"modules": ["llm"], "targets": targets})
+    assert len(model.llm.adapters) == chosen
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
+        ({"a": {"modules": ["llm"], "targets": ["_proj"]}}, "'_proj': no linear"),
+        ({"a": {"modules": ["llm"], "targets": ["layers.7.*"]}}, "no linear in the modules"),
         ({"a": {"modules": ["llm"], "targets": ["q_porj"]}}, "did you mean 'q_proj'"),
-        ({"a": {"modules": ["ear"]}}, r"\['ear'\]: cannot have adapters; choose from eye, llm"),
+        (
+            {"a": {"modules": ["ear"]}},
+            r"\['ear'\]: cannot have adapters; choose from eye, eye.connector, llm",
+        ),
         ({"a": {"modules": ["llm", "eye"], "targets": ["fc2"]}}, "'llm' has none of the targets"),
         (
             {"a": {"modules": ["llm"]}, "b": {"modules": ["llm"], "targets": ["q_proj"]}},
