@@ -57,31 +57,23 @@ class LoraSpec:
 
 
 class Part(NamedTuple):
-    """How a rank's share is taken, of what a linear gets and of its parameters, and added."""
+    """How a rank's share is taken, of what a linear gets and of its parameters."""
 
     of_input: Callable[[Tensor], Tensor]
     of_down: Callable[[Tensor], Tensor]
     of_rows: Callable[[Tensor], Tensor]
     """Of what has a row for each of the linear's outputs: B, magnitudes, W and b."""
-    added: Callable[[Tensor, Tensor], Tensor]
-    """The linear's output, and the product that is to be added to it: their sum."""
-    changed: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
-    """The linear's output, and what is to be made of this rank's values of it."""
     summed: Callable[[Tensor], Tensor]
     """Squares of rows, of what a rank has of each: those of whole rows."""
-    bias_share: float
-    """Of the bias, how much is in a rank's output, which may be a part of a sum."""
+    biased: bool
+    """Whether the linear's output has its bias by now; what ranks sum gets it afterwards."""
 
 
 def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def _change(output: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    return change(output)
-
-
-WHOLE = Part(_itself, _itself, _itself, torch.add, _change, _itself, 1.0)
+WHOLE = Part(_itself, _itself, _itself, _itself, biased=True)
 
 
 class Lora(nn.Module):
@@ -110,18 +102,13 @@ class Lora(nn.Module):
         few = functional.linear(part.of_input(x), down_RI) * self.spec.scale
         product = functional.linear(few, up_OR)
         if self.magnitude is None:
-            return part.added(output, product)
+            return output + product
         squares_O = self.squares(linear, down_RI.detach(), up_OR.detach())
         ratio_O = part.of_rows(self.magnitude) / squares_O.sqrt().to(self.magnitude.dtype)
-        bias_O = None if linear.bias is None else part.of_rows(linear.bias).detach()
-
-        def scaled(own: Tensor) -> Tensor:
-            if bias_O is None:
-                return ratio_O * (own + product)
-            share_O = part.bias_share * bias_O
-            return ratio_O * (own - share_O + product) + share_O
-
-        return part.changed(output, scaled)
+        if linear.bias is None or not part.biased:
+            return ratio_O * (output + product)
+        bias_O = part.of_rows(linear.bias).detach()
+        return ratio_O * (output - bias_O + product) + bias_O
 
     def squares(self, linear: nn.Linear, down_RI: Tensor, up_OR: Tensor) -> Tensor:
         """(O) float32: of each row of the weight with the product added, the sum of squares.

@@ -49,20 +49,14 @@ def split_lora(linear: nn.Linear, lora: Lora, mesh: DeviceMesh) -> None:
         down=Shard(1) if placement == Shard(1) else Replicate(),
         **dict.fromkeys(("up", "magnitude"), Shard(0) if placement == Shard(0) else Replicate()),
     )
-    # A forward of the style's own takes what this rank needs; otherwise DTensor's operations know
-    # that every rank computes the same, and complete the gradient by themselves.
-    alike = placement == Replicate() and "forward" not in vars(linear)
-    own = _local if alike else _local_summed
     own_rows: Callable[[Any], Tensor] | None = getattr(linear, OWN_ROWS, None)
     parts = placement == Shard(1)
     lora.part = Part(
-        of_input=own,
-        of_down=own,
-        of_rows=own_rows or own,
-        added=_added,
-        changed=_changed,
+        of_input=_local_summed,
+        of_down=_local_summed,
+        of_rows=own_rows or _local_summed,
         summed=partial(_sum, mesh) if parts else _local,
-        bias_share=1 / mesh.size() if parts else 1.0,
+        biased=not parts,
     )
 
 
@@ -79,30 +73,6 @@ def _local(x: Tensor, summed: bool = False) -> Tensor:
 
 
 _local_summed = partial(_local, summed=True)
-
-
-def _added(output: Tensor, product: Tensor) -> Tensor:
-    if not isinstance(output, DTensor):
-        return output + product
-    return output + _like(output, product)
-
-
-def _changed(output: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    if not isinstance(output, DTensor):
-        return change(output)
-    return _like(output, change(output.to_local()))
-
-
-def _like(output: DTensor, local: Tensor) -> Tensor:
-    """Values of this rank as part of a tensor like `output`."""
-    return DTensor.from_local(
-        local,
-        output.device_mesh,
-        output.placements,
-        run_check=False,
-        shape=output.shape,
-        stride=output.stride(),
-    )
 
 
 def _sum(mesh: DeviceMesh, own: Tensor) -> Tensor:
