@@ -44,6 +44,7 @@ CASES_OF_2 = [
     Case("cp2, LLM frozen", shard=2, freeze=("llm",), pipeline=TWO),
     Case("cp2, tower frozen", shard=2, freeze=("vision",), pipeline=TWO),
     Case("cp2, adapters", shard=2, pipeline=TWO, adapters=("llm", "vision")),
+    Case("cp2, DoRA", shard=2, pipeline=TWO, adapters=("llm", "vision"), method="dora"),
 ]
 CASES_OF_4 = [
     Case("cp4, groups of heads that do not divide", shard=4, llm_config=SIX_HEADS, pipeline=FOUR),

@@ -57,6 +57,8 @@ class Case:
     """Modules with an adapter."""
     targets: tuple[str, ...] = ("all-linear",)
     """Linears that it is in."""
+    method: str = "lora"
+    """Of adapters."""
 
     @property
     def batch(self) -> list[Microbatch]:
@@ -77,6 +79,7 @@ class Case:
         adapters = {}
         if self.adapters:
             section = {"modules": list(self.adapters), "targets": list(self.targets), "rank": 3}
+            section["method"] = self.method
             adapters["some"] = AdapterConfig.model_validate(section)
         return build_model(ModelConfig.model_validate(config), freeze, adapters=adapters)
 
@@ -184,6 +187,28 @@ CASES_OF_4 = [
         adapters=("llm", "vision"),
     ),
     Case("pp2 x ep2, adapter", shard=2, llm="qwen3_moe", pipeline=EP2_PP2, adapters=("llm",)),
+    Case(
+        "tp4, sequence parallel, fewer kv heads than ranks, DoRA",
+        tensor=4,
+        sequence_parallel=True,
+        adapters=("llm", "vision"),
+        method="dora",
+    ),
+    Case(
+        "fsdp2 x tp2, full recomputation, DoRA",
+        shard=2,
+        tensor=2,
+        recompute="full",
+        adapters=("llm", "vision"),
+        method="dora",
+    ),
+    Case(
+        "pp2 x tp2, zero bubble, DoRA",
+        tensor=2,
+        pipeline=ZERO_BUBBLE,
+        adapters=("llm", "vision"),
+        method="dora",
+    ),
 ]
 CASES_OF_2 = [
     Case("fsdp2", shard=2),
@@ -244,6 +269,24 @@ CASES_OF_2 = [
         llm_config={"pad_token_id": 0},
         adapters=("llm",),
     ),
+    Case("fsdp2, DoRA of the LLM", shard=2, adapters=("llm",), method="dora"),
+    Case(
+        "tp2, sequence parallel, biases, DoRA, selective recomputation",
+        tensor=2,
+        sequence_parallel=True,
+        recompute="selective",
+        llm="starcoder2",
+        adapters=("llm", "vision"),
+        method="dora",
+    ),
+    Case(
+        "tp2, packed linears, DoRA",
+        tensor=2,
+        llm="phi3",
+        llm_config={"pad_token_id": 0},
+        adapters=("llm",),
+        method="dora",
+    ),
     Case("pp2, zero bubble, adapters", pipeline=ZERO_BUBBLE, adapters=("llm", "vision")),
     Case(
         "pp2, zero bubble, adapter of queries, tower frozen",
@@ -292,6 +335,17 @@ def test_gradients_of_whole_factors_that_are_not_summed_are_found():
 def _compare_without_sums() -> list[tuple[str, float, float, dict[str, float]]]:
     low_rank._local_summed = low_rank._local
     return compare_all([c for c in CASES_OF_2 if c.name == "tp2, adapters of all modules"])
+
+
+def test_norms_of_parts_of_rows_are_found():
+    for outcomes in run_distributed(_compare_without_whole_norms, 2):
+        for _, loss_error, _, _ in outcomes:
+            assert loss_error > 1e-4
+
+
+def _compare_without_whole_norms() -> list[tuple[str, float, float, dict[str, float]]]:
+    low_rank._sum = lambda mesh, own: own
+    return compare_all([c for c in CASES_OF_2 if c.tensor == 2 and c.method == "dora"])
 
 
 def compare_all(cases: list[Case]) -> list[tuple[str, float, float, dict[str, float]]]:

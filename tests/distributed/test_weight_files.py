@@ -78,7 +78,10 @@ LAYOUTS = {
 }
 
 
-ADAPTERS = {"both": AdapterConfig(modules=["llm", "vision"], rank=3)}
+ADAPTERS = {
+    "words": AdapterConfig(modules=["llm"], rank=3),
+    "sights": AdapterConfig(modules=["vision"], rank=3, method="dora"),
+}
 
 
 def _round_trip(directory: Path) -> list[str]:
@@ -101,7 +104,8 @@ def _round_trip_of_adapters(directory: Path) -> None:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
     for layout, parallel in LAYOUTS.items():
         model = _split(_adapted(directory), parallel)
-        known = load_adapters(model, {"both": str(directory / "adapters" / "both")})
+        sources = {name: str(directory / "adapters" / name) for name in ADAPTERS}
+        known = load_adapters(model, sources)
         init_weights(model, 0, skip=load_weights(model) | known)
         save_adapters(model, directory / f"adapters, {layout}")
         export_hf(model, directory / f"merged, {layout}", _tokenizer())

@@ -143,8 +143,8 @@ def _adapters(rng: Random, layers: dict[str, int]) -> Table:
     modules = [name for name in layers if name != "generator"]
     adapter: Table = {"modules": sorted(rng.sample(modules, rng.randint(1, len(modules))))}
     adapter |= {"rank": rng.choice((1, 2, 3)), "alpha": rng.choice((1.0, 4.0))}
-    if rng.random() < 0.3:
-        adapter["method"] = "rslora"
+    if rng.random() < 0.5:
+        adapter["method"] = rng.choice(("rslora", "dora"))
     if rng.random() < 0.2:
         adapter["targets"] = rng.choice((["q_proj", "v_proj"], ["k_proj"], ["o_proj", "fc2"]))
     return {"low": adapter}

@@ -12,6 +12,7 @@ import copy
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -412,7 +413,8 @@ def _add_adapters(
     initial: Mapping[str, Tensor],
     adapters: Sequence[Table],
 ) -> dict[str, nn.Parameter]:
-    """Adds scale * B A x to what linears return; A and B by their names in `initial`."""
+    """Adds scale * B A x to what linears return, and with DoRA scales what is no bias; parameters
+    by their names in `initial`."""
     owners = {id(m.weight): m for m in reference.modules() if isinstance(m, nn.Linear)}
     found = {}
     for name in initial:
@@ -421,26 +423,27 @@ def _add_adapters(
             continue
         (own,) = [a for a in adapters if module_of(name) in a["modules"]]
         divisor = own["rank"] ** (0.5 if own["method"] == "rslora" else 1)
-        a, b = (
-            nn.Parameter(torch.empty(initial[f"{linear}.lora.{p}"].shape)) for p in ("down", "up")
-        )
-        found |= {f"{linear}.lora.down": a, f"{linear}.lora.up": b}
-
-        def add(
-            _: nn.Module,
-            inputs: tuple[Tensor, ...],
-            output: Tensor,
-            a: Tensor = a,
-            b: Tensor = b,
-            scale: float = own["alpha"] / divisor,
-        ) -> Tensor:
-            return output + scale * (inputs[0] @ a.T) @ b.T
-
+        names = ("down", "up", *(["magnitude"] if own["method"] == "dora" else []))
+        parts = {n: nn.Parameter(torch.empty_like(initial[f"{linear}.lora.{n}"])) for n in names}
+        found |= {f"{linear}.lora.{n}": parameter for n, parameter in parts.items()}
         owner = owners[id(parameters[f"{linear}.weight"])]
-        owner.register_parameter("down", a)
-        owner.register_parameter("up", b)
-        owner.register_forward_hook(add)
+        for n, parameter in parts.items():
+            owner.register_parameter(n, parameter)
+        owner.register_forward_hook(partial(_adapted, scale=own["alpha"] / divisor))
     return found
+
+
+def _adapted(
+    linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, *, scale: float
+) -> Tensor:
+    own: Any = linear
+    if not hasattr(own, "magnitude"):
+        return output + scale * (inputs[0] @ own.down.T) @ own.up.T
+    weight = own.weight + scale * own.up @ own.down
+    norms = weight.detach().square().sum(1).sqrt()
+    direction = inputs[0] @ weight.T
+    bias = 0 if own.bias is None else own.bias
+    return own.magnitude / norms * direction + bias
 
 
 def _gradients(reference: Reference | CompositeReference, samples: list[Sample]) -> float:

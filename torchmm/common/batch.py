@@ -469,6 +469,9 @@ class ModuleDescription:
     connector_trainable: bool = True
     """Whether the connector is trained: an encoder's is part of post_flops_per_unit, a generator's
     has context_flops_per_unit."""
+    connector_adapters: tuple[LowRank | None, ...] = ()
+    """Encoders: of each of the connector's linears, in order, what an adapter adds to it; all else
+    of the connector is frozen then. Empty: there are none."""
     connector_norm: bool = False
     """Whether an encoder's connector begins with a norm that has weights."""
     connector_linears: int = 2

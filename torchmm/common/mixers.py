@@ -33,10 +33,12 @@ MixerSizes = DeltaSizes | ConvolutionSizes
 
 
 class LowRank(NamedTuple):
-    """Sizes of the two trained matrices that an adapter adds to a frozen linear."""
+    """Sizes of what an adapter adds to a frozen linear: two trained matrices, and perhaps a
+    magnitude for each output."""
 
     inputs: int
     outputs: int
     rank: int
     divided: Literal["inputs", "outputs"] | None
-    """What of the linear tensor-parallel ranks divide; None: every rank has both matrices whole."""
+    """What of the linear tensor-parallel ranks divide; None: every rank has all of it whole."""
+    magnitudes: bool = False

@@ -16,7 +16,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchmm.models.hf.load import copy_slice, local_tensor
 from torchmm.models.layered import LayeredModule, WeightInitializer, units
@@ -45,17 +47,30 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
             for name, value in named_tensors(filled):
                 for target in wanted.get(f"{unit_fqn}.{name}", ()):
                     copy_slice(target, value)
-        for name, _, lora in adapted_linears(module):
-            _init_lora(lora, f"{prefix}.{name}.{CHILD}", seed, skip)
+        for name, linear, lora in adapted_linears(module):
+            _init_lora(linear, lora, f"{prefix}.{name}.{CHILD}", seed, skip)
 
 
-def _init_lora(lora: Lora, name: str, seed: int, skip: Collection[str]) -> None:
-    """PEFT's initial values: the product is zero, and its first factor is not."""
+def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collection[str]) -> None:
+    """PEFT's initial values: the product is zero, its first factor is not, and magnitudes are the
+    norms of the weight's rows."""
     if f"{name}.down" not in skip:
         generator = torch.Generator().manual_seed(_seed_of(f"{seed} {name}"))
         copy_slice(lora.down, initial_down(lora.down.shape, generator))
     if f"{name}.up" not in skip:
         local_tensor(lora.up).zero_()
+    if lora.magnitude is not None and f"{name}.magnitude" not in skip:
+        local_tensor(lora.magnitude).copy_(_row_norms(linear.weight))
+
+
+def _row_norms(weight: Tensor) -> Tensor:
+    """Of the rows of which this rank has some; collective where ranks have parts of rows."""
+    squares = local_tensor(weight).float().square().sum(1)
+    if isinstance(weight, DTensor):
+        for dim, placement in enumerate(weight.placements):
+            if placement.is_shard(1):
+                dist.all_reduce(squares, group=weight.device_mesh.get_group(dim))
+    return squares.sqrt()
 
 
 def _by_drawn_name(

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.common.mixers import LowRank
-from torchmm.models.layers.lora import LoraSpec, adapted_linears, add_lora, of_adapter
+from torchmm.models.layers.connectors import linear_parts
+from torchmm.models.layers.lora import CHILD, LoraSpec, adapted_linears, add_lora, of_adapter
 
 LinearSizes = tuple[tuple[int, int], ...]
 """(inputs, outputs) of linear layers."""
@@ -216,14 +217,17 @@ class LayeredModule(nn.Module, ABC):
             add_lora(linear, spec)
         self.adapters |= adapters
 
-    def adaptable(self) -> list[str]:
-        """Names of the linears that an adapter can be in: those of the layers, without experts,
-        whose matrices are stacked, and without linears of a special class."""
+    def adaptable(self, *, connector: bool = False) -> list[str]:
+        """Names of the linears that an adapter can be in: those of the layers, or of the connector,
+        without experts, whose matrices are stacked, and without linears of a special class."""
+        parts = [(f"{self.layers_fqn}.{index}", layer) for index, layer in self.indexed_layers()]
+        if connector:
+            parts = [("connector", self.get_submodule("connector"))]
         return [
-            f"{self.layers_fqn}.{index}.{name}"
-            for index, layer in self.indexed_layers()
-            for name, part in layer.named_modules()
-            if type(part) is nn.Linear
+            f"{fqn}.{name}"
+            for fqn, part in parts
+            for name, linear in part.named_modules()
+            if type(linear) is nn.Linear
         ]
 
     @property
@@ -301,8 +305,9 @@ class LayeredModule(nn.Module, ABC):
     def describe(self) -> ModuleDescription:
         """Sizes of this stage, from which costs and memory follow."""
         before, after = self.linears_around
-        named = self.named_parameters()
-        trainable = {n: p.requires_grad for n, p in named if not of_adapter(n)}
+        trainable = {n: p.requires_grad for n, p in self.named_parameters()}
+        of_connector = any(t for n, t in trainable.items() if n.startswith("connector."))
+        own = {n: t for n, t in trainable.items() if not n.startswith("connector.")}
         styles = self._styles_of_linears() if self.adapters else {}
         return ModuleDescription(
             name=self.name,
@@ -318,8 +323,9 @@ class LayeredModule(nn.Module, ABC):
             pre_flops_per_unit=_flops(before) if self.is_first else 0,
             post_flops_per_unit=_flops(after) if self.is_last else 0,
             parameters=sum(p.numel() for p in self.parameters()),
-            trainable=any(t for n, t in trainable.items() if not n.startswith("connector.")),
-            connector_trainable=any(t for n, t in trainable.items() if n.startswith("connector.")),
+            trainable=any(t for n, t in own.items() if not of_adapter(n)),
+            connector_trainable=of_connector,
+            connector_adapters=self._connector_adapters(styles),
             connector_norm=self.connector_norm,
             connector_linears=self.connector_linears,
             patches_per_token=self.patches_per_token,
@@ -333,6 +339,12 @@ class LayeredModule(nn.Module, ABC):
             extra_tokens=self.extra_tokens,
             dummy_patches=self.dummy_patches,
         )
+
+    def _connector_adapters(self, styles: Mapping[nn.Module, str]) -> tuple[LowRank | None, ...]:
+        connector = getattr(self, "connector", None)
+        if connector is None or not any(n.startswith("connector.") for n in self.adapters):
+            return ()
+        return tuple(_sizes(part, styles) for part, _ in linear_parts(connector))
 
     def _styles_of_linears(self) -> dict[nn.Module, str]:
         plan = self.tensor_parallel_plan()
@@ -439,15 +451,22 @@ def _adapters(layer: nn.Module, styles: Mapping[nn.Module, str]) -> tuple[LowRan
     Args:
         styles: of linears, as `LayeredModule.tensor_parallel_plan` has them.
     """
+    every = (_sizes(linear, styles) for _, linear, _ in adapted_linears(layer))
+    return tuple(sizes for sizes in every if sizes is not None)
+
+
+def _sizes(linear: nn.Module, styles: Mapping[nn.Module, str]) -> LowRank | None:
+    """Of a linear's adapter, if it has one."""
+    lora = getattr(linear, CHILD, None)
+    if lora is None or not isinstance(linear, nn.Linear):
+        return None
     divided: dict[str, Literal["inputs", "outputs"]] = {"colwise": "outputs", "rowwise": "inputs"}
-    return tuple(
-        LowRank(
-            linear.in_features,
-            linear.out_features,
-            lora.spec.rank,
-            divided.get(styles.get(linear, "")),
-        )
-        for _, linear, lora in adapted_linears(layer)
+    return LowRank(
+        linear.in_features,
+        linear.out_features,
+        lora.spec.rank,
+        divided.get(styles.get(linear, "")),
+        lora.magnitude is not None,
     )
 
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchmm.common.module_names import GENERATOR
+from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.recipe import Recipe
 
@@ -120,6 +120,8 @@ def _check_data(recipe: Recipe) -> Problems:
 def check_adapters(recipe: Recipe) -> Problems:
     """Everything about `[adapters]` but the names of linears, which only the model knows."""
     known = [name for name in recipe.model.modality_modules if name != GENERATOR]
+    if recipe.model.is_composite:
+        known += [f"{name}.connector" for name in known if name != LLM]
     for name, adapter in recipe.adapters.items():
         key = f"adapters.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -135,7 +137,9 @@ def check_adapters(recipe: Recipe) -> Problems:
                 continue
             text = f"cannot have adapters{suggest(module, known)}; those that can: "
             text += ", ".join(known)
-            if module.endswith(".connector") or module == GENERATOR:
+            if module.endswith(".connector"):
+                text += "; one between separate modules is new, so train it whole"
+            elif module == GENERATOR:
                 text += "; train this one whole: it is in no adapter's files"
             yield Problem(f"{key}.modules", module, text, ("model",))
     if recipe.adapters and recipe.parallel.async_tensor_parallel:

@@ -180,10 +180,11 @@ class AdapterConfig(Section):
     """
 
     modules: list[str] = Field(min_length=1)
-    """Module names: "llm" or encoders' names. All of their own weights are frozen, as by
-    [freeze]; encoders' connectors are not part of them."""
+    """Module names: "llm", encoders' names, and a composite's "NAME.connector", which is no part of
+    its encoder. All of their own weights are frozen, as by [freeze]."""
     targets: list[str] = Field(default=[ALL_LINEAR], min_length=1)
-    """Linears in the modules' layers, by name or the end of it ("q_proj", "mlp.down_proj");
+    """Linears in the modules' layers, or in connectors, by name or the end of it ("q_proj",
+    "mlp.down_proj"), with patterns as for file names ("layers.1?.self_attn.[qv]_proj");
     "all-linear": all of them. Experts, whose weights are stacked, embeddings and heads never."""
     rank: int = Field(default=16, ge=1)
     """Rows of the first matrix and columns of the second."""
@@ -191,5 +192,6 @@ class AdapterConfig(Section):
     """The product is multiplied by alpha / rank ("rslora": by alpha / sqrt(rank))."""
     source: str | None = None
     """Directory of an adapter to start from, as PEFT or an earlier run wrote it."""
-    method: Literal["lora", "rslora"] = "lora"
-    """"lora"; "rslora": with a factor that keeps large ranks from learning slowly."""
+    method: Literal["lora", "rslora", "dora"] = "lora"
+    """"lora"; "rslora": with a factor that keeps large ranks from learning slowly; "dora": with a
+    trained magnitude for each output beside the product."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import model_cases
 import pytest
 import torch
@@ -27,9 +29,10 @@ LENGTHS = [40, 56]
 WIDE = {"hidden_size": 128, "intermediate_size": 320}
 
 
-def adapted(family: str, targets: list[str], **sizes: int) -> MultimodalModel:
+def adapted(family: str, targets: list[str], method: str = "lora", **sizes: int) -> MultimodalModel:
     config = ModelConfig(llm=LlmConfig(config={**model_cases.LLMS[family], **sizes}))
-    adapters = {"a": AdapterConfig(modules=["llm"], targets=targets, rank=RANK)}
+    section = {"modules": ["llm"], "targets": targets, "rank": RANK, "method": method}
+    adapters = {"a": AdapterConfig.model_validate(section)}
     model = build_model(config, FreezeConfig(), adapters=adapters)
     materialize(model, "cpu")
     init_weights(model, 0)
@@ -42,10 +45,12 @@ def meta_of(lengths: list[int]) -> MicrobatchMeta:
 
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["o_proj"]], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_flops_are_those_that_torch_counts(family: str, targets: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("family", "method"), [*((f, "lora") for f in FAMILIES), ("qwen3", "dora")]
+)
+def test_flops_are_those_that_torch_counts(family: str, method: str, targets: list[str]) -> None:
     """Gradients arrive at the first layer, as from a trained connector."""
-    model = adapted(family, targets)
+    model = adapted(family, targets, method)
     microbatch = model_cases.microbatch(LENGTHS)
     model.llm.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_())
     forward, loss = count_flops(lambda: model(microbatch))
@@ -55,16 +60,26 @@ def test_flops_are_those_that_torch_counts(family: str, targets: list[str]) -> N
     assert sizes is not None
     found = pass_flops(stage_blocks(module, 0, len(module.layers)), sizes, True)
     total = float(found.inputs_N[0] + found.weights_N[0])
-    assert float(found.forward_N[0]) == pytest.approx(forward, rel=0.01)
+    of_norms = sum(
+        2 * RANK * (o.outputs * o.inputs + o.inputs * RANK + o.outputs * RANK)
+        for layer in module.layers
+        for o in layer.adapters
+        if o.magnitudes
+    )
+    assert bool(of_norms) == (method == "dora")
+    assert float(found.forward_N[0]) + of_norms == pytest.approx(forward, rel=0.01)
     assert total == pytest.approx(backward, rel=0.01)
-    of_adapters = sum(p.numel() for n, p in model.named_parameters() if of_adapter(n))
+    of_adapters = sum(
+        p.numel() for n, p in model.named_parameters() if of_adapter(n) and p.ndim == 2
+    )
     assert float(found.weights_N[0]) == 2 * of_adapters * sum(LENGTHS)
     whole = microbatch_flops([module], meta_of(LENGTHS), microbatch.target_count)["llm"]
     assert whole.backward <= total
 
 
-def test_only_adapters_have_gradients_and_states() -> None:
-    model = adapted("llama", ["all-linear"])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_only_adapters_have_gradients_and_states(method: str) -> None:
+    model = adapted("llama", ["all-linear"], method)
     module = model.llm.describe()
     counted = {
         trained: sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
@@ -74,7 +89,9 @@ def test_only_adapters_have_gradients_and_states() -> None:
     assert (found.all, found.trained) == (counted[False], counted[True])
     half = stage_parameters(module, 0, len(module.layers), tensor=2)
     whole_factors = sum(  # A of linears with divided outputs, B of those with divided inputs
-        own.rank * (own.outputs if own.divided == "inputs" else own.inputs)
+        own.rank * own.inputs
+        if own.divided == "outputs"
+        else (own.rank + own.magnitudes) * own.outputs
         for layer in module.layers
         for own in layer.adapters
     )
@@ -85,13 +102,49 @@ def test_only_adapters_have_gradients_and_states() -> None:
     setting = Setting(Execution(), 4)
     sizes = llm_sizes([meta_of(LENGTHS)], [sum(LENGTHS)], padding=False)
     weights = layer_operators(module.layers[0], sizes, setting).weights
-    assert len(weights) == 3 * len(module.layers[0].adapters), "two products and their sums each"
+    each = 3 + (method == "dora")  # two products and their sums; one for magnitudes
+    assert len(weights) == each * len(module.layers[0].adapters)
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_an_adapter_of_a_connector_is_all_that_is_trained_of_it(family: str) -> None:
+    """Products and parameters against those of the connector itself."""
+    adapters = {"a": AdapterConfig(modules=["eye.connector"], rank=RANK)}
+    config = model_cases.pair_config("llama", family)
+    model = build_model(config, FreezeConfig(modules=["llm", "eye"]), adapters=adapters)
+    materialize(model, "cpu")
+    init_weights(model, 0)
+    encoder = model.encoders["eye"]
+    module = encoder.describe()
+    counted = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
+    layers = len(module.layers)
+    assert stage_parameters(module, 0, layers).trained == counted > 0
+    first, second = stage_blocks(module, layers, layers)
+    assert first.trained and second.trained
+    rows = 8
+    forward, out = count_flops(lambda: encoder.connector(torch.randn(rows, first.linear[0])))
+    backward, _ = count_flops(out.sum().backward)
+    sizes = llm_sizes([meta_of([rows])], [rows], padding=False)
+    own = [block.flops(sizes)[0][0] for block in (first, second)]
+    assert sum(own) == forward
+    learned = sum(float(block.weight_flops(sizes)[0]) for block in (first, second))
+    assert learned == 2 * rows * counted
+    # The first one's input needs no gradient, but its few features do.
+    assert backward == own[1] + learned + 2 * rows * RANK * first.linear[1]
+    setting = Setting(Execution(), 4)
+    assert len(first.operators(sizes, setting).weights) == 3  # two products and their sums
+    frozen = replace(first, trained=False, adapter=None)
+    kept = [float(b.kept_bytes(sizes, setting, b.trained)[0]) for b in (first, frozen)]
+    assert kept[0] - kept[1] == 4 * rows * (first.linear[0] + RANK)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "starcoder2"])
-def test_kept_bytes_are_what_stays_alive(family: str, mode: str) -> None:
-    module = adapted(family, ["all-linear"], **WIDE).llm
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("llama", "lora"), ("qwen3", "lora"), ("starcoder2", "lora"), ("qwen3", "dora")],
+)
+def test_kept_bytes_are_what_stays_alive(family: str, method: str, mode: str) -> None:
+    module = adapted(family, ["all-linear"], method, **WIDE).llm
     tokens = sum(LENGTHS)
     hidden = torch.randn(1, tokens, 128, requires_grad=True)
     positions = torch.arange(tokens)[None]

@@ -31,6 +31,7 @@ from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, LlmConfig, ModelConfig
 
 EXACT = 1e-5
+PEFT_NAMES = {"down": "lora_A", "up": "lora_B", "magnitude": "lora_magnitude_vector"}
 
 
 def build(config: ModelConfig, move: bool = True, **adapters: dict[str, Any]) -> MultimodalModel:
@@ -72,11 +73,12 @@ def logits(model: MultimodalModel) -> torch.Tensor:
         return model.llm.logits(batch, {}, batch.target_positions_L)
 
 
+@pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("family", list(LLMS))
-def test_products_of_all_linears_count(family: str) -> None:
+def test_products_of_all_linears_count(family: str, method: str) -> None:
     """No forward goes past a linear to its weight."""
     config = text_config(family)
-    model = build(config, a={"modules": ["llm"], "rank": 2, "alpha": 1.0})
+    model = build(config, a={"modules": ["llm"], "rank": 2, "alpha": 1.0, "method": method})
     found = logits(model)
     assert relative_error(found, logits(without_adapters(config, model))) < 3 * EXACT
     assert relative_error(found, logits(without_adapters(config, model, added=False))) > 1e-3
@@ -101,13 +103,15 @@ def saved_llm(directory: Path, family: str = "qwen3") -> ModelConfig:
     return ModelConfig(llm=LlmConfig(source=str(directory)))
 
 
-@pytest.mark.parametrize("method", ["lora", "rslora"])
+@pytest.mark.parametrize("method", ["lora", "rslora", "dora"])
 def test_peft_loads_the_files_with_equal_logits_and_gradients(method: str, tmp_path: Path) -> None:
     config = saved_llm(tmp_path / "llm")
     section = {"modules": ["llm"], "targets": ["q_proj", "down_proj"], "rank": 3, "method": method}
     model = build(config, move=False, mine=section)
     for _, _, lora in adapted_linears(model):
         torch.nn.init.normal_(lora.up, std=0.1)
+        if lora.magnitude is not None:
+            lora.magnitude.data *= 1 + 0.1 * torch.randn(len(lora.magnitude))
     save_adapters(model, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "llm", attn_implementation="eager")
     theirs = PeftModel.from_pretrained(base, tmp_path / "mine", is_trainable=True)
@@ -122,20 +126,31 @@ def test_peft_loads_the_files_with_equal_logits_and_gradients(method: str, tmp_p
     compared = 0
     for name, _, lora in adapted_linears(model.llm.backbone):
         path = f"base_model.model.{name}"
-        for own, other in ((lora.down, "lora_A"), (lora.up, "lora_B")):
-            assert relative_error(own.grad, gradients[f"{path}.{other}.default.weight"]) < EXACT
+        for part, own in lora.named_parameters():
+            other = gradients[f"{path}.{PEFT_NAMES[part]}.default.weight"]
+            assert relative_error(own.grad, other) < EXACT
             compared += 1
     assert compared == len(gradients)
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl_moe", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("llava", "lora"),
+        ("qwen2_5_vl", "lora"),
+        ("qwen3_vl_moe", "lora"),
+        ("gemma3", "lora"),
+        ("qwen2_5_vl", "dora"),
+    ],
+)
 def test_peft_adds_adapters_of_a_composite_as_the_export_does(
-    name: str, tmp_path: Path, tokenizer
+    name: str, method: str, tmp_path: Path, tokenizer
 ) -> None:
     plain = AutoModelForImageTextToText.from_config(build(composite_config(name)).composite)
     plain.save_pretrained(tmp_path / "base")
     config = ModelConfig(source=str(tmp_path / "base"))
-    model = build(config, both={"modules": ["llm", "vision"], "rank": 2})
+    modules = ["llm", "vision", *(["vision.connector"] if name != "gemma3" else [])]
+    model = build(config, both={"modules": modules, "rank": 2, "method": method})
     frozen = plain.state_dict()
     with torch.no_grad():  # what PEFT loads them on top of
         model_of_source = build(config, move=False).state_dict()
@@ -155,14 +170,15 @@ def test_peft_adds_adapters_of_a_composite_as_the_export_does(
     assert changed == sum(len(m.adapters) for m in model.modality_modules())
 
 
-def test_files_of_peft_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_files_of_peft_are_read(method: str, tmp_path: Path) -> None:
     config = saved_llm(tmp_path / "llm")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "llm")
-    settings = LoraConfig(r=2, lora_alpha=6, target_modules="all-linear")
+    settings = LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", use_dora=method == "dora")
     theirs = get_peft_model(base, settings)
     randomize(theirs)
     theirs.save_pretrained(tmp_path / "theirs")
-    section = {"modules": ["llm"], "rank": 2, "alpha": 6.0}
+    section = {"modules": ["llm"], "rank": 2, "alpha": 6.0, "method": method}
     model = build(config, move=False, mine=section)
     names = load_adapters(model, {"mine": str(tmp_path / "theirs")})
     assert names == {n for n, _ in model.named_parameters() if of_adapter(n)}
@@ -180,6 +196,7 @@ def test_files_of_peft_are_read(tmp_path: Path) -> None:
         ({"rank": 3}, r"r = 2, but \[adapters.mine\] means 3"),
         ({"alpha": 5.0}, "lora_alpha = 6.0"),
         ({"method": "rslora"}, "use_rslora = False"),
+        ({"method": "dora"}, "use_dora = False"),
         ({"targets": ["q_proj"]}, "also has"),
         ({"targets": ["all-linear"], "modules": ["llm", "eye"]}, "cannot be read"),
     ],
@@ -213,20 +230,53 @@ def test_only_adapters_of_their_modules_are_trained() -> None:
     assert all(len(layer.adapters) == 7 for layer in description.layers)
 
 
-def test_a_model_begins_as_without_adapters() -> None:
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_a_model_begins_as_without_adapters(method: str) -> None:
     config = text_config("llama")
-    plain, adapted = build(config, move=False), build(config, move=False, a={"modules": ["llm"]})
-    assert torch.equal(logits(plain), logits(adapted))
+    plain = build(config, move=False)
+    adapted = build(config, move=False, a={"modules": ["llm"], "method": method})
+    assert relative_error(logits(plain), logits(adapted)) <= EXACT * (method == "dora")
     for _, _, lora in adapted_linears(adapted):
         assert not lora.up.any()
         assert 0.5 < float(lora.down.abs().max()) * lora.down.shape[1] ** 0.5 <= 1
 
 
+def test_a_connector_with_an_adapter_is_frozen_but_for_it() -> None:
+    section = {"modules": ["eye.connector"], "targets": ["linear_1"], "rank": 2}
+    model = build(pair_config("llama", "clip"), a=section)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and "connector" in n}
+    assert trained == {f"encoders.eye.connector.linear_1.lora.{n}" for n in ("down", "up")}
+    description = model.encoders["eye"].describe()
+    assert description.trainable and description.connector_trainable
+    first, second = description.connector_adapters
+    assert first is not None and first.rank == 2 and second is None
+
+
+@pytest.mark.parametrize(
+    ("targets", "chosen"),
+    [
+        (["layers.0.*"], 7),
+        (["layers.?.self_attn.[qv]_proj"], 6),
+        (["*_proj"], 21),
+        (["0.mlp.up_proj"], 1),
+        (["q_proj", "layers.1.*.q_proj"], 3),
+    ],
+)
+def test_patterns_choose_linears_by_the_ends_of_their_names(targets, chosen: int) -> None:
+    model = build(text_config("llama"), a={"modules": ["llm"], "targets": targets})
+    assert len(model.llm.adapters) == chosen
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
+        ({"a": {"modules": ["llm"], "targets": ["_proj"]}}, "'_proj': no linear"),
+        ({"a": {"modules": ["llm"], "targets": ["layers.7.*"]}}, "no linear in the modules"),
         ({"a": {"modules": ["llm"], "targets": ["q_porj"]}}, "did you mean 'q_proj'"),
-        ({"a": {"modules": ["ear"]}}, r"\['ear'\]: cannot have adapters; choose from eye, llm"),
+        (
+            {"a": {"modules": ["ear"]}},
+            r"\['ear'\]: cannot have adapters; choose from eye, eye.connector, llm",
+        ),
         ({"a": {"modules": ["llm", "eye"], "targets": ["fc2"]}}, "'llm' has none of the targets"),
         (
             {"a": {"modules": ["llm"]}, "b": {"modules": ["llm"], "targets": ["q_proj"]}},

@@ -209,7 +209,11 @@ def test_a_valid_recipe_has_no_problems(valid):
             "frozen",
         ),
         ("--adapters.a.modules ['lm']", "adapters.a.modules", 'did you mean "llm"'),
-        ("--adapters.a.modules ['vision.connector']", "adapters.a.modules", "train this one whole"),
+        (
+            "--adapters.a.modules ['vision.connector']",
+            "adapters.a.modules",
+            "one between separate modules is new, so train it whole",
+        ),
         (
             "--adapters.a.modules ['llm'] --adapters.a.source ./gone",
             "adapters.a.source",

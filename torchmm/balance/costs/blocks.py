@@ -27,7 +27,7 @@ from torchmm.balance.costs.layers import (
     layer_operators,
     layer_temporary_bytes,
 )
-from torchmm.balance.costs.mixers import Adapters
+from torchmm.balance.costs.mixers import Adapters, LowRanks
 from torchmm.balance.costs.operators import (
     Operator,
     Operators,
@@ -39,6 +39,7 @@ from torchmm.balance.costs.operators import (
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.common.mixers import LowRank
 
 Flag = bool | NDArray[np.bool_]
 LOSS_CHUNK = 1024
@@ -207,6 +208,7 @@ class Projection(Block):
         flops_per_image: besides the linear, whatever the image's size.
         normed: kind and width of a norm that the module has next to it, if any.
         after_norm: whether its input comes from a norm that is trained with it.
+        adapter: what is trained of it, if that is not all.
     """
 
     role: Literal["embedding", "context", "output"] = field(kw_only=True)
@@ -216,11 +218,22 @@ class Projection(Block):
     flops_per_image: int = 0
     normed: tuple[str, int] | None = None
     after_norm: bool = False
+    adapter: LowRank | None = None
+
+    @property
+    def _low_ranks(self) -> LowRanks:
+        return LowRanks([] if self.adapter is None else [self.adapter])
+
+    def weight_flops(self, sizes: TaskSizes) -> Array:
+        """The adapter's, if there is one."""
+        every_N = super().weight_flops(sizes)
+        return every_N if self.adapter is None else self._low_ranks.flops_N(self._rows_N(sizes))
 
     def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
         """Of the matrix product, and of images."""
         inputs, outputs = self.linear
-        dense_N = 2 * inputs * outputs * self._rows_N(sizes)
+        rows_N = self._rows_N(sizes)
+        dense_N = 2 * inputs * outputs * rows_N + self._low_ranks.flops_N(rows_N)
         return dense_N + self.flops_per_image * sizes.images_N, sizes.inputs_N * 0.0
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
@@ -231,8 +244,9 @@ class Projection(Block):
         (inputs, outputs) = self.linear
         split = tensor if self.role == "output" else 1
         product = matmul(rows_N, inputs, outputs / split, setting)
-        accumulation = accumulate(inputs * outputs / split, setting, 1)
-        passes = Operators([product], [product], [product, accumulation], [])
+        weights = [product, accumulate(inputs * outputs / split, setting, 1)]
+        passes = Operators([product], [product], weights if self.adapter is None else [], [])
+        passes.add(self._low_ranks.operators(rows_N, setting))
         if self.role == "embedding":  # positions are added
             added_bytes = 3 * size * rows_N * outputs
             passes.forward.append(Operator("elementwise", memory_bytes=added_bytes))
@@ -251,8 +265,10 @@ class Projection(Block):
         normed_N = sizes.units_N * 0.0
         if self.normed:
             kind, width = self.normed
-            normed_N = norm_kept_bytes(kind, sizes.units_N * width, size, weights)
+            trained = weights and self.adapter is None
+            normed_N = norm_kept_bytes(kind, sizes.units_N * width, size, trained)
             normed_N = normed_N + 8 * sizes.units_N
+        normed_N = normed_N + weights * self._low_ranks.kept_bytes(self._rows_N(sizes), setting)
         split = setting.execution.tensor if self.role == "output" and self.last else 1
         tensors = weights + (self.role != "embedding" and not self.first)
         return normed_N + size * tensors * self._rows_N(sizes) * self.linear[0] / split
@@ -453,15 +469,19 @@ def _after(module: ModuleDescription) -> list[Block]:
         of_connector = module.kind == "encoder" and index >= own
         first = index == 0
         opens_connector = of_connector and index == own
+        whole = not module.connector_adapters
+        adapter = None if whole or not of_connector else module.connector_adapters[index - own]
+        trained = module.connector_trainable and (whole or adapter is not None)
         found.append(
             Projection(
-                module.connector_trainable if of_connector else module.trainable,
+                trained if of_connector else module.trainable,
                 role="output",
                 linear=linear,
                 first=first,
                 last=index == len(linears) - 1,
                 normed=_norm(module, "layer", "rms") if first else None,
-                after_norm=opens_connector and module.connector_norm,
+                after_norm=opens_connector and module.connector_norm and whole,
+                adapter=adapter,
             )
         )
     return found

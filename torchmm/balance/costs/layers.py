@@ -45,7 +45,7 @@ from torchmm.balance.costs.components import (
     normed_bytes,
 )
 from torchmm.balance.costs.execution import FLOAT32, Recompute, Setting, States
-from torchmm.balance.costs.mixers import Adapters
+from torchmm.balance.costs.mixers import Adapters, LowRanks
 from torchmm.balance.costs.operators import (
     Kind,
     Operator,
@@ -426,12 +426,15 @@ def stage_parameters(
     draws = module.kind == "generator"
     sees = module.kind == "encoder"
     layers = module.layers[start:stop]
+    adapters = [own for own in module.connector_adapters if own is not None]
+    whole = sees and module.connector_trainable and not adapters
     counts = [
         (before / tensor * first, module.trainable or (draws and module.connector_trainable)),
-        (behind / tensor * last, module.trainable or (sees and module.connector_trainable)),
+        (behind / tensor * last, module.trainable or whole),
     ]
     of_layers = sum(layer_parameters(layer, tensor, expert) for layer in layers)
     every = of_layers + sum(n for n, _ in counts)
     in_layers = sum(trained_parameters(module, layer, tensor, expert) for layer in layers)
     trained = in_layers + sum(n for n, own in counts if own)
+    trained += last * LowRanks(adapters).parameters(tensor)
     return Parameters(every, trained, in_layers, states)

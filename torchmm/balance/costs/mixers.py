@@ -9,14 +9,23 @@ Shape suffix N: tasks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from torchmm.balance.costs.component import Component, Linear, Temporaries
 from torchmm.balance.costs.execution import Setting
-from torchmm.balance.costs.operators import Operator, Operators, accumulate, matmul
+from torchmm.balance.costs.operators import (
+    Operator,
+    Operators,
+    accumulate,
+    all_reduce_bytes,
+    matmul,
+)
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.batch import LayerDescription
-from torchmm.common.mixers import ConvolutionSizes, DeltaSizes
+from torchmm.common.mixers import ConvolutionSizes, DeltaSizes, LowRank
 
 SHORTEST_CHUNK, LONGEST_CHUNK = 16, 64
 """Positions of a chunk of a gated delta net, as in `torchmm.models.layers.delta_ops`."""
@@ -234,70 +243,160 @@ def _chunk_lengths_N(sizes: TaskSizes) -> Array:
     return np.clip(2**powers_N, SHORTEST_CHUNK, LONGEST_CHUNK)
 
 
-class Adapters(Component):
-    """Low-rank adapters: two small products beside a linear, and the sum of both results.
+class _Adapter(NamedTuple):
+    """As a tensor-parallel rank has it."""
 
-    All else of the layer is frozen, so its `weights` are those of adapters alone.
+    inputs: float
+    outputs: float
+    rank: int
+    magnitudes: bool
+
+    @property
+    def parameters(self) -> float:
+        """Of both matrices, and magnitudes."""
+        return self.rank * (self.inputs + self.outputs) + self.magnitudes * self.outputs
+
+
+class LowRanks:
+    """Low-rank adapters of linears that are computed for as many rows each: two small products
+    beside each linear, and the sum of both results; with DoRA, norms of the weight's rows in every
+    forward, and a factor for each output.
+
+    All else is frozen, so `weights` of their operators are those of adapters alone.
+
+    Args:
+        adapters: sizes.
     """
+
+    def __init__(self, adapters: Sequence[LowRank]) -> None:
+        self._adapters = adapters
+
+    def _local(self, tensor: int) -> list[_Adapter]:
+        return [
+            _Adapter(
+                own.inputs / (tensor if own.divided == "inputs" else 1),
+                own.outputs / (tensor if own.divided == "outputs" else 1),
+                own.rank,
+                own.magnitudes,
+            )
+            for own in self._adapters
+        ]
+
+    def parameters(self, tensor: int) -> float:
+        """Of all adapters, on one rank."""
+        return sum(own.parameters for own in self._local(tensor))
+
+    def flops_N(self, rows_N: Array) -> Array:
+        """Of both products; norms of rows, the same for any number of tokens, do not count."""
+        return 2 * sum(own.rank * (own.inputs + own.outputs) for own in self._adapters) * rows_N
+
+    def operators(self, rows_N: Array, setting: Setting) -> Operators:
+        """Both products, a factor for the few features, a sum; in backward the same once more, and
+        the sum of the gradients of what linear and adapter read."""
+        size = setting.element_bytes
+        passes = Operators.none()
+        for own in self._local(setting.execution.tensor):
+            inputs, outputs, rank, magnitudes = own
+            products = [
+                matmul(rows_N, inputs, rank, setting),
+                matmul(rows_N, rank, outputs, setting),
+            ]
+            for part, width in ((passes.forward, outputs), (passes.inputs, inputs)):
+                moved_N = size * rows_N * (2 * rank + 3 * width)
+                part.extend([*products, Operator("elementwise", memory_bytes=moved_N, calls=2)])
+            sums = accumulate(own.parameters, setting, 2 + magnitudes)
+            passes.weights.extend([*products, sums])
+            if magnitudes:
+                passes.add(_scaling(own, rows_N, setting))
+        passes.forward.extend(self._sums_of_squares(setting))
+        return passes
+
+    def _sums_of_squares(self, setting: Setting) -> Iterator[Operator]:
+        """Of rows that tensor-parallel ranks divide."""
+        tensor = setting.execution.tensor
+        for own in self._adapters:
+            if own.magnitudes and own.divided == "inputs" and tensor > 1:
+                sent = all_reduce_bytes(4 * own.outputs, tensor)
+                yield Operator("all_reduce", network_bytes=sent, link=setting.tensor_link)
+
+    def kept_bytes(self, rows_N: Array, setting: Setting) -> Array:
+        """The few features, and what magnitudes multiply."""
+        local = self._local(setting.execution.tensor)
+        kept = sum(own.rank + own.magnitudes * own.outputs for own in local)
+        return setting.element_bytes * rows_N * kept
+
+    def kept_results_bytes(self, rows_N: Array, setting: Setting) -> Array:
+        """Of both products, and of those for norms."""
+        size = setting.element_bytes
+        local = self._local(setting.execution.tensor)
+        results = sum(own.outputs + own.rank for own in local)
+        of_norms = sum(
+            (size + 4) * own.outputs * own.rank + size * own.rank**2
+            for own in local
+            if own.magnitudes
+        )
+        return size * rows_N * results + of_norms
+
+    def temporaries(self, rows_N: Array, setting: Setting) -> Temporaries:
+        """A product beside the linear's, and their sum; gradients of what both read, and their
+        sum."""
+        local = self._local(setting.execution.tensor)
+        bytes_N = setting.element_bytes * rows_N
+        return Temporaries(
+            3 * bytes_N * max(own.outputs for own in local),
+            3 * bytes_N * max(own.inputs for own in local),
+        )
+
+
+class Adapters(Component):
+    """`LowRanks` of a layer's linears."""
+
+    def __init__(self, layer: LayerDescription) -> None:
+        super().__init__(layer)
+        self.low_ranks = LowRanks(layer.adapters)
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
         """As the description says."""
         return bool(layer.adapters)
 
-    def _local(self, tensor: int) -> list[tuple[float, float, int]]:
-        """(inputs, outputs, rank) of every adapter, as a tensor-parallel rank has them."""
-        return [
-            (
-                own.inputs / (tensor if own.divided == "inputs" else 1),
-                own.outputs / (tensor if own.divided == "outputs" else 1),
-                own.rank,
-            )
-            for own in self.layer.adapters
-        ]
-
     def parameters(self, tensor: int) -> float:
-        """Of both matrices."""
-        return sum(rank * (inputs + outputs) for inputs, outputs, rank in self._local(tensor))
+        """Of all adapters."""
+        return self.low_ranks.parameters(tensor)
 
     def flops_N(self, sizes: TaskSizes) -> Array | float:
-        """Of both products."""
-        return 2 * self.parameters(1) * sizes.units_N
+        """Of their products."""
+        return self.low_ranks.flops_N(sizes.units_N)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Both products, a factor for the few features, a sum; in backward the same once more, and
-        the sum of the gradients of what linear and adapter read."""
-        rows_N = sizes.units_N
-        size = setting.element_bytes
-        passes = Operators.none()
-        for inputs, outputs, rank in self._local(setting.execution.tensor):
-            products = [
-                matmul(rows_N, inputs, rank, setting),
-                matmul(rows_N, rank, outputs, setting),
-            ]
-            for own, width in ((passes.forward, outputs), (passes.inputs, inputs)):
-                moved_N = size * rows_N * (2 * rank + 3 * width)
-                own.extend([*products, Operator("elementwise", memory_bytes=moved_N, calls=2)])
-            sums = accumulate(rank * (inputs + outputs), setting, 2)
-            passes.weights.extend([*products, sums])
-        return passes
+        """Beside those of linears."""
+        return self.low_ranks.operators(sizes.units_N, setting)
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """The few features; what linears read is counted with them."""
-        ranks = sum(own.rank for own in self.layer.adapters)
-        return weights * setting.element_bytes * sizes.units_N * ranks
+        """What linears read is counted with them."""
+        return weights * self.low_ranks.kept_bytes(sizes.units_N, setting)
 
     def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
-        """Of both products."""
-        results = sum(outputs + rank for _, outputs, rank in self._local(setting.execution.tensor))
-        return setting.element_bytes * sizes.units_N * results
+        """Of matrix products."""
+        return self.low_ranks.kept_results_bytes(sizes.units_N, setting)
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
-        """A product beside the linear's, and their sum; gradients of what both read, and their
-        sum."""
-        local = self._local(setting.execution.tensor)
-        rows_N = setting.element_bytes * sizes.units_N
-        return Temporaries(
-            3 * rows_N * max(outputs for _, outputs, _ in local),
-            3 * rows_N * max(inputs for inputs, _, _ in local),
-        )
+        """As `LowRanks` have them."""
+        return self.low_ranks.temporaries(sizes.units_N, setting)
+
+
+def _scaling(own: _Adapter, rows_N: Array, setting: Setting) -> Operators:
+    """Of DoRA: norms of the weight's rows, and the factor for each output.
+
+    Squares of the weight, its product with A, and small products; then a multiplication, and in
+    backward one for the result and another, summed over tokens, for the magnitudes.
+    """
+    size = setting.element_bytes
+    squares = Operator("elementwise", memory_bytes=size * own.outputs * own.inputs, calls=10)
+    norms = [squares, matmul(own.outputs, own.inputs, own.rank, setting)]
+    norms += [matmul(own.rank, own.inputs, own.rank, setting)]
+    norms += [matmul(own.outputs, own.rank, own.rank, setting)]
+    result_N = size * rows_N * own.outputs
+    factor = Operator("elementwise", memory_bytes=2 * result_N)
+    summed = Operator("elementwise", memory_bytes=4 * result_N, calls=3)
+    return Operators([*norms, factor], [factor], [summed], [])

@@ -29,7 +29,11 @@ from torchmm.models.multimodal import MultimodalModel
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_PEFT_NAMES = {"down": "lora_A.weight", "up": "lora_B.weight"}
+_PEFT_NAMES = {
+    "down": "lora_A.weight",
+    "up": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+}
 """By parameter of `Lora`: what PEFT calls it."""
 
 
@@ -105,7 +109,7 @@ def load_adapters(model: MultimodalModel, sources: Mapping[str, str]) -> set[str
             _peft_name(_hf_path(prefixes, module, linear), part)
             for module in files.modules
             for linear in files.linears(module)
-            for part in _PEFT_NAMES
+            for part in _parts(files.spec)
         }
         if found := list(_problems(source, files.spec, expected)):
             problems += found
@@ -147,6 +151,11 @@ def _peft_name(path: str, part: str) -> str:
     return f"base_model.model.{path}.{_PEFT_NAMES[part]}"
 
 
+def _parts(spec: LoraSpec) -> list[str]:
+    """Names in `Lora` of an adapter's parameters."""
+    return [part for part in _PEFT_NAMES if part != "magnitude" or spec.method == "dora"]
+
+
 def _config(spec: LoraSpec, targets: list[str], source: str | None) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
@@ -165,7 +174,7 @@ def _settings(spec: LoraSpec) -> dict[str, Any]:
         "r": spec.rank,
         "lora_alpha": spec.alpha,
         "use_rslora": spec.method == "rslora",
-        "use_dora": False,
+        "use_dora": spec.method == "dora",
     }
 
 

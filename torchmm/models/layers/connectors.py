@@ -8,6 +8,8 @@ Shape legend: P encoder outputs of all images, K tokens after folding, D feature
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -203,16 +205,19 @@ def init_connector(module: nn.Module) -> bool:
 def linear_sizes(module: nn.Module) -> list[tuple[int, int]]:
     """(inputs, outputs) of the matrix products of a connector or of whatever follows the layers, in
     the order in which its parts were made: that of their use."""
-    found = []
+    return [sizes for _, sizes in linear_parts(module)]
+
+
+def linear_parts(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, int]]]:
+    """The same with the parts that they are of."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            found.append((part.in_features, part.out_features))
+            yield part, (part.in_features, part.out_features)
         elif isinstance(part, PoolConnector):
             features, out = part.mm_input_projection_weight.shape
-            found.append((features, out))
+            yield part, (features, out)
         elif isinstance(part, nn.Conv2d):  # without overlap: once per token
-            found.append((part.weight[0].numel(), part.out_channels))
-    return found
+            yield part, (part.weight[0].numel(), part.out_channels)
 
 
 def fold_neighbours(x_PD: Tensor, grids_thw: list[tuple[int, int, int]], size: int) -> Tensor:

@@ -9,7 +9,16 @@ then; the linear's own names do not change. Rejected: a wrapper around the linea
 which renames every weight and which tensor-parallel styles would not know; adding the product to
 the weight in every forward, which takes a matrix as large as the weight.
 
-A tensor-parallel rank computes with its part of both matrices (`Part`,
+DoRA trains the norm of each of the weight's rows, the magnitude m, apart from its direction:
+
+    y = m / |W + scale * B A| * (x W^T + scale * (x A^T) B^T) + b        m: (outputs)
+
+The norms |.| of rows are computed in every forward and taken for constants in backward, as PEFT
+does it. They follow from products with A and B (`Lora.squares`), so that no matrix as large as the
+weight is made. Rejected: keeping them from one step to the next, a state that FSDP2's gathered
+weights, recomputation and compilation would all have to know of.
+
+A tensor-parallel rank computes with its part of the matrices (`Part`,
 `torchmm.parallel.tensor.low_rank`).
 
 Shape legend: R rank, I inputs, O outputs.
@@ -39,7 +48,7 @@ class LoraSpec:
     """Its name in the recipe."""
     rank: int
     alpha: float
-    method: Literal["lora", "rslora"] = "lora"
+    method: Literal["lora", "rslora", "dora"] = "lora"
 
     @property
     def scale(self) -> float:
@@ -48,27 +57,31 @@ class LoraSpec:
 
 
 class Part(NamedTuple):
-    """How a rank's share is taken, of what a linear gets and of both matrices, and added."""
+    """How a rank's share is taken, of what a linear gets and of its parameters."""
 
     of_input: Callable[[Tensor], Tensor]
     of_down: Callable[[Tensor], Tensor]
-    of_up: Callable[[Tensor], Tensor]
-    added: Callable[[Tensor, Tensor], Tensor]
-    """The linear's output, and the product that is to be added to it: their sum."""
+    of_rows: Callable[[Tensor], Tensor]
+    """Of what has a row for each of the linear's outputs: B, magnitudes, W and b."""
+    summed: Callable[[Tensor], Tensor]
+    """Squares of rows, of what a rank has of each: those of whole rows."""
+    biased: bool
+    """Whether the linear's output has its bias by now; what ranks sum gets it afterwards."""
 
 
 def _itself(x: Tensor) -> Tensor:
     return x
 
 
-WHOLE = Part(_itself, _itself, _itself, torch.add)
+WHOLE = Part(_itself, _itself, _itself, _itself, biased=True)
 
 
 class Lora(nn.Module):
-    """The two matrices of one linear.
+    """The parameters of one linear's adapter.
 
     Attributes:
         down, up: A (R, I) and B (O, R).
+        magnitude: m (O), of DoRA.
         part: what this rank computes with.
     """
 
@@ -79,22 +92,45 @@ class Lora(nn.Module):
         self.part = WHOLE
         self.down = nn.Parameter(weight.new_empty(spec.rank, linear.in_features))
         self.up = nn.Parameter(weight.new_empty(linear.out_features, spec.rank))
+        magnitude = nn.Parameter(weight.new_empty(linear.out_features))
+        self.register_parameter("magnitude", magnitude if spec.method == "dora" else None)
 
-    def forward(self, x: Tensor, output: Tensor) -> Tensor:
-        """The linear's output for `x` with the product added."""
+    def forward(self, x: Tensor, output: Tensor, linear: nn.Linear) -> Tensor:
+        """The linear's output for `x` with the product added, and scaled by row with DoRA."""
         part = self.part
-        few = functional.linear(part.of_input(x), part.of_down(self.down)) * self.spec.scale
-        return part.added(output, functional.linear(few, part.of_up(self.up)))
+        down_RI, up_OR = part.of_down(self.down), part.of_rows(self.up)
+        few = functional.linear(part.of_input(x), down_RI) * self.spec.scale
+        product = functional.linear(few, up_OR)
+        if self.magnitude is None:
+            return output + product
+        squares_O = self.squares(linear, down_RI.detach(), up_OR.detach())
+        ratio_O = part.of_rows(self.magnitude) / squares_O.sqrt().to(self.magnitude.dtype)
+        if linear.bias is None or not part.biased:
+            return ratio_O * (output + product)
+        bias_O = part.of_rows(linear.bias).detach()
+        return ratio_O * (output - bias_O + product) + bias_O
+
+    def squares(self, linear: nn.Linear, down_RI: Tensor, up_OR: Tensor) -> Tensor:
+        """(O) float32: of each row of the weight with the product added, the sum of squares.
+
+        |W + P A|^2 = |W|^2 + 2 P (A W^T) + P (A A^T) P^T, row by row, where P is scale * B; parts
+        of rows make parts of these sums.
+        """
+        weight_OI = self.part.of_rows(linear.weight).detach()
+        up_OR = self.spec.scale * up_OR.float()
+        own_O = torch.linalg.vector_norm(weight_OI, dim=1, dtype=torch.float32).square()
+        crossed_OR = 2 * (weight_OI @ down_RI.T) + up_OR @ (down_RI @ down_RI.T).float()
+        return self.part.summed(own_O + (crossed_OR * up_OR).sum(1))
 
 
 def add_lora(linear: nn.Linear, spec: LoraSpec) -> None:
-    """Adds the matrices, without values, to a linear, in place."""
+    """Adds an adapter, without values, to a linear, in place."""
     linear.add_module(CHILD, Lora(linear, spec))
     linear.register_forward_hook(_add)
 
 
 def _add(linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return linear.lora(inputs[0], output)
+    return linear.lora(inputs[0], output, linear)
 
 
 def merged(weight: Tensor, factors: Mapping[str, Tensor], spec: LoraSpec) -> Tensor:
@@ -103,7 +139,11 @@ def merged(weight: Tensor, factors: Mapping[str, Tensor], spec: LoraSpec) -> Ten
     Args:
         factors: the adapter's parameters by their names in `Lora`.
     """
-    return weight + spec.scale * factors["up"] @ factors["down"]
+    whole = weight + spec.scale * factors["up"] @ factors["down"]
+    if spec.method != "dora":
+        return whole
+    ratio = factors["magnitude"] / torch.linalg.vector_norm(whole, dim=1)
+    return ratio[:, None] * whole
 
 
 def of_adapter(name: str) -> bool:

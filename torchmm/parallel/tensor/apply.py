@@ -36,6 +36,7 @@ from torchmm.common.mixers import DeltaSizes
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.lora import adapted_linears, without_lora
 from torchmm.parallel.tensor.latent import LatentHeads
+from torchmm.parallel.tensor.linears import LocalColumn, LocalRow, compute_locally
 from torchmm.parallel.tensor.low_rank import split_lora
 from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.parallel.tensor.overlap_styles import AsyncColumn, AsyncRow, AsyncScope, Column
@@ -175,7 +176,7 @@ def _style(
     if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
         return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim, overlap is not None)
     styles: dict[str, ParallelStyle | None] = {
-        "colwise": ColwiseParallel() if overlap is None else AsyncColumn(),
+        "colwise": LocalColumn() if overlap is None else AsyncColumn(),
         "rowwise": _rowwise(slices),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         "replicated_with_grad_allreduce": LocalNorm(),
@@ -201,28 +202,14 @@ def _style(
 
 
 def _rowwise(slices: SequenceSlices | None) -> ParallelStyle:
-    if slices is None:
-        return RowwiseParallel()
-    return _RowwiseIntoSlices(slices) if slices.overlap is None else AsyncRow(slices)
+    overlaps = slices is not None and slices.overlap is not None
+    return AsyncRow(slices) if slices is not None and overlaps else LocalRow(slices)
 
 
 def _scope(slices: SequenceSlices | None) -> ParallelStyle:
     if slices is None or slices.overlap is None:
         return _GatherInput(slices)
     return AsyncScope(slices)
-
-
-class _RowwiseIntoSlices(ParallelStyle):
-    """A row-wise linear whose summed output is scattered over the sequence."""
-
-    def __init__(self, slices: SequenceSlices) -> None:
-        super().__init__()
-        self._slices = slices
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = RowwiseParallel(output_layouts=Partial())._apply(module, device_mesh)
-        module.register_forward_hook(self._slices.reduce)
-        return module
 
 
 class _Embedding(ParallelStyle):
@@ -295,7 +282,7 @@ class _ReplicatedKeyValue(ParallelStyle):
         self.overlapped = overlapped
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute_parameters(module, device_mesh)
+        compute_locally(module, device_mesh, Replicate())
         rank_of_head = device_mesh.size() // self.kv_heads
         first = device_mesh.get_local_rank() // rank_of_head * self.head_dim
 
@@ -303,8 +290,7 @@ class _ReplicatedKeyValue(ParallelStyle):
             rows = parameter.to_local(grad_placements=[Partial()])
             return rows[first : first + self.head_dim]
 
-        def keep_head(_: nn.Module, __: tuple, output: DTensor) -> Tensor:
-            whole = output.to_local(grad_placements=[Partial()])
+        def keep_head(_: nn.Module, __: tuple, whole: Tensor) -> Tensor:
             return whole[..., first : first + self.head_dim]
 
         if self.overlapped:

@@ -8,16 +8,13 @@ Rejected: summing there, which takes two more collectives per layer."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
-from torch.nn import functional
 
-from torchmm.parallel.tensor.sequence import LocalNorm, distribute_parameters
+from torchmm.parallel.tensor.linears import compute_locally
+from torchmm.parallel.tensor.sequence import LocalNorm
 
 
 class LatentHeads(ParallelStyle):
@@ -35,25 +32,3 @@ class LatentHeads(ParallelStyle):
             if name in parts:
                 compute_locally(parts[name], device_mesh, Shard(0))
         return module
-
-
-def compute_locally(linear: Any, mesh: DeviceMesh, placement: Placement) -> None:
-    """Lets a linear multiply with what a rank has of its weight, and return a plain tensor.
-
-    Args:
-        placement: of the weight. A bias is divided with the rows, and otherwise replicated; none is
-            possible where columns are divided.
-    """
-    assert placement != Shard(1) or linear.bias is None
-    distribute_parameters(linear, mesh, weight=placement, bias=placement)
-    summed = [Partial()] if isinstance(placement, Replicate) else None
-
-    def own(parameter: DTensor | None) -> Tensor | None:
-        return None if parameter is None else parameter.to_local(grad_placements=summed)
-
-    def forward(x: Tensor) -> Tensor:
-        if isinstance(x, DTensor):
-            x = x.to_local(grad_placements=[Partial()])
-        return functional.linear(x, own(linear.weight), own(linear.bias))  # type: ignore[arg-type]
-
-    linear.forward = forward

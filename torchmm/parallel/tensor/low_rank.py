@@ -11,6 +11,10 @@ whole on every rank gets parts of its gradient, which are summed with those of n
     inputs      columns     parts of a sum     replicated    parts of a sum
     neither     replicated  whole, replicated  replicated    all outputs, or this rank's of them
 
+DoRA's magnitudes are divided like the rows of B. The norms that divide them are whole where a rank
+has whole rows; where inputs are divided, their squares are summed over the ranks, one number for
+each output and forward, and what is a part of a sum is scaled before it is summed.
+
 Rejected: DTensor operations, which sum gradients of the few features for every microbatch, and turn
 the partial gradient of the scope's input, which several linears share, into a whole one.
 """
@@ -43,14 +47,17 @@ def split_lora(linear: nn.Linear, lora: Lora, mesh: DeviceMesh) -> None:
         lora,
         mesh,
         down=Shard(1) if placement == Shard(1) else Replicate(),
-        up=Shard(0) if placement == Shard(0) else Replicate(),
+        **dict.fromkeys(("up", "magnitude"), Shard(0) if placement == Shard(0) else Replicate()),
     )
-    # A forward of the style's own takes what this rank needs; otherwise DTensor's operations know
-    # that every rank computes the same, and complete the gradient by themselves.
-    alike = placement == Replicate() and "forward" not in vars(linear)
-    own = _local if alike else _local_summed
     own_rows: Callable[[Any], Tensor] | None = getattr(linear, OWN_ROWS, None)
-    lora.part = Part(of_input=own, of_down=own, of_up=own_rows or own, added=_added)
+    parts = placement == Shard(1)
+    lora.part = Part(
+        of_input=_local_summed,
+        of_down=_local_summed,
+        of_rows=own_rows or _local_summed,
+        summed=partial(_sum, mesh) if parts else _local,
+        biased=not parts,
+    )
 
 
 def _local(x: Tensor, summed: bool = False) -> Tensor:
@@ -68,15 +75,7 @@ def _local(x: Tensor, summed: bool = False) -> Tensor:
 _local_summed = partial(_local, summed=True)
 
 
-def _added(output: Tensor, product: Tensor) -> Tensor:
-    if not isinstance(output, DTensor):
-        return output + product
-    like = DTensor.from_local(
-        product,
-        output.device_mesh,
-        output.placements,
-        run_check=False,
-        shape=output.shape,
-        stride=output.stride(),
-    )
-    return output + like
+def _sum(mesh: DeviceMesh, own: Tensor) -> Tensor:
+    """Over the ranks, of which each has parts."""
+    parts = DTensor.from_local(own, mesh, [Partial()], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local()

@@ -33,7 +33,7 @@ from torch.nn import functional
 from torchmm.common.batch import LayerDescription
 from torchmm.models.layers.delta_net import DeltaWeights
 from torchmm.models.layers.short_conv import Filters
-from torchmm.parallel.tensor.latent import compute_locally
+from torchmm.parallel.tensor.linears import compute_locally
 from torchmm.parallel.tensor.low_rank import OWN_ROWS
 from torchmm.parallel.tensor.overlap_styles import Column
 from torchmm.parallel.tensor.sequence import (

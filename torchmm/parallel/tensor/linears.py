@@ -1,0 +1,101 @@
+"""Linears that tensor-parallel ranks divide, multiplied as plain tensors.
+
+    column-wise    rows of the weight     whole input     this rank's outputs
+    row-wise       columns                a rank's part   parts of a sum, summed behind the product
+
+Rejected: torch's styles, which multiply DTensors. torch.compile does not end on their backward
+where batches of rows have changing lengths (2.13: a view of a DTensor with a symbolic size asks for
+itself), and every product of DTensors costs the host more than one of tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
+
+from torchmm.parallel.tensor.sequence import (
+    SequenceSlices,
+    change_input,
+    distribute_parameters,
+)
+
+
+def compute_locally(linear: Any, mesh: DeviceMesh, placement: Placement) -> None:
+    """Lets a linear multiply with what a rank has of its weight, and return a plain tensor.
+
+    Args:
+        placement: of the weight. A bias is divided with the rows, and otherwise replicated; none is
+            possible where columns are divided.
+    """
+    assert placement != Shard(1) or linear.bias is None
+    distribute_parameters(linear, mesh, weight=placement, bias=placement)
+    summed = [Partial()] if isinstance(placement, Replicate) else None
+
+    def own(parameter: DTensor | None) -> Tensor | None:
+        return None if parameter is None else parameter.to_local(grad_placements=summed)
+
+    def forward(x: Tensor) -> Tensor:
+        return functional.linear(_part_of_sum(x), own(linear.weight), own(linear.bias))  # type: ignore[arg-type]
+
+    linear.forward = forward
+
+
+def _part_of_sum(x: Tensor) -> Tensor:
+    """What all ranks have, whose gradients are parts of a sum."""
+    return x.to_local(grad_placements=[Partial()]) if isinstance(x, DTensor) else x
+
+
+class LocalColumn(ParallelStyle):
+    """A column-wise linear: its scope's whole input to this rank's outputs."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def replicated(x: Tensor) -> DTensor:
+            if isinstance(x, DTensor):
+                return x
+            return DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
+
+        compute_locally(module, device_mesh, Shard(0))
+        change_input(module, replicated)
+        return module
+
+
+class LocalRow(ParallelStyle):
+    """A row-wise linear: this rank's part of the input to the sum over the ranks, and a bias.
+
+    Args:
+        slices: of the sequence, of which the sum becomes one; None: every rank has all of it.
+    """
+
+    def __init__(self, slices: SequenceSlices | None) -> None:
+        super().__init__()
+        self._slices = slices
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_parameters(module, device_mesh, weight=Shard(1))
+        linear: Any = module
+        slices = self._slices
+
+        def forward(x: Tensor) -> Tensor:
+            return functional.linear(x, linear.weight.to_local())
+
+        def reduce(_: nn.Module, args: tuple, partial: Tensor) -> Tensor:
+            if slices is not None:
+                out = slices.reduce(module, args, partial)
+            else:
+                sums = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)
+                out = sums.redistribute(placements=[Replicate()]).to_local()
+            if linear.bias is None:
+                return out
+            # Slices have parts of the bias's gradient, and padding has none.
+            summed = None if slices is None else [Partial()]
+            return out + linear.bias.to_local(grad_placements=summed)
+
+        linear.forward = forward
+        linear.register_forward_hook(reduce)
+        return module
