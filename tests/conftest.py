@@ -29,6 +29,18 @@ CAMPAIGNS = {
     "test_schedule_equality.py::test_schedules_equal_single_process[pp2 x tp2]",
     "test_schedule_equality.py::test_schedules_equal_single_process[pp2 x fsdp2]",
     "test_searched_equality.py::test_searched_plans_equal_the_single_process[pp4 and pp2 x fsdp2]",
+    # Two composites stand for the others: with taps into the LLM, with two towers and experts.
+    *(
+        f"test_searched_equality.py::test_so_do_those_of_composites[{name}]"
+        for name in (
+            "qwen3_vl_moe",
+            "qwen3_5",
+            "qwen2_5_omni_thinker",
+            "voxtral",
+            "qwen2_audio",
+            "audioflamingo3",
+        )
+    ),
     "test_train.py::test_layouts_give_the_single_process_curve[2 more]",
     "test_train.py::test_layouts_give_the_single_process_curve[4]",
     "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[4]",

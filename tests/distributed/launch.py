@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from ports import free_port
 
-TIMEOUT_S = 360
+TIMEOUT_S = int(os.environ.get("LAUNCH_T", "360"))
 
 
 @dataclass
