@@ -14,25 +14,35 @@ if [ "${1:-}" = --all ]; then
     draws=120 selected=()
     shift
 fi
-output=$(mktemp)
-trap 'rm -f "$output"' EXIT
+outputs=$(mktemp -d) started=
+trap 'kill $started 2>/dev/null || true; rm -rf "$outputs"' EXIT
 
-check() { # check NAME COMMAND...: shows the command's output only if it fails
+start() { # start NAME COMMAND...: runs it in the background
     local name=$1
     shift
-    "$@" >"$output" 2>&1 || { cat "$output"; echo "$name failed"; exit 1; }
+    "$@" >"$outputs/$name" 2>&1 &
+    started="$started $!"
+    printf -v "$name" %s $!
 }
+ended() { # ended NAME: waits for it, and shows its output only if it fails
+    wait "${!1}" || { cat "$outputs/$1"; echo "$1 failed"; exit 1; }
+}
+check() { start "$@"; ended "$1"; }
+
+start types .venv/bin/mypy # a minute on one core: beside all others
 check lint .venv/bin/ruff check .
 check format .venv/bin/ruff format --check .
-check types .venv/bin/mypy
 # Real images and captions; where no package registry is reached, tests that need them are skipped.
-if ! .venv/bin/python scripts/prepare_data.py tuxpaint_stamps >"$output" 2>&1; then
-    cat "$output"
+start data .venv/bin/python scripts/prepare_data.py tuxpaint_stamps
+if ! wait "$data"; then
+    cat "$outputs/data"
     [ -z "${CI:-}" ] || { echo "data failed"; exit 1; }
     echo "no real data: tests that need it are skipped"
 fi
-check tests .venv/bin/python -m pytest --quiet -n 2 --dist loadfile "${selected[@]}" "$@"
-tail -n 1 "$output"
+start tests .venv/bin/python -m pytest --quiet -n 2 --dist loadfile "${selected[@]}" "$@"
+ended types # they fail before the tests do
+ended tests
+tail -n 1 "$outputs/tests"
 [ $# -eq 0 ] || exit 0  # some tests were asked for, not everything
-check "random recipes" .venv/bin/python tests/fuzz/run.py --seed 6 --draws "$draws" --tries 25
-grep "draws: " "$output"
+check recipes .venv/bin/python tests/fuzz/run.py --seed 6 --draws "$draws" --tries 25
+grep "draws: " "$outputs/recipes"

@@ -2,52 +2,83 @@
 
 The ranks are forks of one warm process per pytest process: importing what a rank needs takes
 seconds, a fork milliseconds. The warm process has no threads, so forking it is safe.
+
+A rank that dies without a word is told of all the same: the call fails with the signal that killed
+it and what it wrote to stderr, where faulthandler leaves the tracebacks of its threads.
 """
 
 import atexit
+import faulthandler
 import functools
+import gc
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ports import free_port
 
-TIMEOUT_S = 360
-Outcomes = dict[int, tuple[bool, Any]]
-"""Whether it passed, and its result or traceback, by rank that has told."""
+TIMEOUT_S = int(os.environ.get("LAUNCH_T", "360"))
+
+
+@dataclass
+class Ending:
+    """How a rank ended."""
+
+    exit_code: int | None
+    """-N: killed by signal N; None: still running when time was over."""
+    outcome: tuple[bool, Any] | None
+    """Whether it passed, and its result or traceback; None: it has not told."""
+    stderr: str
+
+    def problem(self) -> str | None:
+        """What is wrong; None: nothing, it has told a result and exited."""
+        if self.exit_code == 0 and self.outcome is not None and self.outcome[0]:
+            return None
+        how = f"exited with {self.exit_code}"
+        if self.exit_code is None:
+            how = f"was still running after {TIMEOUT_S} s"
+        elif self.exit_code < 0:
+            how = f"was killed by {signal.Signals(-self.exit_code).name}"
+        if self.outcome is None:
+            return f"{how}, without a result or a traceback; stderr:\n{self.stderr}"
+        passed, told = self.outcome
+        return f"{how}, after its result; stderr:\n{self.stderr}" if passed else f"{how}:\n{told}"
 
 
 def run_distributed(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """Calls `function(*args)` on every rank of a fresh gloo world; results in rank order.
 
     The function must be importable (defined at module level). A failing rank fails the call with
-    its traceback, and the others are stopped.
+    its traceback, a dying one with its signal.
     """
     warm = _warm_process()
     warm.send(sys.path)  # without which the function is not found
     warm.send((function, ranks, args))
-    outcomes, hung = warm.recv()
-    failures = [f"rank {r}:\n{v}" for r, (passed, v) in sorted(outcomes.items()) if not passed]
-    assert not failures and not hung, "\n".join([*failures, f"ranks still running: {hung}"])
-    missing = [rank for rank in range(ranks) if rank not in outcomes]
-    assert not missing, f"ranks {missing} ended without a result"
-    return [outcomes[rank][1] for rank in range(ranks)]
+    endings: list[Ending] = warm.recv()
+    sys.stderr.write("".join(ending.stderr for ending in endings))
+    found = [f"rank {r} {text}" for r, e in enumerate(endings) if (text := e.problem()) is not None]
+    assert not found, "\n".join(found)
+    return [ending.outcome[1] for ending in endings if ending.outcome]
 
 
 @functools.cache
 def _warm_process() -> Connection:
     """To the process that ranks are forks of. It ends when this one closes the connection."""
     ours, its = mp.Pipe()
-    command = [sys.executable, __file__, str(its.fileno())]
+    serve = f"import launch; launch.serve({its.fileno()})"  # not as __main__: classes are sent
+    command = [sys.executable, "-c", serve]
     found = os.pathsep.join(sys.path)  # without which it does not find what it imports
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
     process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()])
@@ -57,48 +88,56 @@ def _warm_process() -> Connection:
     return ours
 
 
-def _serve(jobs: Connection) -> None:
+def serve(descriptor: int) -> None:
     """Starts the ranks of one job after the other."""
     import torchmm.training.run  # noqa: F401, PLC0415 - what is paid for once
 
+    gc.freeze()  # ranks leave the 600,000 objects of imports alone, and their pages shared
+    jobs = Connection(descriptor)
     with suppress(EOFError):
         while True:
             sys.path[:] = jobs.recv()
             jobs.send(_fork_ranks(*jobs.recv()))
 
 
-def _fork_ranks(
-    function: Callable[..., Any], ranks: int, args: tuple
-) -> tuple[Outcomes, list[int]]:
-    """What the ranks have told, and those that did not end."""
+def _fork_ranks(function: Callable[..., Any], ranks: int, args: tuple) -> list[Ending]:
+    """By rank; those that do not end in time are killed."""
     context = mp.get_context("fork")
     port, deadline = free_port(), time.monotonic() + TIMEOUT_S
-    processes, readers = [], {}
+    processes, readers, outcomes, logs = [], {}, {}, []
     for rank in range(ranks):
         reader, writer = context.Pipe(duplex=False)
         readers[reader] = rank
-        given = (function, rank, ranks, port, writer, args)
-        processes.append(context.Process(target=_main, args=given))
+        logs.append(tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115 - closed below
+        place = (rank, ranks, port)
+        processes.append(
+            context.Process(target=_main, args=(function, place, writer, logs[-1], args))
+        )
         processes[-1].start()
         writer.close()
-    outcomes: Outcomes = {}
     while readers and (ready := wait(list(readers), max(0.0, deadline - time.monotonic()))):
         for reader in ready:
             rank = readers.pop(reader)
             with suppress(EOFError):  # ended without telling
                 outcomes[rank] = reader.recv()
-    for process in processes:
+    endings = []
+    for rank, (process, log) in enumerate(zip(processes, logs, strict=True)):
         process.join(max(0.1, deadline - time.monotonic()))
-    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for rank in hung:
-        processes[rank].kill()
-        processes[rank].join()
-    return outcomes, hung
+        exit_code = process.exitcode
+        process.kill()
+        process.join()
+        with log:
+            log.seek(0)
+            endings.append(Ending(exit_code, outcomes.get(rank), log.read()))
+    return endings
 
 
 def _main(
-    function: Callable, rank: int, ranks: int, port: int, writer: Connection, args: tuple
+    function: Callable, place: tuple[int, int, int], writer: Connection, log: IO[str], args: tuple
 ) -> None:
+    os.dup2(log.fileno(), 2)
+    faulthandler.enable()
+    rank, ranks, port = place
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -114,7 +153,3 @@ def _main(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 import torch
+from meshes import mesh_for
 from microbatches import MODEL, composite_model, random_microbatch
 
 from torchmm.common.batch import Microbatch, ModuleDescription
@@ -11,7 +12,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -58,7 +59,7 @@ def build_searched(layout: dict[str, int], composite: str = "", **search: object
     """
     config = ParallelConfig.model_validate({"shard": 1, "schedule": "searched", **layout,
                                             "search": search})  # fmt: skip
-    mesh = build_mesh(config, CPU)
+    mesh = mesh_for(config)
     layers, tied = config.pipeline * config.virtual_stages, config.virtual_stages == 1
     model = whole_model(layers, tied, composite)
     descriptions = [module.describe() for module in model.modality_modules()]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_distributed
+from meshes import mesh_for
 from model_cases import COMPOSITES, LLMS, build
 from test_layouts import Case, compare_all
 from test_llm_tensor_parallel import Case as Family
@@ -19,7 +20,7 @@ from torchmm.models.layers.attention import Segments
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.context import ContextRanks, apply_context_parallel, context_problems
-from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -131,7 +132,7 @@ def _compare(case: Family) -> dict[str, float]:
     if mixes:
         return {}
     config = ParallelConfig(shard=2, **TWO)
-    mesh = build_mesh(config, torch.device("cpu"))
+    mesh = mesh_for(config)
     batch = _with_images_in_meta(case.microbatch())
     descriptions = [module.describe() for module in shared.modality_modules()]
     layout = plan_layout(config, descriptions, [batch.meta])

@@ -10,6 +10,7 @@ from functools import cache, partial
 import pytest
 import torch
 from launch import run_distributed
+from meshes import units_for
 from microbatches import (
     COMPOSITES,
     MODEL,
@@ -27,7 +28,7 @@ from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import ParallelMesh, build_units, start_process_group
+from torchmm.parallel.mesh import ParallelMesh, start_process_group
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -243,7 +244,7 @@ def compare_all() -> list[tuple[Case, list[str]]]:
 
 def compare(case: Case) -> list[str]:
     """What differs from the single process on this rank."""
-    mesh, draws = build_units(case.units, CPU), case.generator is not None
+    mesh, draws = units_for(case.units), case.generator is not None
     model = a_model(draws, case.freeze, case.composite)
     batch = a_batch(draws, case.composite)
     settings = {"placement": "disaggregated", "schedule": case.schedule, **case.parallel}

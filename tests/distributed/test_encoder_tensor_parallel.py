@@ -10,6 +10,7 @@ from math import prod
 import pytest
 import torch
 from launch import run_distributed
+from meshes import mesh_for
 from proofs import proves
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +21,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.fsdp import apply_fsdp
-from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
@@ -311,9 +312,7 @@ def _compare(case: Case) -> dict[str, float]:
     """Outputs and gradients that differ by more than 1e-5, relative."""
     freeze = ("eye",) if case.frozen else ()
     whole, split = (_build(case.family, freeze) for _ in range(2))
-    mesh = build_mesh(
-        ParallelConfig(shard=1, tensor=torch.distributed.get_world_size()), torch.device("cpu")
-    )
+    mesh = mesh_for(ParallelConfig(shard=1, tensor=torch.distributed.get_world_size()))
     group = mesh.own.tensor.get_group().group_name
     overlap = Overlap("ring", group, case.chunks) if case.chunks else None
     apply_tensor_parallel(_encoder(split), mesh.own.tensor, case.sequence_parallel, overlap)
@@ -339,7 +338,7 @@ def _compare(case: Case) -> dict[str, float]:
 def _compare_sharded(family: str) -> dict[str, float]:
     """The same of gradients with FSDP2, where ranks have other images and numbers of them."""
     whole, split = _build(family), _build(family)
-    mesh = build_mesh(ParallelConfig(shard=2), torch.device("cpu"))
+    mesh = mesh_for(ParallelConfig(shard=2))
     apply_fsdp(_encoder(split), mesh.own.fsdp, torch.float32)
     for model in (whole, split):
         materialize(model, "cpu")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from launch import run_distributed
+from meshes import mesh_for
 from microbatches import MODEL, VOCAB, random_microbatch
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +17,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel import expert
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.tensor import low_rank
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, ModelConfig
@@ -367,7 +368,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
         sequence_parallel=case.sequence_parallel,
         **case.pipeline,
     )
-    mesh = build_mesh(config, torch.device("cpu"))
+    mesh = mesh_for(config)
     model = case.model()
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from launch import run_distributed
+from meshes import mesh_for
 from model_cases import COMPOSITES, LLMS, SPEECH, build, composite_config, microbatch
 from omni_cases import images_and_sounds
 from proofs import proves
@@ -17,7 +18,7 @@ from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
-from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
@@ -90,7 +91,7 @@ def _compare(case: Case) -> dict[str, float]:
     """Loss and gradients that differ by more than 1e-5, relative (3e-5 for `ROUNDED`)."""
     whole = build(case.model_config())
     split = build_model(case.model_config(), FreezeConfig())
-    mesh = build_mesh(ParallelConfig(shard=1, tensor=2), torch.device("cpu"))
+    mesh = mesh_for(ParallelConfig(shard=1, tensor=2))
     overlap = None
     if case.chunks:
         overlap = Overlap("ring", mesh.own.tensor.get_group().group_name, case.chunks)

@@ -20,7 +20,7 @@ from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.recipe.parallel_section import ParallelConfig
 
-BATCHES = 52
+BATCHES = 24
 LAYOUTS = {
     2: [{"pipeline": 2, "virtual_stages": 2}],
     4: [{"pipeline": 4}, {"pipeline": 2, "shard": 2}],

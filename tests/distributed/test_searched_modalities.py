@@ -11,6 +11,7 @@ from math import prod
 import pytest
 import torch
 from launch import run_distributed
+from meshes import mesh_for
 from pipeline_cases import (
     CPU,
     KINDS,
@@ -35,7 +36,7 @@ from torchmm.common.batch import (
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.schedules.separated import separated
@@ -123,7 +124,7 @@ def compare(kinds: dict[str, Kind]) -> tuple[list[str], int, int]:
     config = ParallelConfig.model_validate(
         {"shard": 1, "schedule": "searched", "pipeline": 2, "virtual_stages": 2, "search": search}
     )
-    mesh = build_mesh(config, CPU)
+    mesh = mesh_for(config)
     model = _whole(kinds)
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch_of(kinds, 0)])

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 from launch import run_distributed
+from meshes import mesh_for
 from microbatches import MODEL, random_microbatch
 from pipeline_cases import gradient_errors, shared_losses
 from support.allocations import CountPeak, held_in_a_step
@@ -20,7 +21,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -72,7 +73,7 @@ def filled(model: MultimodalModel) -> MultimodalModel:
 def compare(layout: dict) -> tuple[list[str], list[int]]:
     """What is wrong, and how many layers each step's plan recomputes in each of the two modes."""
     config = ParallelConfig(shard=1).model_copy(update=layout)
-    mesh = build_mesh(config, CPU)
+    mesh = mesh_for(config)
     model = whole_model()
     descriptions = [module.describe() for module in model.modality_modules()]
     stage_layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from launch import run_distributed
+from meshes import mesh_for
 from pipeline_cases import gradient_errors, shared_losses
 from searched_cases import CPU, Searched, filled
 
@@ -25,7 +26,7 @@ from torchmm.common.batch import (
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
@@ -129,7 +130,7 @@ def build(schedule: str) -> Searched:
     """Everything for two ranks. Creating it is collective."""
     settings = {"shard": 1, "pipeline": 2, "schedule": schedule, "search": {"evaluations": 60}}
     config = ParallelConfig.model_validate({**settings, "vision": {"sub_microbatch_images": 2}})
-    mesh = build_mesh(config, CPU)
+    mesh = mesh_for(config)
     model = build_model(MODEL, FreezeConfig())
     descriptions = [module.describe() for module in model.modality_modules()]
     layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])

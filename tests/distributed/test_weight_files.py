@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import run_distributed
+from meshes import mesh_for
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import build_mesh, encoder_meshes, start_process_group
+from torchmm.parallel.mesh import encoder_meshes, start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, ModelConfig
@@ -118,7 +119,7 @@ def _adapted(directory: Path) -> MultimodalModel:
 
 def _split(model: MultimodalModel, parallel: ParallelConfig) -> MultimodalModel:
     """This rank's part, with memory."""
-    mesh = build_mesh(parallel, torch.device("cpu"))
+    mesh = mesh_for(parallel)
     descriptions = [module.describe() for module in model.modality_modules()]
     cut = plan_layout(parallel, descriptions, [MicrobatchMeta((), 32)])
     cut_for_rank(model, cut, mesh.pipeline_rank)

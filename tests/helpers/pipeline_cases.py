@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from meshes import mesh_for
 from random_orders import random_order
 from shared_reference import on_first_rank
 from torch import Tensor
@@ -32,7 +33,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.fsdp import StepSharding, apply_fsdp
-from torchmm.parallel.mesh import ParallelMesh, build_mesh
+from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
@@ -433,7 +434,7 @@ class CaseRun:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.mesh: ParallelMesh = build_mesh(case.parallel, CPU)
+        self.mesh: ParallelMesh = mesh_for(case.parallel)
         self.layout = case.layout()
         self.model = case.build()
         modules = cut_for_rank(self.model, self.layout, self.mesh.pipeline_rank)

@@ -15,6 +15,8 @@ threads, so forking is safe.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import json
 import os
 import runpy
@@ -158,6 +160,7 @@ class TrainServer:
 def _serve(address: str) -> None:
     import torchmm.training.run  # noqa: F401, PLC0415 - what is paid for once
 
+    gc.freeze()  # ranks leave the objects of imports alone
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the watchers
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -190,6 +193,7 @@ def _run(job: dict) -> int:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable()
     os.environ.update(job["env"])
     script = job.get("script", str(TRAIN))
     sys.argv = [script, *job["arguments"]]

@@ -1,0 +1,41 @@
+"""What a rank that dies leaves behind."""
+
+import os
+import signal
+from multiprocessing.util import Finalize
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_distributed
+
+from torchmm.parallel.mesh import start_process_group
+from torchmm.recipe.parallel_section import ParallelConfig
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGKILL"])
+def test_a_rank_that_dies_is_named_with_its_signal(name):
+    with pytest.raises(AssertionError) as failure:
+        run_distributed(_die_in_the_last_rank, 2, name)
+    survivor, dead = str(failure.value).split("\nrank 1 ")
+    assert survivor.startswith("rank 0 exited with 0:\nTraceback")  # it missed its peer
+    assert dead.startswith(f"was killed by {name}, without a result or a traceback; stderr:")
+    # Nobody can catch SIGKILL.
+    assert ("in _die_in_the_last_rank" in dead) == (name != "SIGKILL")
+
+
+def _die_in_the_last_rank(name: str) -> None:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=30), torch.device("cpu"))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), getattr(signal, name))
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_dies_after_its_result_fails_the_call():
+    with pytest.raises(AssertionError) as failure:
+        run_distributed(_exit_badly, 1)
+    assert str(failure.value).startswith("rank 0 exited with 3, after its result")
+
+
+def _exit_badly() -> None:
+    Finalize(None, os._exit, (3,), exitpriority=0)
