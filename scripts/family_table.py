@@ -65,7 +65,7 @@ TIMED = (
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "glm4v", "glm4v_moe", "glm46v"),
 )
 """Those that know clips; the others read frames as images."""
-NONE = "–"
+NONE = "-"
 """Of a cell that cannot be filled: there is nothing to try."""
 
 

@@ -37,7 +37,7 @@ def test_columns_that_say_nothing_are_left_out(script, tmp_path):
     assert "| clip_vision_model | yes | LlavaForConditionalGeneration |" in lines
     assert "| pixtral |  | PixtralVisionModel |" in lines
     assert heads[2] == "| Composites | images | tiles | clips | sounds | exported as |"
-    assert "| qwen2_audio | – | – | – |  | Qwen2AudioForConditionalGeneration |" in lines
+    assert "| qwen2_audio | - | - | - |  | Qwen2AudioForConditionalGeneration |" in lines
 
 
 def test_versions_that_the_page_names_can_be_kept(script, tmp_path):
