@@ -5,13 +5,12 @@ python -m pytest -m proves --proofs=outputs/proofs.jsonl tests/unit/models tests
     tests/distributed/test_*_tensor_parallel.py
 python scripts/family_table.py outputs/proofs.jsonl
 
-Several files, of runs with other versions of transformers, make one table. With --keep-versions,
-versions that the page names stay: those of a run whose file is not at hand.
+Several files, of runs with other versions of transformers, make one table. With --keep, what the
+page says stays and is added to: for a few tests that were added, or one version more.
 """
 
 import argparse
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress
@@ -82,14 +81,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of pytest --proofs")
-    parser.add_argument("--keep-versions", action="store_true", help="that the page names")
+    parser.add_argument("--keep", action="store_true", help="add to what the page says")
     args = parser.parse_args()
     before, _, rest = TARGET.read_text().partition(BEGIN)
     former, _, after = rest.partition(END)
     found = read(args.files)
-    if args.keep_versions:
-        for model_type, versions in named_versions(former):
-            found[model_type].versions.update(versions)
+    if args.keep:
+        for model_type, proofs in said(former):
+            found[model_type].what.update(proofs.what)
+            found[model_type].versions.update(proofs.versions)
     table = "\n".join(lines(found)).rstrip()
     TARGET.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
     print(f"wrote {TARGET}")
@@ -108,12 +108,19 @@ def read(files: list[Path]) -> Mapping[str, Proofs]:
     return found
 
 
-def named_versions(table: str) -> Iterator[tuple[str, list[str]]]:
-    """By model_type: the last column of each row of a table."""
-    for line in table.splitlines():
-        row = re.fullmatch(r"\| (\w+) \|.*\| (\d[\d., ]*) \|", line)
-        if row is not None:
-            yield row[1], row[2].split(", ")
+def said(tables: str) -> Iterator[tuple[str, Proofs]]:
+    """By model_type, what tables that `lines` wrote say."""
+    names = {head: name for name, head in COLUMNS.items()}
+    heads: list[str] = []
+    for line in tables.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] in COLUMNS_OF:
+            heads = cells
+        elif len(cells) == len(heads) and not cells[0].startswith("-"):
+            row = dict(zip(heads, cells, strict=True))
+            what = {names[head] for head, cell in row.items() if cell == "yes"}
+            versions = row.get("transformers", "").split(", ")
+            yield cells[0], Proofs(what, {version for version in versions if version})
 
 
 def lines(found: Mapping[str, Proofs]) -> Iterator[str]:

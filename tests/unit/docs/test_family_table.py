@@ -40,10 +40,13 @@ def test_columns_that_say_nothing_are_left_out(script, tmp_path):
     assert "| qwen2_audio | - | - | - |  | Qwen2AudioForConditionalGeneration |" in lines
 
 
-def test_versions_that_the_page_names_can_be_kept(script, tmp_path):
-    files = proofs_in(tmp_path, ("llama", "equal", "5.9.0"), ("llava", "equal", "5.9.0"))
-    table = "\n".join(script["lines"](script["read"](files)))
-    assert dict(script["named_versions"](table)) == {"llama": ["5.9.0"], "llava": ["5.9.0"]}
+def test_what_the_page_says_can_be_kept(script, tmp_path):
+    proofs = [("llama", "equal", "5.9.0"), ("llava", "equal", "5.9.0"), ("llava", "files", "5.9.0")]
+    proofs += [("clip_vision_model", "flops", "5.10.1"), ("llava", "equal", "5.10.1")]
+    found = script["read"](proofs_in(tmp_path, *proofs))
+    kept = dict(script["said"]("\n".join(script["lines"](found))))
+    assert {name: proofs for name, proofs in kept.items() if proofs.what} == found
+    assert kept["llava"].versions == {"5.9.0", "5.10.1"}
 
 
 def test_what_composites_read_is_what_their_families_say(script):
