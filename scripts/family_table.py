@@ -1,10 +1,12 @@
 """Writes the table of families in docs/models.md from what tests have proved.
 
-python -m pytest --proofs=outputs/proofs.jsonl tests/unit/models tests/unit/data \\
-    tests/unit/balance/test_real_flops.py tests/distributed/test_*_tensor_parallel.py
+python -m pytest -m proves --proofs=outputs/proofs.jsonl tests/unit/models tests/unit/data \\
+    tests/unit/balance/test_real_flops.py tests/unit/parallel/test_compilation.py \\
+    tests/distributed/test_*_tensor_parallel.py
 python scripts/family_table.py outputs/proofs.jsonl
 
-Several files, of runs with other versions of transformers, make one table.
+Several files, of runs with other versions of transformers, make one table. With --keep, what the
+page says stays and is added to: for a few tests that were added, or one version more.
 """
 
 import argparse
@@ -15,11 +17,14 @@ from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from transformers import AutoConfig, LlavaForConditionalGeneration
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.hf.export import becomes_llava
 
 TARGET = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN = "<!-- table: written by scripts/family_table.py -->"
@@ -33,6 +38,8 @@ COLUMNS = {
     "files": "files",
     "flops": "FLOPs",
     "compiled": "compiled",
+    "text": "text",
+    "images": "images",
     "tiles": "tiles",
     "clips": "clips",
     "sounds": "sounds",
@@ -46,10 +53,19 @@ COLUMNS_OF = {
     ),
     "Encoders": ("equal", "packed", "stages", "tensor", "sequence", "files", "flops", "compiled"),
     "Composites": (
-        *("equal", "packed", "stages", "tensor", "files", "tiles", "clips", "sounds"),
-        "generation",
+        *("text", "images", "tiles", "clips", "sounds"),
+        *("equal", "packed", "stages", "tensor", "files", "compiled", "generation"),
     ),
 }
+TILED = ("llava_next", "llava_onevision", "internvl", "idefics3", "smolvlm", "gemma3")
+"""Composites whose image processors cut pictures."""
+TIMED = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "glm4v", "glm4v_moe", "glm46v"),
+)
+"""Those that know clips; the others read frames as images."""
+NONE = "-"
+"""Of a cell that cannot be filled: there is nothing to try."""
 
 
 class Proofs(NamedTuple):
@@ -65,10 +81,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of pytest --proofs")
+    parser.add_argument("--keep", action="store_true", help="add to what the page says")
     args = parser.parse_args()
     before, _, rest = TARGET.read_text().partition(BEGIN)
-    table = "\n".join(lines(read(args.files)))
-    TARGET.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}")
+    former, _, after = rest.partition(END)
+    found = read(args.files)
+    if args.keep:
+        for model_type, proofs in said(former):
+            found[model_type].what.update(proofs.what)
+            found[model_type].versions.update(proofs.versions)
+    table = "\n".join(lines(found)).rstrip()
+    TARGET.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
     print(f"wrote {TARGET}")
 
 
@@ -85,6 +108,21 @@ def read(files: list[Path]) -> Mapping[str, Proofs]:
     return found
 
 
+def said(tables: str) -> Iterator[tuple[str, Proofs]]:
+    """By model_type, what tables that `lines` wrote say."""
+    names = {head: name for name, head in COLUMNS.items()}
+    heads: list[str] = []
+    for line in tables.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] in COLUMNS_OF:
+            heads = cells
+        elif len(cells) == len(heads) and not cells[0].startswith("-"):
+            row = dict(zip(heads, cells, strict=True))
+            what = {names[head] for head, cell in row.items() if cell == "yes"}
+            versions = row.get("transformers", "").split(", ")
+            yield cells[0], Proofs(what, {version for version in versions if version})
+
+
 def lines(found: Mapping[str, Proofs]) -> Iterator[str]:
     """Of the tables, one for each kind of module; columns without an entry are left out."""
     kinds: dict[str, Mapping[str, object]] = {
@@ -99,7 +137,11 @@ def lines(found: Mapping[str, Proofs]) -> Iterator[str]:
         rows = []
         for model_type in families:
             proofs = found.get(model_type, Proofs(set(), set()))
-            cells = ["yes" if column in proofs.what else "" for column in columns]
+            missing = impossible(model_type) if kind == "Composites" else set()
+            cells = [
+                NONE if column in missing else "yes" if column in proofs.what else ""
+                for column in columns
+            ]
             versions = ", ".join(sorted(proofs.versions))
             rows.append([model_type, *cells, classes.get(model_type, ""), versions])
         filled = [any(column) for column in zip(*rows, strict=True)]
@@ -114,12 +156,36 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def impossible(model_type: str) -> set[str]:
+    """Columns that a composite has nothing to try for."""
+    config = AutoConfig.for_model(model_type)
+    found = set() if model_type in TILED else {"tiles"}
+    found |= set() if model_type in TIMED else {"clips"}
+    if not hasattr(config, "vision_config"):
+        found.add("images")
+    return found if hasattr(config, "audio_config") else found | {"sounds"}
+
+
 def export_classes(kind: str) -> Mapping[str, str]:
-    """Hugging Face's classes by model_type, which open what a run leaves; an encoder's depends on
-    the model it is in."""
+    """Hugging Face's classes by model_type, which open what a run leaves; of encoders in front of
+    an LLM that is named by itself."""
     if kind == "Composites":
         return {model_type: family.kind.__name__ for model_type, family in COMPOSITES.items()}
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == "LLMs" else {}
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind == "LLMs" else _tower_classes()
+
+
+def _tower_classes() -> dict[str, str]:
+    """LLaVA's, or that of the tower, which is saved as a part."""
+    found = {}
+    for model_type, family in ENCODER_FAMILIES.items():
+        if becomes_llava(family):
+            found[model_type] = LlavaForConditionalGeneration.__name__
+            continue
+        config = AutoConfig.for_model(model_type)
+        with torch.device("meta"):
+            tower = family.variant(config).build(config, torch.float32)
+        found[model_type] = type(tower).__name__
+    return found
 
 
 if __name__ == "__main__":

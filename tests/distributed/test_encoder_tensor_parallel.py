@@ -63,6 +63,7 @@ TOWERS = {
         "use_qk_norm": True,
     },
     "idefics3": {"model_type": "idefics3_vision", **SIZES, "image_size": 8},
+    "smolvlm": {"model_type": "smolvlm_vision", **SIZES, "image_size": 8},
     "qwen2_vl": {
         "model_type": "qwen2_vl_vision",
         "depth": 2,
@@ -190,6 +191,14 @@ SOUNDS = {
     "wav2vec2": _WAVES,
     "wav2vec2_stable": {**_WAVES, "feat_extract_norm": "layer", "do_stable_layer_norm": True},
 }
+SAME = {
+    "qwen3_vl_moe": ("qwen3_vl", "qwen3_vl_moe_vision"),
+    "qwen3_5_moe": ("qwen3_5", "qwen3_5_moe_vision"),
+    "qwen3_omni": ("qwen3_vl", "qwen3_omni_moe_vision_encoder"),
+    "glm4v_moe": ("glm4v", "glm4v_moe_vision"),
+}
+"""Towers of the sizes of another, but with classes of their own."""
+TOWERS |= {name: {**TOWERS[of], "model_type": kind} for name, (of, kind) in SAME.items()}
 SPEECH = ("voxtral", "qwen2_audio", "audioflamingo3")  # windows of a second
 SOUNDS |= {
     name: {**SOUNDS["whisper"], "model_type": f"{name}_encoder", "max_source_positions": 50}
@@ -246,6 +255,7 @@ GRIDS = {name: [[(1, 2, 2)] * 3] for name in (*TOWERS, *COMPOSITES)} | {
     "qwen2_5_omni_sound": [[(1, 1, 2)], [(1, 1, 12), (1, 1, 4)]],
     **{name: [[(1, 1, 3)], [(1, 1, 53), (1, 1, 4)]] for name in SPEECH},
 }
+GRIDS |= {name: GRIDS[of] for name, (of, _) in SAME.items()}
 PATCH_VALUES = {"whisper": 2 * 8, "wav2vec2": 5 * 2, "wav2vec2_stable": 5 * 2}
 PATCH_VALUES |= {"qwen3_omni_sound": 8 * 8, "qwen2_5_omni_sound": 2 * 8}
 PATCH_VALUES |= {"voxtral": 2 * 8, "qwen2_audio": 3 * 8, "audioflamingo3": 3 * 8}
@@ -253,7 +263,7 @@ PATCH_VALUES |= {"gemma4": 3 * 4 * 4, "pixtral": 3 * 4 * 4}
 PATCH_VALUES |= {"siglip2": 3 * 4 * 4, "qwen2_vl": 3 * 2 * 4 * 4, "qwen2_5_vl": 3 * 2 * 4 * 4}
 PATCH_VALUES |= dict.fromkeys(("qwen3_vl", "in qwen3_vl", "qwen3_5"), 3 * 2 * 4 * 4)
 PATCH_VALUES |= {"qwen2_5_omni_vision": 3 * 2 * 4 * 4}
-PATCH_VALUES |= dict.fromkeys(("glm4v", "in glm4v"), 3 * 2 * 4 * 4)
+PATCH_VALUES |= dict.fromkeys(("glm4v", "in glm4v", *SAME), 3 * 2 * 4 * 4)
 
 
 @dataclass(frozen=True)

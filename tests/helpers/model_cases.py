@@ -294,6 +294,7 @@ ENCODERS |= {
         "use_mean_pooling": False,
     },
     "idefics3": {"model_type": "idefics3_vision", **_VISION},
+    "smolvlm": {"model_type": "smolvlm_vision", **_VISION},
     "qwen2_vl": {
         "model_type": "qwen2_vl_vision",
         "depth": 3,
@@ -501,7 +502,7 @@ COMPOSITES |= {
     },
     "smolvlm": {
         "model_type": "smolvlm",
-        "vision_config": {**ENCODERS["idefics3"], "model_type": "smolvlm_vision"},
+        "vision_config": ENCODERS["smolvlm"],
         "text_config": LLMS["llama"],
         "image_token_id": IMAGE_TOKEN_ID,
     },

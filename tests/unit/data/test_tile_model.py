@@ -93,6 +93,9 @@ SHRUNK = {"vision_aspect_ratio": "anyres_max_1"}
 
 
 @proves("tiles", COMPOSITES)
+@proves("images", COMPOSITES)
+@proves("equal", COMPOSITES)
+@proves("packed", COMPOSITES)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -108,8 +111,12 @@ SHRUNK = {"vision_aspect_ratio": "anyres_max_1"}
 def test_tiles_give_hugging_faces_loss_and_gradients(family, changes, open_run) -> None:
     model, microbatches, processor, settings = open_run(family, **changes)
     plain = plain_composite(model)
-    losses, tiles = [], 0
+    losses, tiles, packed = [], 0, 0
     for microbatch in microbatches:
+        packed += len(microbatch.meta.samples) > 1
+        ours = model.llm.logits(
+            microbatch, model.encode(microbatch), torch.arange(microbatch.cu_seqlens[-1])
+        )
         for position, meta in enumerate(microbatch.meta.samples):
             start, stop = microbatch.cu_seqlens[position : position + 2]
             sample = processed(family, processor, settings, meta.index)
@@ -117,11 +124,12 @@ def test_tiles_give_hugging_faces_loss_and_gradients(family, changes, open_run) 
             logits = plain(**sample, use_cache=False).logits[0]
             assert torch.equal(microbatch.input_ids_T[start:stop], ids)
             assert torch.equal(microbatch.position_ids[start:stop], torch.arange(len(ids)))
+            assert relative_error(ours[start:stop], logits) < 1e-5
             targets = microbatch.targets_T[start:stop]
             assert (targets != IGNORE_TARGET).any()
             losses.append(functional.cross_entropy(logits, targets, reduction="sum"))
             tiles += len(meta.images)
-    assert tiles > 2 * len(losses)
+    assert packed and tiles > 2 * len(losses)
     expected = torch.stack(losses).sum()
     loss = torch.stack([model(microbatch) for microbatch in microbatches]).sum()
     assert relative_error(loss, expected) < 1e-5

@@ -4,21 +4,57 @@ import json
 import runpy
 from pathlib import Path
 
+import pytest
+from model_cases import COMPOSITES
+from transformers import AutoConfig
+
+from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
+
 SCRIPT = Path(__file__).parents[3] / "scripts" / "family_table.py"
 
 
-def test_columns_that_say_nothing_are_left_out(tmp_path):
-    proofs = [("llama", "equal", "5.9.0"), ("clip_vision_model", "flops", "5.10.1")]
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(SCRIPT))
+
+
+def proofs_in(directory, *proofs):
     keys = ("model_type", "what", "transformers")
     files = []
     for number, proof in enumerate(proofs):
-        files.append(tmp_path / f"{number}.jsonl")
+        files.append(directory / f"{number}.jsonl")
         files[-1].write_text(json.dumps(dict(zip(keys, proof, strict=True))) + "\n")
-    script = runpy.run_path(str(SCRIPT))
-    lines = list(script["lines"](script["read"](files)))
-    heads = [line for line in lines if "transformers |" in line or line.startswith("| Encoders")]
+    return files
+
+
+def test_columns_that_say_nothing_are_left_out(script, tmp_path):
+    proofs = [("llama", "equal", "5.9.0"), ("clip_vision_model", "flops", "5.10.1")]
+    lines = list(script["lines"](script["read"](proofs_in(tmp_path, *proofs))))
+    heads = [line for line in lines if "exported as |" in line]
     assert heads[0] == "| LLMs | equal | exported as | transformers |"
     assert "| llama | yes | LlamaForCausalLM | 5.9.0 |" in lines
-    assert heads[1] == "| Encoders | FLOPs |"
-    assert "| clip_vision_model | yes |" in lines
-    assert "| Composites | exported as |" in lines
+    assert heads[1] == "| Encoders | FLOPs | exported as |"
+    assert "| clip_vision_model | yes | LlavaForConditionalGeneration |" in lines
+    assert "| pixtral |  | PixtralVisionModel |" in lines
+    assert heads[2] == "| Composites | images | tiles | clips | sounds | exported as |"
+    assert "| qwen2_audio | - | - | - |  | Qwen2AudioForConditionalGeneration |" in lines
+
+
+def test_what_the_page_says_can_be_kept(script, tmp_path):
+    proofs = [("llama", "equal", "5.9.0"), ("llava", "equal", "5.9.0"), ("llava", "files", "5.9.0")]
+    proofs += [("clip_vision_model", "flops", "5.10.1"), ("llava", "equal", "5.10.1")]
+    found = script["read"](proofs_in(tmp_path, *proofs))
+    kept = dict(script["said"]("\n".join(script["lines"](found))))
+    assert {name: proofs for name, proofs in kept.items() if proofs.what} == found
+    assert kept["llava"].versions == {"5.9.0", "5.10.1"}
+
+
+def test_what_composites_read_is_what_their_families_say(script):
+    for config in COMPOSITES.values():
+        name = config["model_type"]
+        if name.endswith("_thinker"):  # some versions of transformers have none
+            continue
+        parts = FAMILIES[name].take(AutoConfig.for_model(**config))
+        cuts = any(part.tiling is not None for part in parts.encoders.values())
+        assert cuts == (name in script["TILED"]), name
+        assert parts.text.mrope == (name in script["TIMED"]), name

@@ -133,7 +133,6 @@ def test_a_packed_layer_compiles_whole_and_does_not_recompile_per_packing() -> N
     assert counter.frame_count <= 2  # once more, to make the number of segments dynamic
 
 
-@proves("compiled", LLMS)
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_5", "lfm2", *EXPERTS])
 def test_layers_with_operators_of_their_own_compile_whole(family: str) -> None:
     model = text_model(family)

@@ -72,6 +72,7 @@ def plain_thinker(model: MultimodalModel) -> PreTrainedModel:
 @proves("equal", COMPOSITES)
 @proves("packed", COMPOSITES)
 @proves("sounds", COMPOSITES, media="sci")
+@proves("images", COMPOSITES, media="is")
 @pytest.mark.parametrize("media", ["i", "s", "c", "is", "sci"])
 @pytest.mark.parametrize("name", NAMES)
 def test_media_give_hugging_faces_loss_and_gradients(name: str, media: str) -> None:

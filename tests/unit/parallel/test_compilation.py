@@ -1,30 +1,34 @@
 """Compiled layers: how many graphs there are, whatever lengths come, and what is told of them.
 
-Traced only (backend "eager"): graphs are counted, and equal what is not compiled.
+Traced only (backend "eager"): graphs are counted, and outputs and gradients equal those of what is
+not compiled.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from model_cases import (
+    COMPOSITES,
     ENCODERS,
-    EXPERTS,
     LLMS,
     build,
+    composite_config,
     make_inputs,
     microbatch,
     pair_config,
     relative_error,
     text_model,
 )
+from proofs import proves
+from test_stages import example
 from torch import Tensor
 
 from torchmm.models.layered import LayeredModule
-from torchmm.models.layers.experts import COMPILES_FROM
+from torchmm.models.layers.experts import COMPILES_FROM, has_experts
 from torchmm.parallel import compilation, torch_private
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import (
@@ -40,6 +44,7 @@ LENGTHS = ([5, 9, 9], [4, 10, 9], [23], [3, 4, 2, 2, 7], [1, 20], [30, 2])
 """Of samples in microbatches: first only the longest changes, then only their number, then all."""
 FEW_LLMS = ("llama", "gemma3_text", "smollm3", "qwen3_moe", "qwen3_5")
 FEW_ENCODERS = ("clip", "siglip2", "qwen2_5_vl")
+FEW_COMPOSITES = ("qwen3_vl",)
 
 
 def chosen(names: list[str], few: tuple[str, ...]) -> list:
@@ -47,53 +52,78 @@ def chosen(names: list[str], few: tuple[str, ...]) -> list:
     return [pytest.param(n, marks=() if n in few else pytest.mark.campaign) for n in names]
 
 
-def compiled_as(module: LayeredModule, run: Callable[[], Tensor]) -> Tensor:
+def results(modules: Sequence[LayeredModule], run: Callable[[], Tensor]) -> list[Tensor]:
     """What `run` returns, and the gradients of its sum, all in a row."""
-    module.zero_grad()
+    for module in modules:
+        module.zero_grad()
     output = run()
     output.sum().backward()
-    grads = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
-    return torch.cat([output.detach().flatten(), *grads])
+    parameters = [p for module in modules for p in module.parameters()]
+    grads = [p.grad.flatten() for p in parameters if p.grad is not None]
+    return [output.detach().flatten(), torch.cat(grads)]
 
 
-def compile_layers(module: LayeredModule) -> Compilation:
+def compile_layers(modules: Sequence[LayeredModule]) -> Compilation:
     torch.compiler.reset()  # what other tests have taught the compiler about sizes
     found = Compilation("eager")
-    apply_activation_checkpoint(module, "none", found)
+    for module in modules:
+        apply_activation_checkpoint(module, "none", found)
     return found
 
 
-def check(module: LayeredModule, runs: list[Callable[[], Tensor]]) -> list[Graph]:
+def check(modules: Sequence[LayeredModule], runs: list[Callable[[], Tensor]]) -> list[Graph]:
     """Compares every run with and without compiled layers; the graphs."""
-    expected = [compiled_as(module, run) for run in runs]
-    found = compile_layers(module)
+    expected = [results(modules, run) for run in runs]
+    found = compile_layers(modules)
     for run, values in zip(runs, expected, strict=True):
-        assert relative_error(compiled_as(module, run), values) < 1e-6
+        for ours, wanted in zip(results(modules, run), values, strict=True):
+            assert relative_error(ours, wanted) < 1e-6
     graphs = found.new_graphs()
     assert graphs and not found.new_graphs()
     return graphs
 
 
-def runs_of(family: str) -> tuple[LayeredModule, list[Callable[[], Tensor]]]:
+def runs_of(family: str) -> tuple[list[LayeredModule], list[Callable[[], Tensor]]]:
     model = text_model(family)
-    return model.llm, [lambda own=own: model(microbatch(own)) for own in LENGTHS]
+    return [model.llm], [lambda own=own: model(microbatch(own)) for own in LENGTHS]
 
 
+def skip_if_not_compiled(module: LayeredModule) -> None:
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < COMPILES_FROM and any(map(has_experts, module.layers)):
+        pytest.skip("experts do not compile with this version of transformers, which is said")
+
+
+@proves("compiled", LLMS)
 @pytest.mark.parametrize("family", chosen(list(LLMS), FEW_LLMS))
 def test_llms_have_few_graphs_whatever_lengths_come(family: str) -> None:
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if family in EXPERTS and version < COMPILES_FROM:
-        pytest.skip("experts do not compile with this version of transformers, which is said")
-    assert max(graph.number for graph in check(*runs_of(family))) <= MOST_GRAPHS
+    modules, runs = runs_of(family)
+    skip_if_not_compiled(modules[0])
+    assert max(graph.number for graph in check(modules, runs)) <= MOST_GRAPHS
 
 
+@proves("compiled", COMPOSITES)
+@pytest.mark.parametrize("name", chosen(list(COMPOSITES), FEW_COMPOSITES))
+def test_composites_have_few_graphs_with_images_and_without(name: str) -> None:
+    model = build(composite_config(name))
+    skip_if_not_compiled(model.llm)
+    batches = [example(name, model), microbatch([9, 4])]
+    if model.text.mrope:
+        batches[1].position_ids = batches[1].position_ids.expand(3, -1)
+    modules = [*model.encoder_modules(), model.llm]
+    graphs = check(modules, [lambda own=own: model(own) for own in batches])
+    assert {graph.kind.split()[-1] for graph in graphs} == {module.name for module in modules}
+    assert max(graph.number for graph in graphs) <= MOST_GRAPHS
+
+
+@proves("compiled", ENCODERS)
 @pytest.mark.parametrize("family", chosen(list(ENCODERS), FEW_ENCODERS))
 def test_encoders_have_few_graphs_whatever_images_come(family: str) -> None:
     encoder = build(pair_config("llama", family)).encoders["eye"]
     inputs = make_inputs(family)
     count = len(inputs.grids_thw)
     parts = (range(count), range(1), range(1, count), range(count - 1, count))
-    graphs = check(encoder, [lambda p=p: encoder(inputs.select(p)) for p in parts])
+    graphs = check([encoder], [lambda p=p: encoder(inputs.select(p)) for p in parts])
     assert max(graph.number for graph in graphs) <= MOST_GRAPHS
 
 

@@ -36,6 +36,30 @@ def test_parameters_are_those_of_the_comment(path: Path) -> None:
         assert trained / unit == pytest.approx(float(stated[2]), rel=0.05)
 
 
+PUBLISHED = {
+    # Qwen3-8B's and Qwen3-30B-A3B's model cards, whose layers Qwen3-VL and Qwen3-Omni have.
+    "qwen3_vl_8b": {"llm": 8.2e9},
+    "qwen3_vl_30b_a3b": {"llm": 30.5e9},
+    # Qwen3-Omni's technical report; the connector is counted with the tower.
+    "qwen3_omni_30b_a3b": {"llm": 30.5e9, "vision": 0.54e9, "audio": 0.65e9},
+    # Their model cards; Gemma's count the LLM alone, beside "~550M" of the tower.
+    "qwen3_5_9b": {"llm": 9e9},
+    "qwen3_5_35b_a3b": {"": 35e9},
+    "gemma4_31b": {"llm": 30.7e9},
+    "gemma4_26b_a4b": {"llm": 25.2e9},
+}
+"""Parameters by module; "": of the whole."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_within_one_percent_of_the_published(name: str) -> None:
+    recipe = load_recipe(ZOO / f"{name}.toml", []).recipe
+    counts = build_model(recipe.model, recipe.freeze).parameter_counts()
+    for module, published in PUBLISHED[name].items():
+        found = sum(all_of for part, (all_of, _) in counts.items() if part.startswith(module))
+        assert found == pytest.approx(published, rel=0.01), module
+
+
 def test_a_node_is_enough_for_adapters_of_72_b_parameters() -> None:
     recipe = load_recipe(ZOO / "qwen2_5_vl_72b_lora.toml", []).recipe
     assert "peak memory" in describe_run(recipe, 8)

@@ -44,7 +44,7 @@ from torchmm.common.module_names import GENERATOR
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.composites.parts import LLAVA_LLM, LLAVA_VISION
 from torchmm.models.families.composites.table import COMPOSITES
-from torchmm.models.families.encoders.family import patches_per_row, side
+from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
 from torchmm.models.initialize import named_tensors, random_copy
@@ -114,8 +114,13 @@ def _is_llava(model: MultimodalModel) -> bool:
     encoders = model.encoder_modules()
     if len(encoders) != 1 or model.llm.family.own_logits:
         return False
-    family = encoders[0].family
-    return family.inputs == "fixed" and family.in_composites and encoders[0].merge == 1
+    return becomes_llava(encoders[0].family) and encoders[0].merge == 1
+
+
+def becomes_llava(family: EncoderFamily) -> bool:
+    """Whether an encoder of `family` in front of an LLM is exported as LLaVA, if their connector is
+    LLaVA's and logits are plain."""
+    return family.inputs == "fixed" and family.in_composites
 
 
 def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase) -> _Export:
