@@ -17,8 +17,8 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.tuning import LayerTuning
-from torchmm.common.batch import ModuleDescription
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import ModuleDescription
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.recipe import Recipe

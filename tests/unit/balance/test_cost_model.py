@@ -13,7 +13,8 @@ from torchmm.balance.costs.layers import layer_parameters, shared_bytes, stage_p
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.costs.operators import KINDS, Curve, Kind, Profile
 from torchmm.balance.costs.sizes import llm_sizes
-from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.layers import LayerDescription, ModuleDescription
 
 LAYER = LayerDescription(64, 4, 2, 16, 160, gated_ffn=True, causal=True, parameters=45_000)
 LLM = ModuleDescription(

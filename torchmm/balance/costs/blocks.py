@@ -38,7 +38,7 @@ from torchmm.balance.costs.operators import (
     norm_operators,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.common.layers import LayerDescription, ModuleDescription
 
 Flag = bool | NDArray[np.bool_]
 LOSS_CHUNK = 1024

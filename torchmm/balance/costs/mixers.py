@@ -15,8 +15,7 @@ from torchmm.balance.costs.component import Component, Linear, Temporaries
 from torchmm.balance.costs.execution import Setting
 from torchmm.balance.costs.operators import Operator, Operators, accumulate, matmul
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.batch import LayerDescription
-from torchmm.common.mixers import ConvolutionSizes, DeltaSizes
+from torchmm.common.layers import ConvolutionSizes, DeltaSizes, LayerDescription
 
 SHORTEST_CHUNK, LONGEST_CHUNK = 16, 64
 """Positions of a chunk of a gated delta net, as in `torchmm.models.layers.delta_ops`."""

@@ -44,8 +44,8 @@ from torchmm.balance.costs.operators import (
     operator_ms,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.batch import ModuleDescription
 from torchmm.common.dtypes import DTYPES
+from torchmm.common.layers import ModuleDescription
 
 ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 

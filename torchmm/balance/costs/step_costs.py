@@ -16,7 +16,8 @@ from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import VISION
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task

@@ -30,9 +30,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchmm.common.batch import LayerDescription
 from torchmm.common.errors import ConfigError
-from torchmm.common.mixers import DeltaSizes
+from torchmm.common.layers import DeltaSizes, LayerDescription
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.lora import adapted_linears, without_lora
 from torchmm.parallel.tensor.latent import LatentHeads

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
-from torchmm.common.batch import LayerDescription
+from torchmm.common.layers import LayerDescription
 from torchmm.models.layers.delta_net import DeltaWeights
 from torchmm.models.layers.short_conv import Filters
 from torchmm.parallel.tensor.latent import compute_locally
