@@ -55,7 +55,7 @@ class Switch(NamedTuple):
     ranks: int = 1
 
 
-TUNED = {"activation_checkpoint.mode": "tuned", "activation_checkpoint.memory_limit": "110 MiB"}
+TUNED = {"activation_checkpoint.mode": "tuned", "activation_checkpoint.memory_limit": "130 MiB"}
 SWITCHES = {
     "none": Switch({}),
     "adapters": Switch({"adapters.small": '{modules = ["llm"], rank = 8}'}),
