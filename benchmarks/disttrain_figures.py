@@ -35,11 +35,12 @@ from torchmm.balance.orchestration.search import OrchestrationPlan, orchestrate
 from torchmm.balance.reordering.step import StepReorder
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.simulation.workload import sample_microbatches
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError, PlanError
-from torchmm.models.registry import build_model
+from torchmm.common.layers import ModuleDescription
 from torchmm.planning.placement import fits, orchestration_problem, planned_recipe
 from torchmm.planning.reordering import reordered
+from torchmm.planning.resolved import recipe_model
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.placement_sizes import resolve_units
 from torchmm.recipe.read import load_recipe
@@ -103,7 +104,7 @@ class Case:
 @cache
 def modules_of(case: Case) -> list[ModuleDescription]:
     """Encoder, LLM and generator."""
-    model = build_model(case.recipe.model, case.recipe.freeze, adapters=case.recipe.adapters)
+    model = recipe_model(case.recipe)
     return [module.describe() for module in model.modality_modules()]
 
 

@@ -1,26 +1,32 @@
 """Memory of switches that save it: what is held at most, with and without them, and as planned.
 
 States (`[optimizer]`, `training.parameter_dtype`): what a small LLM's weights and moments take
-between steps. Recomputation (`[activation_checkpoint]`): the peak of a whole step of it, forward
-and backward, with weights, gradients and moments. Both against what planners and `--dry-run`
-expect.
+between steps, and with gradients during the update. Recomputation (`[activation_checkpoint]`): the
+peak of a whole step of it, forward and backward, with weights, gradients and moments. Both against
+what planners and `--dry-run` expect.
 
 Loss in chunks (`[model] chunked_loss`): head and cross entropy, forward and backward, against
 Hugging Face's head with all logits and against what the planners expect. Every allocation is
 followed, so peaks are exact; what is there without a loss (the weight, its gradient, the rows) is
 not counted. Times are of pairs in turns, one thread.
 
-Left out: what an offloaded state takes on the device, as CPUs have no other memory for it.
+Whole runs (`--device`): the quickstart's recipe with one switch after the other, as the allocator
+of the device counts them, against `--dry-run`. Needs GPUs, or emulated ones: `--device --through
+tests/cuda_emulation/emulate.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from support.allocations import CountPeak, held_in_a_step
+from support.device_peaks import SWITCHES, device_peaks
 from support.harness import Row, describe_machine, make_parser, report, time_pairs
 from support.memory_needs import memory_needs
 from torch import Tensor, nn
@@ -56,6 +62,7 @@ from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import OptimizerConfig, TrainingConfig
 from torchmm.training.optim import build_optimizer
+from torchmm.training.optimizers import compact
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -170,11 +177,15 @@ STATES = [
     ("float32", {"state_dtype": "bfloat16"}),
     ("float32", {"state_dtype": "int8"}),
     ("float32", {"name": "muon"}),
+    ("float32", {"offload": True}),
     ("bfloat16", {"state_dtype": "bfloat16"}),
     ("bfloat16", {"state_dtype": "int8"}),
     ("bfloat16", {"name": "muon", "state_dtype": "int8"}),
+    ("bfloat16", {"offload": True}),
 ]
 """Parameters' dtype, and keys of [optimizer]."""
+PORTION = 2**16
+"""Parameters that are updated together: less than matrices have, as in large models."""
 MODES: list[Recompute] = ["none", "selective", "full"]
 
 
@@ -185,30 +196,66 @@ def small_llm(dtype: torch.dtype = torch.float32) -> MultimodalModel:
 
 
 def state_rows() -> list[Row]:
-    """Of weights and moments between steps."""
+    """Of weights and moments between steps, and of the update."""
     rows = []
     for dtype, keys in STATES:
         optimizer = OptimizerConfig.model_validate(keys)
         recipe = Recipe(optimizer=optimizer, training=TrainingConfig(parameter_dtype=dtype))
         model = small_llm(DTYPES[dtype])
-        materialize(model, "cpu")
-        parameters = [*model.parameters()]
-        for parameter in parameters:
-            parameter.data.zero_()
-            parameter.grad = torch.ones_like(parameter)
-        held = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
-        matrices = model.layer_matrices()
-        updates = build_optimizer(model, module_of, optimizer, (), matrices)
-        with CountPeak(held) as counter:
-            updates.step()
-        measured = counter.bytes - sum(p.nbytes for p in parameters)  # of gradients
         llm = model.llm.describe()
-        planned = stage_parameters(llm, 0, len(llm.layers), states=parameter_states(recipe))
-        wanted = planned.weight_bytes + planned.optimizer_bytes
+        states = replace(parameter_states(recipe), portion=PORTION * (not plain(recipe)))
+        costs = CostModel(load_profile("cpu"), dtype, {"llm": Execution(states=states)})
+        expected = costs.update_bytes(llm, 0, len(llm.layers))
+        measured = update_bytes(model, optimizer, DTYPES[dtype])
+        planned = stage_parameters(llm, 0, len(llm.layers), states=states)
+        between = planned.weight_bytes + planned.optimizer_bytes
         said = ", ".join([f"parameters {dtype}", *(f"{k} {v}" for k, v in keys.items())])
-        rows.append(Row(f"states, {said}", "held", "MiB", measured / MIB, better="lower"))
-        rows.append(Row(f"states, {said}", "held over prediction", "x", measured / wanted))
+        case = f"states, {said}"
+        rows.append(Row(case, "held", "MiB", measured.between / MIB, better="lower"))
+        rows.append(Row(case, "held over prediction", "x", measured.between / between))
+        rows.append(Row(case, "update", "MiB", measured.most / MIB, better="lower"))
+        rows.append(Row(case, "update over prediction", "x", measured.most / sum(expected)))
     return rows
+
+
+def plain(recipe: Recipe) -> bool:
+    """Whether torch updates everything in place."""
+    return parameter_states(recipe).portion == 0
+
+
+class UpdateBytes(NamedTuple):
+    """Of weights, gradients and moments on the device.
+
+    Attributes:
+        between: steps, without gradients.
+        most: at one time of an update, with them.
+    """
+
+    between: int
+    most: int
+
+
+def update_bytes(
+    model: MultimodalModel, optimizer: OptimizerConfig, dtype: torch.dtype
+) -> UpdateBytes:
+    """Of the second update, whose moments are there. Those of the host do not count."""
+    materialize(model, "cpu")
+    parameters = [*model.parameters()]
+    for parameter in parameters:
+        parameter.data.zero_()
+        parameter.grad = torch.ones_like(parameter)
+    with patch.object(compact, "PORTION", PORTION):
+        updates = build_optimizer(
+            model, module_of, optimizer, (), model.layer_matrices(), dtype=dtype
+        )
+        updates.step()
+        moments = [t for state in updates.state.values() for t in state.values()]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        with CountPeak([*parameters, *gradients, *moments]) as counter:
+            updates.step()
+    of_host = sum(t.nbytes for t in moments) * optimizer.offload
+    of_gradients = sum(g.nbytes for g in gradients)
+    return UpdateBytes(counter.bytes - of_host - of_gradients, counter.peak_bytes - of_host)
 
 
 def recompute_rows() -> list[Row]:
@@ -252,16 +299,31 @@ def step_bytes(mode: Recompute) -> tuple[float, float]:
     return counter.peak_bytes + moments, needs.most_bytes
 
 
+def device_rows(through: Path | None) -> list[Row]:
+    """Of whole runs."""
+    rows = []
+    for name, peak in device_peaks(through, list(SWITCHES)):
+        case = f"run, {name}"
+        rows.append(Row(case, "peak", "MiB", peak.measured / MIB, better="lower"))
+        rows.append(Row(case, "peak over prediction", "x", peak.measured / peak.predicted))
+    return rows
+
+
 def main() -> None:
     """Prints the table."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--device", action="store_true", help="whole runs instead")
+    parser.add_argument("--through", type=Path, help="script that starts them on other devices")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = [*state_rows(), *recompute_rows()]
-    for size in QUICK if arguments.quick else SIZES:
-        rows += loss_rows(size, arguments.pairs)
+    if arguments.device:
+        rows = device_rows(arguments.through)
+    else:
+        rows = [*state_rows(), *recompute_rows()]
+        for size in QUICK if arguments.quick else SIZES:
+            rows += loss_rows(size, arguments.pairs)
     report(f"Memory, seed 0; {describe_machine(CPU)}", rows, arguments.json)
 
 

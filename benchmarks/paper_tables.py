@@ -26,9 +26,9 @@ from support.papers.paper_figures import Figure
 
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.simulation.workload import sample_microbatches
-from torchmm.common.batch import ModuleDescription
-from torchmm.models.registry import build_model
+from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.schedules.layouts import balanced_cuts
+from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.read import resolve_sizes
 
 
@@ -36,7 +36,7 @@ from torchmm.recipe.read import resolve_sizes
 def built(name: str) -> tuple[dict[str, int], list[ModuleDescription]]:
     """(parameters by module, descriptions of modules) of a recipe's model, on the meta device."""
     recipe = recipe_named(name)
-    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+    model = recipe_model(recipe)
     counts = {module: every for module, (every, _) in model.parameter_counts().items()}
     return counts, [module.describe() for module in model.modality_modules()]
 

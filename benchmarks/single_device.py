@@ -251,7 +251,7 @@ def _recipe(case: Case, captions: Captions, scratch: Path, device: torch.device)
         ),
         freeze=FreezeConfig(modules=list(shape.frozen)),
         data=DataConfig(
-            sources=[SourceConfig(path=str(scratch / "captions.parquet"))],
+            sources=[SourceConfig(path=str(scratch / "captions.parquet"), name="captions")],
             workers=0,
             index_cache=str(scratch / "index"),
         ),

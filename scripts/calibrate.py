@@ -28,10 +28,9 @@ from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile, save_profile
 from torchmm.common.errors import TorchmmError
 from torchmm.measure.operators import machine, measure
-from torchmm.models.registry import build_model
 from torchmm.pipelining.view.records import read_content, read_records
 from torchmm.planning.executions import run_costs
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved import recipe_model, resolve
 from torchmm.recipe.read import load_recipe
 
 
@@ -135,7 +134,7 @@ def _learn(options: argparse.Namespace) -> Profile:
     recipe = load_recipe(options.config).recipe
     profile, model = (
         load_profile(options.profile),
-        build_model(recipe.model, recipe.freeze, adapters=recipe.adapters),
+        recipe_model(recipe),
     )
     modules = [m.describe() for m in model.modality_modules()]
     parallel = recipe.parallel

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.recomputation.tuning import LayerTuning, rank_problems
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.plan import PipelinePlan
 
 

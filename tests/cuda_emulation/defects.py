@@ -46,6 +46,22 @@ def not_arrived() -> None:
     HostStreams.await_arrival = lambda self, visit: None
 
 
+def in_turn() -> None:
+    """States come only once everything before is computed."""
+
+    def bring(self, visit):
+        self._coming.wait_stream(torch.cuda.current_stream(self._device))
+        plain(self, visit)
+
+    plain = HostStreams.bring
+    HostStreams.bring = bring
+
+
+def saved_early() -> None:
+    """A checkpoint is taken while states are on their way to the host."""
+    torch.cuda.Stream.synchronize = lambda self: None
+
+
 def look_at_device() -> None:
     """A forward asks for a number of a device tensor."""
     plain = LlmModule.forward
@@ -103,9 +119,11 @@ DEFECTS: dict[str, Callable[[], None]] = {
         not_arrived,
         freed_early,
         gathered_elsewhere,
+        in_turn,
         look_at_device,
         one_communicator,
         pageable_copy,
+        saved_early,
         slot_in_use,
         swapped_sends,
     )

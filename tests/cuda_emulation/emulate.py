@@ -3,6 +3,7 @@
 Environment:
     FAKECUDA_LOG: folder for what each rank would have done on its device, see `fakecuda.records`.
     FAKECUDA_STEPS: the steps that are logged; by default 3, when caches and pools are warm.
+    FAKECUDA_PORTION: parameters that are updated together where states are not plain.
     FAKECUDA_DEFECT: one of `defects.DEFECTS`, to see that it is found.
 """
 
@@ -22,6 +23,7 @@ from defects import DEFECTS
 
 from torchmm.parallel.compilation import Compilation
 from torchmm.pipelining.run.step_state import StepState
+from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.optimizers import compact
 from torchmm.training.trainer import Trainer
 
@@ -68,7 +70,23 @@ def watch(directory: Path, steps: set[int]) -> None:
         plain_finish(self)
         device.set_label("behind the plan")
 
+    plain_save = CheckpointManager.save
+
+    def save(self, step, *args):
+        """Of a logged step; a file of its own, as steps and what follows are looked at apart."""
+        if step not in steps:
+            return plain_save(self, step, *args)
+        device.set_label("saving")
+        device.start_log()
+        try:
+            return plain_save(self, step, *args)
+        finally:
+            device.stop_log()
+            file = directory / f"save-{step}-rank-{os.environ.get('RANK', '0')}.json"
+            file.write_text(json.dumps(device.drain()))
+
     Trainer.run_step, StepState.handlers, StepState.finish = run_step, handlers, finish
+    CheckpointManager.save = save
 
 
 def trace_only() -> None:
@@ -84,7 +102,8 @@ def trace_only() -> None:
 def main() -> None:
     """Runs the script."""
     trace_only()
-    compact.PORTION = 2**12  # small models have several portions of states, too
+    # By default small models have several portions of states, too.
+    compact.PORTION = int(os.environ.get("FAKECUDA_PORTION", "4096"))
     if defect := os.environ.get("FAKECUDA_DEFECT"):
         DEFECTS[defect]()
     script, sys.argv = sys.argv[1], sys.argv[1:]

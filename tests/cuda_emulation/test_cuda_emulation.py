@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from fakecuda.hangs import mismatches, stuck
-from fakecuda.races import races
+from fakecuda.races import operations_beside, races, still_running
 from fakecuda.records import Record, host_waits, read_records
 
 STEP = 3
@@ -56,9 +56,17 @@ FILLERS = COLOCATED | {
 }
 ASYNC = TENSOR | {"parallel__async_tensor_parallel": "true"}
 HOST_STATES = {
+    "checkpoint__interval": STEP,
     "optimizer__offload": "true",
     "optimizer__state_dtype": "int8",
     "training__parameter_dtype": "bfloat16",
+}
+FLOAT8 = {
+    "compile__enabled": "true",
+    "float8__recipe": "rowwise",
+    "float8__emulate": "true",
+    "float8__first_layers": 0,
+    "float8__last_layers": 0,
 }
 CASES = {
     "quickstart": Case(1),
@@ -83,6 +91,9 @@ CASES = {
     "recomputed": Case(1, {"activation_checkpoint__mode": "full"}),
     "chunked loss": Case(2, {"model__chunked_loss": "true"}),
     "states on the host": Case(2, HOST_STATES),
+    "adapters": Case(2, {"adapters__small": '{modules = ["llm"], rank = 4}'}),
+    "compiled, float8": Case(1, FLOAT8),
+    "compiled, float32": Case(1, {"compile__enabled": "true", "training__dtype": "float32"}),
     "muon": Case(2, {"optimizer__name": "muon", "training__parameter_dtype": "bfloat16"}),
 }
 DEFAULT = {"quickstart", "pp2"}
@@ -164,6 +175,19 @@ def unexpected_waits(ranks: dict[int, list[Record]], at_most: int) -> list:
     return found
 
 
+def copies_beside(ranks: dict[int, list[Record]]) -> list[int]:
+    """By rank: how many copies of states from the host run beside the update."""
+    return [operations_beside(records, "optimizers/host.py") for records in ranks.values()]
+
+
+def states_on_their_way(ranks: dict[int, list[Record]], tmp_path: Path) -> list[set[int]]:
+    """By rank that has some: streams that still run when a checkpoint is taken."""
+    saves = read_records(tmp_path / "log", STEP, "save")
+    assert saves.keys() == ranks.keys()
+    found = [still_running(records, saves[rank]) for rank, records in ranks.items()]
+    return [streams for streams in found if streams]
+
+
 def of_selected(names: Iterable[str]) -> list:
     return [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.campaign) for n in names]
 
@@ -184,6 +208,9 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
     assert not mismatches(ranks)
     assert not stuck(ranks)
     assert not stuck(ranks, queues=HARDWARE_QUEUES)
+    if name == "states on the host":
+        assert all(copies_beside(ranks))
+        assert not states_on_their_way(ranks, tmp_path)
 
 
 @pytest.mark.slow
@@ -199,6 +226,8 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
             ("freed_early", "async tp"),
             ("slot_in_use", "states on the host"),
             ("not_arrived", "states on the host"),
+            ("in_turn", "states on the host"),
+            ("saved_early", "states on the host"),
             ("one_communicator", "pp2"),
             ("swapped_sends", "pp2"),
         )
@@ -210,6 +239,10 @@ def test_defects_are_found(defect, name, built, tmp_path, real_data) -> None:
         assert unexpected_waits(ranks, CASES[name].waits)
     elif defect in ("one_communicator", "swapped_sends"):
         assert mismatches(ranks) or stuck(ranks)
+    elif defect == "in_turn":
+        assert not any(copies_beside(ranks))
+    elif defect == "saved_early":
+        assert states_on_their_way(ranks, tmp_path)
     else:
         assert found_races(ranks)
 

@@ -7,7 +7,8 @@ import torch
 from meshes import mesh_for
 from microbatches import MODEL, composite_model, random_microbatch
 
-from torchmm.common.batch import Microbatch, ModuleDescription
+from torchmm.common.batch import Microbatch
+from torchmm.common.layers import ModuleDescription
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model

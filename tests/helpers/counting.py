@@ -49,13 +49,13 @@ def _packed_attention_backward(
 
 
 def _capped_attention(inputs: list, starts: Tensor, *options: Any, out_val: Any) -> int:
-    return _packed(inputs[0], inputs[2], starts, _window(options))
+    return _packed(inputs[0], inputs[2], starts, _window(options[1:]))
 
 
 def _capped_attention_backward(
     grad: Tensor, inputs: list, starts: Tensor, *options: Any, out_val: Any
 ) -> int:
-    return 2 * _packed(inputs[0], inputs[2], starts, _window(options))
+    return 2 * _packed(inputs[0], inputs[2], starts, _window(options[1:]))
 
 
 def _dense(query_BHTD: Tensor, key_BHSD: Tensor) -> int:

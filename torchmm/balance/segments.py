@@ -33,7 +33,8 @@ from torchmm.balance.costs.sizes import (
     llm_sizes,
     text_tokens,
 )
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription, even_ranges
+from torchmm.common.batch import MicrobatchMeta, even_ranges
+from torchmm.common.layers import ModuleDescription
 
 EFFICIENT = 0.95
 """Share of the best efficiency that a sub-microbatch has to reach."""

@@ -31,6 +31,8 @@ class PlanCosts:
             where missing.
         static_bytes: by rank of the plan: weights, gradients, optimizer state, the step's
             microbatches, and the largest temporary of any of its tasks.
+        update_bytes: by rank: what the optimizer's update has in use, after all tasks; none where
+            missing.
         memory_limit_bytes: of every rank; None: unlimited.
         runs_beside: whether fillers run at the same time as the LLM actions that they fill, as on
             GPUs; if not, before them.
@@ -48,6 +50,7 @@ class PlanCosts:
     kept_for_weights_bytes: Mapping[Task, int] = field(default_factory=dict)
     temporary_bytes: Mapping[Action, int] = field(default_factory=dict)
     static_bytes: tuple[int, ...] = ()
+    update_bytes: tuple[int, ...] = ()
     memory_limit_bytes: int | None = None
     flops: Mapping[Action, float] = field(default_factory=dict)
     runs_beside: bool = False

@@ -1,7 +1,7 @@
 """Types and small helpers that every folder shares; imports nothing of torchmm.
 
-Begin with `batch.py`: samples, packed microbatches and descriptions of modules, the types in which
-data, models and planners meet without importing each other.
+Begin with `batch.py`, samples and packed microbatches, and `layers.py`, descriptions of modules:
+types in which data, models and planners meet without importing each other.
 """
 
 from torchmm.common.faces import public
@@ -9,7 +9,7 @@ from torchmm.common.faces import public
 __all__, __getattr__ = public(
     __name__,
     {
-        "batch": ("Microbatch", "MicrobatchMeta", "ModuleDescription", "StepBatch"),
+        "batch": ("Microbatch", "MicrobatchMeta", "StepBatch"),
         "errors": (
             "CheckpointError",
             "ConfigError",
@@ -19,5 +19,6 @@ __all__, __getattr__ = public(
             "Preempted",
             "TorchmmError",
         ),
+        "layers": ("LayerDescription", "ModuleDescription"),
     },
 )

@@ -205,11 +205,11 @@ def open_producer(
     # Late: mistakes on the command line should not take the seconds that these need to load.
     from torchmm.data.sources.open import open_samples  # noqa: PLC0415
     from torchmm.data.tokenizer import load_tokenizer  # noqa: PLC0415
-    from torchmm.models.registry import build_model  # noqa: PLC0415
+    from torchmm.planning.resolved import recipe_model  # noqa: PLC0415
     from torchmm.recipe.read import load_recipe  # noqa: PLC0415
 
     recipe = load_recipe(arguments.config, overrides).recipe
-    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+    model = recipe_model(recipe)
     tokenizer = load_tokenizer(recipe.model)
     samples = open_samples(recipe.data, recipe.training, **model.sample_specs(tokenizer))
     return Producer(samples.decoder, samples.fingerprint(), arguments.workers, token)

@@ -29,7 +29,8 @@ from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.model import gather_operators
 from torchmm.balance.costs.operators import HOST_KINDS, Operator
 from torchmm.balance.costs.sizes import llm_sizes
-from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription, SampleMeta
+from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.measure.network import world_link
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize

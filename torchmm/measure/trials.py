@@ -37,9 +37,10 @@ from torchmm.balance.orchestration.trials import (
     trial_conditions,
 )
 from torchmm.balance.orchestration.unit_costs import TENSOR_SIZES, fitting_tensor_sizes, input_knots
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import keep_freed_memory
 from torchmm.measure.operators import machine
 from torchmm.measure.trial_inputs import encoder_inputs, generator_inputs, text_microbatch
@@ -49,11 +50,11 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.layered import LayeredModule, StageRange
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
 from torchmm.planning.placement import sampled_packs
+from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe
 
 ALIKE = 3
@@ -93,7 +94,7 @@ def make_trials(
         raise ConfigError(f"trials: {rounds} rounds of {layers} layers; use >= 1 and >= 2")
     if device.type == "cpu":
         keep_freed_memory()
-    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+    model = recipe_model(recipe)
     modules = [module.describe() for module in model.modality_modules()]
     packs = sampled_packs(recipe, model)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -199,7 +200,7 @@ class _Case:
         recipe = self.recipe
         name = self.module.name
         dtype = DTYPES[self.recipe.training.dtype]
-        model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+        model = recipe_model(recipe)
         model.cut({name: [StageRange(0, depth, has_pre=True, has_post=True)]})
         module = next(m for m in model.modality_modules() if m.name == name)
         if self.tensor > 1:

@@ -20,13 +20,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torchmm.common.batch import (
-    EncoderInputs,
-    ImageMeta,
-    ImageSpec,
-    LayerDescription,
-)
+from torchmm.common.batch import EncoderInputs, ImageMeta, ImageSpec
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 from torchmm.common.tiles import TileSpec
 from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer

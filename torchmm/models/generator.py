@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from torchmm.common.batch import LayerDescription, ModuleDescription
 from torchmm.common.device_copies import to_device
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
+from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.common.module_names import GENERATOR
 from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
 

@@ -16,9 +16,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchmm.models.hf.load import copy_slice, local_tensor
 from torchmm.models.layered import LayeredModule, WeightInitializer, units
@@ -66,11 +65,13 @@ def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collec
 def _row_norms(weight: Tensor) -> Tensor:
     """Of the rows of which this rank has some; collective where ranks have parts of rows."""
     squares = local_tensor(weight).float().square().sum(1)
-    if isinstance(weight, DTensor):
-        for dim, placement in enumerate(weight.placements):
-            if placement.is_shard(1):
-                dist.all_reduce(squares, group=weight.device_mesh.get_group(dim))
-    return squares.sqrt()
+    if not isinstance(weight, DTensor):
+        return squares.sqrt()
+    # Summed along the dimensions of the mesh that divide rows; others stay this rank's own.
+    sums = [Partial() if placement.is_shard(1) else Replicate() for placement in weight.placements]
+    of_mesh = DTensor.from_local(squares, weight.device_mesh, sums, run_check=False)
+    whole = of_mesh.redistribute(placements=[Replicate()] * len(sums))
+    return whole.to_local().sqrt()
 
 
 def _by_drawn_name(

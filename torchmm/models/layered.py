@@ -25,8 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchmm.common.batch import LayerDescription, ModuleDescription
-from torchmm.common.mixers import LowRank
+from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription
 from torchmm.models.layers.connectors import linear_parts
 from torchmm.models.layers.lora import CHILD, LoraSpec, adapted_linears, add_lora, of_adapter
 

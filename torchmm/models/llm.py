@@ -22,8 +22,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torchmm.common.batch import IGNORE_TARGET, LayerDescription, Microbatch
+from torchmm.common.batch import IGNORE_TARGET, Microbatch
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 from torchmm.common.module_names import VISION
 from torchmm.common.row_slices import whole_row
 from torchmm.models.families.llms.family import LlmFamily

@@ -44,9 +44,10 @@ from torchmm.balance.order_search.search import Budget, SearchResult, search
 from torchmm.balance.planners import search_costs
 from torchmm.balance.rates import ActionKind, scaled
 from torchmm.balance.recomputation.tuning import LayerTuning
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.common.files import Arrays, Handover
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import fork_server, ignore_signals
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.numbers import encode_plan

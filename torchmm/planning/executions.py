@@ -17,12 +17,12 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.tuning import LayerTuning
-from torchmm.common.batch import ModuleDescription
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import ModuleDescription
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.training_section import STATE_BLOCK, limit_bytes
+from torchmm.recipe.training_section import STATE_BLOCK, UPDATE_PORTION, limit_bytes
 
 
 def run_profile(recipe: Recipe, device: torch.device) -> Profile:
@@ -82,7 +82,8 @@ def parameter_states(recipe: Recipe) -> States:
     """What training holds of parameters, as [optimizer] and [training] say.
 
     8 bits are counted as if all parameters were matrices with full blocks; vectors are few. What
-    updates read and write was counted in `torchmm/training/optimizers`, call by call.
+    updates read and write, and what they need meanwhile, was counted in
+    `torchmm/training/optimizers`, call by call.
     """
     optimizer = recipe.optimizer
     narrow = recipe.training.parameter_dtype == "bfloat16"
@@ -91,6 +92,9 @@ def parameter_states(recipe: Recipe) -> States:
     muon = optimizer.name == "muon"
     updated = 28 + 2 * changed[optimizer.state_dtype] + (changed["bfloat16"] + 6) * narrow
     held = 0.0 if optimizer.offload else moment
+    rounding = {"float32": 8.0 * narrow, "bfloat16": 8.0, "int8": 12.0}[optimizer.state_dtype]
+    packed = optimizer.state_dtype != "float32"
+    in_place = not (narrow or muon or optimizer.offload or packed)
     return States(
         weight=2.0 if narrow else 4.0,
         moments=2 * held,
@@ -98,6 +102,10 @@ def parameter_states(recipe: Recipe) -> States:
         updated=updated,
         visiting=(1 if muon else 2) * (moment - held),
         orthogonal=muon,
+        portion=0 if in_place else UPDATE_PORTION,
+        copy=4.0 * narrow,
+        moment_copy=4.0 * packed,
+        rounding=rounding,
     )
 
 

@@ -26,18 +26,18 @@ from torchmm.balance.planners import search_by_costs
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.simulation.workload import sample_microbatches
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, PlanError
+from torchmm.common.layers import ModuleDescription
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.executions import layer_tuning, run_costs
 from torchmm.planning.reordering import arrangement, reordered
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved import recipe_model, resolve
 from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -121,11 +121,7 @@ class Forecaster:
         transformers.logging.set_verbosity_error()
         self.recipe, self.profile = recipe, profile
         self.run = resolve(recipe, world_size)
-        self.model = (
-            build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
-            if model is None
-            else model
-        )
+        self.model = recipe_model(recipe) if model is None else model
         modules = list(self.model.modality_modules())
         self.modules = [module.describe() for module in modules]
         self._layered = {module.name: module for module in modules}

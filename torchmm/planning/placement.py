@@ -28,10 +28,10 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
 from torchmm.planning.executions import parameter_states, simulated_profile
 from torchmm.planning.forecast import Forecast, Forecaster, first_microbatches
+from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import schedules_for
 from torchmm.recipe.sizes import AXES
@@ -79,7 +79,7 @@ def orchestration_problem(recipe: Recipe, devices: int, profile: Profile) -> Orc
     """
     training = recipe.training
     parallel = recipe.parallel
-    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+    model = recipe_model(recipe)
     modules = [module.describe() for module in model.modality_modules()]
     if len(modules) == 1:
         raise ConfigError("model: has no module besides the LLM, so there is nothing to place")
@@ -268,7 +268,7 @@ def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> li
     """
     found = planned.found
     candidates = []
-    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+    model = recipe_model(recipe)
     for plan in (found.best, *found.alternatives):
         own = planned_recipe(recipe, plan)
         forecaster = Forecaster(own, plan.devices, profile, model)
@@ -341,7 +341,7 @@ def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Rec
     tensors = set.intersection(*(set(unit.seconds) for unit in planned.problem.units))
     pipelines = [2**n for n in range(layers.bit_length()) if 2**n <= layers]
     found: list[tuple[float, int, Recipe]] = []
-    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+    model = recipe_model(recipe)
     plain = _with_parallel(recipe, placement="interleaved", schedule="1f1b", virtual_stages=1)
     tried = [plain] + [
         _with_parallel(plain, tensor=tensor, pipeline=pipeline, replicate=1, shard=-1)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.reordering.step import StepReorder
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.recipe.recipe import Recipe
 

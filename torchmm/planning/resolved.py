@@ -4,7 +4,7 @@
     run.llm, run.units, run.shares
 
 How large a mesh is, how many shares a global batch has and whether modules have ranks of their own
-is answered here; nothing computes it from the recipe again.
+is answered here; nothing computes it from the recipe again. So is which model a recipe describes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from torchmm.common.module_names import LLM
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.registry import build_model
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes, units_of
 from torchmm.recipe.recipe import Recipe
@@ -70,3 +74,15 @@ def resolve(recipe: Recipe, world_size: int) -> Resolved:
     units = units_of(recipe, world_size)
     llm = units[LLM] if units else resolve_sizes(recipe.parallel, world_size)
     return Resolved(recipe, world_size, llm, units)
+
+
+def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> MultimodalModel:
+    """A recipe's model on the meta device, with its adapters, and with frozen parts marked.
+
+    Args:
+        dtype: of parameters.
+
+    Raises:
+        ConfigError: all that is wrong with the sections.
+    """
+    return build_model(recipe.model, recipe.freeze, dtype, recipe.adapters)

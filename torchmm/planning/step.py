@@ -18,8 +18,9 @@ from torchmm.balance.order_search.best_order import bounded_orders
 from torchmm.balance.planners import PLANNERS
 from torchmm.balance.rates import ActionKind, scaled
 from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError, PlanError
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import most_images
 from torchmm.pipelining.checks.validate import validate_plan

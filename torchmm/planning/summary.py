@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import prod
 
 from torchmm.balance.costs.rough_memory import MemoryEstimate, OwnSizes, estimate_memory
-from torchmm.common.batch import ModuleDescription
+from torchmm.common.layers import ModuleDescription
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.float8 import float8_linears
 from torchmm.planning.executions import parameter_states

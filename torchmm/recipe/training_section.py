@@ -16,6 +16,8 @@ FixedMode = Literal["none", "selective", "full"]
 Mode = Literal["none", "selective", "full", "tuned"]
 STATE_BLOCK = 64
 """Values of 8 bits that have a common scale."""
+UPDATE_PORTION = 2**24
+"""Parameters that are updated together where they or their states rest in fewer bytes."""
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "%": 0.01}
 
 

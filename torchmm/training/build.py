@@ -37,7 +37,6 @@ from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
-from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.attention_kernels import kernel_problems, use_kernels
 from torchmm.parallel.compilation import Compilation
@@ -51,7 +50,7 @@ from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.executions import module_executions, run_costs, run_profile, run_tuning
 from torchmm.planning.forecast import first_step
 from torchmm.planning.reordering import arrangement
-from torchmm.planning.resolved import Resolved
+from torchmm.planning.resolved import Resolved, recipe_model
 from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout
 from torchmm.planning.summary import run_summary
@@ -113,8 +112,7 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
         problems.append("data.sources: nothing to train on; the recipe only describes a simulation")
     model = tokenizer = None
     try:
-        dtype = DTYPES[recipe.training.parameter_dtype]
-        model = build_model(recipe.model, recipe.freeze, dtype, recipe.adapters)
+        model = recipe_model(recipe, DTYPES[recipe.training.parameter_dtype])
     except ConfigError as error:
         problems += error.problems
     try:

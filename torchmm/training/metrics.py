@@ -27,7 +27,8 @@ from torch import Tensor
 
 from torchmm.balance.costs.devices import BF16_TFLOPS
 from torchmm.balance.costs.flops import microbatch_flops
-from torchmm.common.batch import ModuleDescription, StepBatch
+from torchmm.common.batch import StepBatch
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.log import JsonlWriter
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.models.layers.experts import ExpertLoads, busiest_expert

@@ -22,7 +22,8 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
-from torchmm.common.batch import Microbatch, MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import slice_meta, slice_row
 from torchmm.models.generator import GeneratorModule

@@ -24,7 +24,8 @@ from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.step_costs import plan_costs, slowest_update_ms
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import keep_freed_memory
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize, module_of

@@ -23,7 +23,8 @@ from support.models.stock_pipeline import Split, StockProgram
 from support.ranks import Comparison, Program, Stopwatch
 from torchmm.balance.costs.flops import module_layers, task_durations
 from torchmm.balance.rates import ActionKind
-from torchmm.common.batch import Microbatch, ModuleDescription
+from torchmm.common.batch import Microbatch
+from torchmm.common.layers import ModuleDescription
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType

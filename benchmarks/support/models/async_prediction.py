@@ -15,8 +15,9 @@ from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.sizes import llm_sizes
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription, SampleMeta
-from torchmm.models.registry import build_model
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.layers import ModuleDescription
+from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.read import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "papers"
@@ -30,7 +31,7 @@ def prediction_rows(device: str = "a800") -> list[Row]:
     rows = []
     for size, recipe in BACKBONES.items():
         found = load_recipe(RECIPES / f"{recipe}.toml").recipe
-        modules = build_model(found.model, found.freeze, adapters=found.adapters).modality_modules()
+        modules = recipe_model(found).modality_modules()
         llm = next(d for d in (module.describe() for module in modules) if d.kind == "llm")
         for tensor, (lowest, highest) in PAPER.items():
             plain, hidden = (

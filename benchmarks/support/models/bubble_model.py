@@ -29,7 +29,7 @@ from torchmm.balance.bubbles.encoder_work import EncoderWork
 from torchmm.balance.bubbles.llm_timeline import LlmTimeline, llm_timeline
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder

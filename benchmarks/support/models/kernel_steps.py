@@ -37,7 +37,7 @@ from torchmm.balance.order_search.best_order import plan_searched
 from torchmm.balance.order_search.search import Budget
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from fakecuda.records import Record, action_of, described
@@ -61,6 +62,23 @@ class _Returned(NamedTuple):
 def races(records: list[Record]) -> Counter[Race]:
     """The races of a rank's step, with how often each was seen."""
     return _Races(records).found
+
+
+def operations_beside(records: list[Record], place: str) -> int:
+    """How many operations that a place in the code launches on other streams need not wait for
+    the last one of the stream that computes (the busiest one)."""
+    return _Beside(records, place).found_beside
+
+
+def still_running(records: list[Record], later: list[Record]) -> set[int]:
+    """Streams whose operations the host has not waited for when it goes on.
+
+    Args:
+        later: what follows; all waits that it begins with count.
+    """
+    begins = list(takewhile(lambda r: r.kind == "sync", later))
+    clocks = _Races([*records, *begins])
+    return {s for s, own in clocks.clocks.items() if clocks.host.get(s, 0) < own.get(s, 0)}
 
 
 class _Races:
@@ -164,6 +182,21 @@ class _Races:
         else:
             known = self.events.get(r.a, {}) if r.stream == -1 else self.clocks[r.stream]
             _merge(self.host, known)
+
+
+class _Beside(_Races):
+    def __init__(self, records: list[Record], place: str) -> None:
+        self._place = place
+        self._computing = Counter(r.stream for r in records if r.kind == "kernel").most_common(1)
+        self.found_beside = 0
+        super().__init__(records)
+
+    def _operation(self, number: int, r: Record) -> None:
+        super()._operation(number, r)
+        main = self._computing[0][0]
+        last = self.clocks[main].get(main, 0)
+        if self._place in r.site and r.stream != main:
+            self.found_beside += self.clocks[r.stream].get(main, 0) < last
 
 
 def _merge(into: Clock, other: Clock) -> None:

@@ -32,10 +32,10 @@ class Record(NamedTuple):
     thread: int
 
 
-def read_records(directory: Path, step: int) -> dict[int, list[Record]]:
-    """By rank, of one step."""
+def read_records(directory: Path, step: int, what: str = "step") -> dict[int, list[Record]]:
+    """By rank, of one step, or of saving behind it ("save")."""
     found = {}
-    for path in sorted(directory.glob(f"step-{step}-rank-*.json")):
+    for path in sorted(directory.glob(f"{what}-{step}-rank-*.json")):
         rank = int(path.stem.rpartition("-")[2])
         found[rank] = as_records(json.loads(path.read_text()))
     return found

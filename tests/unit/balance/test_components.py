@@ -15,7 +15,8 @@ from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.costs.operators import KINDS, Curve, Operator, Operators, Profile
 from torchmm.balance.costs.sizes import TaskSizes, llm_sizes
-from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.layers import LayerDescription, ModuleDescription
 
 STATE = 48
 DEVICE = Device("toy", {"float32": 1e12}, 1e11, 1e9, 1e10, 1e9, 4, False, "-")

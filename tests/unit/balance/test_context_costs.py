@@ -10,13 +10,8 @@ from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.layers import layer_operators
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.costs.sizes import llm_sizes, module_tasks
-from torchmm.common.batch import (
-    ImageMeta,
-    LayerDescription,
-    MicrobatchMeta,
-    ModuleDescription,
-    SampleMeta,
-)
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from torchmm.balance.costs.blocks import stage_blocks
@@ -13,7 +14,8 @@ from torchmm.balance.costs.layers import layer_parameters, shared_bytes, stage_p
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.costs.operators import KINDS, Curve, Kind, Profile
 from torchmm.balance.costs.sizes import llm_sizes
-from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.layers import LayerDescription, ModuleDescription
 
 LAYER = LayerDescription(64, 4, 2, 16, 160, gated_ffn=True, causal=True, parameters=45_000)
 LLM = ModuleDescription(
@@ -263,3 +265,44 @@ def test_states_on_the_host_come_over_its_link_during_the_update():
     trained = stage_parameters(LLM, 1, 3).trained
     assert update_ms(8.0) >= 8 * trained / 1e6 * 1e3 > update_ms(0.0)
     assert update_ms(1e-9) == update_ms(0.0)  # hidden
+
+
+def test_room_for_the_update_by_hand():
+    count = sum(layer_parameters(layer) for layer in LLM.layers[1:3])
+
+    def found(element_bytes: int = 4, **states: object) -> tuple[int, int]:
+        dtype = "bfloat16" if element_bytes == 2 else "float32"
+        execution = Execution(shard=4, states=States(**states))
+        return CostModel(PROFILE, dtype, {"llm": execution}).update_bytes(LLM, 1, 3)
+
+    assert found() == (16 * count / 4, 0)  # in place
+    small = {"portion": 1000, "copy": 4.0, "moment_copy": 4.0, "rounding": 8.0}
+    assert found(weight=2.0, moments=4.0, layer_moments=4.0, **small) == (
+        8 * count / 4,
+        1000 * (4 + 8 + 8),
+    )
+    # Moments that visit have three places.
+    assert found(portion=1000, visiting=8.0) == (16 * count / 4, 3 * 1000 * 8)
+    # The largest matrix is of 64 x 160: an update, one of each of four ranks, four and a square.
+    room = found(orthogonal=True, layer_moments=4.0)[1]
+    assert room == 4 * ((1 + 4 + 4) * 64 * 160 + 64**2)
+
+
+def test_a_task_needs_no_room_beside_what_blocks_behind_have_let_go_of():
+    sizes = llm_sizes(METAS[1:], [99], padding=True)
+    layers, head = stage_blocks(LLM, 1, 2)[0], stage_blocks(LLM, 4, 4)[-1]
+
+    def room(recompute: str) -> tuple[float, float]:
+        """(of a stage with the head, of its layers)."""
+        execution = Execution(recompute=recompute)
+        model = CostModel(PROFILE, "float32", {"llm": execution})
+        whole = model.stage_costs(LLM, 1, 4, sizes, False).workspace_bytes
+        own = layers.temporary_bytes(sizes, Setting(execution, 4), np.ones(1))
+        return float(whole[0]), float(own[0])
+
+    found, own = room("full")
+    kept = float(head.kept_bytes(sizes, Setting(Execution(), 4), True)[0])
+    of_head = float(head.temporary_bytes(sizes, Setting(Execution(), 4), np.ones(1))[0])
+    assert found == pytest.approx(max(own - kept, of_head)) and found < own
+    found, own = room("none")  # where backwards may be split, W still needs it
+    assert found == pytest.approx(max(own, of_head))

@@ -13,7 +13,7 @@ from torchmm.balance.bubbles.encoder_sizes import (
     state_bytes,
 )
 from torchmm.balance.costs.layers import Parameters, stage_parameters
-from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.pipelining.schedules.colocated import colocated_layout
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 

@@ -9,13 +9,8 @@ from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchmm.balance.costs.flops import microbatch_flops
-from torchmm.common.batch import (
-    ImageMeta,
-    LayerDescription,
-    MicrobatchMeta,
-    ModuleDescription,
-    SampleMeta,
-)
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.common.layers import LayerDescription, ModuleDescription
 
 VOCABULARY = 96
 LLM = LayerDescription(

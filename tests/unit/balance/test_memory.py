@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from torchmm.balance.costs.rough_memory import MemoryEstimate, estimate_memory
-from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.common.layers import LayerDescription, ModuleDescription
 
 LAYER = LayerDescription(
     hidden_size=8, heads=2, kv_heads=2, head_dim=4, ffn_size=16, gated_ffn=True, causal=True

@@ -24,7 +24,8 @@ from torchmm.balance.costs.layers import (
 )
 from torchmm.balance.costs.operators import Operator
 from torchmm.balance.costs.sizes import TaskSizes, encoder_sizes, llm_sizes
-from torchmm.common.batch import ImageMeta, MicrobatchMeta, ModuleDescription, SampleMeta
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.attention import Segments
 from torchmm.parallel.activation import apply_activation_checkpoint

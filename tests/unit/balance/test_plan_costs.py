@@ -15,7 +15,8 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan

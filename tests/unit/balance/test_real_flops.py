@@ -26,7 +26,7 @@ from torchmm.common.batch import (
     MicrobatchMeta,
     SampleMeta,
 )
-from torchmm.common.mixers import DeltaSizes
+from torchmm.common.layers import DeltaSizes
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType

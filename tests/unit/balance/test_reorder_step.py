@@ -10,14 +10,9 @@ from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.reordering.step import Chain, StepReorder
-from torchmm.common.batch import (
-    ImageMeta,
-    LayerDescription,
-    MicrobatchMeta,
-    ModuleDescription,
-    SampleMeta,
-)
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
+from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.schedules.colocated import colocated_layout
 from torchmm.pipelining.schedules.disaggregated import UnitSize, disaggregated_layout

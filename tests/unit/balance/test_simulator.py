@@ -169,6 +169,13 @@ def test_a_forward_without_backward_needs_its_memory_while_it_runs():
     assert step.memory[0].times_ms.tolist() == [0, 0, 1, 1, 2, 2, 3]
 
 
+def test_the_update_may_need_more_than_all_tasks():
+    plan = llm_plan("1f1b", 2, 2)
+    costs = flat_costs(plan, kept_bytes={task: 10 for task in plan.graph.tasks()})
+    step = simulate(plan, replace(costs, update_bytes=(15, 25), memory_limit_bytes=24))
+    assert step.peak_bytes == (20, 25) and not step.fits
+
+
 def test_a_step_fits_up_to_its_limit():
     plan = llm_plan("1f1b", 2, 2)
     costs = flat_costs(plan, kept_bytes={task: 10 for task in plan.graph.tasks()})

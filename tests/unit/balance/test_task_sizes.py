@@ -3,14 +3,9 @@
 import pytest
 
 from torchmm.balance.costs.sizes import encoder_sizes, generator_sizes, llm_sizes, text_tokens
-from torchmm.common.batch import (
-    ImageMeta,
-    LayerDescription,
-    MicrobatchMeta,
-    ModuleDescription,
-    SampleMeta,
-)
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
+from torchmm.common.layers import LayerDescription, ModuleDescription
 
 LAYER = LayerDescription(8, 2, 2, 4, 16, gated_ffn=False, causal=False)
 

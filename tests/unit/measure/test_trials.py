@@ -20,8 +20,8 @@ from torchmm.balance.orchestration.trials import (
 )
 from torchmm.common.errors import ConfigError
 from torchmm.measure.trials import interpolation_errors, make_trials
-from torchmm.models.registry import build_model
 from torchmm.planning.placement import orchestration_problem, plan_recipe, sampled_packs
+from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe
 
 PROFILE_MODULES = runpy.run_path(str(Path(__file__).parents[3] / "scripts/profile_modules.py"))[
@@ -119,7 +119,7 @@ def test_plans_follow_what_was_measured(recipe, trials, tmp_path):
 
 
 def _mean_seconds(trials: ModuleTrials, name: str, recipe: Recipe) -> np.ndarray:
-    packs = sampled_packs(recipe, build_model(recipe.model, recipe.freeze))
+    packs = sampled_packs(recipe, recipe_model(recipe))
     found = trials.seconds(name, 1, np.array([float(sum(p.patches(name))) for p in packs]))
     assert found is not None
     return found[0] + found[1]

@@ -135,11 +135,27 @@ def test_the_operator_is_well_formed() -> None:
     torch.library.opcheck(packed, (q, q, q, starts, 0.3, True))
     torch.library.opcheck(packed, (q, q, q, starts, 0.3, True, 3, blocks))
     capped = torch.ops.torchmm.capped_attention.default
-    torch.library.opcheck(capped, ([q, q, q], starts, 0.3, 2.0, 3, blocks))
+    torch.library.opcheck(capped, ([q, q, q], starts, 0.3, 2.0, True, 3, blocks))
     sinks = torch.randn(2, requires_grad=True)
     narrow = torch.randn(6, 2, 4, requires_grad=True)
-    torch.library.opcheck(capped, ([q, q, narrow, sinks], starts, 0.3, None, 0, None))
+    torch.library.opcheck(capped, ([q, q, narrow, sinks], starts, 0.3, None, True, 0, None))
     torch.library.opcheck(packed, (q, q, narrow, starts, 0.3, True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_plain_products_do_what_the_kernel_does(causal: bool) -> None:
+    """As compiled layers on devices need it that have no kernel for all segments."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    starts = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
+    plain = torch.ops.torchmm.capped_attention(inputs, starts, 0.3, None, causal, 0, None)
+    kernel, _ = torch.ops.torchmm.packed_attention(*inputs, starts, 0.3, causal)
+    assert relative_error(plain, kernel) < 1e-6
+    found = torch.autograd.grad(plain.sin().sum(), inputs)
+    for grad, other in zip(found, torch.autograd.grad(kernel.sin().sum(), inputs), strict=True):
+        assert relative_error(grad, other) < 1e-6
+    other_way = torch.ops.torchmm.capped_attention(inputs, starts, 0.3, None, not causal, 0, None)
+    assert relative_error(other_way, kernel) > 1e-2
 
 
 @pytest.mark.parametrize("window", [0, 3])

@@ -17,7 +17,7 @@ from test_llm import separate_loss
 from torch import Tensor
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.mixers import ConvolutionSizes
+from torchmm.common.layers import ConvolutionSizes
 from torchmm.models.families.llms import hybrid
 from torchmm.models.layers import short_conv
 from torchmm.models.layers.attention import Segments

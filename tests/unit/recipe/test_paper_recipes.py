@@ -18,7 +18,7 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
-from torchmm.models.registry import build_model
+from torchmm.planning.resolved import recipe_model
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.read import dump_recipe, load_recipe
 from torchmm.recipe.recipe import Recipe
@@ -105,7 +105,7 @@ def test_recipes_resolve_and_build(name: str, tmp_path: Path) -> None:
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(dump_recipe(recipe))
     assert load_recipe(resolved).recipe == recipe
-    model = build_model(recipe.model, recipe.freeze)
+    model = recipe_model(recipe)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     counts = {module: every for module, (every, _) in model.parameter_counts().items()}
     assert counts == SIZES[name]
@@ -124,7 +124,7 @@ def test_steps_of_recipes_can_be_planned(name: str) -> None:
         sequence_length=training.sequence_length,
         microbatch_size=training.microbatch_size,
     )
-    model = build_model(recipe.model, recipe.freeze)
+    model = recipe_model(recipe)
     modules = [module.describe() for module in model.modality_modules()]
     short = recipe.parallel.search.model_copy(update={"evaluations": 20})
     parallel = recipe.parallel.model_copy(update={"search": short})
@@ -136,7 +136,7 @@ def test_steps_of_recipes_can_be_planned(name: str) -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_images_of_a_recipe_are_those_of_its_modules(name: str) -> None:
     recipe = read(name)
-    model = build_model(recipe.model, recipe.freeze)
+    model = recipe_model(recipe)
     drawn = recipe.simulation.generated
     for module in model.modality_modules():
         if isinstance(module, GeneratorModule):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.registry import build_model
 from torchmm.planning.dry_run import describe_run
+from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.read import load_recipe
 
 ZOO = Path(__file__).parents[3] / "recipes" / "zoo"
@@ -22,7 +22,7 @@ def test_parameters_are_those_of_the_comment(path: Path) -> None:
     comment = path.read_text().split("base =")[0]
     gpus = f"{world_size} GPUs" if world_size > 1 else "1 GPU"
     assert f"{gpus} of 80 GB" in comment.replace("\n# ", " ")
-    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+    model = recipe_model(recipe)
     counts = model.parameter_counts().values()
     every, trained = (sum(column) for column in zip(*counts, strict=True))
     text = comment.replace("\n# ", " ")
@@ -54,7 +54,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_within_one_percent_of_the_published(name: str) -> None:
     recipe = load_recipe(ZOO / f"{name}.toml", []).recipe
-    counts = build_model(recipe.model, recipe.freeze).parameter_counts()
+    counts = recipe_model(recipe).parameter_counts()
     for module, published in PUBLISHED[name].items():
         found = sum(all_of for part, (all_of, _) in counts.items() if part.startswith(module))
         assert found == pytest.approx(published, rel=0.01), module

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from torchmm.balance.costs.execution import FLOAT32, States
 from torchmm.balance.costs.layers import Parameters, stage_parameters
-from torchmm.common.batch import ModuleDescription
+from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.schedules.layouts import balanced_cuts
 

@@ -38,8 +38,7 @@ from torchmm.balance.costs.operators import (
     norm_operators,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.batch import LayerDescription, ModuleDescription
-from torchmm.common.mixers import LowRank
+from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription
 
 Flag = bool | NDArray[np.bool_]
 LOSS_CHUNK = 1024

@@ -34,7 +34,7 @@ from torchmm.balance.costs.operators import (
     operator_ms,
 )
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.common.batch import ModuleDescription
+from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ActionRecord

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from torchmm.balance.costs.execution import Setting
 from torchmm.balance.costs.operators import Operators
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.batch import LayerDescription
+from torchmm.common.layers import LayerDescription
 
 Linear = tuple[float, float]
 """(inputs, outputs) of a matrix product with weights."""

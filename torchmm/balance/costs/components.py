@@ -29,7 +29,7 @@ from torchmm.balance.costs.operators import (
     norm_operators,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.batch import LayerDescription
+from torchmm.common.layers import LayerDescription
 
 SCORE_FLOPS = 48
 """What a score's softmax takes on CPUs, in FLOPs of attention's products: measured on lengths of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal, NamedTuple
 
 from torchmm.balance.costs.devices import Link
@@ -23,6 +24,10 @@ class States:
         updated: what the update of one reads and writes.
         visiting: moments that come from the host for the update, and go back.
         orthogonal: whether layers' matrices are made orthogonal, which takes products.
+        portion: parameters that are updated together; 0: in place, which needs no room.
+        copy, moment_copy: of each of them meanwhile, in float32: of the parameter and its gradient
+            each, and of a moment; 0: updated where they are.
+        rounding: what putting one to rest takes beyond.
     """
 
     weight: float = 4.0
@@ -31,6 +36,43 @@ class States:
     updated: float = 28.0
     visiting: float = 0.0
     orthogonal: bool = False
+    portion: int = 0
+    copy: float = 0.0
+    moment_copy: float = 0.0
+    rounding: float = 0.0
+
+    def room_bytes(self, trained: float) -> float:
+        """What an update needs for a moment: a portion's copies, and places for moments of the host
+        where one portion comes, one is computed with and one goes.
+
+        Args:
+            trained: parameters of a rank.
+        """
+        if not trained or not self.portion:
+            return 0.0
+        places = min(3, ceil(trained / self.portion))
+        copies = self.copy + 2 * self.moment_copy + max(self.rounding, self.copy)
+        return min(self.portion, trained) * (copies + places * self.visiting)
+
+    def room_of_matrices_bytes(
+        self, inputs: float, outputs: float, ranks: int, element_bytes: int
+    ) -> float:
+        """The same of matrices that are made orthogonal, of this size: as many as ranks share them.
+
+        Each rank gathers and iterates one, and has zeros in place of the others; results are put to
+        rest one by one.
+
+        Args:
+            element_bytes: in which they are made orthogonal.
+        """
+        small, large = sorted((inputs, outputs))
+        size = small * large
+        gathered = ranks * size if ranks > 1 else 0
+        iterating = (gathered + 4 * size + small**2) * element_bytes
+        resting = max(gathered, size) * element_bytes
+        resting += (2 * self.copy + self.rounding) * size / ranks
+        held = size * (element_bytes + self.moment_copy + 3 * self.visiting)
+        return held + max(iterating, resting)
 
 
 FLOAT32 = States()

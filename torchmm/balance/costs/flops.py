@@ -34,7 +34,8 @@ from torchmm.balance.costs.sizes import (
     module_tasks,
     text_tokens,
 )
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.layouts import ModuleLayers

@@ -56,7 +56,7 @@ from torchmm.balance.costs.operators import (
     norm_operators,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.batch import LayerDescription, ModuleDescription
+from torchmm.common.layers import LayerDescription, ModuleDescription
 
 KEPT_KINDS: tuple[Kind, ...] = ("matmul", "attention", "tensor_linear")
 """What selective recomputation does not run again."""

@@ -24,8 +24,7 @@ from torchmm.balance.costs.operators import (
     matmul,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.batch import LayerDescription
-from torchmm.common.mixers import ConvolutionSizes, DeltaSizes, LowRank
+from torchmm.common.layers import ConvolutionSizes, DeltaSizes, LayerDescription, LowRank
 
 SHORTEST_CHUNK, LONGEST_CHUNK = 16, 64
 """Positions of a chunk of a gated delta net, as in `torchmm.models.layers.delta_ops`."""

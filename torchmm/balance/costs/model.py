@@ -44,8 +44,8 @@ from torchmm.balance.costs.operators import (
     operator_ms,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.batch import ModuleDescription
 from torchmm.common.dtypes import DTYPES
+from torchmm.common.layers import ModuleDescription
 
 ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
@@ -107,6 +107,29 @@ class StageCosts(NamedTuple):
 
         backward = longer(self.backward, gather_ms + reduce_ms_N)
         return self._replace(forward=longer(self.forward, gather_ms), backward=backward)
+
+
+def _workspace(held: Sequence[tuple[Array, Array]]) -> Array:
+    """The most that a task needs beyond all that is kept of it.
+
+    Args:
+        held: by block, in the order of forward: temporaries, and what the block keeps until its
+            backward (not until W). While a block runs, those behind it have kept nothing yet, or
+            let go of it.
+    """
+    later_N: Array | float = 0.0
+    most_N: Array | float = 0.0
+    for temporary_N, kept_N in reversed(held):
+        most_N = np.maximum(most_N, temporary_N - later_N)
+        later_N = later_N + kept_N
+    return np.asarray(most_N)
+
+
+class UpdateBytes(NamedTuple):
+    """While the optimizer updates a stage: what is held, and what it needs for a moment."""
+
+    held: int
+    room: int
 
 
 class _Moved(NamedTuple):
@@ -234,7 +257,8 @@ class CostModel:
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
         kept_N = np.zeros(sizes.tasks)
         waiting_N = np.zeros(sizes.tasks)
-        workspace_N = np.zeros(sizes.tasks)
+        split = setting.execution.recompute == "none"
+        held: list[tuple[Array, Array]] = []
         first_layers = next((block for block in blocks if isinstance(block, Layers)), None)
         for block, needs_inputs, needs_weights in gradients(blocks, arrives):
             own = self._block_work(block, sizes, setting, {} if cache is None else cache)
@@ -256,9 +280,8 @@ class CostModel:
             if needs_weights:
                 waiting_N += found_N + block.count * block.gradients_bytes(sizes, setting)
             own_N = block.temporary_bytes(sizes, setting, has_backward)
-            workspace_N = np.maximum(workspace_N, own_N)
+            held.append((own_N, found_N * (not (split and needs_weights))))
         backward = inputs.plus(weights).plus(again)
-        split = setting.execution.recompute == "none"
         none = Work.none(sizes.tasks)
         return StageCosts(
             forward=self._times(module, "F", forward),
@@ -267,7 +290,7 @@ class CostModel:
             weights=self._times(module, "W", weights if split else none),
             kept_bytes=kept_N,
             kept_for_weights_bytes=waiting_N if split else np.zeros(sizes.tasks),
-            workspace_bytes=workspace_N,
+            workspace_bytes=_workspace(held),
             flops=pass_flops(blocks, useful or sizes, arrives),
         )
 
@@ -362,6 +385,22 @@ class CostModel:
         link = self.profile.device.host_bytes_per_s
         copied_ms = 1e3 * states.visiting * own.trained / link if link else 0.0
         return before_ms + max(update_ms, copied_ms)
+
+    def update_bytes(self, module: ModuleDescription, start: int, stop: int) -> UpdateBytes:
+        """Of a stage on one rank, once activations are gone and gradients are reduced."""
+        execution = self.execution_of(module)
+        states = execution.states
+        own = _moved(module, start, stop, execution).sharded
+        room = states.room_bytes(own.trained)
+        if states.orthogonal and own.in_layers:
+            ranks = execution.tensor * execution.shard * execution.replicate
+            size = self.element_bytes
+            for layer in set(module.layers[start:stop]):
+                for linear in layer_linears(layer).values():
+                    room = max(room, states.room_of_matrices_bytes(*linear, ranks, size))
+        gradient_bytes = states.weight * own.trained  # sums are float32, what is handed over is not
+        held = own.weight_bytes + own.optimizer_bytes + gradient_bytes
+        return UpdateBytes(round(held), round(room))
 
     def _orthogonal(
         self, module: ModuleDescription, own: Parameters, start: int, stop: int

@@ -21,7 +21,8 @@ from typing import NamedTuple
 from torchmm.balance.costs.execution import FLOAT32, Execution, Recompute, Setting, States
 from torchmm.balance.costs.layers import Parameters, layer_kept_bytes, learns, trained_parameters
 from torchmm.balance.costs.sizes import llm_sizes
-from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription, SampleMeta
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.layers import LayerDescription, ModuleDescription
 
 
 @dataclass(frozen=True)

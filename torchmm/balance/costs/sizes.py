@@ -20,8 +20,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.common.batch import ImageMeta, MicrobatchMeta, ModuleDescription, even_ranges
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, even_ranges
 from torchmm.common.generated import GeneratedMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.row_slices import image_shares, task_images
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.orders import inputs_need_gradient

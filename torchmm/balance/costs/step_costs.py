@@ -16,7 +16,8 @@ from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import VISION
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
@@ -65,8 +66,7 @@ def plan_costs(
         found = model.stage_costs(*span, own.sizes, arrives_N, own.useful, caches[stage.module])
         collected.gather[stage.index] = model.gather_ms(*span)
         collected.reduce[stage.index] = model.reduce_ms(*span)
-        if layerwise:
-            found = _sharded(found, graph, stage, own, model)
+        found = _sharded(found, graph, stage, own, model) if layerwise else found
         collected.add(graph, stage, own, found, arrives_N)
         for rank in stage.ranks:
             workspace[rank] = max(workspace[rank], found.workspace_bytes.max(initial=0.0))
@@ -82,10 +82,26 @@ def plan_costs(
         kept_bytes=collected.kept,
         kept_for_weights_bytes=collected.kept_for_weights,
         static_bytes=tuple(a + round(b) for a, b in zip(static, workspace, strict=True)),
+        update_bytes=_update_bytes(layout, tasks, model),
         memory_limit_bytes=round(model.profile.device.memory_bytes),
         flops=collected.flops,
         runs_beside=model.profile.device.asynchronous,
     )
+
+
+def _update_bytes(
+    layout: StageLayout, tasks: Mapping[str, ModuleTasks], model: CostModel
+) -> tuple[int, ...]:
+    """By rank: in use while the optimizer updates one stage after the other."""
+    inputs = sum(map(_input_bytes, tasks.values()))
+    held = [inputs] * layout.rank_count
+    room = [0] * layout.rank_count
+    for stage in layout.stages:
+        found = model.update_bytes(tasks[stage.module].module, stage.start, stage.stop)
+        for rank in stage.ranks:
+            held[rank] += found.held
+            room[rank] = max(room[rank], found.room)
+    return tuple(map(sum, zip(held, room, strict=True)))
 
 
 def slowest_update_ms(

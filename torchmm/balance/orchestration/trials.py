@@ -26,8 +26,9 @@ import numpy as np
 from torchmm.balance.compiled import Float64s
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.orchestration.unit_costs import Trial, TrialRunner
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.files import replace_atomically
+from torchmm.common.layers import ModuleDescription
 
 FORMAT = "torchmm module trials 1"
 

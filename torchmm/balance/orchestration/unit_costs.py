@@ -30,7 +30,8 @@ from torchmm.balance.costs.model import ELEMENT_BYTES, CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.orchestration.problem import UnitCosts
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
 
 KNOTS = 9
 """Input sizes with trials, at most."""

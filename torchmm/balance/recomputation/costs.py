@@ -38,7 +38,8 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import LayerDescription, MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageSpec, Task
 from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan

@@ -38,8 +38,9 @@ from torchmm.balance.recomputation.prices import solve_quickly
 from torchmm.balance.recomputation.problem import TuningProblem, TuningSolution
 from torchmm.balance.simulation.simulator import memory_changes
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
+from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import PipelinePlan

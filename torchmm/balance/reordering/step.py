@@ -32,7 +32,8 @@ from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.reordering.groups import balance_groups
 from torchmm.balance.reordering.microbatches import reorder_microbatches
 from torchmm.balance.reordering.program import StepProgram, compile_order
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
 from torchmm.recipe.schedules import find_schedule

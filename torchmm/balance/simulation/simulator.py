@@ -78,8 +78,10 @@ class SimulatedStep:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """By rank of the plan: the most memory used."""
-        return tuple(timeline.peak_bytes for timeline in self.memory)
+        """By rank of the plan: the most memory used, by tasks or by the update after them."""
+        updates = self.costs.update_bytes or (0,) * len(self.memory)
+        both = zip(self.memory, updates, strict=True)
+        return tuple(max(timeline.peak_bytes, update) for timeline, update in both)
 
     @property
     def fits(self) -> bool:

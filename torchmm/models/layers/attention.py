@@ -9,7 +9,8 @@ Face's own name for it) or, where a layer forwards no keyword arguments, as its 
   loop stays out of autograd and out of torch.compile, so a layer compiles with fullgraph=True
   and the number of segments does not recompile it.
 - Elsewhere (fp32 on CUDA, bidirectional blocks, heads of more than 256):
-  scaled_dot_product_attention per run of equally long segments.
+  scaled_dot_product_attention per run of equally long segments; in compiled layers the operator of
+  the next line, as the loop would be compiled once more for all other lengths.
 - Capped scores (Gemma 2) and attention sinks (GPT-OSS): a custom operator of plain matrix products,
   on any device.
 
@@ -131,7 +132,7 @@ def _attend_segments(
     host = s.cu_seqlens_host
     if softcap is not None or sinks_H is not None:
         sinks = [] if sinks_H is None else [sinks_H]
-        return capped_attention([*inputs, *sinks], host, scale, softcap, window, s.blocks_T)
+        return capped_attention([*inputs, *sinks], host, scale, softcap, causal, window, s.blocks_T)
     if query_THD.device.type == "cpu":
         return packed_attention(*inputs, host, scale, causal, window, s.blocks_T)[0]
     half = query_THD.dtype in (torch.bfloat16, torch.float16)
@@ -154,6 +155,8 @@ def _attend_segments(
         )
         assert isinstance(out, Tensor)
         return out[..., :features]
+    if torch.compiler.is_compiling():  # which would be told the lengths, and compile for each
+        return capped_attention([*inputs], host, scale, None, causal, window, s.blocks_T)
     outs = []
     for run in equal_runs(host):
         q, k, v = (run.view(x) for x in inputs)

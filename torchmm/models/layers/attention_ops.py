@@ -2,8 +2,9 @@
 
 `packed_attention` calls torch's flash kernel for CPUs once per run of equally long segments.
 `capped_attention` is for what none of torch's kernels supports, scores that pass through tanh
-(Gemma 2) and attention sinks (GPT-OSS): plain matrix products, on any device, with the scores of
-one run at a time in memory. A sink is a score of each head that takes weight and gives nothing.
+(Gemma 2) and attention sinks (GPT-OSS), and for compiled layers on devices without a kernel for all
+segments: plain matrix products, on any device, with the scores of one run at a time in memory. A
+sink is a score of each head that takes weight and gives nothing.
 
 Masks: causal attention may be limited to a window, and attention may be bidirectional within a
 block of tokens (an image, a prompt). As in Hugging Face's Gemma 3, a window also limits how far
@@ -194,10 +195,11 @@ def capped_attention(
     cu_seqlens: Tensor,
     scale: float,
     softcap: float | None,
+    causal: bool,
     window: int,
     blocks_T: Tensor | None,
 ) -> Tensor:
-    """Causal attention within segments with scores s replaced by `softcap` tanh(s / `softcap`).
+    """Attention within segments with scores s replaced by `softcap` tanh(s / `softcap`).
 
     Args:
         inputs: query (T, H, D), key (T, G, D), value (T, G, D), and perhaps sinks (H,): a further
@@ -212,7 +214,7 @@ def capped_attention(
     out_THD = _empty_output(inputs[0], inputs[2])
     for run in equal_runs(cu_seqlens):
         q, k, v = _grouped(run, *inputs[:3])
-        hidden = _hidden(run, q, window, blocks_T)
+        hidden = _hidden(run, q, causal, window, blocks_T)
         _, weights, _ = _capped_weights(q, k, hidden, scale, softcap, _sinks(inputs))
         run.view(out_THD).copy_((weights.to(v.dtype) @ v).flatten(1, 2))
     return out_THD
@@ -228,9 +230,9 @@ def _grouped(run: Run, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return run.view(query).unflatten(1, (groups, -1)), *(run.view(x)[:, :, None] for x in others)
 
 
-def _hidden(run: Run, q: Tensor, window: int, blocks_T: Tensor | None) -> Tensor:
+def _hidden(run: Run, q: Tensor, causal: bool, window: int, blocks_T: Tensor | None) -> Tensor:
     """Which keys a query does not see: bool, (S, S) or (N, 1, 1, S, S)."""
-    seen = run.visible(True, window, blocks_T, q.device)
+    seen = run.visible(causal, window, blocks_T, q.device)
     return ~(seen if blocks_T is None else seen[:, :, None])
 
 
@@ -261,7 +263,7 @@ def _capped_weights(
 
 
 @capped_attention.register_fake
-def _(inputs, cu_seqlens, scale, softcap, window, blocks_T):  # type: ignore[no-untyped-def]
+def _(inputs, cu_seqlens, scale, softcap, causal, window, blocks_T):  # type: ignore[no-untyped-def]
     return _empty_output(inputs[0], inputs[2])
 
 
@@ -272,6 +274,7 @@ def capped_attention_backward(
     cu_seqlens: Tensor,
     scale: float,
     softcap: float | None,
+    causal: bool,
     window: int,
     blocks_T: Tensor | None,
 ) -> list[Tensor]:
@@ -283,7 +286,7 @@ def capped_attention_backward(
     for run in equal_runs(cu_seqlens):
         q, k, v = _grouped(run, *inputs[:3])
         grad = run.view(grad_THD).unflatten(1, (k.shape[1], -1))
-        hidden = _hidden(run, q, window, blocks_T)
+        hidden = _hidden(run, q, causal, window, blocks_T)
         # Recomputed: kept, the scores of all runs would take S x S values per head and segment.
         slope, weights, sunk = _capped_weights(q, k, hidden, scale, softcap, sinks_H)
         of_weights = (grad @ v.transpose(-1, -2)).to(weights.dtype)
@@ -306,16 +309,16 @@ capped_attention_backward.register_fake(_like_inputs)
 
 
 def _save_capped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, cu_seqlens, ctx.scale, ctx.softcap, ctx.window, blocks_T = inputs
+    tensors, cu_seqlens, ctx.scale, ctx.softcap, ctx.causal, ctx.window, blocks_T = inputs
     ctx.save_for_backward(cu_seqlens, blocks_T, *tensors)
 
 
 def _capped_backward(ctx: Any, grad_THD: Tensor) -> tuple[list[Tensor] | None, ...]:
     cu_seqlens, blocks_T, *inputs = ctx.saved_tensors
     grads = capped_attention_backward(
-        grad_THD, inputs, cu_seqlens, ctx.scale, ctx.softcap, ctx.window, blocks_T
+        grad_THD, inputs, cu_seqlens, ctx.scale, ctx.softcap, ctx.causal, ctx.window, blocks_T
     )
-    return grads, None, None, None, None, None
+    return grads, None, None, None, None, None, None
 
 
 capped_attention.register_autograd(_capped_backward, setup_context=_save_capped)

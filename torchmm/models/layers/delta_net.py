@@ -29,7 +29,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.mixers import DeltaSizes
+from torchmm.common.layers import DeltaSizes
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.delta_ops import packed_delta_rule
 from torchmm.models.layers.packed_mixers import pack_mixers, packed_convolution

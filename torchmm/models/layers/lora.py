@@ -92,8 +92,9 @@ class Lora(nn.Module):
         self.part = WHOLE
         self.down = nn.Parameter(weight.new_empty(spec.rank, linear.in_features))
         self.up = nn.Parameter(weight.new_empty(linear.out_features, spec.rank))
-        magnitude = nn.Parameter(weight.new_empty(linear.out_features))
-        self.register_parameter("magnitude", magnitude if spec.method == "dora" else None)
+        self.magnitude: nn.Parameter | None = None
+        if spec.method == "dora":
+            self.magnitude = nn.Parameter(weight.new_empty(linear.out_features))
 
     def forward(self, x: Tensor, output: Tensor, linear: nn.Linear) -> Tensor:
         """The linear's output for `x` with the product added, and scaled by row with DoRA."""

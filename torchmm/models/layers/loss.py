@@ -33,9 +33,12 @@ from torch.utils.checkpoint import checkpoint
 CHUNK_TARGETS = 1024
 """Rows cast to float32 at a time."""
 _ROWS = 512
-_LOGITS = 2**26
-"""The most that a chunk computed from rows has: products of fewer rows are slower, those of more
-are not faster."""
+"""The most of a chunk computed from rows: products of more are not faster."""
+_LOGIT_BYTES = 12
+"""What a chunk needs for a logit: float32 log-probabilities, their gradient and the logit's."""
+_CHUNK_BYTES = 576 * 2**20
+"""The most of a chunk, which is less than a tenth of what all logits of 8,192 targets need, in
+half precision too. Products of fewer rows read the weight more often and are slower."""
 _SCALED_ROWS = 4096
 """Rows of a weight's gradient that are float32 at a time."""
 
@@ -57,7 +60,7 @@ def summed_cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
 
 def chunk_rows(vocabulary: int) -> int:
     """Rows whose logits `cross_entropy_in_chunks` should compute at a time."""
-    return max(1, min(_ROWS, _LOGITS // vocabulary))
+    return max(1, min(_ROWS, _CHUNK_BYTES // (_LOGIT_BYTES * vocabulary)))
 
 
 def cross_entropy_in_chunks(

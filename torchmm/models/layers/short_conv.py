@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchmm.common.mixers import ConvolutionSizes
+from torchmm.common.layers import ConvolutionSizes
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.packed_mixers import pack_mixers, packed_convolution
 

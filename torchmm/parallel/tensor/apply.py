@@ -30,12 +30,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchmm.common.batch import LayerDescription
 from torchmm.common.errors import ConfigError
-from torchmm.common.mixers import DeltaSizes
+from torchmm.common.layers import DeltaSizes, LayerDescription
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.lora import adapted_linears, without_lora
-from torchmm.parallel.tensor.latent import LatentHeads
 from torchmm.parallel.tensor.linears import LocalColumn, LocalRow, compute_locally
 from torchmm.parallel.tensor.low_rank import split_lora
 from torchmm.parallel.tensor.overlap_linear import Overlap
@@ -51,6 +49,7 @@ from torchmm.parallel.tensor.styles import (
     DeltaNetHeads,
     ExpertsAlone,
     ExpertsOfRanks,
+    LatentHeads,
     PackedGateUp,
     PackedQkv,
     ShardedNorm,

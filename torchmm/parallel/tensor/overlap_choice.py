@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchmm.common.batch import LayerDescription
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel import torch_private
 from torchmm.parallel.tensor.overlap_backends import Collective, SymmetricMemory

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
-from torchmm.common.batch import LayerDescription
+from torchmm.common.layers import LayerDescription
 from torchmm.models.layers.delta_net import DeltaWeights
 from torchmm.models.layers.short_conv import Filters
 from torchmm.parallel.tensor.linears import compute_locally
@@ -323,4 +323,21 @@ class ShardedNorm(ParallelStyle):
             return (weight * (wide * torch.rsqrt(mean + norm.variance_epsilon))).to(x.dtype)
 
         module.forward = forward
+        return module
+
+
+class LatentHeads(ParallelStyle):
+    """An attention that computes keys, values, and perhaps queries, from few features."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        parts = {name: part for name, part in module.named_children() if part is not None}
+        for name in ("q_a_proj", "kv_a_proj_with_mqa"):
+            if name in parts:
+                compute_locally(parts[name], device_mesh, Replicate())
+        for name in ("q_a_layernorm", "kv_a_layernorm"):
+            if name in parts:
+                LocalNorm()._apply(parts[name], device_mesh)
+        for name in ("q_proj", "q_b_proj", "kv_b_proj"):
+            if name in parts:
+                compute_locally(parts[name], device_mesh, Shard(0))
         return module

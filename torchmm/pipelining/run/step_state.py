@@ -43,8 +43,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.distributed.tensor import DTensor
 
+from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.fsdp import LayerSharding, StepSharding
 from torchmm.parallel.p2p import P2PChannels, PendingTransfer
 from torchmm.parallel.torch_private import (
@@ -381,7 +381,7 @@ class StepState:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         grad = parameter.grad
-        own = grad.to_local() if isinstance(grad, DTensor) else grad
+        own = local_tensor(grad)
         sending = self._channels.send((own,), (own,), action.peer, action)
         (other,) = self._channels.receive((own,), action.peer, action).wait(action)
         sending.wait(action)

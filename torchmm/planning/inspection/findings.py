@@ -23,7 +23,8 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.balance.costs.flops import microbatch_flops
-from torchmm.common.batch import MicrobatchMeta, ModuleDescription, SampleMeta
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.layers import ModuleDescription
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
@@ -36,8 +37,8 @@ from torchmm.data.sources.streams import open_stream
 from torchmm.data.step_packs import Packer
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
 from torchmm.planning.inspection.pictures import file_pictures
+from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.data_section import SourceConfig, unique_names
 from torchmm.recipe.recipe import Recipe
 
@@ -319,7 +320,7 @@ def inspect_recipe(recipe: Recipe, limit: int, shown: int) -> Iterator[SourceFin
         ConfigError: the model or tokenizer cannot be built.
         DataError: a source cannot be read, or none of its records is usable.
     """
-    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+    model = recipe_model(recipe)
     inspector = Inspector(recipe, model, load_tokenizer(recipe.model), limit, shown)
     for section, configs in (
         ("data.sources", recipe.data.sources),

@@ -24,6 +24,7 @@ from torch.optim.adamw import adamw
 
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.torch_private import placed_like
+from torchmm.recipe.training_section import UPDATE_PORTION
 from torchmm.training.optimizers.forms import (
     BFloat16,
     Float32,
@@ -38,7 +39,7 @@ from torchmm.training.optimizers.forms import (
 from torchmm.training.optimizers.host import HostVisits
 from torchmm.training.optimizers.muon import orthogonal_shared, turns, update_scale
 
-PORTION = 2**24
+PORTION = UPDATE_PORTION
 """Elements that are updated together: 64 MiB of each tensor in float32."""
 Rule = Literal["adamw", "muon"]
 _MOMENTS: dict[Rule, dict[str, bool]] = {

@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchmm.balance.costs.layers import local_linears
-from torchmm.common.batch import ModuleDescription
 from torchmm.common.device_copies import to_device
+from torchmm.common.layers import ModuleDescription
 from torchmm.models.hf.load import local_slices, local_tensor
 from torchmm.recipe.training_section import STATE_BLOCK as BLOCK
 

@@ -34,8 +34,9 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, image_starts
 from torchmm.models.layered import LinearSizes
 from torchmm.models.layers.attention import PACKED, Segments

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from torchmm.common.batch import EncoderInputs, LayerDescription, SoundChunks
+from torchmm.common.batch import EncoderInputs, SoundChunks
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.layered import LinearSizes
 from torchmm.models.layers.attention import PACKED

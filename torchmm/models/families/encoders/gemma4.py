@@ -10,9 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.batch import EncoderInputs
 from torchmm.common.device_copies import to_device
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, frame_starts
 from torchmm.models.families.encoders.pixtral import grid_places
 from torchmm.models.layers.attention import Segments

@@ -20,8 +20,9 @@ from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
 from transformers.vision_utils import get_vision_position_ids
 
-from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.batch import EncoderInputs
 from torchmm.common.device_copies import to_device
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import frame_starts, side
 from torchmm.models.families.encoders.qwen import Qwen2VisionFamily
 from torchmm.models.layers.attention import Segments

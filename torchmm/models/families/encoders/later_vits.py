@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import MetaClip2VisionModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders.vision import Dinov2Family
 from torchmm.models.layers.attention import PACKED

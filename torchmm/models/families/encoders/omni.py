@@ -33,8 +33,9 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeVisionEncoder,
 )
 
-from torchmm.common.batch import EncoderInputs, LayerDescription, SoundChunks
+from torchmm.common.batch import EncoderInputs, SoundChunks
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.audio import SoundFamily, window_lengths
 from torchmm.models.families.encoders.family import EncoderFamily, starts_of
 from torchmm.models.families.encoders.qwen import Qwen2_5VisionFamily

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.batch import EncoderInputs
 from torchmm.common.device_copies import to_device
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, frame_starts, side
 from torchmm.models.layers.attention import Segments
 

@@ -17,8 +17,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.batch import EncoderInputs
 from torchmm.common.device_copies import to_device
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, frame_starts
 from torchmm.models.layers.attention import PACKED, PACKED_UNSPLIT, Segments
 

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torchmm.common.batch import EncoderInputs, LayerDescription, SoundChunks
+from torchmm.common.batch import EncoderInputs, SoundChunks
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.audio import (
     SAMPLES_PER_POSITION,
     WhisperFamily,

@@ -28,8 +28,9 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders.form import Form, example_pixels, ffn_size, first, layer_list
 from torchmm.models.families.forms import shrunk_value, small_copy

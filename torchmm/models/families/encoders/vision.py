@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchmm.common.batch import EncoderInputs, LayerDescription
+from torchmm.common.batch import EncoderInputs
+from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, side
 from torchmm.models.families.tiling import INTERN_TILES, SPLIT_TILES
 

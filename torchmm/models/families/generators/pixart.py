@@ -30,8 +30,8 @@ from diffusers.models.embeddings import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchmm.common.batch import LayerDescription
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
 
 TIME_SCALE = 1000.0
 """Transformers of diffusers count times from 0 to 1000."""

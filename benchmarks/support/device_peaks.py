@@ -1,0 +1,129 @@
+"""Peaks of short runs, as the device's allocator counts them, against what is predicted of them.
+
+`train.py` runs the quickstart's recipe with one switch after the other, on the machine's GPUs or
+on emulated ones (`tests/cuda_emulation/emulate.py`), whose allocator counts the same tensors. The
+peak is that of two steps, as metrics.jsonl has it; the prediction is `--dry-run`'s, of the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from torchmm.planning.executions import simulated_profile
+from torchmm.planning.forecast import Forecaster
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.training_section import UPDATE_PORTION
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "quickstart.toml"
+LIMIT_S = 1200
+SETTINGS: Mapping[str, object] = {
+    "training.steps": 2,
+    "training.dtype": "bfloat16",
+    "training.device": "cuda",
+    "training.global_batch_size": 8,
+    "training.microbatch_size": 4,
+    "model.llm.config.num_hidden_layers": 8,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 1,
+    "parallel.pipeline": 1,
+    "parallel.vision.sub_microbatch_images": 64,
+    "validation.interval": 0,
+    "checkpoint.interval": 0,
+    "checkpoint.export_hf": "false",
+    "checkpoint.resume": "none",
+    "data.workers": 0,
+}
+
+
+class Switch(NamedTuple):
+    """What is turned on.
+
+    Attributes:
+        changes: of the recipe.
+        ranks: devices.
+    """
+
+    changes: Mapping[str, object]
+    ranks: int = 1
+
+
+TUNED = {"activation_checkpoint.mode": "tuned", "activation_checkpoint.memory_limit": "130 MiB"}
+SWITCHES = {
+    "none": Switch({}),
+    "adapters": Switch({"adapters.small": '{modules = ["llm"], rank = 8}'}),
+    "recomputation full": Switch({"activation_checkpoint.mode": "full"}),
+    "recomputation tuned": Switch(TUNED | {"activation_checkpoint.offload": "false"}),
+    "recomputation tuned with offload": Switch(TUNED),
+    "loss in chunks": Switch({"model.chunked_loss": "true"}),
+    "states on the host": Switch({"optimizer.offload": "true"}),
+    "parameters and states bfloat16": Switch(
+        {"training.parameter_dtype": "bfloat16", "optimizer.state_dtype": "bfloat16"}
+    ),
+    "fsdp2, 2 ranks": Switch({}, ranks=2),
+    "context 2, 2 ranks": Switch({"parallel.llm.context": 2}, ranks=2),
+}
+
+
+class Peak(NamedTuple):
+    """Bytes of the rank with most."""
+
+    measured: int
+    predicted: int
+
+
+def device_peaks(through: Path | None, names: list[str]) -> Iterator[tuple[str, Peak]]:
+    """Of each switch.
+
+    Args:
+        through: script that starts train.py on other devices; None: on those that are there.
+        names: of `SWITCHES`.
+
+    Raises:
+        RuntimeError: a run ended with an error.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            switch = SWITCHES[name]
+            settings = {
+                **SETTINGS,
+                "name": name.replace(" ", "_").replace(",", ""),
+                "output_dir": folder,
+                "data.index_cache": Path(folder) / "index",
+                **switch.changes,
+            }
+            given = [f"--{key}={value}" for key, value in settings.items()]
+            measured = _measured(Path(folder) / str(settings["name"]), given, switch.ranks, through)
+            recipe = load_recipe(RECIPE, given, switch.ranks).recipe
+            forecaster = Forecaster(recipe, switch.ranks, simulated_profile(recipe))
+            step = forecaster.forecast_parallel(recipe.parallel).step
+            if step is None:
+                raise RuntimeError(f"{name} cannot be planned")
+            yield name, Peak(measured, max(step.peak_bytes))
+
+
+def _measured(run: Path, given: list[str], ranks: int, through: Path | None) -> int:
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    start += [str(through)] if through else []
+    done = subprocess.run(
+        [*start, str(ROOT / "train.py"), "--config", str(RECIPE), *given],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FAKECUDA_PORTION": str(UPDATE_PORTION)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{run.name}: {(done.stdout + done.stderr)[-2000:]}")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return int(json.loads(lines[-1])["peak_memory_bytes"])
