@@ -5,9 +5,10 @@ that claims 100 megapixels is refused before it costs memory. `docs/data.md` lis
 each exists because Pillow's plain `convert("RGB")` silently drops alpha, clips 16-bit values and
 ignores EXIF rotation.
 
-Preprocessing is the Hugging Face image processor itself (Pillow backend), so checkpoints see the
-pixels they were trained with. Rejected: torchvision's backend (one more binary dependency, and its
-resize differs from Pillow's) and our own resizing code.
+Preprocessing is the Hugging Face image processor itself (Pillow backend), or what gives its bits in
+less time (`fixed_pixels.py`), so checkpoints see the pixels they were trained with. Rejected:
+torchvision's backend (one more binary dependency, and its resize differs from Pillow's) and our own
+resizing code.
 
 Shape legend: C channels, H height, W width, P patches of one image, D values of one patch.
 """
@@ -27,6 +28,7 @@ from PIL import Image, UnidentifiedImageError
 from torchmm.common.batch import ImageMeta, ImageSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.media.fixed_pixels import FixedPixels
 from torchmm.data.media.patch_layouts import LAYOUTS, PatchLayout, layout_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -51,9 +53,35 @@ def read_size(data: bytes, max_pixels: int) -> tuple[int, int]:
     Raises:
         CorruptSampleError: not an image of a known format, or of an unacceptable size.
     """
-    image, orientation = _open(data, max_pixels)
-    width, height = image.size
-    return (height, width) if orientation >= 5 else (width, height)
+    return OpenedImage(data, max_pixels).size()
+
+
+class OpenedImage:
+    """An image file whose header was read; its pixels can be decoded once.
+
+    Args:
+        data: the file.
+        max_pixels: of the largest image that is decoded.
+
+    Attributes:
+        data: the file.
+
+    Raises:
+        CorruptSampleError: not an image of a known format, or of an unacceptable size.
+    """
+
+    def __init__(self, data: bytes, max_pixels: int) -> None:
+        self.data = data
+        self._image, self._orientation = _open(data, max_pixels)
+
+    def size(self) -> tuple[int, int]:
+        """Upright (width, height) in pixels."""
+        width, height = self._image.size
+        return (height, width) if self._orientation >= 5 else (width, height)
+
+    def rgb(self) -> Image.Image:
+        """Upright RGB; raises CorruptSampleError."""
+        return _to_upright_rgb(self._image, self._orientation)
 
 
 def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
@@ -62,7 +90,10 @@ def decode_rgb(data: bytes, max_pixels: int) -> Image.Image:
     Raises:
         CorruptSampleError: the header is unacceptable or the pixels cannot be decoded.
     """
-    image, orientation = _open(data, max_pixels)
+    return OpenedImage(data, max_pixels).rgb()
+
+
+def _to_upright_rgb(image: Image.Image, orientation: int) -> Image.Image:
     try:
         image.load()
         image = to_rgb(image)
@@ -195,7 +226,10 @@ class ImagePreprocessor:
             )
         self.frames_per_patch: int = getattr(self.processor, "temporal_patch_size", 1)
         """Frames of a clip that a patch spans; those of an image are the same."""
+        self._fixed: FixedPixels | None = None
         self._check(probe)
+        if spec.inputs == "fixed":
+            self._fixed = FixedPixels(self._run_fixed, self.processor, self._fixed_shape)
 
     def grid(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageGrid:
         """Rows and columns of patches for an upright image of this size.
@@ -219,9 +253,10 @@ class ImagePreprocessor:
 
     def pixels(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
         """Encoder input of one RGB image: float32, (C, H, W) or (P, D), padding removed."""
-        if self._layout is None:
-            values = np.asarray(self._run(image)["pixel_values"])[0]
+        if self._fixed is not None:
+            values = self._fixed(image)
         else:
+            assert self._layout is not None
             limits = self._layout.limits(limit_px) if limit_px else {}
             outputs = self._run(image, **self._layout.settings(), **limits)
             values = self._layout.patches(outputs)
@@ -236,6 +271,9 @@ class ImagePreprocessor:
 
     def _run(self, image: Image.Image, **changes: Any) -> Any:
         return self.processor(images=[image], return_tensors="np", **changes)
+
+    def _run_fixed(self, image: Image.Image, **changes: Any) -> np.ndarray:
+        return np.asarray(self._run(image, **changes)["pixel_values"])[0]
 
     def _probe_fixed_shape(self, outputs: Any) -> tuple[int, int]:
         shape = outputs["pixel_values"].shape

@@ -5,13 +5,13 @@ Clips (`torchmm.data.media.video`) go through an image encoder's preprocessing.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from torchmm.common.batch import ImageMeta, ImageSpec
 from torchmm.data.media.audio import AudioPreprocessor
-from torchmm.data.media.images import ImagePreprocessor, decode_rgb, read_size
+from torchmm.data.media.images import ImagePreprocessor, OpenedImage
 
 
 class MediaPreprocessor(Protocol):
@@ -58,10 +58,17 @@ class ImageMedia:
         self.grouped = spec.inputs == "fixed"
         self.preprocessor = ImagePreprocessor(spec)
         self._max_pixels = max_pixels
+        self._opened: OpenedImage | None = None
+        """The file measured last: most samples have one, and its pixels are wanted next."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}  # for workers, which open their own
 
     def meta(self, data: bytes) -> ImageMeta:
         """From the header; raises CorruptSampleError."""
-        return self.preprocessor.meta(*read_size(data, self._max_pixels))
+        self._opened = None
+        self._opened = OpenedImage(data, self._max_pixels)
+        return self.preprocessor.meta(*self._opened.size())
 
     def grid_thw(self, meta: ImageMeta) -> tuple[int, int, int]:
         """Patches as (frames, rows, columns)."""
@@ -75,7 +82,11 @@ class ImageMedia:
 
     def pixels(self, data: bytes, meta: ImageMeta) -> np.ndarray:
         """(C, H, W) or (P, D); raises CorruptSampleError."""
-        return self.preprocessor.pixels(decode_rgb(data, self._max_pixels))
+        opened = self._opened
+        self._opened = None
+        if opened is None or opened.data is not data:
+            opened = OpenedImage(data, self._max_pixels)
+        return self.preprocessor.pixels(opened.rgb())
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Zeros of the same shape."""

@@ -1,0 +1,40 @@
+"""The benchmark of loaders: all sides yield the same tensors, and a side that does not is found."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    return importlib.import_module("loader")
+
+
+def test_sides_yield_the_same_tensors(benchmark, tmp_path):
+    sides = importlib.import_module("support.cases.loader_sides").SIDES
+    captions = importlib.import_module("support.captions").load_captions(0)
+    task = benchmark.make_task(tmp_path, captions, samples=5)
+    found = {}
+    for name in ("ours", "ours, tar files", "datasets + DataLoader"):
+        side = sides[name](task)
+        side.prepare()
+        found[name] = benchmark.fingerprints(side)
+    assert all(each == found["ours"] for each in found.values())
+    assert len(found["ours"]) == 5
+    other = replace(task, directory=tmp_path / "other", captions=["another", *task.captions[1:]])
+    side = sides["datasets + DataLoader"](other)
+    side.prepare()
+    assert len(set(benchmark.fingerprints(side)) & set(found["ours"])) == 4
+
+
+def test_ours_is_held_against_the_fastest(benchmark):
+    def costs(*cpu_us):
+        return [benchmark.Cost(cpu, 1.0, 1.0, 1.0, 1.0) for cpu in cpu_us]
+
+    of = {"ours": costs(90, 110), "ours, tar files": costs(1, 1), "slow": costs(200, 200)}
+    *_, last = benchmark.rows_of({**of, "fast": costs(95, 95)}, 2)
+    assert last.case == "2 ranks: fast, the fastest"
+    assert last.ours == pytest.approx((95 / 90 + 95 / 110) / 2) and not last.met
