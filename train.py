@@ -9,6 +9,7 @@ simulates the first step on `--world-size` devices, without starting any, and dr
 """
 
 import argparse
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchmm.recipe.read import dump_recipe, load_recipe
 
 def main() -> int:
     """Parses the command line, runs the recipe, returns the exit code."""
+    faulthandler.enable()  # a rank that a signal kills tells where its threads were
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -15,7 +15,6 @@ threads, so forking is safe.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import json
 import os
@@ -193,7 +192,6 @@ def _run(job: dict) -> int:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.enable()
     os.environ.update(job["env"])
     script = job.get("script", str(TRAIN))
     sys.argv = [script, *job["arguments"]]
