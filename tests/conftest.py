@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 CAMPAIGNS = {
     # Larger worlds and further layouts of tests that also run with fewer ranks.
     "test_colocated_equality.py::test_colocated_encoders_equal_one_process[4]",
+    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3 with towers on two]",
     "test_disaggregated_equality.py::test_modules_apart_equal_one_process[5]",
     "test_encoder_tensor_parallel.py::test_split_encoders_equal_the_whole[4]",
     "test_generator_equality.py::test_generators_equal_one_process[fsdp2]",
