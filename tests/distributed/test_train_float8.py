@@ -14,6 +14,7 @@ LAYOUTS = {
     "sharded": (2, {"float8__recipe": "rowwise"}),
     "one_scale": (2, {"float8__recipe": "tensorwise"}),
     "pipeline": (2, {"float8__recipe": "rowwise", "parallel__pipeline": 2}),
+    "context": (2, {"float8__recipe": "rowwise", "parallel__llm__context": 2}),
     "recomputed": (1, {"float8__recipe": "rowwise", "activation_checkpoint__mode": "selective"}),
     "compiled": (
         1,

@@ -6,9 +6,11 @@ from what is cast: one for each row and column ("rowwise"), or one for the whole
 ("tensorwise", the faster and less exact one).
 
 A rank has to cast what one process would cast, or its numbers are others. That is so under FSDP2,
-which gathers weights, and in pipelines, but not where ranks share a linear or a row (those are
-refused, `torchmm.recipe.check`). Experts, whose weights are one tensor, are no linears and stay as
-they are, like everything around the layers: embeddings, heads, connectors.
+which gathers weights, and in pipelines. Where ranks share a sequence, a weight's gradient sums over
+the tokens of one rank, and its scales are of these alone: torchao's scales of rows are powers of
+two, which change only numbers too small for all of float8's digits, and those of whole tensors are
+not (refused, `torchmm.recipe.check`). Experts, whose weights are one tensor, are no linears and
+stay as they are, like everything around the layers: embeddings, heads, connectors.
 
 Rejected: products of our own, which torchao has tested on devices that we have not.
 """

@@ -365,10 +365,10 @@ def _check_float8(recipe: Recipe) -> Problems:
     for name in float8.modules:
         _, tensor = _tensor_size(parallel, name)
         if tensor > 1:
-            text = f"ranks divide the linears of {name!r}, so scales would be other ones; use 1"
+            text = f"linears of {name!r} that ranks divide are not implemented in float8; use 1"
             yield Problem("parallel.tensor", tensor, text, (key, f"parallel.{name}.tensor"))
-        if name == LLM and parallel.context > 1:
-            text = "ranks divide the rows that are scaled together; use 1 with float8"
+        if name == LLM and parallel.context > 1 and float8.recipe != "rowwise":
+            text = 'ranks divide the rows that are scaled together; use 1, or "rowwise" scales'
             yield Problem("parallel.llm.context", parallel.context, text, (key,))
         if name != LLM and cut:
             text = f"plans decide which images of {name!r} are scaled together; leave it out"

@@ -1,9 +1,12 @@
 """Which linears compute in float8, and on which devices."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from model_cases import pair_config, text_model
-from torch import nn
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
 from torchmm.models.multimodal import MultimodalModel
@@ -80,3 +83,45 @@ def test_torchao_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
     (problem,) = float8_problems([text_model("llama").llm], EMULATED, CPU)
     assert "pip install 'torchmm[float8]'" in problem
+
+
+def products(recipe: str, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A linear's output, and the gradients of its input and its weight.
+
+    Args:
+        tensors: weight (O, I), input (T, I) and gradient of the output (T, O).
+    """
+    weight_OI, x_TI, grad_TO = tensors
+    linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False)
+    linear.weight.data = weight_OI.clone()
+    settings = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    wrapped = convert_to_float8_training(nn.Sequential(linear), config=settings)
+    x_TI = x_TI.clone().requires_grad_()
+    out_TO = wrapped(x_TI)
+    out_TO.backward(grad_TO)
+    assert x_TI.grad is not None and wrapped[0].weight.grad is not None
+    return out_TO.detach(), x_TI.grad, wrapped[0].weight.grad
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_only_scales_of_rows_do_not_mind_which_tokens_are_on_a_rank(recipe: str) -> None:
+    torch.manual_seed(0)
+    weight_OI, x_TI, grad_TO = torch.randn(32, 48), torch.randn(64, 48), torch.randn(64, 32)
+    x_TI *= torch.linspace(0.1, 4, 64)[:, None]
+    out_TO, of_input_TI, of_weight_OI = products(recipe, weight_OI, x_TI, grad_TO)
+    halves = zip(x_TI.chunk(2), grad_TO.chunk(2), strict=True)
+    first, second = (products(recipe, weight_OI, *half) for half in halves)
+    errors = [
+        float((found - whole).norm() / whole.norm())
+        for found, whole in (
+            (torch.cat((first[0], second[0])), out_TO),
+            (torch.cat((first[1], second[1])), of_input_TI),
+            (first[2] + second[2], of_weight_OI),
+        )
+    ]
+    if recipe == "rowwise":
+        assert max(errors) < 1e-6
+    else:
+        assert max(errors) > 1e-3
+    exact_OI = grad_TO.T @ x_TI
+    assert (of_weight_OI - exact_OI).norm() > 1e-2 * exact_OI.norm(), "nothing was rounded"

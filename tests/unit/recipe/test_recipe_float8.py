@@ -34,6 +34,7 @@ VISION = "--float8.modules ['llm','vision'] "
         "--parallel.tensor 2 --float8.modules []",
         "--float8.emulate false --training.dtype bfloat16",
         VISION + "--parallel.shard 4",
+        "--parallel.llm.context 2",
     ],
 )
 def test_valid(recipe: Path, arguments: str) -> None:
@@ -43,8 +44,12 @@ def test_valid(recipe: Path, arguments: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "key", "text"),
     [
-        ("--parallel.tensor 2", "parallel.tensor", "scales would be other ones"),
-        ("--parallel.llm.context 2", "parallel.llm.context", "rows that are scaled together"),
+        ("--parallel.tensor 2", "parallel.tensor", "linears of 'llm' that ranks divide"),
+        (
+            "--parallel.llm.context 2 --float8.recipe tensorwise",
+            "parallel.llm.context",
+            "rows that are scaled together",
+        ),
         ("--parallel.pipeline 2 --parallel.schedule zero_bubble", "float8.recipe", "zero_bubble"),
         ("--float8.emulate false", "float8.recipe", 'training.dtype = "bfloat16"'),
         ("--float8.modules ['visoin']", "float8.modules", 'did you mean "vision"'),
