@@ -4,7 +4,7 @@ Environment:
     FAKECUDA_LOG: folder for what each rank would have done on its device, see `fakecuda.records`.
     FAKECUDA_STEPS: the steps that are logged; by default 3, when caches and pools are warm.
     FAKECUDA_PORTION: parameters that are updated together where states are not plain.
-    FAKECUDA_DEFECT: one of `defects.DEFECTS`, to see that it is found.
+    FAKECUDA_DEFECT: one of `defects.DEFECTS` or several, joined by "+", to see that they are found.
 """
 
 import json
@@ -104,7 +104,7 @@ def main() -> None:
     trace_only()
     # By default small models have several portions of states, too.
     compact.PORTION = int(os.environ.get("FAKECUDA_PORTION", "4096"))
-    if defect := os.environ.get("FAKECUDA_DEFECT"):
+    for defect in filter(None, os.environ.get("FAKECUDA_DEFECT", "").split("+")):
         DEFECTS[defect]()
     script, sys.argv = sys.argv[1], sys.argv[1:]
     sys.path.insert(0, str(Path(script).resolve().parent))
