@@ -20,7 +20,7 @@ import torchmm.models.layers.delta_ops  # noqa: F401 - both register their opera
 
 VIEWS = {
     "view", "t", "transpose", "detach", "expand", "slice", "unsqueeze", "squeeze", "select",
-    "_unsafe_view", "permute", "lift_fresh", "unbind", "alias",
+    "_unsafe_view", "permute", "lift_fresh", "unbind", "alias", "split",
 }  # fmt: skip
 
 

@@ -69,14 +69,18 @@ class LayerDescription:
     """Kind of the layer's norms."""
     norm_place: Literal["before", "behind", "around"] = "before"
     """Where they are: before attention and feed-forward part, after them ("behind"), or both."""
+    more_norms: int = 0
+    """Norms of all features beside these."""
     norm_weight_float32: bool = False
     """Whether their weights multiply float32 values, which are then kept for backward."""
     activation: str = "silu"
-    """Function inside the feed-forward part, by Hugging Face's name."""
+    """Function inside the feed-forward part, by Hugging Face's name; "clamped_silu": GPT-OSS's."""
     rotary: bool = True
     """Whether queries and keys are rotated."""
     qk_norm: bool = False
     """Whether queries and keys are normalized."""
+    value_norm: bool = False
+    """Whether values are, by norms without weights."""
     value_is_key: bool = False
     """Whether one linear computes keys and values, which are the same before norms and rotation."""
     packed_qkv: bool = False
@@ -87,6 +91,8 @@ class LayerDescription:
     """Experts among which a router chooses for every token; 0: one feed-forward part for all."""
     experts_per_token: int = 0
     """How many of them a token goes through."""
+    router_float32: bool = False
+    """Whether the router computes in float32, whatever the other weights are."""
     batched: bool = False
     """Whether images of one size are rows of a batch instead of packed into a single row."""
     mixer: MixerSizes | None = None

@@ -182,17 +182,19 @@ class LlmModule(LayeredModule):
 
     def _describe_layer(self, index: int) -> LayerDescription:
         c = layer_config(self.text_config, index)
-        activation = getattr(c, "hidden_act", None) or getattr(c, "hidden_activation", None)
+        named = (getattr(c, name, None) for name in ("hidden_act", "hidden_activation"))
+        activation = self.family.activation or next(filter(None, named), "silu")
         sizes = self._sizes[index]
         return LayerDescription(
             hidden_size=c.hidden_size,
             causal=True,
             window=self._windows[index],
-            activation=activation or "silu",
+            activation=activation,
             packed_qkv=self.family.packed_qkv,
             packed_gate_up=self.family.tensor_parallel.get("mlp") == "packed_gate_up",
             norm="layer" if self._has_layer_norm else "rms",
             norm_place=self.family.norm_place,
+            more_norms=self.family.more_norms,
             norm_weight_float32=self.family.norm_weight_float32,
             qk_norm=self._has_qk_norm and sizes["mixer"] is None,
             **sizes,

@@ -35,12 +35,15 @@ LLMS = {
     **model_cases.LLMS,
     "lfm2, attention": {**model_cases.LLMS["lfm2"], "layer_types": ["full_attention"] * 3},
     "qwen3_5, attention": {**model_cases.LLMS["qwen3_5"], "layer_types": ["full_attention"] * 3},
+    # Whose first layers have none otherwise.
+    "glm4_moe, experts": {**model_cases.LLMS["glm4_moe"], "first_k_dense_replace": 0},
+    "deepseek_v3, experts": {**model_cases.LLMS["deepseek_v3"], "first_k_dense_replace": 0},
 }
-# Whose operators and bytes are not modelled one by one: experts, latent attention, one norm for
-# attention and feed-forward part, tables in float32, norms of values (Gemma 4). Their FLOPs are
-# (`test_real_flops`).
-OTHERS = ("llama_tied", *model_cases.EXPERTS, "minicpm3", "cohere2", "olmo3", "gemma4")
+# Whose operators and bytes are not modelled one by one: one norm for attention and feed-forward
+# part, of two differences in float32. Their FLOPs are (`test_real_flops`).
+OTHERS = ("llama_tied", "cohere2")
 FAMILIES = [*(n for n in LLMS if n not in OTHERS), *model_cases.BASIC_ENCODERS]
+OWN_TABLES = ("gemma3_text", "olmo3", "gemma4", "gemma4_moe")
 TOKENS = 96
 # Wide enough for what depends on the number of heads or tables alone to be small.
 WIDE = {"hidden_size": 128, "intermediate_size": 320}
@@ -54,7 +57,7 @@ FUSED = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
-PRODUCTS = ("mm", "addmm", "bmm")
+PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm")
 
 
 class RealLayer:
@@ -96,10 +99,13 @@ class RealLayer:
         self, family: str, dtype: torch.dtype
     ) -> tuple[LayeredModule, Tensor, TaskSizes, Callable[[], Tensor]]:
         config = {**LLMS[family], **WIDE}
+        if config["model_type"] == "qwen3_5_moe_text":  # all of its layers have experts
+            del config["intermediate_size"]
         module = model_cases.build(ModelConfig(llm=LlmConfig(config=config))).llm.to(dtype)
         hidden = torch.randn(1, TOKENS, 128, dtype=dtype, requires_grad=True)
         positions = torch.arange(TOKENS)[None]
-        kinds = config["layer_types"][:1] if family == "gemma3_text" else ()  # tables for each
+        # Tables for each kind of layer.
+        kinds = config["layer_types"][:1] if family in OWN_TABLES else ()
         self.tables = list(module.text_model.rotary_emb(hidden, positions, *kinds))
         segments = Segments.from_starts([0, 40, TOKENS], hidden.device)
         samples = (SampleMeta("s", 0, 40), SampleMeta("s", 1, TOKENS - 40))
@@ -163,7 +169,13 @@ def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dt
         out.backward(torch.ones_like(out))
     accumulation = found.weights.pop()  # the first gradients of a step have nothing to add to
     # The gate of these is in one product with what it is for: an input read once, a result cut.
-    allowed, others = (0.04, 0.25) if family in ("phi3", "glm", "glm4") else (0.02, 0.2)
+    allowed, others = (0.04, 0.3) if family in ("phi3", "glm", "glm4") else (0.02, 0.2)
+    if family == "gpt_oss":  # biases of experts are not modelled
+        others = 0.3
+    if family.endswith(", experts"):  # nor casts and groups of their routers
+        allowed, others = 0.05, 0.25
+    # Nor are copies of latent attention's parts.
+    few = 0.3 if layer.router_float32 else 0.25 if layer.key_value_rank else 0.2
     for operators, count in (
         (found.forward, forward),
         (found.inputs + found.weights, backward),
@@ -173,8 +185,10 @@ def test_traffic_and_calls_are_those_of_real_layers(family: str, dtype: torch.dt
         assert traffic(operators, False) == pytest.approx(counted(count, False), rel=others)
         fused = [o for o in operators if o.kind.startswith("attention")]  # loops inside
         calls = len(fused) + sum(np.sum(o.calls) for o in operators if o not in fused)
-        assert calls == pytest.approx(sum(count.calls.values()), rel=0.2)
-    products = sum(p.numel() for p in real.layer.parameters() if p.ndim == 2)
+        assert calls == pytest.approx(sum(count.calls.values()), rel=few)
+    named = real.layer.named_parameters()
+    weights = {name: p for name, p in named if not name.endswith("bias")}
+    products = sum(p.numel() for n, p in weights.items() if p.ndim == 2 or "experts." in n)
     assert accumulation.memory_bytes == products * (8 + dtype.itemsize)
 
 
@@ -192,8 +206,12 @@ def test_kept_bytes_are_what_stays_alive(family: str, dtype: torch.dtype) -> Non
             alive += real.hidden.numel() * size
         # Qwen's encoder casts its rotary tables, of the size of a head, in every layer.
         allowed = 0.06 if layer.packed_qkv else 0.02
-        if family in ("olmo2", "gemma2"):  # inputs of whole layers, attention without statistics
+        if family in ("olmo2", "olmo3", "gemma2"):  # inputs of whole layers, no statistics
             allowed = 0.08
+        if family.endswith(", experts"):
+            allowed = 0.03
+        if family == "gemma4_moe" and size == 4:  # three norms have the same input
+            allowed = 0.16
         assert found == pytest.approx([alive], rel=allowed), (mode, trained)
 
 

@@ -1,4 +1,9 @@
-"""What a component of a transformer layer can say about its costs; kinds are in `components.py`.
+"""What a component of a transformer layer can say about its costs, and the one that all layers have:
+the feed-forward part, alone or of experts. Other kinds are in `components.py`.
+
+A token goes through `experts_per_token` experts and leaves a row for each of them: what depends on
+tokens counts as often. What depends on weights counts all experts of a rank: their weights are read
+for every microbatch, and have gradients.
 
 Shape suffix N: tasks.
 """
@@ -9,7 +14,13 @@ from math import prod
 from typing import ClassVar, NamedTuple
 
 from torchmm.balance.costs.execution import Setting
-from torchmm.balance.costs.operators import Operators
+from torchmm.balance.costs.operators import (
+    CLAMPED,
+    Operator,
+    Operators,
+    activation_operators,
+    matmul,
+)
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.layers import LayerDescription
 
@@ -64,6 +75,15 @@ class Component:
         """The same of the products that a rank computes, where several may be made in one."""
         return self.sharded_linears(tensor)
 
+    def products(self, sizes: TaskSizes, setting: Setting) -> list[Operator]:
+        """Matrix products with weights, in the order of `local_linears`."""
+        own = self.local_linears(setting.execution.tensor).items()
+        return [matmul(self.rows_N(name, sizes), *size, setting) for name, size in own]
+
+    def gradients(self, setting: Setting) -> float:
+        """Gradients of their weights that a rank computes, added to those of other microbatches."""
+        return sum(a * b for a, b in self.local_linears(setting.execution.tensor).values())
+
     def replicated(self, tensor: int) -> tuple[str, ...]:
         """Linears whose weights every tensor-parallel rank has; their gradients are summed."""
         return ()
@@ -94,9 +114,12 @@ class Component:
 
     def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
         """What selective recomputation keeps: the results of linears and attention."""
+        return setting.element_bytes * self.results_N(sizes, setting)
+
+    def results_N(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+        """Elements of the results of matrix products with weights."""
         rows = self.local_linears(setting.execution.tensor).items()
-        results_N = sum(self.rows_N(name, sizes) * outputs for name, (_, outputs) in rows)
-        return setting.element_bytes * results_N
+        return sum(self.rows_N(name, sizes) * outputs for name, (_, outputs) in rows)
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
         """What is needed beyond what is kept."""
@@ -116,3 +139,220 @@ class Component:
         linears = self.linears()
         own = self.sharded_linears(tensor) | {n: linears[n] for n in self.replicated(tensor)}
         return sum(inputs * outputs for inputs, outputs in own.values())
+
+
+class FeedForward(Component):
+    """A feed-forward network of two linears, or three with a gate."""
+
+    sublayer = True
+
+    def extra_readers(self) -> int:
+        """The gate."""
+        return int(self.layer.gated_ffn)
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """Of layers without experts."""
+        return not layer.experts
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Up and down, and the gate."""
+        hidden = self.layer.hidden_size
+        ffn = self.layer.ffn_size
+        gate = {"gate": (hidden, ffn)} if self.layer.gated_ffn else {}
+        return gate | {"up": (hidden, ffn), "down": (ffn, hidden)}
+
+    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
+        """The inner features are divided."""
+        inputs, outputs = self.linears()["down"]
+        return super().sharded_linears(tensor) | {"down": (inputs / tensor, outputs)}
+
+    def replicated(self, tensor: int) -> tuple[str, ...]:
+        """What one linear gives together."""
+        return ("gate", "up") if self.layer.packed_gate_up else ()
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """The activation function, and the product with the gate."""
+        inner_N = sizes.units_N * self.layer.ffn_size / setting.execution.tensor
+        return activation_operators(self.layer.activation, self.layer.gated_ffn, inner_N, setting)
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+        """Tensors of the inner size; the last one is the input of a linear."""
+        inside = {"quick_gelu": 2, CLAMPED: 4}.get(self.layer.activation, 1)
+        tensors = inside + (2 if self.layer.gated_ffn else 0) + weights
+        inner = tensors * self.layer.ffn_size / setting.execution.tensor
+        return setting.element_bytes * sizes.units_N * inner
+
+    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+        """Of the inner size: results in forward, gradients in backward."""
+        tensor = setting.execution.tensor
+        inner_N = setting.element_bytes * sizes.units_N * self.layer.ffn_size / tensor
+        return Temporaries((4 if self.layer.packed_gate_up else 3) * inner_N, 2 * inner_N)
+
+
+class Experts(FeedForward):
+    """A mixture of experts: a router, and those experts that a token goes through."""
+
+    splits_rest = True  # the experts that a token does not go through
+    divided: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+    """Linears of experts, which expert-parallel ranks divide among themselves."""
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """Of layers with experts."""
+        return bool(layer.experts)
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """With the router."""
+        return {"router": (self.layer.hidden_size, self.layer.experts)} | super().linears()
+
+    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
+        """Every rank has the whole router."""
+        return super().sharded_linears(tensor) | {"router": self.linears()["router"]}
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+        """With a row for each expert of a token, before and behind its feed-forward part; the
+        router's probabilities and copies; numbers of rows, experts and shares."""
+        size = setting.element_bytes
+        rows_N = self._chosen_N(sizes, setting)
+        row_bytes = (1 + weights) * size * self.layer.hidden_size + 4 * 8 + size
+        routed_N = 4 * self.layer.experts * sizes.units_N
+        if self.layer.router_float32 and weights and size < 4:
+            hidden = self.layer.hidden_size
+            routed_N = routed_N + 4 * hidden * (sizes.units_N + self.layer.experts)
+        return super().kept_bytes(sizes, setting, weights) + row_bytes * rows_N + routed_N
+
+    def results_N(self, sizes: TaskSizes, setting: Setting) -> Array | float:
+        """Those of experts are as many rows of a token as it has experts."""
+        rows_N = self._chosen_N(sizes, setting) - sizes.units_N
+        return super().results_N(sizes, setting) + rows_N * self.layer.hidden_size
+
+    def products(self, sizes: TaskSizes, setting: Setting) -> list[Operator]:
+        """Each of the experts' reads the weights of all experts, and a row for each expert of a
+        token; gate and what it is for are one product."""
+        layer = self.layer
+        execution = setting.execution
+        rows_N = self._chosen_N(sizes, setting)
+        inner = layer.ffn_size / layer.experts_per_token
+        weights = self._experts(setting) * layer.hidden_size * inner
+        found = []
+        own = zip(
+            self.local_linears(execution.tensor), super().products(sizes, setting), strict=True
+        )
+        for name, product in own:
+            if name not in self.divided:
+                found.append(product)
+                continue
+            joined = name == "up" and layer.gated_ffn
+            width = inner + (0 if joined else layer.hidden_size)
+            moved_N = setting.element_bytes * (rows_N * width + weights)
+            found.append(product._replace(memory_bytes=moved_N, calls=0 if joined else 1))
+        return found
+
+    def gradients(self, setting: Setting) -> float:
+        """Of all experts' weights."""
+        layer = self.layer
+        chosen = sum(prod(self.linears()[name]) for name in self.divided if name in self.linears())
+        each = chosen / layer.experts_per_token
+        router = layer.hidden_size * layer.experts
+        return router + self._experts(setting) * each
+
+    def _experts(self, setting: Setting) -> float:
+        """That a rank has."""
+        return self.layer.experts / setting.execution.tensor / setting.execution.expert
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """With what brings rows into the order of experts and back, weighs and adds them; in
+        backward, gradients of gates and what they are for are joined."""
+        passes = super().operators(sizes, setting)
+        layer = self.layer
+        size = setting.element_bytes
+        token_N = size * layer.hidden_size * sizes.units_N
+        rows_N = size * layer.hidden_size * self._chosen_N(sizes, setting)
+        joined_N = 4 * size * sizes.units_N * layer.ffn_size / setting.execution.tensor
+        forward = Operator("copy", memory_bytes=6 * rows_N + 2 * token_N, calls=18)
+        inputs = Operator("copy", memory_bytes=14 * rows_N + 4 * token_N + joined_N, calls=14)
+        passes.forward.append(forward)
+        passes.inputs.append(inputs)
+        return passes
+
+    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
+        """With rows in another order, and their gradients."""
+        inside = super().temporaries(sizes, setting)
+        row_bytes = setting.element_bytes * self.layer.hidden_size
+        rows_N = 2 * row_bytes * self._chosen_N(sizes, setting)
+        return Temporaries(inside.forward_N + rows_N, inside.backward_N + rows_N)
+
+    def _chosen_N(self, sizes: TaskSizes, setting: Setting) -> Array:
+        """Pairs of a token and one of its experts on a rank, if they are spread evenly."""
+        return sizes.units_N * self.layer.experts_per_token / setting.execution.tensor
+
+    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Every token to each of its experts and back, if they are spread evenly; twice, as numbers
+        of tokens go first. Timed as messages, for which every profile has rates."""
+        ranks = setting.execution.expert
+        if ranks == 1:
+            return Operators.none()
+        rows_N = sizes.units_N * self.layer.experts_per_token
+        row_bytes = setting.element_bytes * self.layer.hidden_size
+        sent_N = 2 * rows_N * row_bytes * (ranks - 1) / ranks
+        link = setting.expert_link
+        forward = Operator("p2p", network_bytes=sent_N, calls=3, link=link)
+        backward = Operator("p2p", network_bytes=sent_N, calls=2, link=link)
+        # In order of experts, and back.
+        copies = Operator("copy", memory_bytes=4 * rows_N * row_bytes, calls=4)
+        return Operators([forward, copies], [backward, copies], [], [])
+
+
+class SharedExpert(Component):
+    """The expert beside the others that all tokens go through; its result may have a gate."""
+
+    @classmethod
+    def is_in(cls, layer: LayerDescription) -> bool:
+        """As the description says."""
+        return bool(layer.shared_ffn_size)
+
+    def extra_readers(self) -> int:
+        """All but the product that leads out."""
+        return 2 + self.layer.shared_gate
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Of a gated feed-forward network, and the gate of its result."""
+        hidden = self.layer.hidden_size
+        inner = self.layer.shared_ffn_size
+        linears = {
+            "shared_gate": (hidden, inner),
+            "shared_up": (hidden, inner),
+            "shared_down": (inner, hidden),
+        }
+        return linears | ({"shared_share": (hidden, 1)} if self.layer.shared_gate else {})
+
+    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
+        """The inner features are divided; every rank has the whole gate of the result."""
+        linears = self.linears()
+        inner, hidden = linears["shared_down"]
+        own: dict[str, Linear] = {"shared_down": (inner / tensor, hidden)}
+        if self.layer.shared_gate:
+            own["shared_share"] = linears["shared_share"]
+        return super().sharded_linears(tensor) | own
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """The activation function; the gate of the result, which is added to the others'."""
+        layer = self.layer
+        size = setting.element_bytes
+        inner_N = sizes.units_N * layer.shared_ffn_size / setting.execution.tensor
+        passes = activation_operators(layer.activation, True, inner_N, setting)
+        token_N = size * sizes.units_N * layer.hidden_size
+        added_N = (5 if layer.shared_gate else 3) * token_N
+        passes.forward.append(
+            Operator("elementwise", memory_bytes=added_N, calls=3 if layer.shared_gate else 1)
+        )
+        if layer.shared_gate:
+            passes.inputs.append(Operator("elementwise", memory_bytes=6 * token_N, calls=4))
+        return passes
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+        """Tensors of the inner size, and the result before its gate, if it has one."""
+        inner = (3 + weights) * self.layer.shared_ffn_size / setting.execution.tensor
+        gated = self.layer.shared_gate * self.layer.hidden_size
+        return setting.element_bytes * sizes.units_N * (inner + gated)

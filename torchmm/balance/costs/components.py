@@ -16,16 +16,20 @@ Shape suffix N: tasks.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from torchmm.balance.costs.component import Component, Linear, Temporaries
+from torchmm.balance.costs.component import (
+    Component,
+    Experts,
+    FeedForward,
+    Linear,
+    SharedExpert,
+    Temporaries,
+)
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.mixers import Adapters, DeltaNet, ShortConvolution
 from torchmm.balance.costs.operators import (
     Kind,
     Operator,
     Operators,
-    activation_operators,
     norm_operators,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
@@ -217,6 +221,31 @@ class LatentAttention(Attention):
         whole = {name: self.linears()[name] for name in self.replicated(tensor)}
         return super().sharded_linears(tensor) | whole
 
+    def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Of the few features."""
+        ranks = self._ranks()
+        return norm_operators(self.layer.norm, sizes.units_N * sum(ranks), len(ranks), setting)
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
+        """Queries, keys, what keys and values come from, the result; few features, before and
+        behind their norms."""
+        layer = self.layer
+        size = setting.element_bytes
+        tensor = setting.execution.tensor
+        _, up = self.linears()["key_value"]
+        wide = layer.heads * (2 * layer.head_dim + layer.value_dim) + up
+        ranks = self._ranks()
+        few_N = sizes.units_N * sum(ranks)
+        normed_N = norm_kept_bytes(layer.norm, few_N, normed_bytes(layer, setting), weights)
+        scales_N = 4 * norm_scales(layer.norm) * len(ranks) * sizes.units_N
+        statistics_N = 4 * layer.heads / tensor * sizes.units_N
+        kept_N = size * (sizes.units_N * wide / tensor + weights * few_N)
+        return kept_N + normed_N + scales_N + statistics_N
+
+    def _ranks(self) -> list[int]:
+        """Numbers of few features: of keys and values, and of queries where they have some."""
+        return [rank for rank in (self.layer.key_value_rank, self.layer.query_rank) if rank]
+
     def replicated(self, tensor: int) -> tuple[str, ...]:
         """Those down to few features."""
         down = ("query_down", "key_value_down")
@@ -282,12 +311,14 @@ class Heads(Component):
         return layer.mixer is None
 
     def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Of queries and keys."""
+        """Of queries, keys and values."""
         layer = self.layer
         if not layer.qk_norm:
             return Operators.none()
-        heads = (layer.heads + layer.kv_heads) * layer.head_dim / setting.execution.tensor
-        return norm_operators(layer.norm, sizes.units_N * heads, 2, setting)
+        heads = layer.heads + (2 if layer.value_norm else 1) * layer.kv_heads
+        width = heads * layer.head_dim / setting.execution.tensor
+        calls = 3 if layer.value_norm else 2
+        return norm_operators(layer.norm, sizes.units_N * width, calls, setting)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """Rotation, and copies."""
@@ -311,7 +342,7 @@ class Heads(Component):
         return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """Norms of queries and keys."""
+        """Norms of queries, keys and values."""
         layer = self.layer
         if not layer.qk_norm:
             return 0.0
@@ -319,136 +350,10 @@ class Heads(Component):
         normed_N = sizes.units_N * (query + key)
         norm_weights = weights and not layer.adapters
         kept_N = norm_kept_bytes(layer.norm, normed_N, normed_bytes(layer, setting), norm_weights)
+        if layer.value_norm:
+            kept_N = kept_N + norm_kept_bytes(layer.norm, sizes.units_N * key, 4, weights=False)
+            normed_N = normed_N + sizes.units_N * key
         return kept_N + 4 * norm_scales(layer.norm) * normed_N / layer.head_dim
-
-
-class FeedForward(Component):
-    """A feed-forward network of two linears, or three with a gate."""
-
-    sublayer = True
-
-    def extra_readers(self) -> int:
-        """The gate."""
-        return int(self.layer.gated_ffn)
-
-    @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
-        """Of layers without experts."""
-        return not layer.experts
-
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Up and down, and the gate."""
-        hidden = self.layer.hidden_size
-        ffn = self.layer.ffn_size
-        gate = {"gate": (hidden, ffn)} if self.layer.gated_ffn else {}
-        return gate | {"up": (hidden, ffn), "down": (ffn, hidden)}
-
-    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
-        """The inner features are divided."""
-        inputs, outputs = self.linears()["down"]
-        return super().sharded_linears(tensor) | {"down": (inputs / tensor, outputs)}
-
-    def replicated(self, tensor: int) -> tuple[str, ...]:
-        """What one linear gives together."""
-        return ("gate", "up") if self.layer.packed_gate_up else ()
-
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """The activation function, and the product with the gate."""
-        inner_N = sizes.units_N * self.layer.ffn_size / setting.execution.tensor
-        return activation_operators(self.layer.activation, self.layer.gated_ffn, inner_N, setting)
-
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """Tensors of the inner size; the last one is the input of a linear."""
-        inside = 2 if self.layer.activation == "quick_gelu" else 1
-        tensors = inside + (2 if self.layer.gated_ffn else 0) + weights
-        inner = tensors * self.layer.ffn_size / setting.execution.tensor
-        return setting.element_bytes * sizes.units_N * inner
-
-    def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
-        """Of the inner size: results in forward, gradients in backward."""
-        tensor = setting.execution.tensor
-        inner_N = setting.element_bytes * sizes.units_N * self.layer.ffn_size / tensor
-        return Temporaries((4 if self.layer.packed_gate_up else 3) * inner_N, 2 * inner_N)
-
-
-class Experts(FeedForward):
-    """A mixture of experts: a router, and those experts that a token goes through."""
-
-    splits_rest = True  # the experts that a token does not go through
-    divided: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
-    """Linears of experts, which expert-parallel ranks divide among themselves."""
-
-    @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
-        """Of layers with experts."""
-        return bool(layer.experts)
-
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """With the router."""
-        return {"router": (self.layer.hidden_size, self.layer.experts)} | super().linears()
-
-    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
-        """Every rank has the whole router."""
-        return super().sharded_linears(tensor) | {"router": self.linears()["router"]}
-
-    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Every token to each of its experts and back, if they are spread evenly; twice, as numbers
-        of tokens go first. Timed as messages, for which every profile has rates."""
-        ranks = setting.execution.expert
-        if ranks == 1:
-            return Operators.none()
-        rows_N = sizes.units_N * self.layer.experts_per_token
-        row_bytes = setting.element_bytes * self.layer.hidden_size
-        sent_N = 2 * rows_N * row_bytes * (ranks - 1) / ranks
-        link = setting.expert_link
-        forward = Operator("p2p", network_bytes=sent_N, calls=3, link=link)
-        backward = Operator("p2p", network_bytes=sent_N, calls=2, link=link)
-        # In order of experts, and back.
-        copies = Operator("copy", memory_bytes=4 * rows_N * row_bytes, calls=4)
-        return Operators([forward, copies], [backward, copies], [], [])
-
-
-class SharedExpert(Component):
-    """The expert beside the others that all tokens go through; its result may have a gate."""
-
-    @classmethod
-    def is_in(cls, layer: LayerDescription) -> bool:
-        """As the description says."""
-        return bool(layer.shared_ffn_size)
-
-    def extra_readers(self) -> int:
-        """All but the product that leads out."""
-        return 2 + self.layer.shared_gate
-
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Of a gated feed-forward network, and the gate of its result."""
-        hidden = self.layer.hidden_size
-        inner = self.layer.shared_ffn_size
-        linears = {
-            "shared_gate": (hidden, inner),
-            "shared_up": (hidden, inner),
-            "shared_down": (inner, hidden),
-        }
-        return linears | ({"shared_share": (hidden, 1)} if self.layer.shared_gate else {})
-
-    def sharded_linears(self, tensor: int) -> dict[str, Linear]:
-        """The inner features are divided; every rank has the whole gate of the result."""
-        linears = self.linears()
-        inner, hidden = linears["shared_down"]
-        own: dict[str, Linear] = {"shared_down": (inner / tensor, hidden)}
-        if self.layer.shared_gate:
-            own["shared_share"] = linears["shared_share"]
-        return super().sharded_linears(tensor) | own
-
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """The activation function."""
-        inner_N = sizes.units_N * self.layer.shared_ffn_size / setting.execution.tensor
-        return activation_operators(self.layer.activation, True, inner_N, setting)
-
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """Tensors of the inner size, and the result before its gate."""
-        inner = (3 + weights) * self.layer.shared_ffn_size / setting.execution.tensor
-        return setting.element_bytes * sizes.units_N * (inner + self.layer.hidden_size)
 
 
 LAYER_COMPONENTS: list[type[Component]] = [

@@ -35,9 +35,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.costs.component import Linear
+from torchmm.balance.costs.component import Experts, Linear
 from torchmm.balance.costs.components import (
-    Experts,
     components_of,
     head_widths,
     norm_kept_bytes,
@@ -52,7 +51,6 @@ from torchmm.balance.costs.operators import (
     Operators,
     accumulate,
     all_reduce_bytes,
-    matmul,
     norm_operators,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
@@ -150,15 +148,23 @@ def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting)
         ends = layer.norm_place == "before"  # else a norm needs the last product
         products = len(local_linears(layer, setting.execution.tensor))
         last = linears.forward[products - 1] if ends else None
-        passes.again.extend(_again(passes.forward, last, mode))
+        weighed = bool(layer.experts and not layer.shared_ffn_size)
+        passes.again.extend(_again(passes.forward, last, mode, weighed))
     return passes
 
 
-def _again(forward: list[Operator], last: Operator | None, mode: Recompute) -> Iterator[Operator]:
+def _again(
+    forward: list[Operator], last: Operator | None, mode: Recompute, weighed: bool
+) -> Iterator[Operator]:
     """What is run again. torch stops where the last tensor is there that backward needs: before the
-    layer's last product, whose result is summed over ranks after it; None: at the end."""
+    layer's last product, whose result is summed over ranks after it; None: at the end.
+
+    Args:
+        weighed: whether shares of experts multiply that result, which backward needs then.
+    """
     for operator in forward:
-        if operator is last or (mode == "selective" and operator.kind in KEPT_KINDS):
+        unneeded = operator is last and not weighed
+        if unneeded or (mode == "selective" and operator.kind in KEPT_KINDS):
             continue
         share = 1.0
         if last is not None and operator.kind in ("all_reduce", "reduce_scatter"):
@@ -174,27 +180,28 @@ def _sublayers(layer: LayerDescription, *, context: bool = True) -> int:
     return sum(c.sublayer and (context or not c.reads_context) for c in components)
 
 
+def _norm_count(layer: LayerDescription, sublayers: int) -> int:
+    """Norms of all features."""
+    return sublayers * (2 if layer.norm_place == "around" else 1) + layer.more_norms
+
+
 def _norms(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
     rows_N = sizes.units_N * setting.execution.residual_share
-    count = _sublayers(layer) * (2 if layer.norm_place == "around" else 1)
+    count = _norm_count(layer, _sublayers(layer))
     return norm_operators(layer.norm, count * rows_N * layer.hidden_size, count, setting)
 
 
 def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
     """Matrix products with weights: those for the layer's own positions, then the others."""
-    products = [
-        (component.rows_N(name, sizes), inputs, outputs)
-        for component in sorted(components_of(layer), key=lambda c: c.reads_context)
-        for name, (inputs, outputs) in component.local_linears(setting.execution.tensor).items()
-    ]
-    every = [matmul(*product, setting) for product in products]
+    components = sorted(components_of(layer), key=lambda c: c.reads_context)
+    every = [product for component in components for product in component.products(sizes, setting)]
     weights = list(every)
     if layer.norm == "layer" or layer.packed_qkv:  # these families have biases
-        summed = sum(rows_N * outputs for rows_N, _, outputs in products)
+        summed = sum(component.results_N(sizes, setting) for component in components)
         bias_bytes = setting.element_bytes * summed
-        weights.append(Operator("elementwise", memory_bytes=bias_bytes, calls=len(products)))
-    parameters = sum(inputs * outputs for _, inputs, outputs in products)
-    weights.append(accumulate(parameters, setting, len(products)))
+        weights.append(Operator("elementwise", memory_bytes=bias_bytes, calls=len(every)))
+    parameters = sum(component.gradients(setting) for component in components)
+    weights.append(accumulate(parameters, setting, len(every)))
     return Operators(every, list(every), weights, [])
 
 
@@ -297,7 +304,7 @@ def layer_kept_bytes(
         results_N = sum(c.kept_results_bytes(sizes, setting) for c in components)
         return element_bytes * input_N + results_N
     sublayers = _sublayers(layer, context=False)
-    norms = sublayers * (2 if layer.norm_place == "around" else 1)
+    norms = _norm_count(layer, sublayers)
     kept_N = norms * norm_kept_bytes(
         layer.norm, input_N, normed_bytes(layer, setting), norm_weights
     )

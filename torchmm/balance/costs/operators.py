@@ -63,6 +63,8 @@ KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in H
 COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "attention_backward")
 TANH_GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu-approximate")
 """Activation functions of class gelu_tanh, by Hugging Face's names."""
+CLAMPED = "clamped_silu"
+"""GPT-OSS's, of several operators."""
 NETWORK_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "p2p")
 
 
@@ -300,6 +302,9 @@ def activation_operators(name: str, gated: bool, elements: Array, setting: Setti
     if name == "quick_gelu":  # x * sigmoid(1.702 x)
         forward.append(operator("elementwise", 5, 2))
         inputs.append(operator("elementwise", 11, 4))
+    if name == CLAMPED:  # of both: limits, a factor, a sigmoid, one more
+        forward.append(operator("elementwise", 11, 5))
+        inputs.append(operator("elementwise", 17, 7))
     if gated:
         forward.append(operator("elementwise", 3, 1))
         inputs.append(operator("elementwise", 6, 2))

@@ -50,6 +50,8 @@ class LlmFamily:
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Norms of a layer whose input or output is added to the residual stream."""
     norm_place: NormPlace = "before"
+    more_norms: int = 0
+    """Norms beside the usual ones of that place, see `LayerDescription`."""
     norm_weight_float32: bool = False
     """Whether norms return to the compute dtype only after their weights."""
     multiplier: str | None = None
@@ -60,6 +62,8 @@ class LlmFamily:
     composites omit, as they have a separate head."""
     gated_ffn: bool = True
     """Whether the feed-forward network has a gate: three weight matrices instead of two."""
+    activation: str = ""
+    """Function inside it, if it is not the one that the config names, see `LayerDescription`."""
     packed_qkv: bool = False
     """Whether one linear computes queries, keys and values."""
     output_gate: bool = False

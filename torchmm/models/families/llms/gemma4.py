@@ -50,6 +50,7 @@ def _choose(family: LlmFamily, config: Any) -> LlmFamily:
     return replace(
         family,
         norms=(*family.norms, *_EXPERT_NORMS),
+        more_norms=len(_EXPERT_NORMS) + 1,  # the router's
         tensor_parallel={
             "router": "sequence",
             "router.proj": "sequence",

@@ -55,13 +55,15 @@ def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str,
         "ffn_size": _chosen_width(layer, config, gated) if experts else dense,
         "shared_ffn_size": dense if experts else 0,
         "shared_gate": any(linear.out_features == 1 for linear in _linears_outside(layer)),
+        # GLM's and DeepSeek's, whose scores have biases of their own.
+        "router_float32": any("score_correction" in name for name in layer.state_dict()),
         "mixer": mixer,
         "output_gate": family.output_gate and mixer is None,
         **_attention_sizes(layer, config, counted=family.output_gate or mixer is not None),
     }
 
 
-def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, int]:
+def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, Any]:
     """Heads, and what latent attention has.
 
     Args:
@@ -88,6 +90,8 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
             "shared_key_dim": shared,
         }
         return sizes
+    if getattr(attention, "v_norm", None) is not None:  # Gemma 4's
+        sizes["value_norm"] = True
     value_is_key = getattr(attention, "v_proj", attention) is None
     parts = () if attention is None or counted else attention.modules()
     weights = sum(part.weight.numel() for part in parts if isinstance(part, nn.Linear))

@@ -83,6 +83,7 @@ _LATENT = {
 }
 _GPT_OSS = LlmFamily(
     norm_weight_float32=True,
+    activation="clamped_silu",
     stacked_experts=True,
     tensor_parallel={
         "self_attn.q_proj": "colwise",
