@@ -1,5 +1,5 @@
-"""What a component of a transformer layer can say about its costs, and the one that all layers have:
-the feed-forward part, alone or of experts. Other kinds are in `components.py`.
+"""What a component of a transformer layer can say about its costs, and the one that all layers
+have: the feed-forward part, alone or of experts. Other kinds are in `components.py`.
 
 A token goes through `experts_per_token` experts and leaves a row for each of them: what depends on
 tokens counts as often. What depends on weights counts all experts of a rank: their weights are read
