@@ -6,6 +6,7 @@ from pathlib import Path
 
 import proofs
 import pytest
+from object_server import ObjectServer
 from train_server import TrainServer
 
 ROOT = Path(__file__).parents[1]
@@ -148,3 +149,18 @@ def train_server() -> Iterator[TrainServer]:
     """Runs train.py in forks of one warm process."""
     with TrainServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def _objects() -> Iterator[ObjectServer]:
+    with ObjectServer() as server:
+        yield server
+
+
+@pytest.fixture
+def object_server(_objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
+    """An S3 server on this machine without faults, and the environment that finds it."""
+    _objects.reset()
+    for name, value in _objects.environment.items():
+        monkeypatch.setenv(name, value)
+    return _objects

@@ -32,6 +32,21 @@ class ProducersConfig(Section):
     """Largest prepared step that is accepted, in units of 10^6 bytes."""
 
 
+class StorageConfig(Section):
+    """Files that lie elsewhere (`s3://`, `gs://`, `hf://`, ...): how long a store may not answer,
+    and what is kept of them here. Credentials come from the environment."""
+
+    cache_dir: str | None = None
+    """Directory on a local disk, shared by the processes of a machine, for what was read from
+    elsewhere and for decoded parts of parquet files; default: `storage` in `data.index_cache`."""
+    cache_gb: float = Field(default=50.0, ge=0)
+    """Most that is kept there, in units of 10^9 bytes; what was not used for longest goes first.
+    0: nothing is kept, and checksums are not compared."""
+    give_up_s: float = Field(default=180.0, gt=0)
+    """The run ends (exit code 3) when a store has not answered a request for this many seconds, in
+    which it is asked again and again. Keep it below `data.timeout_s`."""
+
+
 class VideoConfig(Section):
     """Frames of a clip are evenly spaced and depend only on its length: the same in every
     epoch, on every rank. Needs `pip install "torchmm[video]"`."""
@@ -69,7 +84,8 @@ class SourceConfig(Section):
     """One data source of a mixture."""
 
     path: str
-    """Local file, directory or glob, or a Hugging Face data set id."""
+    """Local file, directory or glob; an address of the same (`s3://bucket/shards/*.tar`, `gs://`,
+    `hf://datasets/OWNER/NAME`, `https://HOST/FILE`); or a Hugging Face data set id."""
     format: Literal[
         "auto",
         "parquet",
@@ -90,6 +106,8 @@ class SourceConfig(Section):
     """Split, for hub data sets and directories with one."""
     config: str | None = None
     """Subset (configuration) of a hub data set."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub data set or `hf://` address; a commit never changes."""
     weight: float = Field(default=1.0, gt=0)
     """Share of samples drawn from this source, relative to the other sources' weights."""
     epochs: float | None = Field(default=None, gt=0)
@@ -185,5 +203,7 @@ class DataConfig(Section):
     corrupt."""
     index_cache: str = "data/index"
     """Directory for the sample-length index of map-style sources."""
+    storage: StorageConfig = Field(default=StorageConfig())
+    """Sources that lie elsewhere."""
     producers: ProducersConfig = Field(default=ProducersConfig())
     """Other processes that prepare training samples; default: this run's own workers do."""
