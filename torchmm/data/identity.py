@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,9 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.changes import changes, short
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
+from torchmm.data.regular_files import open_regular
 from torchmm.data.sources.reader import MeasuredSample, SampleReader
+from torchmm.data.storage.remote_files import AnyFile
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -35,7 +36,16 @@ ENDS_FILES = 16
 """Number of a stream's files of which both ends are read."""
 _OF_ORDER = ("weight", "epochs", "filter", "streaming")
 """Keys of a source that decide how often, or whether, its samples come."""
-CAUSES = ("prompt", "generate", "split", "config", "columns", "max_samples", "train_on")
+CAUSES = (
+    "prompt",
+    "generate",
+    "split",
+    "config",
+    "revision",
+    "columns",
+    "max_samples",
+    "train_on",
+)
 """Keys of a source that may change its samples; if they do, their digest shows it."""
 _DEFAULTS = SourceConfig(path="").model_dump(mode="json")
 """What keys mean to checkpoints that were saved before there were these keys."""
@@ -73,7 +83,9 @@ class SamplesDigest:
         return self._hash.hexdigest()[:32]
 
 
-def stream_content(config: SourceConfig, files: Sequence[Path], settings: Mapping[str, Any]) -> str:
+def stream_content(
+    config: SourceConfig, files: Sequence[AnyFile], settings: Mapping[str, Any]
+) -> str:
     """What can be known of a stream's content without reading it.
 
     Args:
@@ -89,7 +101,7 @@ def stream_content(config: SourceConfig, files: Sequence[Path], settings: Mappin
     parts += [file.stat().st_size for file in files] or [config.path]
     some = {int(i) for i in np.linspace(0, len(files) - 1, min(len(files), ENDS_FILES))}
     for number in sorted(some):
-        with files[number].open("rb") as stream:
+        with open_regular(files[number]) as stream:
             head = stream.read(ENDS_BYTES)
             stream.seek(max(len(head), files[number].stat().st_size - ENDS_BYTES))
             parts.append(hashlib.sha256(head + stream.read(ENDS_BYTES)).hexdigest())

@@ -12,6 +12,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from torchmm.data.storage.remote_files import RemoteFile
+
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -21,13 +23,15 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path | str) -> BinaryIO:
-    """Opens a file for reading.
+def open_regular(path: Path | RemoteFile | str) -> BinaryIO:
+    """Opens a file for reading, wherever it lies.
 
     Raises:
         OSError: there is none, or it is no regular file.
         ValueError: no file can have this name.
     """
+    if isinstance(path, RemoteFile):
+        return path.open()
     return open(path, "rb", opener=_descriptor)
 
 

@@ -4,13 +4,18 @@ elsewhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field
 
 from torchmm.recipe.section import Section
+
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_SECRET = re.compile(r"sig|token|credential|key|secret|password", re.IGNORECASE)
 
 
 class ProducersConfig(Section):
@@ -132,11 +137,29 @@ class SourceConfig(Section):
     text, the template's own included. A message's own `loss` or `train` comes first."""
 
 
+def is_address(path: object) -> bool:
+    """Whether it is the address of something elsewhere, not a path on this machine."""
+    match = _ADDRESS.match(str(path))
+    return match is not None and match[1].lower() != "file"
+
+
+def secret_in(address: str) -> str | None:
+    """What in an address is a credential, for messages, without its value; None: nothing."""
+    if not is_address(address):
+        return None
+    parts = urlsplit(address)
+    if ":" in parts.netloc.rpartition("@")[0]:
+        return "user:password@"
+    names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
+    return next((f"?{name}=" for name in names if _SECRET.search(name)), None)
+
+
 def unique_names(configs: Sequence[SourceConfig]) -> list[str]:
     """One name per source, from the recipe or the path, numbered where they repeat."""
     names: list[str] = []
     for config in configs:
-        parts = [p for p in Path(config.path).parts if "*" not in p]
+        path = Path(config.path.partition("://")[2] or config.path)
+        parts = [part for part in path.parts if "*" not in part]
         name = config.name or "/".join(parts[-2:])
         copies = sum(n == name or n.startswith(f"{name}#") for n in names)
         names.append(f"{name}#{copies + 1}" if copies else name)

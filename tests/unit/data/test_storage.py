@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import copy
 import random
 import threading
 import time
@@ -12,11 +12,12 @@ import fsspec
 import numpy as np
 import pytest
 
-from torchmm.common.addresses import is_address, join_address, secret_in, without_secrets
 from torchmm.common.errors import ConfigError, DataError
+from torchmm.data.storage.addresses import join_address, without_secrets
 from torchmm.data.storage.block_cache import BlockCache
 from torchmm.data.storage.clients import ReplacedError, StoreClient
-from torchmm.data.storage.remote_files import BLOCK_BYTES, RemoteFile, Storage
+from torchmm.data.storage.remote_files import BLOCK_BYTES, RemoteFile, RemoteFolder, Storage
+from torchmm.recipe.data_section import is_address, secret_in
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)
 
@@ -67,7 +68,7 @@ def test_only_what_is_read_is_fetched_and_once(store, tmp_path):
         stream.seek(1_000_000)
         stream.read(1000)
     assert store.sent_bytes == BLOCK_BYTES
-    again = pickle.loads(pickle.dumps(file))  # as a worker process gets it
+    again = copy.deepcopy(file)  # as a worker process gets it
     with again.open() as stream:
         stream.seek(1_000_100)
         assert stream.read(500) == CONTENT[1_000_100:1_000_600]
@@ -260,12 +261,12 @@ def test_missing_credentials_are_told_at_once(store, tmp_path, monkeypatch):
 
 
 def test_whole_named_files(store, tmp_path):
-    storage = open_storage(tmp_path)
-    assert storage.read_named("s3://first/x/y/b.bin", 10) == b"b"
-    with pytest.raises(FileNotFoundError, match=r"s3://first/x/z\.bin"):
-        storage.read_named("s3://first/x/z.bin", 10)
-    with pytest.raises(ValueError, match="3000000 bytes"):
-        storage.read_named("s3://first/x/a.bin", 10)
+    folder = RemoteFolder("s3://first/x", open_storage(tmp_path))
+    named = folder.join("y/b.bin")
+    assert named is not None and named.find().read_bytes() == b"b"
+    missing = folder.join("z.bin")
+    assert missing is not None and missing.find() is None
+    assert folder.join("../z.bin") is None
 
 
 def test_other_stores_through_fsspec(tmp_path):
@@ -292,7 +293,8 @@ def test_addresses():
     assert is_address("s3://b/x") and is_address("hf://datasets/o/n")
     assert not is_address("data/x") and not is_address("/x") and not is_address("file:///x")
     assert join_address("s3://b/x", "y/../z.png") == "s3://b/x/z.png"
-    for name in ("../z.png", "/z.png", "y/../../z.png", "s3://b/x/z.png", "."):
+    assert join_address("s3://b/x", "s3://b/x/z.png") == "s3://b/x/z.png"
+    for name in ("../z.png", "/z.png", "y/../../z.png", "s3://b/xy/z.png", "s3://c/x/z.png", "."):
         assert join_address("s3://b/x", name) is None
     assert join_address("s3://b", "z.png") == "s3://b/z.png"
 

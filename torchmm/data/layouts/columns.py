@@ -1,7 +1,8 @@
 """Values of a record's columns: texts, lists, files.
 
 Data is not trusted: images, clips and sounds are bytes, `data:` addresses that hold them, or files
-next to the data. A path may not leave the source's directory and no other address is followed.
+next to the data. A path may not leave the source's directory and no other address is followed: of a
+source in a store, only those below its own folder there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.sample import AudioSegment, FileSegment, ImageSegment, VideoSegment
+from torchmm.data.layouts.sample import (
+    AudioSegment,
+    FileSegment,
+    ImageSegment,
+    Root,
+    VideoSegment,
+)
+from torchmm.data.storage.remote_files import RemoteFolder, RemoteName
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp")
 VIDEO_COLUMNS = ("video", "mp4", "webm", "mkv", "mov", "avi")
@@ -75,7 +83,7 @@ def optional_text(columns: dict[str, Any], name: str) -> str:
     return "" if value is None else text_of(value, f"column {name}")
 
 
-def files_of(columns: dict[str, Any], root: str | None) -> dict[str, list[FileSegment]]:
+def files_of(columns: dict[str, Any], root: Root) -> dict[str, list[FileSegment]]:
     """All files of a record by kind: those of `images`, or of `image`; either may hold one or many.
 
     Raises:
@@ -84,7 +92,7 @@ def files_of(columns: dict[str, Any], root: str | None) -> dict[str, list[FileSe
     return {kind: _files_of_kind(columns, kind, root) for kind in FILE_KINDS}
 
 
-def _files_of_kind(columns: dict[str, Any], kind: str, root: str | None) -> list[FileSegment]:
+def _files_of_kind(columns: dict[str, Any], kind: str, root: Root) -> list[FileSegment]:
     several = f"{kind}s"
     names = [n for n in (several, *FILE_KINDS[kind][0]) if columns.get(n) not in (None, [])]
     if not names:
@@ -96,12 +104,12 @@ def _files_of_kind(columns: dict[str, Any], kind: str, root: str | None) -> list
     return [file_segment(kind, value, root) for value in values]
 
 
-def file_segment(kind: str, value: Any, root: str | None) -> Any:
+def file_segment(kind: str, value: Any, root: Root) -> Any:
     """A file of one of FILE_KINDS; raises CorruptSampleError."""
     return FILE_KINDS[kind][1](*_file(value, root, kind))
 
 
-def _file(value: Any, root: str | None, kind: str) -> tuple[bytes | None, str | None]:
+def _file(value: Any, root: Root, kind: str) -> tuple[bytes | None, str | RemoteName | None]:
     """Bytes or path, from either or from the {"bytes", "path"} pair of `datasets`."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
@@ -111,6 +119,11 @@ def _file(value: Any, root: str | None, kind: str) -> tuple[bytes | None, str | 
         raise CorruptSampleError(f"{kind} is {type(value).__name__}, not bytes or a path")
     if value.startswith("data:"):
         return _data_address(value, kind), None
+    if isinstance(root, RemoteFolder):
+        named = root.join(value)
+        if named is None:
+            raise CorruptSampleError(f"{kind} path {value[:80]!r} leaves {root}")
+        return None, named
     value = value.removeprefix("file://")
     if "://" in value:
         raise CorruptSampleError(f"{kind} is an address ({value[:80]}), which is never fetched")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.chat_keys import check_part, is_empty
 from torchmm.data.layouts.columns import FILE_KINDS, brief, file_segment, from_base64
-from torchmm.data.layouts.sample import FileSegment
+from torchmm.data.layouts.sample import FileSegment, Root
 
 TEXT_TYPES = ("text", "input_text", "output_text")
 FILE_TYPES = {
@@ -45,7 +45,7 @@ class FilePart(NamedTuple):
     named: Any = None
     """What the part says of its file; None: it is the next one of the record's columns."""
 
-    def open(self, root: str | None) -> FileSegment:
+    def open(self, root: Root) -> FileSegment:
         """The file that the part names; raises CorruptSampleError."""
         value = self.named
         if isinstance(value, list):

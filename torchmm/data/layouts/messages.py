@@ -16,7 +16,7 @@ from torchmm.data.layouts.chat_keys import check_turn, is_empty
 from torchmm.data.layouts.columns import brief, files_of, list_of
 from torchmm.data.layouts.conversation import ROLES, Conversation, Turn
 from torchmm.data.layouts.parts import read_contents
-from torchmm.data.layouts.sample import FileSegment, Record
+from torchmm.data.layouts.sample import FileSegment, Record, Root
 from torchmm.data.layouts.tool_use import expand, reasoning_of, tool_calls_of, tools_of, train_of
 
 OTHER_NAMES = {"developer": "system", "function": "tool"}
@@ -68,7 +68,7 @@ def conversation_of(
     messages: Sequence[Any],
     files: Mapping[str, Sequence[FileSegment]],
     tools: tuple[dict[str, Any], ...] = (),
-    root: str | None = None,
+    root: Root = None,
     placeholders: bool = False,
     read_only: int = 0,
 ) -> Conversation:

@@ -15,7 +15,7 @@ from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.columns import FILE_KINDS
 from torchmm.data.layouts.conversation import Part
 from torchmm.data.layouts.inline_files import FilePart, read_part
-from torchmm.data.layouts.sample import FileSegment
+from torchmm.data.layouts.sample import FileSegment, Root
 
 PLACEHOLDER = re.compile(f"<({'|'.join(FILE_KINDS)})>")
 
@@ -26,7 +26,7 @@ Content = str | list[str | FilePart]
 def read_contents(
     contents: Sequence[tuple[str, Any]],
     files: Mapping[str, Sequence[FileSegment]],
-    root: str | None,
+    root: Root,
     placeholders: bool,
 ) -> list[tuple[Part, ...]]:
     """The parts of all messages of a record.

@@ -27,7 +27,14 @@ from torchmm.data.layouts.instructions import read_instruction, read_query
 from torchmm.data.layouts.messages import read_chat
 from torchmm.data.layouts.prompts import read_prompt
 from torchmm.data.layouts.questions import ANSWERS, has_pairs, read_pairs, read_question
-from torchmm.data.layouts.sample import GeneratedSegment, Record, Sample, SampleOptions, Segment
+from torchmm.data.layouts.sample import (
+    GeneratedSegment,
+    Record,
+    Root,
+    Sample,
+    SampleOptions,
+    Segment,
+)
 
 ChatRenderer = Callable[[Conversation, SampleOptions], Sample]
 """See `torchmm.data.media.chat.ChatTemplate`."""
@@ -142,7 +149,7 @@ def layout_of(record: Record) -> str:
 
 
 def _take_generated(
-    columns: dict[str, Any], name: str, root: str | None
+    columns: dict[str, Any], name: str, root: Root
 ) -> tuple[dict[str, Any], tuple[Segment, ...]]:
     """The other columns, and the content of the one to be drawn, if it is not empty."""
     if name not in columns:

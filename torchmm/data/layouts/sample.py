@@ -14,7 +14,11 @@ from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.regular_files import open_regular
+from torchmm.data.storage.remote_files import RemoteFolder, RemoteName
 from torchmm.recipe.data_section import SourceConfig
+
+Root = str | RemoteFolder | None
+"""What paths in records are relative to: a directory, or a folder elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Record:
     """One raw sample: its columns, and the directory that image paths are relative to."""
 
     columns: dict[str, Any]
-    root: str | None = None
+    root: Root = None
     options: SampleOptions = SampleOptions()
     where: str = ""
     """File and line, or row, for messages; empty where the source cannot say."""
@@ -60,7 +64,7 @@ class FileSegment:
     """An encoded file: its bytes, or where they are."""
 
     data: bytes | None = None
-    path: str | None = None
+    path: str | RemoteName | None = None
     encoder: str | None = None
     """Name of the encoder that reads it, once that is known."""
 
@@ -77,6 +81,12 @@ class FileSegment:
             self._check_size(len(self.data), max_bytes)
             return self.data
         assert self.path is not None
+        if isinstance(self.path, RemoteName):
+            file = self.path.find()
+            if file is None:
+                raise CorruptSampleError(f"{self.kind} file {self.path}: no such object")
+            self._check_size(file.size, max_bytes)
+            return file.read_bytes()
         try:
             with open_regular(self.path) as stream:
                 size = os.fstat(stream.fileno()).st_size

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import tarfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import first_of
 from torchmm.data.regular_files import open_regular
+from torchmm.data.storage.remote_files import AnyFile
 
 END_MARK = bytes(2 * tarfile.BLOCKSIZE)
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
@@ -24,7 +24,7 @@ _REMEDY = "fetch or write it again, or take it out of the source"
 logger = logging.getLogger(__name__)
 
 
-def check_tars(files: Sequence[Path]) -> None:
+def check_tars(files: Sequence[AnyFile]) -> None:
     """Looks at the ends of tar files.
 
     Raises:
@@ -43,7 +43,7 @@ def check_tars(files: Sequence[Path]) -> None:
         raise DataError(refused[0] if len(refused) == 1 else f"tar files:{first_of(refused)}")
 
 
-def _ends_well(file: Path) -> bool:
+def _ends_well(file: AnyFile) -> bool:
     size = file.stat().st_size
     with open_regular(file) as stream:
         if stream.read(8).startswith(_COMPRESSED):
@@ -52,12 +52,12 @@ def _ends_well(file: Path) -> bool:
         return size % tarfile.BLOCKSIZE == 0 and stream.read() == END_MARK
 
 
-def _explain(file: Path) -> None:
+def _explain(file: AnyFile) -> None:
     """Raises or warns, depending on where the members of an archive without an end mark end."""
     size = file.stat().st_size
     last = ""
     try:
-        with tarfile.open(file, "r:") as tar:
+        with open_regular(file) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             while (member := tar.next()) is not None:
                 if member.offset_data + member.size > size:
                     raise DataError(

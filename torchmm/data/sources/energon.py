@@ -26,6 +26,8 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.tar_samples import TarSamples, decode_part
+from torchmm.data.storage.places import Places
+from torchmm.data.storage.remote_files import AnyFile
 
 META = ".nv-meta"
 PICKLED = {"jpgs", "mp4s", "videos", "pkl", "pickle", "pyd"}
@@ -47,13 +49,14 @@ class EnergonFolder:
     """One of KINDS."""
     fields: dict[str, list[list[str]]]
     """For every field, where it may be: names of a part and of what is inside of it."""
-    shards: list[Path]
-    left_out: dict[Path, set[str]] = field(default_factory=dict)
+    shards: list[AnyFile]
+    left_out: dict[AnyFile, set[str]] = field(default_factory=dict)
 
     @property
-    def files(self) -> list[Path]:
+    def files(self) -> list[AnyFile]:
         """Everything that its samples depend on."""
-        return [file for file in _meta_files(self.directory) if file.exists()] + self.shards
+        meta: list[AnyFile] = [f for f in _meta_files(self.directory) if f.exists()]
+        return meta + self.shards
 
 
 class EnergonSource:
@@ -62,11 +65,14 @@ class EnergonSource:
     Args:
         folder: what to read.
         fingerprint: of its files.
+        places: keeps what was found in shards.
     """
 
-    def __init__(self, folder: EnergonFolder, fingerprint: str) -> None:
+    def __init__(
+        self, folder: EnergonFolder, fingerprint: str, places: Places | None = None
+    ) -> None:
         self._folder = folder
-        self._samples = TarSamples(folder.shards, folder.left_out)
+        self._samples = TarSamples(folder.shards, folder.left_out, places)
         self.fingerprint = fingerprint
 
     def __len__(self) -> int:
@@ -129,11 +135,11 @@ def open_folder(directory: Path, split: str) -> EnergonFolder:
             raise DataError(
                 f"{file} names {shard}, which does not exist; fetch it, or prepare again"
             )
-    left_out: dict[Path, set[str]] = {}
+    left_out: dict[AnyFile, set[str]] = {}
     for entry in excluded:
         name, _, key = entry.rpartition("/")
         left_out.setdefault(directory / name, set()).add(key)
-    return EnergonFolder(directory, kind, fields, shards, left_out)
+    return EnergonFolder(directory, kind, fields, list(shards), left_out)
 
 
 def _meta_files(directory: Path) -> list[Path]:

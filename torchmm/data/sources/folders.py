@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.sample import Record
+from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sources.text_files import JsonLines, Table, TextSource
+from torchmm.data.storage.remote_files import AnyFile
 
 COLUMNS = {"imagefolder": "image", "videofolder": "video"}
 """What `file_name` is, by format."""
 _READERS = {"metadata.jsonl": JsonLines, "metadata.csv": Table}
 
 
-def described(files: Sequence[Path]) -> list[Path]:
+def described(files: Sequence[AnyFile]) -> list[AnyFile]:
     """Those that describe files; others than text are left to `datasets`."""
     return [file for file in files if file.name in _READERS]
 
@@ -40,7 +40,7 @@ class FolderSource:
         DataError: a table is empty.
     """
 
-    def __init__(self, kind: str, files: Sequence[Path], root: str, fingerprint: str) -> None:
+    def __init__(self, kind: str, files: Sequence[AnyFile], root: Root, fingerprint: str) -> None:
         opened = [_READERS[file.name](file, file) for file in described(files)]
         self._rows = TextSource(opened, fingerprint)
         self._column = COLUMNS[kind]
@@ -54,7 +54,7 @@ class FolderSource:
         """Record `index`; raises CorruptSampleError."""
         record = self._rows.read(index)
         assert record.root is not None
-        directory = os.path.relpath(record.root, self._root)
+        directory = os.path.relpath(str(record.root), str(self._root))
         columns: dict[str, Any] = {}
         for name, value in record.columns.items():
             column, found, rest = name.rpartition("file_name")

@@ -1,4 +1,4 @@
-"""Sources with random access: local files and hub data sets.
+"""Sources with random access: files of this machine or elsewhere, and hub data sets.
 
 Arrow-backed formats go through Hugging Face `datasets` and are read as raw Arrow rows, so that it
 never decodes an image or a sound: bytes stay bytes until a worker needs the pixels. JSON and CSV
@@ -8,6 +8,10 @@ sample and not the file, and because image paths are relative to the file a row 
 tar files, Energon's folders included (`tar_samples.py`, `energon.py`), whose samples may have
 different parts.
 
+Files elsewhere (`s3://` and others) have the same readers, which open them as they open paths
+(`torchmm.data.storage`); only parquet has one of its own (`row_groups.py`), since what `datasets`
+does, converting all of it, needs room for all of it.
+
 Every source of a recipe is opened on every rank; nothing here knows ranks.
 """
 
@@ -15,7 +19,9 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,14 +31,18 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from torchmm.common.errors import ConfigError, DataError
-from torchmm.data.layouts.sample import Record
+from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sources.configured import MapSource, SourceAsConfigured
-from torchmm.data.sources.energon import EnergonSource, is_energon, open_folder
+from torchmm.data.sources.energon import EnergonFolder, EnergonSource, is_energon, open_folder
 from torchmm.data.sources.folders import FolderSource, described
 from torchmm.data.sources.packed import PACKED, plain_suffix, unpacked
+from torchmm.data.sources.row_groups import ParquetSource
 from torchmm.data.sources.tar_samples import WebdatasetSource
-from torchmm.data.sources.text_files import Table, TextSource, open_json
-from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.data.sources.text_files import Table, TextSource, is_array, open_json
+from torchmm.data.storage.addresses import fixed_part, is_pattern, split_address
+from torchmm.data.storage.places import Places
+from torchmm.data.storage.remote_files import AnyFile, RemoteFile, RemoteFolder, Storage
+from torchmm.recipe.data_section import DataConfig, SourceConfig, is_address
 
 SUFFIXES = {
     "parquet": (".parquet",),
@@ -50,6 +60,11 @@ FOLDERS = ("imagefolder", "videofolder")
 """Formats of files that a metadata.jsonl describes."""
 
 
+_COMMIT = re.compile(r"@([0-9a-f]{40})/")
+
+logger = logging.getLogger(__name__)
+
+
 class ArrowSource:
     """Records of a `datasets.Dataset` as raw Arrow values.
 
@@ -63,9 +78,9 @@ class ArrowSource:
     def __init__(
         self,
         dataset: datasets.Dataset,
-        root: str | None,
+        root: Root,
         fingerprint: str,
-        files: Sequence[tuple[Path, int]] = (),
+        files: Sequence[tuple[AnyFile, int]] = (),
     ) -> None:
         self._rows = dataset.with_format("arrow")
         self._root = root
@@ -94,22 +109,30 @@ def sample_key(columns: dict[str, Any]) -> str:
     return f"{columns['__url__']}:{columns['__key__']}" if "__url__" in columns else ""
 
 
-def open_map_source(config: SourceConfig, cache: str = INDEX_CACHE) -> MapSource:
+def storage_of(config: SourceConfig, data: DataConfig) -> Storage | None:
+    """What reads the source's files, if they lie elsewhere; raises ConfigError."""
+    return Storage.of(data) if is_address(config.path) else None
+
+
+def open_map_source(
+    config: SourceConfig, cache: str = INDEX_CACHE, storage: Storage | None = None
+) -> MapSource:
     """Open a source for random access.
 
     Args:
         config: the source.
         cache: directory in which packed files are unpacked.
+        storage: of files elsewhere; see `storage_of`.
 
     Raises:
         ConfigError: the cache cannot be written.
         DataError: nothing readable there, or no such columns.
     """
-    return SourceAsConfigured(_open(config, cache), config)
+    return SourceAsConfigured(_open(config, cache, storage), config)
 
 
-def _open(config: SourceConfig, cache: str) -> MapSource:
-    kind, files = resolve_files(config)
+def _open(config: SourceConfig, cache: str, storage: Storage | None) -> MapSource:
+    kind, files = resolve_files(config, storage)
     if has_own_reader(kind, files):
         return open_file_source(config, kind, files, cache)
     dataset = load(config, kind, files, streaming=False)
@@ -118,15 +141,17 @@ def _open(config: SourceConfig, cache: str) -> MapSource:
     return ArrowSource(dataset, source_root(config, files), fingerprint, rows)
 
 
-def has_own_reader(kind: str, files: Sequence[Path]) -> bool:
+def has_own_reader(kind: str, files: Sequence[AnyFile]) -> bool:
     """Whether this package reads the files without `datasets`."""
-    return kind in (*TEXT_FILES, "energon", "webdataset") or (
-        kind in FOLDERS and bool(described(files))
+    return (
+        kind in (*TEXT_FILES, "energon", "webdataset")
+        or (kind in FOLDERS and bool(described(files)))
+        or any(isinstance(file, RemoteFile) for file in files)
     )
 
 
 def open_file_source(
-    config: SourceConfig, kind: str, files: Sequence[Path], cache: str
+    config: SourceConfig, kind: str, files: Sequence[AnyFile], cache: str
 ) -> MapSource:
     """Open a source that this package reads without `datasets`.
 
@@ -137,22 +162,33 @@ def open_file_source(
     fingerprint = _files_fingerprint(files)
     if kind == "energon":
         folder = open_folder(Path(config.path).expanduser(), config.split)
-        return EnergonSource(folder, fingerprint)
+        return EnergonSource(folder, fingerprint, Places(cache))
+    places = Places(cache)
     if kind == "webdataset":
-        return WebdatasetSource(files, fingerprint)
+        return WebdatasetSource(files, fingerprint, places)
+    root = source_root(config, files)
+    if kind == "parquet":
+        assert isinstance(root, RemoteFolder)
+        elsewhere = [file for file in files if isinstance(file, RemoteFile)]
+        return ParquetSource(elsewhere, root, fingerprint)
     try:
         if kind in FOLDERS:
-            root = source_root(config, files)
-            assert root is not None
             return FolderSource(kind, files, root, fingerprint)
-        opened = [TEXT_FILES[kind](file, unpacked(file, Path(cache))) for file in files]
+        opened = [TEXT_FILES[kind](f, text_of(f, kind, cache), places) for f in files]
     except OSError as error:
         text = f"source {config.path!r}: cannot read {error.filename}: {error.strerror}"
         raise DataError(text) from error
     return TextSource(opened, fingerprint)
 
 
-def load(config: SourceConfig, kind: str, files: Sequence[Path], streaming: bool) -> Any:
+def text_of(file: AnyFile, kind: str, cache: str) -> AnyFile:
+    """Where the text of a file can be read, or searched as a whole if its format needs that."""
+    content = unpacked(file, Path(cache))
+    whole = isinstance(content, RemoteFile) and (kind == "csv" or is_array(content))
+    return unpacked(file, Path(cache), whole=True) if whole else content
+
+
+def load(config: SourceConfig, kind: str, files: Sequence[AnyFile], streaming: bool) -> Any:
     """A `datasets.Dataset` or `IterableDataset` of a local source or a hub id.
 
     Raises:
@@ -160,9 +196,7 @@ def load(config: SourceConfig, kind: str, files: Sequence[Path], streaming: bool
     """
     try:
         if kind == "hub":
-            return datasets.load_dataset(
-                config.path, config.config, split=config.split, streaming=streaming
-            )
+            return _load_from_hub(config, streaming)
         # Names are patterns to `datasets`. The split is named, or it would guess one from them.
         names = [glob.escape(str(f)) for f in files]
         options: dict[str, Any] = {}
@@ -180,26 +214,49 @@ def load(config: SourceConfig, kind: str, files: Sequence[Path], streaming: bool
         ) from error
 
 
-def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
-    """Format of a source and its local files, sorted; no files for a hub data set.
+def _load_from_hub(config: SourceConfig, streaming: bool) -> Any:
+    """A data set of the hub; which commit of it was found is logged."""
+    dataset = datasets.load_dataset(
+        config.path,
+        config.config,
+        split=config.split,
+        streaming=streaming,
+        revision=config.revision,
+    )
+    commit = _commit_of(dataset)
+    if commit and commit != config.revision:
+        logger.info(
+            'source %r is not pinned: revision = "%s" is what was found now', config.path, commit
+        )
+    return dataset
+
+
+def _commit_of(dataset: Any) -> str | None:
+    """The commit that a hub data set's files are of, where it says so."""
+    for name in getattr(dataset.info, "download_checksums", None) or {}:
+        if (found := _COMMIT.search(name)) is not None:
+            return found[1]
+    return None
+
+
+def resolve_files(
+    config: SourceConfig, storage: Storage | None = None
+) -> tuple[str, list[AnyFile]]:
+    """Format of a source and its files, sorted; no files for a hub data set.
 
     Raises:
-        ConfigError: a local source has a subset.
-        DataError: the path looks local but has no readable files.
+        ConfigError: keys of hub data sets at a source that is none.
+        DataError: the path looks local but has no readable files; a store does not answer.
     """
-    candidates = _local_candidates(config)
+    if is_address(config.path):
+        candidates: list[AnyFile] | None = _remote_candidates(config, storage)
+    else:
+        candidates = _local_candidates(config)
     if config.format == "hub" or (candidates is None and config.format == "auto"):
         return "hub", []
-    if config.config is not None:
-        raise ConfigError(
-            f"source {config.path!r}: config = {config.config!r} names a subset of a hub data set, "
-            "but this one is local; remove it, or name the subset's directory or files in `path`"
-        )
-    folder = Path(config.path).expanduser()
-    if config.format == "energon" or (config.format == "auto" and is_energon(folder)):
-        if not is_energon(folder):
-            raise DataError(f"source {config.path!r}: no directory with .nv-meta; correct `path`")
-        return "energon", open_folder(folder, config.split).files
+    _check_hub_keys(config)
+    if (folder := _energon_folder(config)) is not None:
+        return "energon", folder.files
     if not candidates:
         raise DataError(
             f"source {config.path!r}: no such file, directory or glob. Prepare it "
@@ -211,6 +268,7 @@ def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
         if files and kind in FOLDERS:
             files += [f for f in candidates if _is_metadata(f)]
         if files:
+            _check_elsewhere(config, kind, files)
             return kind, files
     raise DataError(
         f"source {config.path!r}: none of its {len(candidates)} files has a suffix of "
@@ -219,20 +277,90 @@ def resolve_files(config: SourceConfig) -> tuple[str, list[Path]]:
     )
 
 
-def _suffix(path: Path, kind: str) -> str:
+def _check_hub_keys(config: SourceConfig) -> None:
+    """Raises ConfigError for keys of hub data sets at a source that is none."""
+    if config.config is not None:
+        raise ConfigError(
+            f"source {config.path!r}: config = {config.config!r} names a subset of a hub data set, "
+            "but this one is local; remove it, or name the subset's directory or files in `path`"
+        )
+    if config.revision is not None and not config.path.startswith("hf://"):
+        raise ConfigError(
+            f"source {config.path!r}: revision = {config.revision!r} pins a hub data set, but this "
+            "one is none; remove it"
+        )
+
+
+def _energon_folder(config: SourceConfig) -> EnergonFolder | None:
+    """Energon's folder, if it is one.
+
+    Raises:
+        DataError: the recipe says so, and it is none.
+    """
+    path = Path(config.path).expanduser()
+    if config.format not in ("auto", "energon") or is_address(config.path) or not is_energon(path):
+        if config.format == "energon":
+            raise DataError(
+                f"source {config.path!r}: no directory with .nv-meta on this machine; correct "
+                '`path`, or set format = "webdataset" to read its tar files alone'
+            )
+        return None
+    return open_folder(path, config.split)
+
+
+def _check_elsewhere(config: SourceConfig, kind: str, files: Sequence[AnyFile]) -> None:
+    """Raises DataError for files elsewhere that only `datasets` could read."""
+    if not is_address(config.path):
+        return
+    if kind == "arrow" or (kind in FOLDERS and not described(files)):
+        raise DataError(
+            f"source {config.path!r}: {kind} files are read on this machine alone; write parquet, "
+            "tar or JSON lines, or a metadata.jsonl beside images and clips"
+        )
+
+
+def _remote_candidates(config: SourceConfig, storage: Storage | None) -> list[AnyFile]:
+    """Files at an address; those of the split alone if there is a folder of its name."""
+    assert storage is not None, "see storage_of"
+    address = pinned(config)
+    found: list[AnyFile] = list(storage.list(address))
+    if is_pattern(address):
+        return found
+    inside = f"{address.rstrip('/')}/{config.split}/"
+    of_split = [f for f in found if isinstance(f, RemoteFile) and f.address.startswith(inside)]
+    return list(of_split) or found
+
+
+def pinned(config: SourceConfig) -> str:
+    """The address of a source, with its `revision` where hf:// has it."""
+    if config.revision is None or not config.path.startswith("hf://"):
+        return config.path
+    address = split_address(config.path)
+    parts = address.path.split("/")
+    at = 1 if address.store in ("datasets", "spaces", "buckets") else 0
+    if at >= len(parts) or "@" in parts[at]:
+        raise ConfigError(
+            f"source {config.path!r}: revision = {config.revision!r} beside an address that has "
+            "its own, or that names no data set; keep one"
+        )
+    parts[at] += f"@{config.revision.replace('/', '%2F')}"
+    return f"{address.root}/{'/'.join(parts)}"
+
+
+def _suffix(path: AnyFile, kind: str) -> str:
     return plain_suffix(path) if kind in TEXT_FILES else path.suffix.lower()
 
 
-def _kinds_by_suffix(files: Sequence[Path]) -> list[str]:
+def _kinds_by_suffix(files: Sequence[AnyFile]) -> list[str]:
     """Formats to try, best first. A metadata.jsonl next to images or clips describes a folder."""
     return [*FOLDERS, *SUFFIXES] if any(map(_is_metadata, files)) else list(SUFFIXES)
 
 
-def _is_metadata(path: Path) -> bool:
+def _is_metadata(path: AnyFile) -> bool:
     return path.stem == "metadata"
 
 
-def _local_candidates(config: SourceConfig) -> list[Path] | None:
+def _local_candidates(config: SourceConfig) -> list[AnyFile] | None:
     """Files of a local path, [] if it should exist and does not, None if it may be a hub id."""
     path = Path(config.path).expanduser()
     if path.is_dir():
@@ -261,10 +389,14 @@ def _is_visible_file(path: Path, root: Path) -> bool:
     return path.is_file() and not any(p.startswith(".") for p in path.relative_to(root).parts)
 
 
-def source_root(config: SourceConfig, files: Sequence[Path]) -> str | None:
+def source_root(config: SourceConfig, files: Sequence[AnyFile]) -> Root:
     """Directory that image paths may not leave."""
     if not files:
         return None
+    if isinstance(files[0], RemoteFile):
+        address = fixed_part(pinned(config)).rstrip("/")
+        single = any(f.address == address for f in files if isinstance(f, RemoteFile))
+        return RemoteFolder(address.rpartition("/")[0] if single else address, files[0].storage)
     path = Path(config.path).expanduser()
     if path.is_dir():
         inside = path / config.split
@@ -272,9 +404,12 @@ def source_root(config: SourceConfig, files: Sequence[Path]) -> str | None:
     return os.path.commonpath([str(f.parent) for f in files])
 
 
-def _files_fingerprint(files: Sequence[Path]) -> str:
+def _files_fingerprint(files: Sequence[AnyFile]) -> str:
     digest = hashlib.sha256()
     for file in files:
+        if isinstance(file, RemoteFile):
+            digest.update(f"{file.key}\n".encode())
+            continue
         stat = file.stat()
         digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()

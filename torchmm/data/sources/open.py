@@ -35,6 +35,7 @@ from torchmm.data.sources.local_and_hub import (
     MapSource,
     open_map_source,
     resolve_files,
+    storage_of,
 )
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import StreamFeed, check_stream, open_stream
@@ -184,14 +185,15 @@ def _open_sources(
         # sorted by topic, and the first samples are to represent all of them.
         seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
         options = FeedOptions(number, name, seed, shuffle, validation, config.filter)
+        storage = storage_of(config, data)
         if config.streaming:
-            stream = open_stream(name, config, data.index_cache)
+            stream = open_stream(name, config, data.index_cache, storage)
             check_stream(name, config, stream, reader, data.max_corrupt_samples)
             make = partial(StreamFeed, options, stream, reader, data.shuffle_window)
-            content = stream_content(config, resolve_files(config)[1], settings)
+            content = stream_content(config, resolve_files(config, storage)[1], settings)
             opened.append(OpenSource(name, config, None, make, "", content))
             continue
-        records = open_map_source(config, data.index_cache)
+        records = open_map_source(config, data.index_cache, storage)
         key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
         path = Path(data.index_cache) / f"{key}.npz"
         index = load_or_build(name, records, reader, path)

@@ -1,8 +1,9 @@
 """Packed text (`.jsonl.gz`, `.csv.zst` and the like): unpacked once, into the index cache.
 
 Records of packed files cannot be reached without unpacking all before them. So each is unpacked
-when it is first read, and found again as long as its size and time stay the same. Copies are never
-removed; they take as much room as the unpacked files.
+when it is first read, and found again as long as its size and time stay the same. So are, from
+elsewhere, tables and arrays, which can only be searched as a whole. Copies are never removed; they
+take as much room as the unpacked files.
 """
 
 from __future__ import annotations
@@ -16,19 +17,26 @@ from uuid import uuid4
 import pyarrow as pa
 
 from torchmm.common.errors import ConfigError, DataError
+from torchmm.data.regular_files import open_regular
+from torchmm.data.storage.remote_files import AnyFile, RemoteFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 _CHUNK_BYTES = 4 << 20
 
 
-def plain_suffix(path: Path) -> str:
+def plain_suffix(path: AnyFile) -> str:
     """The suffix of what a file contains, in lower case: that before ".gz" and ".zst"."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in PACKED else suffix
 
 
-def unpacked(path: Path, cache: Path) -> Path:
+def unpacked(path: AnyFile, cache: Path, whole: bool = False) -> AnyFile:
     """Where the text of a file is: the file itself, unless it is packed.
+
+    Args:
+        path: the file.
+        cache: directory for copies.
+        whole: whether it has to be on this machine.
 
     Ranks that come at the same time each unpack and rename, so no lock is needed.
 
@@ -37,10 +45,13 @@ def unpacked(path: Path, cache: Path) -> Path:
         DataError: the file is damaged.
     """
     kind = PACKED.get(path.suffix.lower())
-    if kind is None:
+    if kind is None and not (whole and isinstance(path, RemoteFile)):
         return path
-    stat = path.stat()
-    named = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    if isinstance(path, RemoteFile):
+        named = path.key
+    else:
+        stat = path.stat()
+        named = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
     digest = hashlib.sha256(named.encode()).hexdigest()[:32]
     copy = cache / "unpacked" / f"{digest}-{path.stem}"
     if copy.exists():
@@ -58,9 +69,9 @@ def unpacked(path: Path, cache: Path) -> Path:
     return copy
 
 
-def _pieces(path: Path, kind: str) -> Iterator[bytes]:
+def _pieces(path: AnyFile, kind: str | None) -> Iterator[bytes]:
     try:
-        with pa.input_stream(str(path), compression=kind) as stream:
+        with open_regular(path) as file, pa.input_stream(file, compression=kind) as stream:
             while piece := stream.read(_CHUNK_BYTES):
                 yield piece
     except (OSError, NotImplementedError) as error:

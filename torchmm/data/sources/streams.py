@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from tarfile import TarError
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import pyarrow as pa
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.sample import Record
+from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.order import FeedOptions, Item, Skip, permutation
 from torchmm.data.regular_files import open_regular
 from torchmm.data.sources.configured import MapSource, RecordStream, StreamAsConfigured
@@ -36,11 +35,19 @@ from torchmm.data.sources.local_and_hub import (
     resolve_files,
     sample_key,
     source_root,
+    text_of,
 )
-from torchmm.data.sources.packed import unpacked
 from torchmm.data.sources.reader import MeasuredSample, SampleReader
 from torchmm.data.sources.tar_samples import WebdatasetStream
-from torchmm.data.sources.text_files import MAX_RECORD_BYTES, is_array, parse_object, too_long
+from torchmm.data.sources.text_files import (
+    MAX_RECORD_BYTES,
+    is_array,
+    parse_object,
+    root_of,
+    too_long,
+)
+from torchmm.data.storage.places import Places
+from torchmm.data.storage.remote_files import AnyFile, Storage
 from torchmm.recipe.data_section import SourceConfig
 
 _UNREADABLE = (
@@ -51,7 +58,7 @@ _UNREADABLE = (
 class ArrowStream:
     """Records of a streaming `datasets` data set as raw Arrow values."""
 
-    def __init__(self, name: str, dataset: datasets.IterableDataset, root: str | None) -> None:
+    def __init__(self, name: str, dataset: datasets.IterableDataset, root: Root) -> None:
         self._name = name
         self._dataset = dataset
         self._root = root
@@ -83,7 +90,7 @@ class ArrowStream:
 class JsonLinesStream:
     """Records of JSON-lines files, which are never read twice."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[AnyFile]) -> None:
         self._files = list(files)
         self._file, self._offset = 0, 0
         self._line: int | None = 1
@@ -120,7 +127,7 @@ class JsonLinesStream:
                 return too_long(where, "line", size)
             if line.strip():
                 try:
-                    return Record(parse_object(line, where), str(path.parent), where=where)
+                    return Record(parse_object(line, where), root_of(path), where=where)
                 except CorruptSampleError as error:
                     return error
         return None
@@ -152,29 +159,32 @@ class IndexedStream:
             return error
 
 
-def open_stream(name: str, config: SourceConfig, cache: str = INDEX_CACHE) -> RecordStream:
+def open_stream(
+    name: str, config: SourceConfig, cache: str = INDEX_CACHE, storage: Storage | None = None
+) -> RecordStream:
     """Open a source for reading in order.
 
     Args:
         name: of the source, for messages.
         config: the source.
         cache: directory in which packed files are unpacked.
+        storage: of files elsewhere.
 
     Raises:
         ConfigError: the cache cannot be written.
         DataError: nothing readable there, or no such columns.
     """
-    return StreamAsConfigured(_open(name, config, cache), config)
+    return StreamAsConfigured(_open(name, config, cache, storage), config)
 
 
-def _open(name: str, config: SourceConfig, cache: str) -> RecordStream:
-    kind, files = resolve_files(config)
+def _open(name: str, config: SourceConfig, cache: str, storage: Storage | None) -> RecordStream:
+    kind, files = resolve_files(config, storage)
     if kind == "json":
-        contents = [unpacked(file, Path(cache)) for file in files]
+        contents = [text_of(file, kind, cache) for file in files]
         if not any(is_array(content) for content in contents) and contents == files:
             return JsonLinesStream(files)
     if kind == "webdataset":
-        return WebdatasetStream(files)
+        return WebdatasetStream(files, Places(cache))
     if has_own_reader(kind, files):
         return IndexedStream(open_file_source(config, kind, files, cache))
     dataset = load(config, kind, files, streaming=True)

@@ -1,8 +1,8 @@
 """Random access to the samples of webdataset shards: members of a tar file that share a name.
 
-Headers of all members are read once, when the source is opened, unless a `.tar.idx` next to the
-shard says where samples begin, as Energon writes it. A sample is then read from its place. Nothing
-is converted or copied, samples may have different parts, and parts stay bytes unless they are text
+Headers of all members are read once, unless a `.tar.idx` next to the shard says where samples
+begin, as Energon writes it; where each begins is kept. A sample is read from its place. Nothing is
+converted or copied, samples may have different parts, and parts stay bytes unless they are text
 or JSON: Hugging Face's reader, which would convert whole shards, unpickles some (`.pth`).
 
 Where a shard is damaged, members are found again behind the damage, as readers of tars do not: they
@@ -16,7 +16,7 @@ import logging
 import tarfile
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -26,7 +26,11 @@ from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.sample import Record
 from torchmm.data.regular_files import open_regular
 from torchmm.data.sources.archives import check_tars
+from torchmm.data.storage.places import Places
+from torchmm.data.storage.remote_files import AnyFile, RemoteFile
 
+VERSION = 1
+"""Increased when samples are found differently, so that what was kept is not used."""
 MAX_PART_BYTES = 2 << 30
 """Largest part of a sample that is read."""
 MAX_HEADER_BYTES = 1 << 20
@@ -44,34 +48,32 @@ class TarSamples:
     Args:
         shards: not compressed.
         left_out: KEY of samples that do not take part, by shard.
+        places: keeps what was found in shards.
 
     Raises:
         DataError: a shard is cut off or compressed.
     """
 
     def __init__(
-        self, shards: Sequence[Path], left_out: Mapping[Path, Collection[str]] | None = None
+        self,
+        shards: Sequence[AnyFile],
+        left_out: Mapping[AnyFile, Collection[str]] | None = None,
+        places: Places | None = None,
     ) -> None:
+        places = places or Places(None)
         check_tars(shards)
         self._shards = list(shards)
-        starts = array("q")
-        counts = []
-        self._behind_damage: set[int] = set()
+        found = []
         for shard in shards:
             skipped = (left_out or {}).get(shard, ())
-            before = len(starts)
+            kind = f"tar {VERSION} without {sorted(skipped)}"
             indexed = None if skipped else _indexed_starts(shard)
-            if indexed is not None:
-                starts.extend(indexed)
-            else:
-                for key, start, damaged in _sample_starts(shard):
-                    if key not in skipped:
-                        starts.append(start)
-                        if damaged:
-                            self._behind_damage.add(len(starts) - 1)
-            counts.append(len(starts) - before)
-        self._starts = np.asarray(starts, np.int64)
-        self._ends = np.cumsum(counts)
+            if indexed is None:
+                indexed = places.find(shard, kind, partial(_search, shard, skipped))
+            found.append(indexed)
+        self._starts, damaged = np.concatenate([np.empty((0, 2), np.int64), *found]).T
+        self._behind_damage = set(np.flatnonzero(damaged).tolist())
+        self._ends = np.cumsum([len(each) for each in found])
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -96,11 +98,11 @@ class TarSamples:
         except (tarfile.TarError, ValueError) as error:
             raise CorruptSampleError(f"{place}: {error}") from error
 
-    def shard_of(self, index: int) -> Path:
+    def shard_of(self, index: int) -> AnyFile:
         """The file that a sample is in."""
         return self._shards[int(np.searchsorted(self._ends, index, side="right"))]
 
-    def _read(self, shard: Path, stream: BinaryIO, start: int) -> tuple[str, dict[str, bytes]]:
+    def _read(self, shard: AnyFile, stream: BinaryIO, start: int) -> tuple[str, dict[str, bytes]]:
         key = ""
         members: dict[str, tarfile.TarInfo] = {}
         for member in _members(stream, start):
@@ -124,10 +126,13 @@ class WebdatasetSource:
     Args:
         shards: not compressed.
         fingerprint: of the shards.
+        places: keeps what was found in shards.
     """
 
-    def __init__(self, shards: Sequence[Path], fingerprint: str) -> None:
-        self._samples = TarSamples(shards)
+    def __init__(
+        self, shards: Sequence[AnyFile], fingerprint: str, places: Places | None = None
+    ) -> None:
+        self._samples = TarSamples(shards, places=places)
         self.fingerprint = fingerprint
 
     def __len__(self) -> int:
@@ -146,9 +151,10 @@ class WebdatasetSource:
 class WebdatasetStream:
     """Samples of shards in order; the headers of each are read when it is its turn."""
 
-    def __init__(self, shards: Sequence[Path]) -> None:
+    def __init__(self, shards: Sequence[AnyFile], places: Places | None = None) -> None:
         check_tars(shards)
         self._shards = list(shards)
+        self._places = places
         self.restart(None)
 
     def restart(self, position: Any) -> None:
@@ -171,7 +177,7 @@ class WebdatasetStream:
         """The next record."""
         while self._shard < len(self._shards):
             if self._opened is None:
-                self._opened = WebdatasetSource([self._shards[self._shard]], "")
+                self._opened = WebdatasetSource([self._shards[self._shard]], "", self._places)
             if self._next < len(self._opened):
                 self._next += 1
                 try:
@@ -275,8 +281,20 @@ def _body(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
     return data
 
 
-def _indexed_starts(shard: Path) -> list[int] | None:
-    """Places of a shard's samples from its index; None if that is missing, older or damaged."""
+def _search(shard: AnyFile, skipped: Collection[str]) -> np.ndarray:
+    """(N, 2): where the samples of a shard begin, and 1 for those with damage before them."""
+    rows = array("q")
+    for key, start, damaged in _sample_starts(shard):
+        if key not in skipped:
+            rows.extend((start, damaged))
+    return np.asarray(rows, np.int64).reshape(-1, 2)
+
+
+def _indexed_starts(shard: AnyFile) -> np.ndarray | None:
+    """The same from its index, as if there were no damage; None if that is missing, older or damaged.
+    Elsewhere it is not looked for: to ask costs as much as a header."""
+    if isinstance(shard, RemoteFile):
+        return None
     index = shard.with_suffix(".tar.idx")
     if not index.is_file() or index.stat().st_mtime_ns < shard.stat().st_mtime_ns:
         return None
@@ -286,15 +304,15 @@ def _indexed_starts(shard: Path) -> list[int] | None:
     if not len(found) or not ascending or found[-1] > size or (found % tarfile.BLOCKSIZE).any():
         logger.warning("%s is damaged; headers of the shard are read instead", index)
         return None
-    starts: list[int] = found.tolist()
+    starts = found.astype(np.int64)
     with open_regular(shard) as stream:
         stream.seek(starts[-1])
         if not stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # the index has the end, too
             starts = starts[:-1]
-    return starts
+    return np.stack([starts, np.zeros_like(starts)], 1)
 
 
-def _sample_starts(shard: Path) -> Iterator[tuple[str, int, bool]]:
+def _sample_starts(shard: AnyFile) -> Iterator[tuple[str, int, bool]]:
     """Key and place of every sample of a shard: where its first member's header begins; whether
     damage is before it."""
     last, damaged = None, False

@@ -27,9 +27,13 @@ import numpy as np
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.sample import Record
+from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.regular_files import open_regular
+from torchmm.data.storage.places import Places
+from torchmm.data.storage.remote_files import AnyFile, RemoteFile
 
+VERSION = 1
+"""Increased when records are found differently, so that what was kept is not used."""
 MAX_RECORD_BYTES = 64 << 20
 """Longest record that is read. Parsing may take 25 times as much memory (lists of lists)."""
 _PIECE_BYTES = 1 << 20
@@ -58,27 +62,31 @@ class TextFile:
     Args:
         path: the file, for messages; files that records name are relative to its directory.
         content: where its text is: the file itself, or an unpacked copy.
+        places: keeps where records begin in files elsewhere.
     """
 
     unit = "line"
     """What a record is, for messages."""
 
-    def __init__(self, path: Path, content: Path) -> None:
+    def __init__(self, path: AnyFile, content: AnyFile, places: Places | None = None) -> None:
         self.path = path
         self._content = content
-        starts = array("q")
-        sizes = array("q")
-        before = array("q")
-        for number, (start, size, line) in enumerate(self._spans()):
-            starts.append(start)
-            sizes.append(min(size, 2**32 - 1))
-            before.append(line - number)
-        self._starts = np.asarray(starts, np.int64)
-        self._sizes = np.asarray(sizes, np.uint32)
+        elsewhere = places is not None and isinstance(content, RemoteFile)
+        kept = places if places is not None and elsewhere else Places(None)
+        found_N3 = kept.find(content, f"{type(self).__name__} {VERSION}", self._search)
+        self._starts = np.ascontiguousarray(found_N3[:, 0])
+        self._sizes = found_N3[:, 1].astype(np.uint32)
         # A record's line less its number: the same for all in most files.
-        self._before = np.asarray(before, np.int64)
-        if len(before) and (self._before == self._before[0]).all():
+        self._before = np.ascontiguousarray(found_N3[:, 2])
+        if len(self._before) and (self._before == self._before[0]).all():
             self._before = self._before[:1]
+
+    def _search(self) -> np.ndarray:
+        """(N, 3): where records begin, their sizes, and their lines less their numbers."""
+        found = array("q")
+        for number, (start, size, line) in enumerate(self._spans()):
+            found.extend((start, min(size, 2**32 - 1), line - number))
+        return np.asarray(found, np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -102,7 +110,7 @@ class TextFile:
             raise CorruptSampleError(f"{where}: {error.strerror}") from error
         if len(data) < size:
             raise CorruptSampleError(f"{where}: the file was cut off since it was opened")
-        return Record(self._parse(data, where), str(self.path.parent), where=where)
+        return Record(self._parse(data, where), root_of(self.path), where=where)
 
     def where(self, line: int) -> str:
         """A place in this file, for messages."""
@@ -188,13 +196,13 @@ class Table(TextFile):
 
     unit = "row"
 
-    def __init__(self, path: Path, content: Path) -> None:
+    def __init__(self, path: AnyFile, content: AnyFile, places: Places | None = None) -> None:
         with open_regular(content) as stream:
             head = stream.readline(_PIECE_BYTES)
         tabs = b"\t" in head and b"," not in head
         semicolons = b";" in head and b"," not in head
         self._delimiter = "\t" if tabs else ";" if semicolons else ","
-        super().__init__(path, content)
+        super().__init__(path, content, places)
         if not len(self):
             raise DataError(f"{path} is empty; its first row has to name its columns")
         self._header = self._fields(self._read_header(), self.where(1))
@@ -259,12 +267,17 @@ class TextSource:
         return file.read(index - (int(self._ends[number]) - len(file)))
 
 
-def open_json(path: Path, content: Path) -> TextFile:
+def root_of(path: AnyFile) -> Root:
+    """What paths in the records of a file are relative to: the folder that it is in."""
+    return path.parent if isinstance(path, RemoteFile) else str(path.parent)
+
+
+def open_json(path: AnyFile, content: AnyFile, places: Places | None = None) -> TextFile:
     """A file of JSON: an array if that is what it begins with, else lines."""
-    return JsonArray(path, content) if is_array(content) else JsonLines(path, content)
+    return (JsonArray if is_array(content) else JsonLines)(path, content, places)
 
 
-def is_array(content: Path) -> bool:
+def is_array(content: AnyFile) -> bool:
     """Whether a file of JSON begins with an array."""
     with open_regular(content) as stream:
         head = stream.read(_PIECE_BYTES).removeprefix(_BYTE_ORDER_MARK)
@@ -313,11 +326,12 @@ def _look_at(text: bytes | mmap.mmap, start: int, end: int) -> tuple[int, bool]:
 
 
 @contextmanager
-def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
+def _mapped(path: AnyFile) -> Iterator[bytes | mmap.mmap]:
     """A file as bytes that are read where they are looked at."""
     if path.stat().st_size == 0:  # which cannot be mapped
         yield b""
         return
+    assert isinstance(path, Path)  # copied to this machine
     with open_regular(path) as stream:
         # Not closed here: what was found in it still refers to it.
         yield mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import fsspec
 
-from torchmm.common.addresses import split_address, without_secrets
 from torchmm.common.errors import ConfigError, DataError
+from torchmm.data.storage.addresses import split_address, without_secrets
 
 BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https")
 """Schemes that obstore reads."""

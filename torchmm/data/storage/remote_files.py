@@ -23,14 +23,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
-from torchmm.common.addresses import (
+from torchmm.common.errors import DataError
+from torchmm.data.storage.addresses import (
     fixed_part,
     is_pattern,
     join_address,
     split_address,
     without_secrets,
 )
-from torchmm.common.errors import DataError
 from torchmm.data.storage.block_cache import BlockCache, Sums
 from torchmm.data.storage.clients import Found, MissingError, ReplacedError, StoreClient
 from torchmm.recipe.data_section import DataConfig
@@ -78,7 +78,8 @@ class Storage:
     def client(self, address: str) -> StoreClient:
         """This process' connection to the store of an address; raises ConfigError."""
         if self._process != os.getpid():
-            self._clients, self._process = {}, os.getpid()
+            self._clients = {}
+            self._process = os.getpid()
         root = split_address(address).root
         if root not in self._clients:
             self._clients[root] = StoreClient(root, self._give_up_s)
@@ -112,21 +113,6 @@ class Storage:
 
     def _file(self, root: str, found: Found) -> RemoteFile:
         return RemoteFile(f"{root}/{found.path}", found.size, found.version, self)
-
-    def read_named(self, address: str, max_bytes: int) -> bytes:
-        """The whole file at an address.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is larger than `max_bytes`.
-            DataError: the store refuses, or does not answer.
-        """
-        file = self.find(address)
-        if file is None:
-            raise FileNotFoundError(f"{without_secrets(address)}: no such object")
-        if file.size > max_bytes:
-            raise ValueError(f"{file} of {file.size} bytes")
-        return self.read(file, 0, file.size)
 
     def read(
         self, file: RemoteFile, start: int, end: int, ahead: int = 0, keep: bool = True
@@ -255,6 +241,10 @@ class RemoteFile:
         """Its size as `st_size`."""
         return SimpleNamespace(st_size=self.size)
 
+    def read_bytes(self) -> bytes:
+        """All of it; raises DataError."""
+        return self.storage.read(self, 0, self.size)
+
     def open(self, mode: str = "rb", keep: bool = True) -> BinaryIO:
         """A stream that fetches what is read from it.
 
@@ -276,12 +266,29 @@ class RemoteFolder:
     def __str__(self) -> str:
         return without_secrets(self.address)
 
-    def join(self, name: str) -> str | None:
-        """Address of a file below it; None: the name leads out of it."""
-        return join_address(self.address, name)
+    def join(self, name: str) -> RemoteName | None:
+        """A file below it, which may not exist; None: the name leads out of it."""
+        address = join_address(self.address, name)
+        return None if address is None else RemoteName(address, self.storage)
+
+
+@dataclass(frozen=True)
+class RemoteName:
+    """A file that a record names, not yet looked for."""
+
+    address: str
+    storage: Storage = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return without_secrets(self.address)
+
+    def find(self) -> RemoteFile | None:
+        """The file as it is now; None: there is none; raises DataError."""
+        return self.storage.find(self.address)
 
 
 AnyFile = Path | RemoteFile
+"""What readers of sources take."""
 
 
 class _Stream(io.RawIOBase):
@@ -340,13 +347,14 @@ class _Stream(io.RawIOBase):
 
 def _matches(path: str, pattern: str) -> bool:
     """As globs do: "*" stays within a folder, "**" does not."""
-    parts, wanted = path.split("/"), pattern.split("/")
+    parts = path.split("/")
+    wanted = pattern.split("/")
     if "**" not in wanted:
         return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
     at = wanted.index("**")
-    head, tail = wanted[:at], wanted[at + 1 :]
+    tail = wanted[at + 1 :]
     rest = parts[at:]
     starts = range(len(rest) + 1) if tail else [len(rest)]
-    return _matches("/".join(parts[:at]), "/".join(head)) and any(
+    return _matches("/".join(parts[:at]), "/".join(wanted[:at])) and any(
         _matches("/".join(rest[i:]), "/".join(tail)) for i in starts
     )

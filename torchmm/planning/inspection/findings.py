@@ -31,7 +31,7 @@ from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.media.text import EncodedSample
 from torchmm.data.sources.length_index import nothing_usable
-from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
+from torchmm.data.sources.local_and_hub import open_map_source, resolve_files, storage_of
 from torchmm.data.sources.reader import MeasuredSample, SampleReader, placeholders
 from torchmm.data.sources.streams import open_stream
 from torchmm.data.step_packs import Packer
@@ -189,7 +189,7 @@ class Inspector:
         Raises:
             DataError: it cannot be read, or none of its records is usable.
         """
-        kind, _ = resolve_files(config)
+        kind, _ = resolve_files(config, storage_of(config, self._recipe.data))
         count, records = self._records(name, config)
         found = SourceFindings(name, section, config, kind, count)
         for index, record in records:
@@ -206,10 +206,11 @@ class Inspector:
         self, name: str, config: SourceConfig
     ) -> tuple[int | None, Iterator[tuple[int, Record | CorruptSampleError]]]:
         """How many there are, and those to be looked at with their index."""
+        storage = storage_of(config, self._recipe.data)
         if config.streaming:
-            stream = open_stream(name, config, self._recipe.data.index_cache)
+            stream = open_stream(name, config, self._recipe.data.index_cache, storage)
             return None, enumerate(islice(iter(stream.next, None), self._limit))
-        source = open_map_source(config, self._recipe.data.index_cache)
+        source = open_map_source(config, self._recipe.data.index_cache, storage)
         chosen = np.unique(
             np.linspace(0, len(source) - 1, min(self._limit, len(source))).astype(int)
         )

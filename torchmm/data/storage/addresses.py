@@ -9,11 +9,10 @@ from __future__ import annotations
 import posixpath
 import re
 from typing import NamedTuple
-from urllib.parse import parse_qsl, urlsplit
 
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+from torchmm.recipe.data_section import is_address
+
 _IN_TEXT = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>|]+", re.IGNORECASE)
-_SECRET = re.compile(r"sig|token|credential|key|secret|password", re.IGNORECASE)
 _WILD = re.compile(r"[*?[]")
 
 
@@ -32,28 +31,11 @@ class Address(NamedTuple):
         return f"{self.scheme}://{self.store}"
 
 
-def is_address(path: object) -> bool:
-    """Whether it is the address of something elsewhere, not a path on this machine."""
-    match = _ADDRESS.match(str(path))
-    return match is not None and match[1].lower() != "file"
-
-
 def split_address(address: str) -> Address:
     """Its parts; what follows "?" belongs to the path."""
     scheme, _, rest = address.partition("://")
     store, _, path = rest.partition("/")
     return Address(scheme.lower(), store, path.strip("/"))
-
-
-def secret_in(address: str) -> str | None:
-    """What in an address is a credential, for messages, without its value; None: nothing."""
-    if not is_address(address):
-        return None
-    parts = urlsplit(address)
-    if ":" in parts.netloc.rpartition("@")[0]:
-        return "user:password@"
-    names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
-    return next((f"?{name}=" for name in names if _SECRET.search(name)), None)
 
 
 def without_secrets(text: str) -> str:
@@ -73,8 +55,9 @@ def _bare(address: str) -> str:
 
 
 def join_address(folder: str, name: str) -> str | None:
-    """Address of a file below a folder's; None: the name leads out of it."""
+    """Address of a file below a folder's; None: the name, or address, leads out of it."""
     address = split_address(folder)
+    name = name.removeprefix(posixpath.join(address.root, address.path, ""))
     path = posixpath.normpath(posixpath.join("/", address.path, name))
     inside = posixpath.join("/", address.path, "")
     if not path.startswith(inside) or path == inside or is_address(name):
