@@ -17,7 +17,13 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import check_adapters, check_generator, check_model, is_path
 from torchmm.recipe.check_parallel import check_pipeline
-from torchmm.recipe.data_section import SourceConfig, StageConfig, unique_names
+from torchmm.recipe.data_section import (
+    SourceConfig,
+    StageConfig,
+    is_address,
+    secret_in,
+    unique_names,
+)
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.model_section import composite_parts
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -119,6 +125,11 @@ def _check_data(recipe: Recipe) -> Problems:
         text = f"needs held-out data; add a [[data.validation]] table or set {on} to 0"
         value = validation.interval or validation.samples
         yield Problem(f"validation.{on}", value, text, ("data.validation",))
+    storage = data.storage
+    elsewhere = any(is_address(source.path) for source in (*data.sources, *data.validation))
+    if elsewhere and storage.give_up_s >= data.timeout_s:
+        text = f"is not below data.timeout_s = {data.timeout_s:g}, after which the run ends anyway"
+        yield Problem("data.storage.give_up_s", storage.give_up_s, text, ("data.timeout_s",))
     if data.video.min_frames > (most := data.video.max_frames):
         text = f"is above data.video.max_frames = {most}; lower it or raise that"
         key = "data.video.max_frames"
@@ -205,6 +216,16 @@ def _check_simulation(recipe: Recipe) -> Problems:
 
 
 def _check_path(key: str, source: SourceConfig) -> Problems:
+    if is_address(source.path):
+        if (secret := secret_in(source.path)) is not None:
+            scheme, _, rest = source.path.partition("://")
+            shown = f"{scheme}://...{rest.rpartition('@')[2].partition('?')[0]}"
+            text = (
+                f"has a credential ({secret}), and addresses are written into logs and files; take "
+                "it out: credentials are read from the environment (docs/data.md)"
+            )
+            yield Problem(key, shown, text)
+        return
     path = str(Path(source.path).expanduser())
     found = Path(path).exists() or glob(path, recursive=True)  # noqa: PTH207 - absolute patterns
     if source.format != "hub" and not found:

@@ -291,8 +291,8 @@ def _search(shard: AnyFile, skipped: Collection[str]) -> np.ndarray:
 
 
 def _indexed_starts(shard: AnyFile) -> np.ndarray | None:
-    """The same from its index, as if there were no damage; None if that is missing, older or damaged.
-    Elsewhere it is not looked for: to ask costs as much as a header."""
+    """The same from its index, as if there were no damage; None if that is missing, older or
+    damaged. Elsewhere it is not looked for: to ask costs as much as a header."""
     if isinstance(shard, RemoteFile):
         return None
     index = shard.with_suffix(".tar.idx")
