@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchmm.common.errors import ConfigError, describe_refusal
-from torchmm.recipe.model_section import ModelConfig
+from torchmm.recipe.model_section import ModelConfig, split_place
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -32,6 +32,7 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
         ConfigError: it cannot be loaded.
     """
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        name, revision = split_place(str(source))
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: cannot be loaded: {describe_refusal(error)}") from error

@@ -41,6 +41,7 @@ from torchmm.recipe.model_section import (
     GeneratorConfig,
     LlmConfig,
     ModelConfig,
+    split_place,
 )
 
 LLM_FILES = WeightFiles(renames=((r"", "backbone."),), hf_prefixes=(("backbone.", ""),))
@@ -81,7 +82,7 @@ def build_model(
 
 
 def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
-    hf_config = load_config("model", config.source, config.config)
+    hf_config = load_config("model", config.place, config.config)
     # Of an Omni model what speaks (its talker) is left out: the thinker is trained and exported.
     hf_config = getattr(hf_config, "thinker_config", hf_config)
     composite = COMPOSITES.get(hf_config.model_type)
@@ -107,7 +108,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         settings = config.processor if part.family.modality == "image" else {}
         with _collected(problems):
             processor = _load_processor(
-                "model", part.family, part.config, config.source, settings, part.tiling
+                "model", part.family, part.config, config.place, settings, part.tiling
             )
             spec = EncoderSpec(
                 name,
@@ -118,10 +119,10 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
                 dtype=dtype,
                 **part.settings,
             )
-            encoders[name] = EncoderModule(spec, replace(part.files, source=config.source))
+            encoders[name] = EncoderModule(spec, replace(part.files, source=config.place))
     if problems:
         raise ConfigError(problems)
-    llm_files = replace(parts.llm_files, source=config.source)
+    llm_files = replace(parts.llm_files, source=config.place)
     draws = generator is not None
     with _collected(problems):
         llm = LlmModule(
@@ -158,8 +159,8 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
 def _build_llm(
     section: LlmConfig, dtype: torch.dtype, feeds_generator: bool, chunked_loss: bool
 ) -> LlmModule:
-    config = load_config("model.llm", section.source, section.config)
-    files = replace(LLM_FILES, source=section.source)
+    config = load_config("model.llm", section.place, section.config)
+    files = replace(LLM_FILES, source=section.place)
     family = LLM_FAMILIES.get(config.model_type)
     problems: list[str] = []
     if family is not None or getattr(config, "num_attention_heads", None):
@@ -216,7 +217,7 @@ def _build_encoder(
     key = f"model.encoders.{name}"
     if name in ("llm", "generator") or "." in name:
         raise ConfigError(f"[{key}] an encoder cannot be named {name!r}; choose another name")
-    config = load_config(key, section.source, section.config)
+    config = load_config(key, section.place, section.config)
     family = ENCODER_FAMILIES.get(config.model_type)
     # A tower that nobody has tried may lack the sizes that are checked here, and is refused first.
     family = (family or _unlisted_encoder(key, section, config)).variant(config)
@@ -224,7 +225,7 @@ def _build_encoder(
     problems += _connector_problems(key, section, family, config)
     processor: _Processor = ("", {}, None)
     with _collected(problems):
-        processor = _load_processor(key, family, config, section.source, section.processor)
+        processor = _load_processor(key, family, config, section.place, section.processor)
     if problems:
         raise ConfigError(problems)
     spec = EncoderSpec(
@@ -241,15 +242,15 @@ def _build_encoder(
         and bool(family.final_norm),
     )
     renames = (*family.renames, *TOWER_FILES.renames)
-    return EncoderModule(spec, replace(TOWER_FILES, source=section.source, renames=renames))
+    return EncoderModule(spec, replace(TOWER_FILES, source=section.place, renames=renames))
 
 
 def _unlisted_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFamily:
     """The family of a tower that the table does not have, if a proof finds it to be one of ViT's
     form."""
-    files = replace(TOWER_FILES, source=section.source)
+    files = replace(TOWER_FILES, source=section.place)
     try:
-        settings = {**_read_settings(section.source), **(section.processor or {})}
+        settings = {**_read_settings(section.place), **(section.processor or {})}
         return adopt_encoder(config, files, known_processor(config, settings))
     except ConfigError as error:
         raise ConfigError(
@@ -296,8 +297,9 @@ def _read_settings(source: str | None) -> dict[str, Any]:
     """The image processor's file; nothing if there is none: the model type's defaults."""
     if source is None:
         return {}
+    name, revision = split_place(source)
     try:
-        settings, _ = ImageProcessingMixin.get_image_processor_dict(source)
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(name, revision=revision)
     except OSError:
         return {}
     return settings
@@ -361,8 +363,9 @@ def _load_extractor(
     """Class name and settings of the feature extractor."""
     settings: dict[str, Any] = {}
     if source is not None:
+        name, revision = split_place(source)
         with suppress(OSError):  # weights without an extractor: the model type's defaults
-            settings, _ = FeatureExtractionMixin.get_feature_extractor_dict(source)
+            settings, _ = FeatureExtractionMixin.get_feature_extractor_dict(name, revision=revision)
     known = ("feature_size", "sampling_rate", "hop_length", "n_fft", "chunk_length", "do_normalize")
     kept = {name: settings[name] for name in known if name in settings}
     return family.processor_class, {**kept, **(override or {}), **family.processor(config)}

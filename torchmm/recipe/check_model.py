@@ -34,6 +34,10 @@ def check_model(recipe: Recipe) -> Problems:
     if model.tokenizer_source is None and not recipe.simulation.sequences:
         text = "is needed, as the model has no source to take one from; set a directory or id"
         yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
+    pinned = model.tokenizer_revision
+    yield from _check_revision(
+        "model.tokenizer_revision", pinned, "model.tokenizer", model.tokenizer
+    )
     for name, encoder in model.encoders.items():
         if name == "llm" or not re.fullmatch(r"[A-Za-z_][\w-]*", name):
             text = 'is no name for an encoder; use letters, digits and "_", and not "llm"'
@@ -43,6 +47,7 @@ def check_model(recipe: Recipe) -> Problems:
 
 def _check_source(key: str, part: Any) -> Problems:
     """A module needs weights or sizes: `source`, `config` or both."""
+    yield from _check_revision(f"{key}.revision", part.revision, f"{key}.source", part.source)
     if part.source is None and part.config is None:
         yield Problem(key, NO_VALUE, "has neither source nor config; set one of them")
     elif part.source is None and "model_type" not in part.config:
@@ -51,6 +56,13 @@ def _check_source(key: str, part: Any) -> Problems:
     elif part.source is not None and _is_missing(part.source):
         text = "no such directory; prepare the model first or correct the path"
         yield Problem(f"{key}.source", part.source, text)
+
+
+def _check_revision(key: str, revision: str | None, of: str, source: str | None) -> Problems:
+    """A revision is one of something on the hub."""
+    if revision is not None and (source is None or Path(source).expanduser().exists()):
+        found = "nothing" if source is None else "a local directory"
+        yield Problem(key, revision, f"pins {found}; name a hub id, or remove it", (of,))
 
 
 def is_path(source: str) -> bool:
@@ -90,6 +102,9 @@ def _check_without(recipe: Recipe) -> Problems:
 def _check_section(recipe: Recipe) -> Problems:
     section = recipe.model.generator
     assert section is not None
+    yield from _check_revision(
+        f"{SECTION}.revision", section.revision, f"{SECTION}.source", section.source
+    )
     if section.source is None and section.config is None:
         yield Problem(SECTION, NO_VALUE, "has neither source nor config; set one of them")
     elif section.source is None and "_class_name" not in (section.config or {}):

@@ -18,14 +18,35 @@ ALL_LINEAR = "all-linear"
 """In place of names: every linear that an adapter can be in."""
 
 
+def place_of(source: str | None, revision: str | None) -> str | None:
+    """A source and its revision in one text, NAME@REVISION."""
+    return source if source is None or revision is None else f"{source}@{revision}"
+
+
+def split_place(place: str) -> tuple[str, str | None]:
+    """Directory or hub id, and revision, of what `place_of` has put together."""
+    if "@" not in place or Path(place).exists():
+        return place, None
+    name, _, revision = place.rpartition("@")
+    return name, revision
+
+
 class LlmConfig(Section):
     """The LLM backbone: either `source` (with weights) or `config` (random weights)."""
 
     source: str | None = None
     """Hugging Face id or local directory of a causal LM; its weights are loaded."""
+    revision: str | None = None
+    """Commit, tag or branch of a `source` on the hub; a commit never changes. What was found
+    without it is logged."""
     config: dict[str, Any] | None = None
     """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
     of its config."""
+
+    @property
+    def place(self) -> str | None:
+        """The source, with its revision: see `split_place`."""
+        return place_of(self.source, self.revision)
 
 
 class EncoderConfig(Section):
@@ -33,6 +54,9 @@ class EncoderConfig(Section):
 
     source: str | None = None
     """Hugging Face id or local directory of an encoder (or of a CLIP-like dual model)."""
+    revision: str | None = None
+    """Commit, tag or branch of a `source` on the hub; a commit never changes. What was found
+    without it is logged."""
     config: dict[str, Any] | None = None
     """Inline Hugging Face config with `model_type`; weights are random. With `source`: overrides
     of its config."""
@@ -52,6 +76,11 @@ class EncoderConfig(Section):
     """Which hidden state feeds the connector: -1 the last layer's output, -2 the previous one.
     Layers after it are not built."""
 
+    @property
+    def place(self) -> str | None:
+        """The source, with its revision: see `split_place`."""
+        return place_of(self.source, self.revision)
+
 
 class GeneratorConfig(Section):
     """A diffusion transformer after the LLM, which draws images (or clips) from its hidden states.
@@ -62,6 +91,9 @@ class GeneratorConfig(Section):
     source: str | None = None
     """Hugging Face id or local directory of a diffusers transformer for pixels, such as the
     `hf/generator` of another run; its weights are loaded."""
+    revision: str | None = None
+    """Commit, tag or branch of a `source` on the hub; a commit never changes. What was found
+    without it is logged."""
     config: dict[str, Any] | None = None
     """Inline diffusers config with `_class_name` ("PixArtTransformer2DModel"); `sample_size` is
     the side of an image in pixels; `ffn_size`, a key of ours, is the width of feed-forward parts
@@ -81,6 +113,11 @@ class GeneratorConfig(Section):
     time_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
     """Distribution of the noise levels in training; "logit_normal" prefers those in the middle."""
 
+    @property
+    def place(self) -> str | None:
+        """The source, with its revision: see `split_place`."""
+        return place_of(self.source, self.revision)
+
 
 class ModelConfig(Section):
     """What is trained: a composite Hugging Face model, or an LLM with encoders put before it."""
@@ -89,6 +126,9 @@ class ModelConfig(Section):
     """Hugging Face id or local directory of a composite model (LLaVA, Qwen2.5-VL); excludes
     `llm` and `encoders`. Its vision tower is the encoder named "vision", its audio tower
     "audio"."""
+    revision: str | None = None
+    """Commit, tag or branch of a `source` on the hub; a commit never changes. What was found
+    without it is logged."""
     config: dict[str, Any] | None = None
     """Inline Hugging Face config of a composite model with `model_type`; weights are random."""
     towers: list[Literal["vision", "audio"]] | None = None
@@ -107,6 +147,9 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Hugging Face id or local directory of the tokenizer; default: the source of the LLM or
     composite."""
+    tokenizer_revision: str | None = None
+    """Commit, tag or branch of a `tokenizer` on the hub; without that key its source's `revision`
+    holds."""
     image_token: str = "<image>"
     """Token whose id marks image positions. It must exist in the tokenizer; any token that never
     occurs in text will do."""
@@ -114,6 +157,11 @@ class ModelConfig(Section):
     """Whether logits and their gradients are computed a few hundred targets at a time, so that they
     take almost no memory; worth it for vocabularies beyond some ten thousand words. The loss is the
     same."""
+
+    @property
+    def place(self) -> str | None:
+        """The composite's source, with its revision: see `split_place`."""
+        return place_of(self.source, self.revision)
 
     @property
     def is_composite(self) -> bool:
@@ -136,8 +184,10 @@ class ModelConfig(Section):
 
     @property
     def tokenizer_source(self) -> str | None:
-        """Where the tokenizer comes from: its own key, else the composite or the LLM."""
-        return self.tokenizer or self.source or (self.llm.source if self.llm else None)
+        """Where the tokenizer comes from: its own key, else the composite or the LLM; with its
+        revision: see `split_place`."""
+        own = place_of(self.tokenizer, self.tokenizer_revision)
+        return own or self.place or (self.llm.place if self.llm else None)
 
 
 def composite_parts(config: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:

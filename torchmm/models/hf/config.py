@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import logging
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, CONFIG_NAME, AutoConfig, PreTrainedConfig
 
 from torchmm.common.errors import ConfigError, describe_refusal
+from torchmm.recipe.model_section import split_place
+
+logger = logging.getLogger(__name__)
 
 _ALSO_READ = {
     "audio_end_token_id",  # Qwen3-Omni's published configs have these three
@@ -48,7 +54,7 @@ def load_config(key: str, source: str | None, override: dict[str, Any] | None) -
 
     Args:
         key: the section, for messages.
-        source: local directory or hub id; None: `override` is the whole config.
+        source: local directory or hub id, with its revision; None: `override` is the whole config.
         override: values that replace those of `source`, tables key by key.
 
     Raises:
@@ -58,18 +64,31 @@ def load_config(key: str, source: str | None, override: dict[str, Any] | None) -
     if source is None:
         base, override = _make_config(key, override or {}, override or {}), None
     else:
+        name, revision = split_place(source)
         try:
-            base = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            base = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         except (OSError, ValueError) as error:
+            here = Path(name).is_dir()
+            elsewhere = "" if here else " (no directory here, so it was looked for on the hub)"
             raise ConfigError(
-                f"[{key}] source = {source!r} has no readable config.json; name a local directory "
-                f"or a model of the hub ({describe_refusal(error)})"
+                f"[{key}] source = {source!r} has no readable config.json{elsewhere}; name a "
+                f"local directory or a model of the hub ({describe_refusal(error)})"
             ) from error
+        if not Path(name).is_dir():
+            _tell_commit(key, name, revision)
     if key.startswith("model.encoders."):
         base = getattr(base, "vision_config", base)
     if not override:
         return base
     return _make_config(key, _merged(base.to_dict(), override), override)
+
+
+def _tell_commit(key: str, name: str, revision: str | None) -> None:
+    """Logs which commit of a hub's model was found, unless the recipe names it."""
+    file = try_to_load_from_cache(name, CONFIG_NAME, revision=revision)
+    commit = Path(file).parent.name if isinstance(file, str) else None
+    if commit is not None and commit != revision:
+        logger.info('[%s] is not pinned: revision = "%s" is what was found now', key, commit)
 
 
 def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) -> PreTrainedConfig:

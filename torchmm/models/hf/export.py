@@ -51,6 +51,7 @@ from torchmm.models.initialize import named_tensors, random_copy
 from torchmm.models.layered import LayeredModule, units
 from torchmm.models.layers.lora import CHILD, merged, of_adapter
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.recipe.model_section import split_place
 
 PARTS_FILE = "torchmm.json"
 _PROCESSOR_FILES = (
@@ -288,7 +289,8 @@ def _save(model: MultimodalModel, export: _Export) -> None:
     assert not left and not loaded.unexpected_keys, (left, loaded.unexpected_keys)
     if export.generation_source is not None and export.hf.can_generate():
         try:
-            found = GenerationConfig.from_pretrained(export.generation_source)
+            name, revision = split_place(export.generation_source)
+            found = GenerationConfig.from_pretrained(name, revision=revision or "main")
             found.validate(strict=True)
             export.hf.generation_config = found
         except (OSError, ValueError):

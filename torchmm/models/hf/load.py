@@ -39,6 +39,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchmm.common.errors import CheckpointError
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.recipe.model_section import split_place
 
 T = TypeVar("T")
 
@@ -254,7 +255,9 @@ def _directory(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+        name, revision = split_place(source)
+        patterns = ["*.safetensors", "*.json"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
         raise CheckpointError(
             f"weights of {source!r} are neither a local directory nor on the hub ({error})"

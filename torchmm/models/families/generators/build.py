@@ -58,7 +58,7 @@ def build_generator(
     )
     # One made for another LLM has a connector of other sizes, which is replaced by a new one.
     fits = section.source is not None and config.get("caption_channels") == llm_hidden_size
-    files = replace(GENERATOR_FILES, source=section.source)
+    files = replace(GENERATOR_FILES, source=section.place)
     if not fits:
         files = replace(files, renames=files.renames[1:], partial=True)
     spec = DitSpec(family, name, complete, images, dtype, connector_from_files=fits)
@@ -71,7 +71,7 @@ def _load(section: GeneratorConfig) -> dict[str, Any]:
         return dict(section.config or {})
     try:
         reader: Any = PixArtTransformer2DModel  # any class reads configs of all classes
-        found = reader.load_config(section.source)
+        found = reader.load_config(section.source, revision=section.revision)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"[model.generator] source = {section.source!r} has no readable config.json; name a "

@@ -1,0 +1,90 @@
+"""`revision` pins what comes from the hub: configs, processors, weights, tokenizers.
+
+The hub is its cache on this machine, which holds two commits of one model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import huggingface_hub.constants
+import pytest
+import transformers.utils.hub
+from recipe_problems import problems_of
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_recipe import QUICKSTART
+from torch import zeros
+
+from torchmm.common.errors import ConfigError
+from torchmm.data.tokenizer import load_tokenizer
+from torchmm.models.hf.config import load_config
+from torchmm.models.hf.load import open_files
+from torchmm.models.registry import _read_settings
+from torchmm.recipe.model_section import LlmConfig, ModelConfig, split_place
+
+OLD, NEW = "a" * 40, "b" * 40
+NAME = "owner/name"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch, real_data) -> None:
+    """Commit OLD has width 32, NEW width 64 and is what "main" stands for."""
+    folder = tmp_path / "models--owner--name"
+    for commit, width in ((OLD, 32), (NEW, 64)):
+        files = folder / "snapshots" / commit
+        files.mkdir(parents=True)
+        config = {"model_type": "llama", "hidden_size": width, "num_attention_heads": 4}
+        (files / "config.json").write_text(json.dumps(config))
+        settings = {"image_processor_type": "CLIPImageProcessor", "size": width}
+        (files / "preprocessor_config.json").write_text(json.dumps(settings))
+        save_file({"w": zeros(width)}, files / "model.safetensors")
+        for file in (real_data / "tokenizer").iterdir():
+            shutil.copy(file, files / file.name)
+        changed = json.loads((files / "tokenizer_config.json").read_text())
+        changed["model_max_length"] = width
+        (files / "tokenizer_config.json").write_text(json.dumps(changed))
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(NEW)
+    for module in (huggingface_hub.constants, transformers.utils.hub.constants):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize(("revision", "width"), [(OLD, 32), (NEW, 64), (None, 64)])
+def test_everything_is_of_the_revision(hub, revision, width, caplog):
+    section = LlmConfig(source=NAME, revision=revision)
+    assert section.place is not None
+    with caplog.at_level(logging.INFO):
+        assert load_config("model.llm", section.place, None).hidden_size == width
+    told = f'revision = "{NEW}" is what was found now' in caplog.text
+    assert told == (revision is None)
+    assert _read_settings(section.place)["size"] == width
+    tensor = open_files(section.place)["w"]
+    with safe_open(tensor.path, "pt") as opened:
+        assert opened.get_slice("w").get_shape() == [width]
+    assert load_tokenizer(ModelConfig(llm=section)).model_max_length == width
+    own = ModelConfig(llm=LlmConfig(source="x"), tokenizer=NAME, tokenizer_revision=revision)
+    assert load_tokenizer(own).model_max_length == width
+
+
+def test_a_misspelt_directory_is_told_from_a_hub_id(hub):
+    with pytest.raises(ConfigError, match="no directory here, so it was looked for on the hub"):
+        load_config("model.llm", "dtaa/x", None)
+
+
+def test_a_revision_of_nothing_is_refused(real_data, tmp_path):
+    wrong = "--model.llm.revision=abc", "--model.tokenizer_revision=abc"
+    found = problems_of(QUICKSTART, *wrong, world_size=1)
+    assert any("model.llm.revision" in p and "pins nothing" in p for p in found)
+    assert any("model.tokenizer_revision" in p and "directory" in p for p in found)
+
+
+def test_places(tmp_path):
+    assert split_place("a/b@v1") == ("a/b", "v1")
+    assert split_place("a/b") == ("a/b", None)
+    odd = tmp_path / "x@y"
+    odd.mkdir()
+    assert split_place(str(odd)) == (str(odd), None)
