@@ -54,9 +54,7 @@ def command(run_dir: Path, data: Path, **changes: object) -> list[str]:
     return [part.replace(f"{data}/tuxpaint_stamps", SETS) for part in text]
 
 
-def run(
-    server: TrainServer, log_dir: Path, args: list[str], env: dict[str, str]
-) -> Job:
+def run(server: TrainServer, log_dir: Path, args: list[str], env: dict[str, str]) -> Job:
     return Job(server, TRAIN, args, 1, log_dir, **env)
 
 
