@@ -62,13 +62,6 @@ HOST_STATES = {
     "training__parameter_dtype": "bfloat16",
 }
 ADAPTERS = {"adapters__small": '{modules = ["llm"], rank = 4}'}
-FLOAT8 = {
-    "compile__enabled": "true",
-    "float8__recipe": "rowwise",
-    "float8__emulate": "true",
-    "float8__first_layers": 0,
-    "float8__last_layers": 0,
-}
 CASES = {
     "quickstart": Case(1),
     "fsdp2": Case(2),
@@ -92,8 +85,6 @@ CASES = {
     "recomputed": Case(1, {"activation_checkpoint__mode": "full"}),
     "chunked loss": Case(2, {"model__chunked_loss": "true"}),
     "states on the host": Case(2, HOST_STATES),
-    "compiled, float8": Case(1, FLOAT8),
-    "compiled, float32": Case(1, {"compile__enabled": "true", "training__dtype": "float32"}),
     "muon": Case(2, {"optimizer__name": "muon", "training__parameter_dtype": "bfloat16"}),
 }
 DEFAULT = {"quickstart", "pp2"}
