@@ -80,6 +80,7 @@ CASES = {
     "searched": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "searched"}),
     "generator": Case(1, recipe="quickstart_generation.toml"),
     "disaggregated": Case(3, recipe="quickstart_disaggregated.toml"),
+    "compiled, float32": Case(1, {"compile__enabled": "true", "training__dtype": "float32"}),
     "native resolution": Case(1, recipe="tiny/siglip2_qwen3.toml"),
     "checkpoint": Case(2, {"checkpoint__interval": 2, "checkpoint__export_hf": "true"}),
     "recomputed": Case(1, {"activation_checkpoint__mode": "full"}),
