@@ -99,12 +99,14 @@ class SourceConfig(Section):
         "csv",
         "webdataset",
         "energon",
+        "lance",
         "imagefolder",
         "videofolder",
         "hub",
     ] = "auto"
     """How to read it; "auto" decides by file names (".parquet", ".arrow", ".jsonl", ".csv",
-    ".tar", ...); "energon" is a directory with `.nv-meta`, "hub" a Hugging Face data set id."""
+    ".tar", ...); "energon" is a directory with `.nv-meta`, "lance" a table (`NAME.lance`), "hub"
+    a Hugging Face data set id."""
     name: str | None = None
     """Name in logs and errors, and in `data.stages`; default: derived from the path."""
     split: str = "train"
@@ -112,7 +114,8 @@ class SourceConfig(Section):
     config: str | None = None
     """Subset (configuration) of a hub data set."""
     revision: str | None = None
-    """Commit, tag or branch of a hub data set or `hf://` address; a commit never changes."""
+    """Commit, tag or branch of a hub data set or `hf://` address; a commit never changes. Of a
+    Lance table: number of its version."""
     weight: float = Field(default=1.0, gt=0)
     """Share of samples drawn from this source, relative to the other sources' weights."""
     epochs: float | None = Field(default=None, gt=0)

@@ -81,6 +81,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/data/prepare/tokenizer.py": "one data set or model, one file",
     "torchmm/data/sources/archives.py": "about the bytes of tar files alone",
     "torchmm/data/sources/configured.py": "a recipe's keys, of sources and streams alike",
+    "torchmm/data/sources/lance_tables.py": "about a library that not every run has",
     "torchmm/data/sources/packed.py": "about compressed files alone",
     "torchmm/data/sources/tar_samples.py": "about tar files; its importer knows Energon",
     "torchmm/data/waiting.py": "threads and pipes, without anything of loading",

@@ -35,6 +35,7 @@ from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sources.configured import MapSource, SourceAsConfigured
 from torchmm.data.sources.energon import EnergonFolder, EnergonSource, is_energon, open_folder
 from torchmm.data.sources.folders import FolderSource, described
+from torchmm.data.sources.lance_tables import LanceSource, is_lance
 from torchmm.data.sources.packed import PACKED, plain_suffix, unpacked
 from torchmm.data.sources.row_groups import ParquetSource
 from torchmm.data.sources.tar_samples import WebdatasetSource
@@ -144,7 +145,7 @@ def _open(config: SourceConfig, cache: str, storage: Storage | None) -> MapSourc
 def has_own_reader(kind: str, files: Sequence[AnyFile]) -> bool:
     """Whether this package reads the files without `datasets`."""
     return (
-        kind in (*TEXT_FILES, "energon", "webdataset")
+        kind in (*TEXT_FILES, "energon", "webdataset", "lance")
         or (kind in FOLDERS and bool(described(files)))
         or any(isinstance(file, RemoteFile) for file in files)
     )
@@ -159,6 +160,8 @@ def open_file_source(
         ConfigError: the cache cannot be written.
         DataError: a file cannot be read.
     """
+    if kind == "lance":
+        return LanceSource(config)
     fingerprint = _files_fingerprint(files)
     if kind == "energon":
         folder = open_folder(Path(config.path).expanduser(), config.split)
@@ -248,6 +251,8 @@ def resolve_files(
         ConfigError: keys of hub data sets at a source that is none.
         DataError: the path looks local but has no readable files; a store does not answer.
     """
+    if is_lance(config):
+        return "lance", []
     if is_address(config.path):
         candidates: list[AnyFile] | None = _remote_candidates(config, storage)
     else:

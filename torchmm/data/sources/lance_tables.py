@@ -1,0 +1,102 @@
+"""Lance tables: rows by number, of one version of the table, here or in a store.
+
+The format keeps rows where they can be reached one by one, and versions that never change, so that
+a table has the exact order that other sources have without an index or a cache of ours. Lance reads
+stores itself, with credentials from the environment. Nothing of it runs when a table is only named:
+it is opened by the process that reads from it, since its threads do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from torchmm.common.errors import ConfigError, DataError
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.sample import Record
+from torchmm.recipe.data_section import SourceConfig, is_address
+
+SUFFIX = ".lance"
+
+
+def is_lance(config: SourceConfig) -> bool:
+    """Whether a source is a table, by its format or name."""
+    named = config.path.rstrip("/").endswith(SUFFIX)
+    return config.format == "lance" or (config.format == "auto" and named)
+
+
+class LanceSource:
+    """Rows of a table as records.
+
+    Args:
+        config: the source; its `revision` is the number of a version, the newest without it.
+
+    Raises:
+        ConfigError: Lance is not installed, or the revision is no number.
+        DataError: there is no such table or version.
+    """
+
+    def __init__(self, config: SourceConfig) -> None:
+        if config.revision is not None and not config.revision.isdecimal():
+            raise ConfigError(
+                f"source {config.path!r}: revision = {config.revision!r} is no version of a Lance "
+                "table; write its number"
+            )
+        path = config.path
+        self._path = path if is_address(path) else str(Path(path).expanduser().absolute())
+        self._version = None if config.revision is None else int(config.revision)
+        self._table: Any = None
+        try:
+            table = self._opened()
+            self._version = int(table.version)
+            self._rows = int(table.count_rows())
+            parts = [self._path, self._version, sorted(f.path for f in _files(table))]
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"source {path!r} cannot be opened as a Lance table: {_brief(error)}; correct "
+                "`path` or `revision`"
+            ) from error
+        self.fingerprint = hashlib.sha256(str(parts).encode()).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_table": None}
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def read(self, index: int) -> Record:
+        """Record `index`.
+
+        Raises:
+            CorruptSampleError: it cannot be read.
+            DataError: nor, perhaps, can others, since the table is in a store.
+        """
+        where = f"{self._path} row {index}"
+        try:
+            columns = self._opened().take([index]).to_pylist()[0]
+        except (OSError, ValueError) as error:
+            if is_address(self._path):  # more likely the store than the row: no sample is lost
+                raise DataError(f"{where} cannot be read: {_brief(error)}") from error
+            raise CorruptSampleError(f"{where}: {_brief(error)}") from error
+        return Record(columns, where=where)
+
+    def _opened(self) -> Any:
+        if self._table is None:
+            try:
+                import lance  # noqa: PLC0415 - an extra
+            except ImportError as error:
+                raise ConfigError(
+                    f'source {self._path!r}: Lance tables need `pip install "torchmm[lance]"`'
+                ) from error
+            self._table = lance.dataset(self._path, version=self._version)
+        return self._table
+
+
+def _files(table: Any) -> list[Any]:
+    """Files with rows; their names are random, so that no two tables have the same."""
+    return [file for fragment in table.get_fragments() for file in fragment.data_files()]
+
+
+def _brief(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:300]
