@@ -11,6 +11,8 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from recipe_problems import problems_of
+from tiny_recipe import QUICKSTART
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.storage.addresses import join_address, without_secrets
@@ -287,6 +289,17 @@ def test_other_stores_through_fsspec(tmp_path):
 def test_unknown_stores_are_mistakes_of_the_recipe(root):
     with pytest.raises(ConfigError, match=root):
         StoreClient(root, 1.0)
+
+
+def test_a_recipe_with_a_secret_in_an_address_is_refused_without_showing_it():
+    sources = '--data.sources=[{path="https://host/x.tar?X-Amz-Signature=hushhush"}]'
+    found = problems_of(QUICKSTART, sources, world_size=1)
+    assert any("data.sources[0].path" in p and "?X-Amz-Signature=" in p for p in found)
+    assert not any("hushhush" in p for p in found)
+    plain = '--data.sources=[{path="s3://bucket/x"}]'
+    found = problems_of(QUICKSTART, plain, "--data.storage.give_up_s=500.0", world_size=1)
+    assert not any("data.sources[0].path" in p for p in found)
+    assert any("data.storage.give_up_s" in p and "data.timeout_s" in p for p in found)
 
 
 def test_addresses():
