@@ -1,7 +1,8 @@
 """Runs a function on N gloo processes and returns what each rank returned.
 
 The ranks are forks of one warm process per pytest process: importing what a rank needs takes
-seconds, a fork milliseconds. The warm process has no threads, so forking it is safe.
+seconds, a fork milliseconds. The warm process has no thread but that of pyarrow's allocator, which
+is prepared for forks.
 
 A rank that dies without a word is told of all the same: the call fails with the signal that killed
 it and what it wrote to stderr, where faulthandler leaves the tracebacks of its threads.

@@ -2,7 +2,7 @@
 
 A warm process imports everything once and forks one child per rank; a child calls the `main` of
 train.py (or of another script) as `python train.py ARGUMENTS` would. The warm process has no
-threads, so forking is safe.
+thread but that of pyarrow's allocator, which is prepared for forks.
 
     with TrainServer() as server:
         run = server.start([arguments], log_dir, ranks=2)
