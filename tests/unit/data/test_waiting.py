@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from data_cases import CLIP, caption, data_config, png, training, write_jsonl
+from data_cases import caption, data_config, training, write_jsonl
 
 from torchmm.common.errors import DataError
 from torchmm.data import loader as loader_module
@@ -19,14 +19,14 @@ from torchmm.recipe.data_section import SourceConfig
 LONG_S = 60.0
 
 
-def build(tmp_path, tokenizer, text_spec, spec=None, rows=None, **changes):
-    rows = rows or [{"text": caption(i)} for i in range(40)]
+def build(tmp_path, tokenizer, text_spec, **changes):
+    rows = [{"text": caption(i)} for i in range(40)]
     path = write_jsonl(tmp_path / "words.jsonl", rows)
     return build_loader(
         data_config(tmp_path, SourceConfig(path=str(path)), **changes),
         training(),
         text_spec=text_spec,
-        image_specs={"vision": spec} if spec else {},
+        image_specs={},
         tokenizer=tokenizer,
         data_parallel_rank=0,
         data_parallel_size=1,
@@ -62,29 +62,20 @@ def test_a_stopped_worker_is_named_with_its_samples_and_ended(tmp_path, tokenize
     assert_gone(workers)
 
 
-@pytest.fixture
-def pipe_for_an_image(tmp_path):
-    """Rows of pictures; once called, opening one of them blocks for ever."""
-    paths = [tmp_path / f"{i}.png" for i in range(12)]
-    for path in paths:
-        path.write_bytes(png(16, 16))
+class Silent:
+    """A source on a file server that has gone."""
 
-    def replace() -> None:
-        for path in paths:
-            path.unlink()
-            os.mkfifo(path)
+    def __len__(self) -> int:
+        return 12
 
-    return [{"image": path.name, "text": caption(i)} for i, path in enumerate(paths)], replace
+    def read(self, index: int) -> None:
+        time.sleep(3600)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_never_answers_ends_the_wait(
-    tmp_path, tokenizer, text_spec, pipe_for_an_image, workers
-):
-    rows, replace = pipe_for_an_image
-    given = {"spec": CLIP, "rows": rows, "workers": workers, "timeout_s": 2.0}
-    loader = build(tmp_path, tokenizer, text_spec, **given)
-    replace()
+def test_a_file_that_never_answers_ends_the_wait(tmp_path, tokenizer, text_spec, workers):
+    loader = build(tmp_path, tokenizer, text_spec, workers=workers, timeout_s=2.0)
+    loader._loader.dataset._sources = [Silent()]
     who = "data worker 0" if workers else "this process"
     with pytest.raises(DataError, match=rf"{who}.* samples beginning with .*words.jsonl\["):
         next(iter(loader))

@@ -28,7 +28,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow.parquet as pq
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.layouts.sample import Record, Root
@@ -37,6 +36,7 @@ from torchmm.data.sources.energon import EnergonFolder, EnergonSource, is_energo
 from torchmm.data.sources.folders import FolderSource, described
 from torchmm.data.sources.lance_tables import LanceSource, is_lance
 from torchmm.data.sources.packed import PACKED, plain_suffix, unpacked
+from torchmm.data.sources.parquet_rows import RowGroups, rows_of_groups
 from torchmm.data.sources.row_groups import ParquetSource
 from torchmm.data.sources.tar_samples import WebdatasetSource
 from torchmm.data.sources.text_files import Table, TextSource, is_array, open_json
@@ -59,7 +59,6 @@ TEXT_FILES = {"json": open_json, "csv": Table}
 INDEX_CACHE = DataConfig().index_cache
 FOLDERS = ("imagefolder", "videofolder")
 """Formats of files that a metadata.jsonl describes."""
-
 
 _COMMIT = re.compile(r"@([0-9a-f]{40})/")
 
@@ -136,10 +135,17 @@ def _open(config: SourceConfig, cache: str, storage: Storage | None) -> MapSourc
     kind, files = resolve_files(config, storage)
     if has_own_reader(kind, files):
         return open_file_source(config, kind, files, cache)
-    dataset = load(config, kind, files, streaming=False)
+    root = source_root(config, files)
+    rows = [sum(groups) for groups in rows_of_groups(files)] if kind == "parquet" else []
+    try:
+        dataset = load(config, kind, files, streaming=False)
+    except DataError as error:
+        if kind != "parquet":
+            raise
+        logger.warning("%s. Its row groups are read one by one, which is slow: repair it", error)
+        return RowGroups(files, root, _files_fingerprint(files))
     fingerprint = _files_fingerprint(files) if files else str(dataset._fingerprint)
-    rows = [(file, pq.read_metadata(file).num_rows) for file in files] if kind == "parquet" else []
-    return ArrowSource(dataset, source_root(config, files), fingerprint, rows)
+    return ArrowSource(dataset, root, fingerprint, list(zip(files, rows, strict=False)))
 
 
 def has_own_reader(kind: str, files: Sequence[AnyFile]) -> bool:
@@ -171,9 +177,7 @@ def open_file_source(
         return WebdatasetSource(files, fingerprint, places)
     root = source_root(config, files)
     if kind == "parquet":
-        assert isinstance(root, RemoteFolder)
-        elsewhere = [file for file in files if isinstance(file, RemoteFile)]
-        return ParquetSource(elsewhere, root, fingerprint)
+        return _open_row_groups(files, root, fingerprint)
     try:
         if kind in FOLDERS:
             return FolderSource(kind, files, root, fingerprint)
@@ -182,6 +186,13 @@ def open_file_source(
         text = f"source {config.path!r}: cannot read {error.filename}: {error.strerror}"
         raise DataError(text) from error
     return TextSource(opened, fingerprint)
+
+
+def _open_row_groups(files: Sequence[AnyFile], root: Root, fingerprint: str) -> MapSource:
+    if not isinstance(root, RemoteFolder):
+        return RowGroups(files, root, fingerprint)
+    elsewhere = [file for file in files if isinstance(file, RemoteFile)]
+    return ParquetSource(elsewhere, root, fingerprint)
 
 
 def text_of(file: AnyFile, kind: str, cache: str) -> AnyFile:

@@ -141,7 +141,8 @@ class IndexedStream:
         self._next = 0
 
     def restart(self, position: Any) -> None:
-        """Continue at a record."""
+        """Continue at a record; raises DataError if this is no such position."""
+        check_position(position)
         self._next = position or 0
 
     def position(self) -> Any:
@@ -157,6 +158,15 @@ class IndexedStream:
             return self._source.read(self._next - 1)
         except CorruptSampleError as error:
             return error
+
+
+def check_position(position: Any) -> None:
+    """Raises DataError for a position of files that `datasets` read once."""
+    if isinstance(position, dict):
+        raise DataError(
+            "the checkpoint's position in parquet files is one of an earlier torchmm, which read "
+            "them through `datasets`; continue with that version, or begin a new run"
+        )
 
 
 def open_stream(
@@ -185,7 +195,7 @@ def _open(name: str, config: SourceConfig, cache: str, storage: Storage | None) 
             return JsonLinesStream(files)
     if kind == "webdataset":
         return WebdatasetStream(files, Places(cache))
-    if has_own_reader(kind, files):
+    if has_own_reader(kind, files) or kind == "parquet":
         return IndexedStream(open_file_source(config, kind, files, cache))
     dataset = load(config, kind, files, streaming=True)
     return ArrowStream(name, dataset, source_root(config, files))

@@ -1,0 +1,103 @@
+"""Parquet files that are damaged, or claim too much."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_cases import caption_rows
+
+from torchmm.common.errors import DataError
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.sources import parquet_rows
+from torchmm.data.sources.local_and_hub import ArrowSource, open_map_source
+from torchmm.data.sources.streams import open_stream
+from torchmm.recipe.data_section import SourceConfig
+
+ROWS = 12
+GROUP = 4
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "set" / "rows.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.Table.from_pylist(caption_rows(ROWS)), path, row_group_size=GROUP)
+    return path
+
+
+def harm(path, group):
+    """Overwrites the pictures of a row group."""
+    column = pq.read_metadata(path).row_group(group).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    with path.open("r+b") as stream:
+        stream.seek(start)
+        stream.write(b"\xff" * column.total_compressed_size)
+
+
+def read_all(path, streaming):
+    """Texts of the rows, or why they cannot be read."""
+    config = SourceConfig(path=str(path.parent))
+    if streaming:
+        found = list(iter(open_stream("set", config).next, None))
+    else:
+        source = open_map_source(config)
+        found = []
+        for index in range(len(source)):
+            try:
+                found.append(source.read(index))
+            except CorruptSampleError as error:
+                found.append(error)
+    return [str(f) if isinstance(f, CorruptSampleError) else f.columns["text"] for f in found]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
+def test_a_damaged_row_group_costs_its_rows(file, streaming):
+    whole = [row["text"] for row in caption_rows(ROWS)]
+    assert read_all(file, streaming) == whole
+    harm(file, 1)
+    found = read_all(file, streaming)
+    assert found[:GROUP] == whole[:GROUP] and found[2 * GROUP :] == whole[2 * GROUP :]
+    for row, message in enumerate(found[GROUP : 2 * GROUP], GROUP):
+        assert message.startswith(f"{file} row {row}: row group 1: ")
+
+
+def test_whole_files_are_converted(file):
+    source = open_map_source(SourceConfig(path=str(file)))
+    assert isinstance(source._source, ArrowSource)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["indexed", "stream"])
+def test_rows_that_take_no_bytes_are_refused_by_the_footer(tmp_path, streaming):
+    rows = 200_000
+    column = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), ["x" * 10_000])
+    path = tmp_path / "set" / "bomb.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table({"text": column}), path, row_group_size=rows)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(DataError, match=r"bomb\.parquet claims 200000 rows in \d+ bytes"):
+        read_all(path, streaming)
+
+
+def test_a_group_larger_than_memory_may_be_is_not_decompressed(file, monkeypatch):
+    monkeypatch.setattr(parquet_rows, "MAX_GROUP_BYTES", 1000)
+    with pytest.raises(ValueError, match="more than 1000 bytes"):
+        parquet_rows.read_group(file, 0)
+    monkeypatch.setattr(parquet_rows, "MAX_RATIO", 0)
+    with pytest.raises(DataError, match=r"rows\.parquet claims \d+ bytes, of \d+ compressed"):
+        read_all(file, False)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"x" * 1000, b"PAR1" + b"\xff" * 100 + b"PAR1"])
+def test_files_without_a_footer_are_all_named(file, content):
+    for name in ("a.parquet", "b.parquet"):
+        file.with_name(name).write_bytes(content)
+    with pytest.raises(DataError, match=r"(?s)a\.parquet cannot.*b\.parquet cannot"):
+        read_all(file, False)
+
+
+def test_positions_of_earlier_versions_are_refused(file):
+    stream = open_stream("set", SourceConfig(path=str(file)))
+    with pytest.raises(DataError, match="an earlier torchmm"):
+        stream.restart({"examples_iterable": {}})
