@@ -62,6 +62,13 @@ HOST_STATES = {
     "training__parameter_dtype": "bfloat16",
 }
 ADAPTERS = {"adapters__small": '{modules = ["llm"], rank = 4}'}
+FLOAT8 = {
+    "compile__enabled": "true",
+    "float8__recipe": "rowwise",
+    "float8__emulate": "true",
+    "float8__first_layers": 0,
+    "float8__last_layers": 0,
+}
 CASES = {
     "quickstart": Case(1),
     "fsdp2": Case(2),
@@ -80,6 +87,7 @@ CASES = {
     "searched": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "searched"}),
     "generator": Case(1, recipe="quickstart_generation.toml"),
     "disaggregated": Case(3, recipe="quickstart_disaggregated.toml"),
+    "compiled, float8": Case(1, FLOAT8),
     "compiled, float32": Case(1, {"compile__enabled": "true", "training__dtype": "float32"}),
     "native resolution": Case(1, recipe="tiny/siglip2_qwen3.toml"),
     "checkpoint": Case(2, {"checkpoint__interval": 2, "checkpoint__export_hf": "true"}),
