@@ -363,6 +363,18 @@ def test_mistakes_in_deepstack_and_positions_are_measurably_off(name: str) -> No
     assert error() == 0
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"])
+def test_exchanged_sections_of_positions_are_measurably_off(name: str) -> None:
+    """Rows for columns; of the other models that have them, in the tests above."""
+    model = build(composite_config(name))
+    batch, samples = two_samples_with_images(name)
+    batch.position_ids = mrope_positions(plain_composite(model), samples)
+    with torch.no_grad():
+        right = model(batch)
+        batch.position_ids = batch.position_ids[[0, 2, 1]]
+        assert relative_error(model(batch), right) > 1e-5
+
+
 def test_impossible_taps_are_refused() -> None:
     vision = COMPOSITES["qwen3_vl"]["vision_config"]
     changes = {"vision_config": {**vision, "deepstack_visual_indexes": [1, 0]}}
