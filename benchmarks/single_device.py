@@ -42,7 +42,7 @@ from support.models.hf_baseline import PaddedBatch, pad_batch
 from support.shapes import SHAPES, Shape
 
 from torchmm.balance.costs.flops import microbatch_flops
-from torchmm.common.batch import StepBatch
+from torchmm.data.loader import StepBatch
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.data_section import DataConfig, SourceConfig

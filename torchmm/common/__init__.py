@@ -9,7 +9,7 @@ from torchmm.common.faces import public
 __all__, __getattr__ = public(
     __name__,
     {
-        "batch": ("Microbatch", "MicrobatchMeta", "StepBatch"),
+        "batch": ("Microbatch", "MicrobatchMeta"),
         "errors": (
             "CheckpointError",
             "ConfigError",

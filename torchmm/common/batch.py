@@ -13,8 +13,8 @@ K encoder output tokens of all images, D features, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchmm.common.generated import GeneratedMeta, GeneratorInputs
+from torchmm.common.generated import GeneratedMeta, GeneratorInputs, held_rows
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.tiles import Kept, TileSpec
 
@@ -106,9 +106,13 @@ class MicrobatchMeta:
         """Images and clips that the generator has to draw, in order."""
         return [image for sample in self.samples for image in sample.generated]
 
+    def images_for(self, module: str) -> Sequence[ImageMeta | GeneratedMeta]:
+        """Images that an encoder reads, or that the generator draws, in order."""
+        return self.generated if module == GENERATOR else self.images_read_by(module)
+
     def images_of(self, module: str) -> int:
-        """Images that an encoder reads, or that the generator draws."""
-        return len(self.generated) if module == GENERATOR else len(self.patches(module))
+        """How many these are."""
+        return len(self.images_for(module))
 
     @property
     def used_tokens(self) -> int:
@@ -129,10 +133,13 @@ class EncoderInputs:
     (N, C, height, width), "patches" has (P, D), the patches of one image after another; a patch of
     a sound is the mel bins of a few frames. Sizes are plain Python numbers, so that no kernel
     launch waits for the device.
+
+    Sizes and positions are those of all images; pixels may be those of some, for a rank decodes
+    only its share of what its stages read (`torchmm.common.row_slices.Reads`).
     """
 
     pixels: Tensor
-    """float32, (N, C, height, width) or (P, D)."""
+    """float32, (N, C, height, width) or (P, D), of the images that are `held`."""
     grids_thw: list[tuple[int, int, int]]
     """Patches per image as (frames, rows, columns), one entry per image."""
     positions_K: Tensor
@@ -142,6 +149,19 @@ class EncoderInputs:
     patches_per_token: int | None = None
     """Consecutive patches of a sound that become one output token, what remains of it none; None:
     all patches of an encoder's images become tokens."""
+    held: list[int] | None = None
+    """Images whose pixels are here, ascending; None: those of all, on every rank that reads any."""
+
+    def without_pixels(self) -> EncoderInputs:
+        """The same sizes and positions."""
+        return replace(self, pixels=self.pixels[:0], held=[])
+
+    @property
+    def pixel_rows(self) -> list[int]:
+        """Rows of `pixels` that each image has, or would have if it were here."""
+        if self.pixels.ndim == 2:
+            return [prod(grid) for grid in self.grids_thw]
+        return [1] * len(self.grids_thw)
 
     def select(self, images: range) -> EncoderInputs:
         """The inputs of consecutive images; tensors are views.
@@ -164,21 +184,15 @@ class EncoderInputs:
             tokens = len(self.positions_K)
             total = sum(patches)
             places = slice(start * tokens // total, stop * tokens // total)
+        rows, held = held_rows(self.pixel_rows, self.held, images)
         return EncoderInputs(
-            self.pixels[start:stop] if self.pixels.ndim == 2 else self.pixels[own],
+            self.pixels[rows],
             self.grids_thw[own],
             self.positions_K[places],
             self.kept and self.kept[own],
             self.patches_per_token,
+            held,
         )
-
-    def split(self, parts: int) -> list[EncoderInputs]:
-        """`parts` groups of consecutive images whose sizes differ by at most one.
-
-        Raises:
-            ValueError: there are fewer images than parts.
-        """
-        return [self.select(images) for images in even_ranges(len(self.grids_thw), parts)]
 
 
 def _slice_of(counts: list[int], own: slice) -> slice:
@@ -257,27 +271,6 @@ class Microbatch:
             name: function(v) for name, v in values.items() if isinstance(v, Tensor)
         }
         return replace(self, encoders=encoders, generator=generator, **tensors)
-
-
-@dataclass
-class StepBatch:
-    """Everything one data-parallel rank needs for one optimizer step.
-
-    `state` is the loader's state *after* this batch: saving it with the checkpoint of this step
-    makes resume exact whatever the number of workers or the depth of prefetching.
-    """
-
-    microbatches: list[Microbatch]
-    state: dict[str, Any]
-    skipped: list[str] = field(default_factory=list)
-    """One "source[index]: reason" per corrupt sample, the first time this rank meets it; what all
-    ranks find while planning is listed by rank 0 only."""
-    epoch: int = 0
-    """Completed passes over the data."""
-
-    def pin_memory(self) -> StepBatch:
-        """Copy with every microbatch in page-locked memory."""
-        return replace(self, microbatches=[m.pin_memory() for m in self.microbatches])
 
 
 Marks = tuple[int | str, ...]

@@ -15,7 +15,7 @@ microbatch, K context tokens of all images.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -75,6 +75,18 @@ class GeneratorInputs:
     """Context tokens of each image."""
     counted: list[bool]
     """Whether an image counts in the loss: not if it could not be decoded."""
+    held: list[int] | None = None
+    """Images whose pixels and noise are here, ascending; None: those of all, on every rank that
+    draws any."""
+
+    def without_pixels(self) -> GeneratorInputs:
+        """The same sizes, times and positions."""
+        return replace(self, patches_PV=self.patches_PV[:0], noise_PV=self.noise_PV[:0], held=[])
+
+    @property
+    def pixel_rows(self) -> list[int]:
+        """Patches that each image has."""
+        return [prod(grid) for grid in self.grids_thw]
 
     @property
     def count(self) -> int:
@@ -90,9 +102,8 @@ class GeneratorInputs:
         if not 0 <= images.start < images.stop <= len(self.grids_thw) or images.step != 1:
             raise ValueError(f"no generated images {images} among {len(self.grids_thw)}")
         own = slice(images.start, images.stop)
-        patches = list(accumulate(map(prod, self.grids_thw), initial=0))
+        of_patches, held = held_rows(self.pixel_rows, self.held, images)
         tokens = list(accumulate(self.contexts, initial=0))
-        of_patches = slice(patches[images.start], patches[images.stop])
         of_tokens = slice(tokens[images.start], tokens[images.stop])
         return GeneratorInputs(
             self.patches_PV[of_patches],
@@ -102,6 +113,7 @@ class GeneratorInputs:
             self.context_positions_K[of_tokens],
             self.contexts[own],
             self.counted[own],
+            held,
         )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> GeneratorInputs:
@@ -112,3 +124,22 @@ class GeneratorInputs:
             noise_PV=function(self.noise_PV),
             context_positions_K=function(self.context_positions_K),
         )
+
+
+def held_rows(
+    rows: Sequence[int], held: Sequence[int] | None, images: range
+) -> tuple[slice, list[int] | None]:
+    """Where the pixels of consecutive images are, and which of these images they belong to.
+
+    Args:
+        rows: of pixels, by image.
+        held: images whose pixels are there, ascending; None: all.
+
+    Returns:
+        rows of the pixels; numbers within `images`, or None as above.
+    """
+    here = range(len(rows)) if held is None else held
+    start = sum(rows[image] for image in here if image < images.start)
+    own = [image for image in here if image in images]
+    found = slice(start, start + sum(rows[image] for image in own))
+    return found, None if held is None else [image - images.start for image in own]

@@ -10,6 +10,9 @@ asks another, and nothing waits for a device. Slices need not be equal and share
 Rejected: slices of equal length with padding, whose tokens routers of experts would count; images
 read where their tokens are, which leaves ranks idle wherever images are not spread evenly.
 
+In the same way ranks know who decodes what (`Reads`): a picture, or a sound, is decoded once for
+all ranks that work on the same samples, by one of those whose stages read it.
+
 Shape legend: T tokens of the row, S tokens of a slice, K output tokens of an encoder, on this rank.
 """
 
@@ -67,6 +70,68 @@ def task_images(images: int, tasks: int, task: int, ranks: int) -> range:
     if ranks > 1 and images < tasks:
         return range(min(task, images), min(task + 1, images))
     return even_ranges(images, tasks)[task]
+
+
+class Share(NamedTuple):
+    """One of several parts."""
+
+    part: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a rank decodes of its data-parallel rank's microbatches.
+
+    Several ranks may read the same images: those of a tensor-parallel group, and replicas of an
+    encoder, of which only the plan of a step says who reads what. Each decodes a share, and they
+    exchange pixels before the step (`torchmm.pipelining.run.pixels`). Rejected: to decode where the
+    plan says, for plans are made when the data are there.
+    """
+
+    shares: Mapping[str, Share]
+    """By module that reads pixels here: which part of its images this rank decodes."""
+    context: Share = Share(0, 1)
+    """Which part of every row it has; its images are of these alone."""
+
+    def images(self, metas: Sequence[MicrobatchMeta], module: str) -> list[range] | None:
+        """Of every microbatch of a step: images of a module that this rank decodes; None: all of
+        them, which no other rank reads."""
+        share = self.shares.get(module)
+        if share is None:
+            return [range(0)] * len(metas)
+        if share.of == self.context.of == 1:
+            return None
+        firsts = [0] * len(metas)
+        if self.context.of > 1:
+            part, ranks = self.context
+            firsts = [image_shares(m.patches(module), ranks)[part].start for m in metas]
+            metas = [slice_meta(meta, part, ranks) for meta in metas]
+        own = step_shares(metas, module, share.of)[share.part]
+        return [
+            range(first + images.start, first + images.stop)
+            for first, images in zip(firsts, own, strict=True)
+        ]
+
+
+def step_shares(metas: Sequence[MicrobatchMeta], module: str, ranks: int) -> list[list[range]]:
+    """By rank and microbatch of a step: the images that each of `ranks` decodes.
+
+    Neighbouring ones in the whole step, with about as many patches for every rank: where
+    microbatches have few images, a rank decodes none of some.
+    """
+    patches = [[image.patches for image in meta.images_for(module)] for meta in metas]
+    stops = list(accumulate(map(len, patches), initial=0))
+    return [
+        [
+            range(
+                min(max(own.start, first), stop) - first,
+                min(max(own.stop, first), stop) - first,
+            )
+            for first, stop in pairwise(stops)
+        ]
+        for own in image_shares([count for row in patches for count in row], ranks)
+    ]
 
 
 class FeatureRoute(NamedTuple):
@@ -150,7 +215,7 @@ def slice_row(microbatch: Microbatch, rank: int, ranks: int) -> Microbatch:
             read[name] = part
         routes[name] = _route(places, slices, rank)
         arriving_K = torch.cat([_inside(positions_K, own) for positions_K in places])
-        shown[name] = replace(inputs, pixels=inputs.pixels[:0], positions_K=arriving_K - own.start)
+        shown[name] = replace(inputs.without_pixels(), positions_K=arriving_K - own.start)
     tokens = slice(own.start, own.stop)
     values: dict[str, Any] = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
     return SlicedMicrobatch(

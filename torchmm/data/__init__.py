@@ -12,7 +12,7 @@ __all__, __getattr__ = public(
     __name__,
     {
         "corrupt": ("CorruptLimit", "CorruptSampleError"),
-        "loader": ("Loader", "build_loader"),
+        "loader": ("Loader", "StepBatch", "build_loader"),
         "tokenizer": ("load_tokenizer",),
     },
 )

@@ -1,59 +1,45 @@
 """Planned samples to tensors: the only place where pixels are decoded. Runs in worker processes.
 
-A sample that turns out to be corrupt here keeps its place and its shape: pad tokens without
-targets, and blank pixels for its images. So the lengths that a plan was made from stay valid, all
-other samples stay where they are, and nothing depends on which rank found the broken one.
+Every rank reads and tokenises the records of its data-parallel rank, for numbers of targets belong
+to plans and losses; a rank decodes only the images that `Reads` says. Of the others it opens no
+file, where sizes alone say how a file is written (all but tiles and clips).
 
-Shape legend: T tokens of a microbatch, L of a sample, N images, P patches, K output tokens.
+A sample that turns out to be corrupt here becomes blank (`torchmm.data.rows`). Ranks of a replica
+may find different ones: `StepDecoder.blank_out` does the same to what others have found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchmm.common.batch import (
-    IGNORE_TARGET,
-    EncoderInputs,
-    ImageMeta,
-    Microbatch,
-    SampleMeta,
-)
-from torchmm.common.tiles import Kept
+from torchmm.common.batch import ImageMeta, Microbatch
+from torchmm.common.module_names import GENERATOR
+from torchmm.common.row_slices import Reads
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.sample import Record
-from torchmm.data.media.generated_images import DecodedDrawing, DrawingRow
+from torchmm.data.media.generated_images import DecodedDrawing
 from torchmm.data.media.images import decode_rgb
-from torchmm.data.media.medium import MediaPreprocessor
-from torchmm.data.media.text import VisionBlock, mrope_positions, places_in_rows
+from torchmm.data.media.text import places_in_rows
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.order import Item
+from torchmm.data.rows import DecodedSample, RowBuilder, blank_out, blank_sample, sample_name
 from torchmm.data.sources.local_and_hub import MapSource
-from torchmm.data.sources.reader import EncodedFile, SampleReader
+from torchmm.data.sources.reader import (
+    CHANGED,
+    EncodedFile,
+    MeasuredSample,
+    Opened,
+    SampleReader,
+    data_of,
+)
 from torchmm.data.step_packs import PackItems, microbatch_meta
-
-
-@dataclass(frozen=True)
-class DecodedSample:
-    """One sample as arrays."""
-
-    ids_L: np.ndarray
-    targets_L: np.ndarray
-    image_starts: list[int]
-    pixels: list[np.ndarray]
-    kept: list[Kept | None]
-    """Of each image: what reaches the LLM, if that is not everything."""
-    places: list[np.ndarray]
-    """Of each image: its tokens, relative to its start."""
-    drawings: list[DecodedDrawing] = field(default_factory=list)
-    """Images to be drawn."""
 
 
 @dataclass
@@ -65,48 +51,14 @@ class DecodedStep:
     """Reason by "source[index]"."""
     failure: str = ""
     """Why the step could not be prepared; an exception would bring a worker's traceback."""
+    decoded_images: int = 0
+    """Images, sounds and clips (or their frames) that were decoded, and drawings."""
+    read_bytes: int = 0
+    """Of records, a byte for every character, and of files."""
 
     def pin_memory(self) -> DecodedStep:
         """Copy in page-locked memory."""
         return replace(self, microbatches=[m.pin_memory() for m in self.microbatches])
-
-
-@dataclass
-class _Read:
-    """What one encoder reads of a microbatch."""
-
-    pixels: list[np.ndarray] = field(default_factory=list)
-    grids_thw: list[tuple[int, int, int]] = field(default_factory=list)
-    positions: list[np.ndarray] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
-
-    def inputs(self, medium: MediaPreprocessor) -> EncoderInputs:
-        """As tensors."""
-        pixels = np.stack(self.pixels) if medium.grouped else np.concatenate(self.pixels)
-        of_sounds = medium.spec.patches_per_token if medium.spec.modality == "audio" else None
-        positions_K = _tensor(self.positions)
-        return EncoderInputs(
-            torch.from_numpy(pixels), self.grids_thw, positions_K, self.kept or None, of_sounds
-        )
-
-
-@dataclass
-class _Row:
-    """Arrays of a microbatch under construction."""
-
-    ids: list[np.ndarray] = field(default_factory=list)
-    targets: list[np.ndarray] = field(default_factory=list)
-    positions: list[np.ndarray] = field(default_factory=list)
-    cu_seqlens: list[int] = field(default_factory=lambda: [0])
-    read: dict[str, _Read] = field(default_factory=dict)
-    """By encoder."""
-    generated: DrawingRow = field(default_factory=DrawingRow)
-
-    def append(self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray) -> None:
-        self.ids.append(ids_L)
-        self.targets.append(targets_L)
-        self.positions.append(positions)
-        self.cu_seqlens.append(self.cu_seqlens[-1] + len(ids_L))
 
 
 class StepDecoder(Dataset[DecodedStep]):
@@ -116,6 +68,7 @@ class StepDecoder(Dataset[DecodedStep]):
         reader: tokenises samples.
         sources: by feed; None for streams, whose items carry their records.
         sequence_length: tokens of a pack.
+        reads: which images it decodes; None: all.
     """
 
     def __init__(
@@ -123,14 +76,26 @@ class StepDecoder(Dataset[DecodedStep]):
         reader: SampleReader,
         sources: Sequence[MapSource | None],
         sequence_length: int,
+        reads: Reads | None = None,
     ) -> None:
         self._reader = reader
         self._sources = sources
         self._sequence_length = sequence_length
+        self._reads = reads
+
+    def for_rank(self, reads: Reads | None) -> StepDecoder:
+        """The same for a rank that decodes other images."""
+        return StepDecoder(self._reader, self._sources, self._sequence_length, reads)
 
     def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
-        corrupt: dict[str, str] = {}
-        return DecodedStep([self._microbatch(packs, corrupt) for packs in microbatches], corrupt)
+        step = DecodedStep([], {})
+        shares = self._shares(microbatches)
+        opened = Opened()
+        for number, packs in enumerate(microbatches):
+            own = {name: images[number] for name, images in shares.items()}
+            step.microbatches.append(self._microbatch(packs, _Wanted(own), step, opened))
+        step.read_bytes += opened.read_bytes
+        return step
 
     def images(self, feed: int, index: int) -> list[Image.Image]:
         """Images and frames of a sample, upright RGB; none if its source is a stream."""
@@ -147,68 +112,96 @@ class StepDecoder(Dataset[DecodedStep]):
             for picture in _pictures(file, reader.max_pixels)
         ]
 
-    def _microbatch(self, packs: list[PackItems], corrupt: dict[str, str]) -> Microbatch:
-        row = _Row()
+    def blank_out(
+        self, microbatch: Microbatch, packs: list[PackItems], torn: Collection[str]
+    ) -> Microbatch:
+        """A microbatch of these packs as it is if samples of these names ("source[index]") are
+        corrupt; its tensors are written to."""
+        return blank_out(self._reader, microbatch, packs, self._sequence_length, torn)
+
+    def _shares(self, microbatches: list[list[PackItems]]) -> dict[str, list[range]]:
+        """By module whose images are not all decoded here: those that are, by microbatch."""
+        if self._reads is None:
+            return {}
+        metas = [microbatch_meta(packs, self._sequence_length) for packs in microbatches]
+        names = [*self._reader.encoders, *([GENERATOR] if self._reader.drawings else [])]
+        found = {name: self._reads.images(metas, name) for name in names}
+        return {name: images for name, images in found.items() if images is not None}
+
+    def _microbatch(
+        self, packs: list[PackItems], wanted: _Wanted, step: DecodedStep, opened: Opened
+    ) -> Microbatch:
+        row = RowBuilder(self._reader, wanted.images)
         for pack in packs:
             for item in pack:
+                own = wanted.next(item, self._reader.encoders)
                 try:
-                    sample = self._decode(item)
+                    sample = self._decode(item, own, step, opened)
                 except CorruptSampleError as error:
-                    corrupt[f"{item.meta.source}[{item.meta.index}]"] = str(error)
-                    sample = self._placeholder(item)
-                self._append(row, sample, item.meta)
+                    step.corrupt[sample_name(item.meta)] = str(error)
+                    sample = self._blank(item, own)
+                row.append(sample, item.meta)
             used = sum(item.meta.tokens for item in pack)
-            self._append_padding(row, self._sequence_length - used)
-        media = self._reader.media
-        return Microbatch(
-            input_ids_T=_tensor(row.ids),
-            targets_T=_tensor(row.targets),
-            position_ids=torch.from_numpy(np.concatenate(row.positions, axis=-1)),
-            cu_seqlens=row.cu_seqlens,
-            encoders={
-                name: row.read[name].inputs(medium)
-                for name, medium in media.items()
-                if name in row.read
-            },
-            meta=microbatch_meta(packs, self._sequence_length),
-            generator=row.generated.inputs(),
-        )
+            row.append_padding(self._sequence_length - used)
+        return row.microbatch(packs, self._sequence_length)
 
-    def _decode(self, item: Item) -> DecodedSample:
+    def _decode(
+        self, item: Item, own: _OfSample, step: DecodedStep, opened: Opened
+    ) -> DecodedSample:
         source = self._sources[item.feed]
         if item.record is not None:
             record = item.record
         else:
             assert source is not None
             record = source.read(item.meta.index)
+        step.read_bytes += record_bytes(record.columns)
         with naming_place(record.where):
-            return self._decode_record(item, record)
+            return self._decode_record(item, record, own, step, opened)
 
-    def _decode_record(self, item: Item, record: Record) -> DecodedSample:
-        sample = self._reader.read(record)
-        meta = self._reader.meta(item.meta.source, item.meta.index, sample)
+    def _decode_record(
+        self, item: Item, record: Record, own: _OfSample, step: DecodedStep, opened: Opened
+    ) -> DecodedSample:
+        reader = self._reader
+        sample = reader.read(record, item.meta, opened)
+        meta = reader.meta(item.meta.source, item.meta.index, sample)
         if meta != item.meta:
-            raise CorruptSampleError(f"changed since it was measured: {item.meta} -> {meta}")
+            raise CorruptSampleError(f"{CHANGED}: {item.meta} -> {meta}")
         pixels = [
-            self._reader.pixels(file, image)
-            for file, image in zip(sample.files, meta.images, strict=True)
+            reader.pixels(file, image, opened) if decoded else None
+            for file, image, decoded in zip(sample.files, meta.images, own.images, strict=True)
         ]
-        drawings = []
-        drawn = zip(sample.generated_files, meta.generated, sample.text.generated_at, strict=False)
-        for number, (data, generated, context_end) in enumerate(drawn):
-            assert self._reader.drawings is not None
-            key = _drawing_key(item, number)
-            drawings.append(self._reader.drawings.decode(data, generated, context_end, key))
-        ids_L = np.asarray(sample.text.ids, np.int64)
-        text = sample.text
+        drawings = self._drawings(item, sample, own, opened)
+        step.decoded_images += sum(own.images) + sum(own.drawings)
         kept = [file.kept if isinstance(file, Tile) else None for file in sample.files]
         places = [
             file.places if isinstance(file, Tile) else self._places(image)
             for file, image in zip(sample.files, meta.images, strict=True)
         ]
+        text = sample.text
+        ids_L = np.asarray(text.ids, np.int64)
         return DecodedSample(
             ids_L, text.targets_L, text.image_starts, pixels, kept, places, drawings
         )
+
+    def _drawings(
+        self, item: Item, sample: MeasuredSample, own: _OfSample, opened: Opened
+    ) -> list[DecodedDrawing]:
+        drawings = self._reader.drawings
+        found: list[DecodedDrawing] = []
+        for file, drawn, context_end, decoded in zip(
+            sample.generated_files,
+            sample.generated,
+            sample.text.generated_at,
+            own.drawings,
+            strict=False,
+        ):
+            assert drawings is not None
+            key = _drawing_key(item, len(found))
+            if decoded:
+                found.append(self._reader.drawing(file, drawn, context_end, key, opened))
+            else:
+                found.append(drawings.without_pixels(drawn, context_end, key))
+        return found
 
     def _places(self, image: ImageMeta) -> np.ndarray:
         """Of its tokens, relative to its first placeholder."""
@@ -217,87 +210,69 @@ class StepDecoder(Dataset[DecodedStep]):
         _, _, columns = self._reader.medium(image).block(image)
         return places_in_rows(image.tokens, columns)
 
-    def _placeholder(self, item: Item) -> DecodedSample:
-        """A sample of the same size that teaches nothing."""
-        meta = item.meta
-        spec = self._reader.text_spec
-        ids_L = np.full(meta.tokens, spec.pad_token_id, np.int64)
-        starts, pixels, start = [], [], 0
-        for image in meta.images:
-            assert spec.image_token_id is not None
-            start = min(start, meta.tokens - image.tokens)
-            starts.append(start)
-            ids_L[start : start + image.tokens] = spec.image_token_id
-            start += image.tokens
-            pixels.append(self._reader.medium(image).blank(image))
-        drawings = []
-        for number, drawn in enumerate(meta.generated):
+    def _blank(self, item: Item, own: _OfSample) -> DecodedSample:
+        sample = blank_sample(self._reader, item.meta)
+        pixels = [p if here else None for p, here in zip(sample.pixels, own.images, strict=True)]
+        drawings: list[DecodedDrawing] = []
+        for number, drawn in enumerate(item.meta.generated):
             assert self._reader.drawings is not None
-            drawings.append(self._reader.drawings.blank(drawn, _drawing_key(item, number)))
-        places = [np.arange(image.tokens) for image in meta.images]
-        # Any tokens will do, as long as they are as many.
-        kept: list[Kept | None] = [Kept(0, 0, 0, 0, i.tokens) for i in meta.images]
-        targets_L = np.full_like(ids_L, IGNORE_TARGET)
-        return DecodedSample(ids_L, targets_L, starts, pixels, kept, places, drawings)
+            drawing = self._reader.drawings.blank(drawn, _drawing_key(item, number))
+            if not own.drawings[number]:
+                drawing = replace(drawing, patches_PV=None, noise_PV=None)
+            drawings.append(drawing)
+        return replace(sample, pixels=pixels, drawings=drawings)
 
-    def _append(self, row: _Row, sample: DecodedSample, meta: SampleMeta) -> None:
-        first = row.cu_seqlens[-1]
-        blocks: list[VisionBlock] = []
-        for start, pixels, kept, places, image in zip(
-            sample.image_starts,
-            sample.pixels,
-            sample.kept,
-            sample.places,
-            meta.images,
-            strict=True,
-        ):
-            medium = self._reader.medium(image)
-            if medium.spec.modality == "image":  # a sound counts up as text does
-                blocks.append(self._block(start, image))
-            read = row.read.setdefault(medium.spec.encoder, _Read())
-            read.pixels.append(pixels)
-            read.grids_thw.append(medium.grid_thw(image))
-            read.positions.append(first + start + places)
-            if medium.spec.ends_lines:
-                _, rows, columns = medium.block(image)
-                read.kept.append(kept or Kept(0, rows, 0, columns, 0))
-        for drawing in sample.drawings:
-            row.generated.append(drawing, first)
-        positions = self._positions(len(sample.ids_L), blocks)
-        row.append(sample.ids_L, sample.targets_L, positions)
 
-    def _append_padding(self, row: _Row, tokens: int) -> None:
-        if tokens:
-            ids_L = np.full(tokens, self._reader.text_spec.pad_token_id, np.int64)
-            row.append(ids_L, np.full_like(ids_L, IGNORE_TARGET), self._positions(tokens, []))
+@dataclass(frozen=True)
+class _OfSample:
+    """What a rank decodes of a sample: of every image and drawing, whether it does."""
 
-    def _block(self, start: int, image: ImageMeta) -> VisionBlock:
-        block = self._reader.medium(image).block(image)
-        spec = self._reader.text_spec
-        per_second = spec.tokens_per_second
-        if per_second is None:
-            return VisionBlock(start, *block)
-        step_s = image.duration_ms / (1000 * image.frames)
-        if spec.clip_times == "sides":  # Qwen2.5-VL multiplies the two beforehand
-            return VisionBlock(start, *block, per_second * step_s)
-        return VisionBlock(start, *block, step_s, per_second)
+    images: list[bool]
+    drawings: list[bool]
 
-    def _positions(self, length: int, blocks: list[VisionBlock]) -> np.ndarray:
-        if self._reader.text_spec.positions == "mrope":
-            return mrope_positions(length, blocks, self._reader.text_spec.clip_times)
-        return np.arange(length, dtype=np.int64)
+
+@dataclass
+class _Wanted:
+    """What a rank decodes of a microbatch, sample after sample."""
+
+    images: Mapping[str, range]
+    """By module: those of its images; all where none are given."""
+    _seen: dict[str, int] = field(default_factory=dict)
+    """By module: images of the samples before."""
+
+    def next(self, item: Item, encoders: Sequence[str]) -> _OfSample:
+        """Of the next sample."""
+        meta = item.meta
+        names = [image.encoder or meta.encoder or encoders[0] for image in meta.images]
+        return _OfSample(
+            [self._takes(name) for name in names], [self._takes(GENERATOR) for _ in meta.generated]
+        )
+
+    def _takes(self, module: str) -> bool:
+        number = self._seen.get(module, 0)
+        self._seen[module] = number + 1
+        return module not in self.images or number in self.images[module]
+
+
+def record_bytes(value: Any) -> int:
+    """Size of the texts and files in a record; a byte for every character."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(record_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(record_bytes, value))
+    return 0
 
 
 def _pictures(file: EncodedFile, max_pixels: int) -> list[Image.Image]:
     if isinstance(file, Tile):
         return [file.of.image()] if file.number == 0 else []
-    return file.images() if isinstance(file, ClipFrames) else [decode_rgb(file, max_pixels)]
+    if isinstance(file, ClipFrames):
+        return file.images()
+    return [decode_rgb(data_of(file), max_pixels)]
 
 
 def _drawing_key(item: Item, number: int) -> tuple[object, ...]:
     """Names an image to be drawn, for its noise: other noise in every epoch."""
     return item.meta.source, item.meta.index, item.epoch, number
-
-
-def _tensor(parts: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts))

@@ -24,7 +24,7 @@ from torchmm.common.changes import changes, short
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.regular_files import open_regular
-from torchmm.data.sources.reader import MeasuredSample, SampleReader
+from torchmm.data.sources.reader import MeasuredSample, SampleReader, data_of
 from torchmm.data.storage.remote_files import AnyFile
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
@@ -71,7 +71,7 @@ class SamplesDigest:
                     self._hash.update(file.of.picture.data)
                 continue
             if not isinstance(file, ClipFrames):
-                self._hash.update(file)
+                self._hash.update(data_of(file))
                 continue
             if file.clip is not clip:  # once for all its frames
                 clip = file.clip

@@ -13,6 +13,7 @@ import re
 import resource
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.batch import ImageSpec, MicrobatchMeta, StepBatch, TextSpec
+from torchmm.common.batch import ImageSpec, Microbatch, MicrobatchMeta, TextSpec
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.processes import (
@@ -32,6 +33,7 @@ from torchmm.common.processes import (
     make_worker_setup,
     workers_of,
 )
+from torchmm.common.row_slices import Reads
 from torchmm.data.corrupt import SHOWN
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.sources.open import Samples, open_samples
@@ -48,6 +50,31 @@ _SAMPLE = re.compile(r"\[\d+\]: .*", re.DOTALL)
 """All of a message about a corrupt sample but its source."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepBatch:
+    """Everything one data-parallel rank needs for one optimizer step.
+
+    `state` is the loader's state *after* this batch: saving it with the checkpoint of this step
+    makes resume exact whatever the number of workers or the depth of prefetching.
+    """
+
+    microbatches: list[Microbatch]
+    state: dict[str, Any]
+    skipped: list[str] = field(default_factory=list)
+    """One "source[index]: reason" per corrupt sample, the first time this rank meets it; what all
+    ranks find while planning is listed by rank 0 only."""
+    epoch: int = 0
+    """Completed passes over the data."""
+    torn: dict[str, str] = field(default_factory=dict)
+    """Reasons by "source[index]" of samples that this rank could not decode, and has made blank.
+    Ranks with the same samples may have found others, until all have told (`Loader.settle`)."""
+    packs: list[list[PackItems]] = field(default_factory=list)
+    """Samples of every microbatch."""
+    decoded_images: int = 0
+    """See `DecodedStep`."""
+    read_bytes: int = 0
 
 
 class StepQueue(Sampler[list[list[PackItems]]]):
@@ -154,14 +181,17 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
+        """What is torn is settled by this rank alone."""
         for batch in self.batches():
             assert batch is not None  # nobody asks to stop
-            yield batch
+            yield self.settle(batch, batch.torn)
 
     def batches(
         self, asked_to_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[StepBatch | None]:
         """Iterates; ends with None if data did not arrive soon after a stop signal.
+
+        What is torn in a batch is to be settled (`settle`).
 
         Args:
             asked_to_stop: whether the run is to end.
@@ -188,9 +218,17 @@ class Loader:
                 if step.failure:
                     raise DataError(step.failure)
                 plan = self._queue.pop()
-                skipped = self._report(plan, step)
                 number += 1
-                yield StepBatch(step.microbatches, plan.state, skipped, plan.epoch)
+                yield StepBatch(
+                    step.microbatches,
+                    plan.state,
+                    self._report(plan.skipped) if self._rank == 0 else [],
+                    plan.epoch,
+                    step.corrupt,
+                    plan.ranks[self._rank],
+                    step.decoded_images,
+                    step.read_bytes,
+                )
         finally:
             waiting.close()
 
@@ -208,6 +246,21 @@ class Loader:
                 "data.prefetch"
             ) from error
 
+    def settle(self, batch: StepBatch, torn: Mapping[str, str]) -> StepBatch:
+        """The batch without what ranks with the same samples could not decode.
+
+        Args:
+            torn: reasons by "source[index]", of all these ranks.
+        """
+        if not torn:
+            return batch
+        found = [
+            self._decoder.blank_out(microbatch, packs, torn)
+            for microbatch, packs in zip(batch.microbatches, batch.packs, strict=True)
+        ]
+        skipped = self._report([f"{name}: {why}" for name, why in torn.items()])
+        return replace(batch, microbatches=found, skipped=[*batch.skipped, *skipped], torn={})
+
     def images(self, source: str, index: int) -> list[Image.Image]:
         """The images of one sample as RGB pictures, to be shown; none for streams."""
         return self._decoder.images(self._feeds[source], index)
@@ -220,10 +273,8 @@ class Loader:
         plan = self._queue.peek()
         return plan.metas(self._sequence_length) if plan else None
 
-    def _report(self, plan: StepSamples, step: DecodedStep) -> list[str]:
-        """Corrupt samples not reported before; rank 0 adds what all ranks found while planning."""
-        while_planning = plan.skipped if self._rank == 0 else []
-        found = [*while_planning, *(f"{name}: {why}" for name, why in step.corrupt.items())]
+    def _report(self, found: list[str]) -> list[str]:
+        """Corrupt samples not reported before."""
         new = [m for m in dict.fromkeys(found) if m not in self._known_corrupt]
         self._known_corrupt.update(new)
         for message in new:
@@ -278,6 +329,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     arrange: Arrange | None = None,
     resume_changed: bool = False,
     samples: Samples | None = None,
+    reads: Reads | None = None,
 ) -> Loader:
     """The loader of one data-parallel rank.
 
@@ -296,6 +348,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         arrange: which packs of a global batch go where; None: in natural order.
         resume_changed: continue after `state` even if the data or their order have changed.
         samples: of these sources, if they were opened before.
+        reads: which images this rank decodes; None: all of its data-parallel rank's.
 
     Raises:
         ConfigError: sizes or specs do not fit.
@@ -315,13 +368,15 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     position = data_parallel_size, state, arrange, resume_changed
     return Loader(
         StepQueue(partial(_sequence, samples, data, training, *position), data_parallel_rank),
-        samples.decoder,
+        samples.decoder.for_rank(reads),
         samples.feeds(),
         data,
         training.sequence_length,
         data_parallel_rank,
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
-        remote=None if validation else _ask_producers(data, samples, training, data_parallel_rank),
+        remote=None
+        if validation
+        else _ask_producers(data, samples, training, data_parallel_rank, reads),
     )
 
 
@@ -349,7 +404,7 @@ def _sequence(
 
 
 def _ask_producers(
-    data: DataConfig, samples: Samples, training: TrainingConfig, rank: int
+    data: DataConfig, samples: Samples, training: TrainingConfig, rank: int, reads: Reads | None
 ) -> Dataset[DecodedStep] | None:
     """Asks producers to decode, if the recipe names any."""
     if not data.producers.addresses:
@@ -360,7 +415,8 @@ def _ask_producers(
         raise ConfigError(
             "data.producers: needs gRPC; install it with pip install 'torchmm[producers]'"
         ) from error
-    return RemoteDecoder(data.producers, samples.fingerprint(), training.sequence_length, rank)
+    length = training.sequence_length
+    return RemoteDecoder(data.producers, samples.fingerprint(), length, rank, reads)
 
 
 def _prepare(training: TrainingConfig, rank: int, data_parallel_size: int) -> None:

@@ -19,9 +19,10 @@ import grpc
 from torch.utils.data import Dataset
 
 from torchmm.common.errors import ConfigError
+from torchmm.common.row_slices import Reads
 from torchmm.data.decode import DecodedStep
 from torchmm.data.step_packs import PackItems
-from torchmm.data.wire import pack_request, unpack_step
+from torchmm.data.wire import Request, pack_request, unpack_step
 from torchmm.recipe.data_section import ProducersConfig
 
 METHOD = "/torchmm.Producer/Prepare"
@@ -46,24 +47,31 @@ class RemoteDecoder(Dataset[DecodedStep]):
         fingerprint: of the data and how they are prepared.
         sequence_length: tokens of a pack.
         rank: this data-parallel rank; ranks begin with different producers.
+        reads: which images this rank decodes; None: all.
 
     Raises:
         ConfigError: the certificate cannot be read.
     """
 
     def __init__(
-        self, config: ProducersConfig, fingerprint: str, sequence_length: int, rank: int
+        self,
+        config: ProducersConfig,
+        fingerprint: str,
+        sequence_length: int,
+        rank: int,
+        reads: Reads | None = None,
     ) -> None:
         self._config = config
         self._fingerprint = fingerprint
         self._sequence_length = sequence_length
         self._first = rank
+        self._reads = reads
         self._certificate = _read(config.ca_certificate)
         self._channels: dict[str, grpc.Channel] = {}
 
     def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
         """The prepared step, or one with a `failure` and no microbatches."""
-        request = pack_request(self._fingerprint, microbatches)
+        request = pack_request(Request(self._fingerprint, microbatches, self._reads))
         tried: dict[str, str] = {}
         give_up = time.monotonic() + self._config.give_up_s
         wait_s = 0.05

@@ -31,6 +31,7 @@ import grpc
 
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.processes import fork_server, make_worker_setup
+from torchmm.common.row_slices import Reads
 from torchmm.data.decode import StepDecoder
 from torchmm.data.producers import METHOD, TOKEN_KEY, TOKEN_VARIABLE
 from torchmm.data.step_packs import PackItems
@@ -51,8 +52,8 @@ def _start_worker(decoder: StepDecoder, setup: object) -> None:
     _decoder.append(decoder)
 
 
-def _prepare_in_worker(microbatches: list[list[PackItems]]) -> bytes:
-    return pack_step(_decoder[0][microbatches])
+def _prepare_in_worker(microbatches: list[list[PackItems]], reads: Reads | None) -> bytes:
+    return pack_step(_decoder[0].for_rank(reads)[microbatches])
 
 
 class Producer(grpc.GenericRpcHandler):
@@ -88,10 +89,10 @@ class Producer(grpc.GenericRpcHandler):
         """Prepares a step, or says why not."""
         self._check_token(context)
         try:
-            fingerprint, microbatches = unpack_request(request)
+            asked = unpack_request(request)
         except ValueError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if fingerprint != self._fingerprint:
+        if asked.fingerprint != self._fingerprint:
             text = (
                 "it prepares other data: sources, tokenizer, model or limits differ between its "
                 "recipe and the run's; start it with outputs/NAME/recipe.toml of the run"
@@ -100,7 +101,7 @@ class Producer(grpc.GenericRpcHandler):
         if not self._room.acquire(blocking=False):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it has no room for more requests")
         try:
-            return self._prepare(microbatches)
+            return self._prepare(asked.microbatches, asked.reads)
         except BrokenProcessPool:
             text = "its worker died; it has started another"
         finally:
@@ -111,12 +112,12 @@ class Producer(grpc.GenericRpcHandler):
         """Ends the workers."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, microbatches: list[list[PackItems]]) -> bytes:
+    def _prepare(self, microbatches: list[list[PackItems]], reads: Reads | None) -> bytes:
         if self._workers == 0:
-            return pack_step(self._decoder[microbatches])
+            return pack_step(self._decoder.for_rank(reads)[microbatches])
         pool = self._pool
         try:
-            return pool.submit(_prepare_in_worker, microbatches).result()
+            return pool.submit(_prepare_in_worker, microbatches, reads).result()
         except BrokenProcessPool:
             logger.warning("a worker died; starting new ones")
             with self._lock:

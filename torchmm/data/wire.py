@@ -1,9 +1,10 @@
 """What trainers and producers send each other: JSON for requests, safetensors for tensors.
 
-A request names samples with the sizes they were planned with, so that producers need no state and
-notice if their data are not the trainer's. Rejected: asking only by (step, rank), as DistTrain
-(§4.2) describes, because producers would then also have to plan, in the trainer's order and from
-its state; and pickle, which runs code of any peer that answers.
+A request names samples with the sizes they were planned with, and which of their images the rank
+decodes, so that producers need no state and notice if their data are not the trainer's. Rejected:
+asking only by (step, rank), as DistTrain (§4.2) describes, because producers would then also have
+to plan, in the trainer's order and from its state; and pickle, which runs code of any peer that
+answers.
 
 Shape legend as in `torchmm.common.batch`.
 """
@@ -12,43 +13,55 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors.torch import load, save
 from torch import Tensor
 
 from torchmm.common.batch import EncoderInputs, ImageMeta, Microbatch, SampleMeta
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
+from torchmm.common.row_slices import Reads, Share
 from torchmm.common.tiles import Kept
 from torchmm.data.decode import DecodedStep
 from torchmm.data.order import Item
 from torchmm.data.step_packs import PackItems, microbatch_meta
 
-VERSION = 3
+VERSION = 4
 STEP = "step"
 """Key of the JSON text that accompanies the tensors."""
 
 GENERATOR_TENSORS = ("patches_PV", "noise_PV", "context_positions_K")
-GENERATOR_LISTS = ("times", "contexts", "counted")
+GENERATOR_LISTS = ("times", "contexts", "counted", "held")
+STEP_VALUES = ("corrupt", "decoded_images", "read_bytes")
 
 
-def pack_request(fingerprint: str, microbatches: list[list[PackItems]]) -> bytes:
+class Request(NamedTuple):
     """What a trainer asks for.
 
-    Args:
+    Attributes:
         fingerprint: of the data and how they are prepared.
         microbatches: samples of one rank's share of a step.
+        reads: which of their images it decodes; None: all.
     """
+
+    fingerprint: str
+    microbatches: list[list[PackItems]]
+    reads: Reads | None = None
+
+
+def pack_request(request: Request) -> bytes:
+    """As it is sent."""
     items = [
         [[(i.feed, i.epoch, dataclasses.asdict(i.meta)) for i in pack] for pack in packs]
-        for packs in microbatches
+        for packs in request.microbatches
     ]
-    request = {"version": VERSION, "fingerprint": fingerprint, "microbatches": items}
-    return json.dumps(request).encode()
+    values = {"version": VERSION, "fingerprint": request.fingerprint, "microbatches": items}
+    values["reads"] = request.reads and [request.reads.shares, request.reads.context]
+    return json.dumps(values).encode()
 
 
-def unpack_request(data: bytes) -> tuple[str, list[list[PackItems]]]:
-    """Fingerprint and samples of a request.
+def unpack_request(data: bytes) -> Request:
+    """What was asked for.
 
     Raises:
         ValueError: this is no such request.
@@ -58,9 +71,10 @@ def unpack_request(data: bytes) -> tuple[str, list[list[PackItems]]]:
         if request["version"] != VERSION:
             text = f"it speaks version {request['version']} of the protocol, not {VERSION}"
             raise ValueError(f"{text}; use the same torchmm on both sides")
-        return str(request["fingerprint"]), [
+        items = [
             [[_item(*item) for item in pack] for pack in packs] for packs in request["microbatches"]
         ]
+        return Request(str(request["fingerprint"]), items, _reads(request["reads"]))
     except (KeyError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"not a request for samples ({type(error).__name__}: {error})") from error
 
@@ -69,8 +83,8 @@ def pack_step(step: DecodedStep) -> bytes:
     """A prepared step, without its metadata, which the trainer has."""
     tensors: dict[str, Tensor] = {}
     described = [_describe(m, f"{number}.", tensors) for number, m in enumerate(step.microbatches)]
-    text = json.dumps({"microbatches": described, "corrupt": step.corrupt})
-    return save(tensors, {STEP: text})
+    values = {"microbatches": described} | {key: getattr(step, key) for key in STEP_VALUES}
+    return save(tensors, {STEP: json.dumps(values)})
 
 
 def unpack_step(
@@ -103,8 +117,9 @@ def unpack_step(
                 tensors[f"{prefix}{name}.positions_K"],
                 kept and [Kept.from_json(each) for each in kept],
                 patches_per_token,
+                held,
             )
-            for name, (grids, kept, patches_per_token) in parts["encoders"].items()
+            for name, (grids, kept, patches_per_token, held) in parts["encoders"].items()
         }
         microbatch = Microbatch(
             input_ids_T=tensors[f"{prefix}input_ids_T"],
@@ -116,7 +131,7 @@ def unpack_step(
             generator=_generator(parts["generator"], prefix, tensors),
         )
         found.append(microbatch)
-    return DecodedStep(found, described["corrupt"])
+    return DecodedStep(found, **{key: described[key] for key in STEP_VALUES})
 
 
 def _describe(microbatch: Microbatch, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -134,7 +149,7 @@ def _describe(microbatch: Microbatch, prefix: str, tensors: dict[str, Tensor]) -
     return {
         "cu_seqlens": microbatch.cu_seqlens,
         "encoders": {
-            name: (inputs.grids_thw, inputs.kept, inputs.patches_per_token)
+            name: (inputs.grids_thw, inputs.kept, inputs.patches_per_token, inputs.held)
             for name, inputs in microbatch.encoders.items()
         },
         "generator": generator,
@@ -157,6 +172,13 @@ def _item(feed: int, epoch: int, meta: dict[str, Any]) -> Item:
         GeneratedMeta(_triple(drawn["grid_thw"]), drawn["context"]) for drawn in meta["generated"]
     )
     return Item(feed, epoch, SampleMeta(**{**meta, "images": images, "generated": generated}))
+
+
+def _reads(values: list[Any] | None) -> Reads | None:
+    if values is None:
+        return None
+    shares, context = values
+    return Reads({name: Share(*share) for name, share in shares.items()}, Share(*context))
 
 
 def _triple(values: list[int]) -> tuple[int, int, int]:

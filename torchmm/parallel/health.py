@@ -332,6 +332,22 @@ def gather_floats(values: Sequence[float]) -> list[list[float]]:
     return all_RN.view(-1, len(values)).tolist()
 
 
+def gather_texts(text: str) -> list[str]:
+    """The texts of all ranks, by rank; collective."""
+    data = text.encode()
+    sizes = [int(size) for [size] in gather_floats([len(data)])]
+    if len(sizes) == 1:
+        return [text]
+    device = exchange_device()
+    mine = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    every = mine.new_empty(len(sizes) * len(mine))
+    dist.all_gather_into_tensor(every, mine)
+    rows = every.view(len(sizes), -1).cpu().numpy()
+    return [rows[rank, :size].tobytes().decode() for rank, size in enumerate(sizes)]
+
+
 def check_finite(step: int, names: Sequence[str], values_RN: Sequence[Sequence[float]]) -> None:
     """Raises on every rank alike if any value is NaN or infinite; call it before the update.
 

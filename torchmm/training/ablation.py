@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchmm.common.batch import EncoderInputs, Microbatch, StepBatch
+from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.data.loader import StepBatch
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.planning.resolved import Resolved
 from torchmm.training.build import (

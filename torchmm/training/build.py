@@ -29,6 +29,7 @@ from torchmm.common.log import setup_logging
 from torchmm.common.module_names import LLM
 from torchmm.common.processes import keep_freed_memory
 from torchmm.common.rng import seed_everything
+from torchmm.common.row_slices import Reads
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.sources.open import Samples, open_samples
 from torchmm.data.step_packs import Arrange
@@ -228,6 +229,7 @@ def build_run(
         state=restored.state["data"] if restored else None,
         arrange=_arrange(run, pipeline, mesh),
         samples=data.training,
+        reads=pipeline.reads,
     )
     return RunParts(
         run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, tuning, optimizer,
@@ -301,6 +303,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
     for_prompts: bool = False,
     arrange: Arrange | None = None,
     samples: Samples | None = None,
+    reads: Reads | None = None,
 ) -> Loader:
     """This rank's loader of training or held-out samples.
 
@@ -310,6 +313,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         for_prompts: the same samples on all ranks, one sequence per microbatch.
         arrange: which packs of a global batch go where; None: in natural order.
         samples: of the same sources, if they were opened before.
+        reads: which images it decodes; None: all of its share.
     """
     data = run.recipe.data
     training = run.recipe.training
@@ -327,6 +331,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         arrange=arrange,
         resume_changed=run.recipe.checkpoint.resume_changed_data,
         samples=samples,
+        reads=reads,
         **model.sample_specs(tokenizer),
     )
 

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from torchmm.balance.costs.devices import BF16_TFLOPS
 from torchmm.balance.costs.flops import microbatch_flops
-from torchmm.common.batch import StepBatch
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.log import JsonlWriter
 from torchmm.common.module_names import GENERATOR, LLM
+from torchmm.data.loader import StepBatch
 from torchmm.models.layers.experts import ExpertLoads, busiest_expert
 from torchmm.parallel.compilation import Graph
 from torchmm.parallel.health import gather_floats
@@ -71,6 +71,9 @@ class RankStep:
     graphs: int = 0
     """Compiled in the step."""
     compile_ms: float = 0.0
+    decoded_images: int = 0
+    """By this rank, unlike those above."""
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,14 @@ class StepRecord:
     """Of layers, that the busiest rank compiled in the step."""
     compile_ms: float | None
     """What that took the slowest rank; None where nothing was compiled."""
+    decoded_images: int
+    """Images, sounds and clips (or their frames), by encoder that reads them, and drawings, that
+    all ranks together decoded for the step: as many as its samples have, but those of corrupt
+    ones."""
+    read_bytes: int
+    """Of records and files, by all ranks together. Every rank reads the records of its samples,
+    with the files that are in them, but other files only to decode them; a character of text
+    counts as a byte."""
     loss_text: float | None = None
     loss_image: float | None = None
     """Mean over images of the squared error of the velocity, mean over pixels."""
@@ -191,6 +202,8 @@ class StepMeter:
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             graphs=len(graphs),
             compile_ms=sum(graph.compile_ms for graph in graphs),
+            decoded_images=batch.decoded_images,
+            read_bytes=batch.read_bytes,
             **counts,
         )
 
@@ -250,6 +263,8 @@ def make_record(
         skipped_samples=sum(r.skipped_samples for r in ranks),
         graphs=max(r.graphs for r in ranks),
         compile_ms=max(r.compile_ms for r in ranks) or None,
+        decoded_images=sum(r.decoded_images for r in ranks),
+        read_bytes=sum(r.read_bytes for r in ranks),
         generator_ms=max(r.generator_ms for r in ranks) or None,
         generated_per_s=sum(r.generated for r in ranks) * per_s or None,
     )

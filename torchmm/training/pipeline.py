@@ -25,7 +25,7 @@ import torch
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
-from torchmm.common.row_slices import slice_meta, slice_row
+from torchmm.common.row_slices import Reads, slice_meta, slice_row
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import RouterBalance
@@ -41,6 +41,7 @@ from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.plan.plan import Gathering, MessageSpecs, PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_sizes, message_specs
+from torchmm.pipelining.run.pixels import PixelRanks, reading_stages
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
 from torchmm.pipelining.run.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
 from torchmm.planning.step import Choices, Purpose, plan_layout, plan_step, step_graph
@@ -87,13 +88,15 @@ class Pipeline:
         self._row_ranks: RowRanks | None = model.llm.row_ranks
         self._slice = mesh.context_rank, mesh.context_size
         """Which part of a microbatch this rank has, of how many."""
+        self._pixels = PixelRanks(layout, mesh)
         self.message_sizes = {m.name: message_sizes(m) for m in model.modality_modules()}
         self.sharding: Gathering = "none"
         """When FSDP2 gathers parameters."""
         if any(isinstance(module, FSDPModule) for module in modules.values()):
             self.sharding = "layer" if reshards_after_forward(config) else "step"
         stages = {i: make_stage(m, self._sharding_of(m)) for i, m in modules.items()}
-        self._here = {layout.stages[index].module for index in modules}
+        self._reading = {m for m, own in reading_stages(layout).items() if set(own) & set(modules)}
+        """Modules whose pixels this rank's stages read."""
         for index, module in modules.items():
             trained = any(p.requires_grad for p in module.parameters())
             assert trained == layout.stages[index].trainable, layout.stages[index]
@@ -109,6 +112,11 @@ class Pipeline:
         self._runtime = runtime(stages)
         self._writer = runtime(_with_last(NextTokenStage, stages))
         self._drawer = runtime(_with_last(VelocityStage, stages))
+
+    @property
+    def reads(self) -> Reads:
+        """What of the microbatches this rank is to decode."""
+        return self._pixels.reads
 
     def _sharding_of(self, module: LayeredModule) -> StepSharding | LayerSharding | None:
         if not isinstance(module, FSDPModule):
@@ -183,12 +191,18 @@ class Pipeline:
         """
         own = {a.microbatch for a in plan.actions[self._runtime.plan_rank] if a.microbatch >= 0}
         moved = [
-            read_by(self._here, self._own_part(m)).to(self.device) if i in own else m
-            for i, m in enumerate(microbatches)
+            read_by(self._reading, m).to(self.device) if i in own else m
+            for i, m in enumerate(self._own_parts(plan, microbatches))
         ]
         return self._runtime.step(
             plan, moved, loss_scale=loss_scale, record=True, annotate=annotate
         )
+
+    def _own_parts(
+        self, plan: PipelinePlan, microbatches: Sequence[Microbatch]
+    ) -> list[Microbatch]:
+        """This rank's parts, with the pixels that its tasks read."""
+        return self._pixels.deliver(plan.graph, [self._own_part(m) for m in microbatches])
 
     def _own_part(self, microbatch: Microbatch) -> Microbatch:
         part = slice_row(microbatch, *self._slice)
@@ -201,7 +215,7 @@ class Pipeline:
         modules whose last stage is on this rank, and only of its own targets where ranks share
         rows."""
         plan = self.plan([m.meta for m in microbatches], purpose="losses")
-        result = self._runtime.step(plan, [self._own_part(m) for m in microbatches])
+        result = self._runtime.step(plan, self._own_parts(plan, microbatches))
         found: dict[str, list[torch.Tensor]] = {}
         for (module, _), loss in sorted(result.module_losses.items()):
             found.setdefault(module, []).append(loss)
@@ -210,7 +224,7 @@ class Pipeline:
     def next_token_logits(self, microbatch: Microbatch) -> torch.Tensor | None:
         """(V,) logits after the last token; None on ranks without the LLM's last stage."""
         plan = self.plan([microbatch.meta], purpose="text")
-        result = self._writer.step(plan, [self._own_part(microbatch)])
+        result = self._writer.step(plan, self._own_parts(plan, [microbatch]))
         logits_V = result.losses_of("llm").get(0)
         if logits_V is None or self._row_ranks is None:
             return logits_V
@@ -230,12 +244,12 @@ class Pipeline:
 def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
     """The microbatch without the pixels that only other modules read: these need not be moved."""
     encoders = {
-        name: inputs if name in modules else replace(inputs, pixels=inputs.pixels[:0])
+        name: inputs if name in modules else inputs.without_pixels()
         for name, inputs in microbatch.encoders.items()
     }
     drawn = microbatch.generator
     if drawn is not None and GENERATOR not in modules:
-        drawn = replace(drawn, patches_PV=drawn.patches_PV[:0], noise_PV=drawn.noise_PV[:0])
+        drawn = drawn.without_pixels()
     return replace(microbatch, encoders=encoders, generator=drawn)
 
 

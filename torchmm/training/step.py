@@ -7,6 +7,7 @@ of microbatches or stages changes them. What is trained on is their weighted sum
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from torchmm.common.batch import Microbatch
 from torchmm.common.module_names import GENERATOR, LLM
+from torchmm.parallel.health import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -72,6 +74,20 @@ def loss_weights(generator: GeneratorConfig | None) -> dict[str, float]:
     if generator is None:
         return {}
     return {LLM: generator.text_loss_weight, GENERATOR: generator.loss_weight}
+
+
+def torn_samples(own: Mapping[str, str], mesh: ParallelMesh) -> dict[str, str]:
+    """What ranks with the same samples could not decode, the same on all of them; collective over
+    all ranks.
+
+    Args:
+        own: reasons by "source[index]" of samples that this rank could not decode.
+    """
+    texts = gather_texts(json.dumps(own))
+    found: dict[str, str] = {}
+    for rank in sorted(rank for alike in mesh.plan_ranks for rank in alike):
+        found = {**json.loads(texts[rank]), **found}
+    return dict(sorted(found.items()))
 
 
 @dataclass

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
-from torchmm.common.batch import StepBatch
 from torchmm.common.errors import DataError, PeerError, Preempted
 from torchmm.common.rng import restore_rng
 from torchmm.data.corrupt import CorruptLimit
+from torchmm.data.loader import StepBatch
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import export_hf
 from torchmm.parallel.compilation import tell_graphs
@@ -38,7 +38,7 @@ from torchmm.training.metrics import (
 from torchmm.training.optim import Updates
 from torchmm.training.planner import StepPlanner
 from torchmm.training.profiling import StepProfiler
-from torchmm.training.step import StepOutcome, TrainStep, loss_weights
+from torchmm.training.step import StepOutcome, TrainStep, loss_weights, torn_samples
 from torchmm.training.validation import HeldOut
 
 
@@ -49,10 +49,15 @@ class Agreed(NamedTuple):
     """Positions that count in the text loss, in the global batch."""
     images: float
     """Images to be drawn, in the global batch."""
+    samples: int
+    skipped: int
+    """Corrupt samples that were not met before."""
     stopping: bool
     """A rank was asked to stop: this step is the last."""
     without_data: bool
     """A rank has no data: nobody does the step."""
+    torn: bool
+    """A rank could not decode a sample, of which others do not know yet."""
 
 
 class Losses(NamedTuple):
@@ -187,6 +192,10 @@ class Trainer:
         if batch is None or agreed.without_data:
             self._undone = f". Data for step {step} did not come; see the ranks' logs"
             return None, True
+        if agreed.torn:
+            batch = parts.loader.settle(batch, torn_samples(batch.torn, parts.mesh))
+            agreed = self._agree(batch)
+        self._corrupt.add(agreed.skipped, agreed.samples)
 
         # The step itself, in four lines: order of all actions, gradients, their norm, the update.
         plan = self._planner.plan(step, batch.microbatches, parts.loader.next_metas)
@@ -239,21 +248,24 @@ class Trainer:
             sum(len(m.meta.samples) for m in microbatches),
             len(batch.skipped) if batch is not None else 0,
         ]
+        # What only some ranks of a pipeline have found makes their counts differ, until all know.
+        torn = float(len(batch.torn)) if batch is not None else 0.0
         wishes = [self._stop.received is not None, parts.checkpoints.failed, batch is None]
         if batch is None:
             parts.logger.warning("step %d had no data: %s", self.step + 1, parts.loader.overdue)
         try:
-            totals = parts.mesh.sum_over_data([*counts, *map(float, wishes)])
+            totals = parts.mesh.sum_over_data([*counts, *map(float, wishes), torn])
         except RuntimeError as error:
             if batch is not None:
                 raise
             raise DataError(parts.loader.overdue) from error  # for want of which peers have left
-        targets, images, samples, skipped, stopping, save_failed, without_data = totals
-        if not without_data:
-            self._corrupt.add(int(skipped), int(samples))
+        *sums, stopping, save_failed, without_data, unsettled = totals
         if save_failed:
             parts.checkpoints.wait()
-        return Agreed(targets, images, stopping > 0, without_data > 0)
+        targets, images, samples, skipped = sums
+        return Agreed(
+            targets, images, int(samples), int(skipped), stopping > 0, without_data > 0, unsettled > 0
+        )
 
     def _check(self, step: int, outcome: StepOutcome) -> Losses:
         """Losses and gradients' norm over all ranks; collective.

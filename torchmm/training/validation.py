@@ -27,16 +27,17 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.batch import IGNORE_TARGET, Microbatch, SampleMeta, StepBatch
+from torchmm.common.batch import IGNORE_TARGET, Microbatch, SampleMeta
 from torchmm.common.files import replace_atomically
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
 from torchmm.common.module_names import GENERATOR
-from torchmm.data.loader import Loader
+from torchmm.data.loader import Loader, StepBatch
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.build import RunParts, build_data
 from torchmm.training.metrics import StepRecord
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import plot_captions, plot_pictures
+from torchmm.training.step import torn_samples
 
 
 @dataclass(frozen=True)
@@ -362,7 +363,7 @@ class HeldOut:
         config = self._parts.run.recipe.validation
         parts.model.eval()
         if self._batches is None:
-            self._batches = list(islice(self._loader(), config.batches))
+            self._batches = self._held_out()
         losses = held_out_losses(parts.pipeline, self._batches, parts.mesh)
         if config.samples:
             texts = self._generate(step)
@@ -380,8 +381,18 @@ class HeldOut:
             validation_loss_image=losses[GENERATOR],
         )
 
+    def _held_out(self) -> list[StepBatch]:
+        """The batches that every validation uses, decoded as those of training."""
+        parts = self._parts
+        loader = self._loader()
+        read = islice(loader.batches(), parts.run.recipe.validation.batches)
+        batches = [batch for batch in read if batch is not None]
+        torn = {name: why for batch in batches for name, why in batch.torn.items()}
+        torn = torn_samples(torn, parts.mesh)
+        return [loader.settle(batch, torn) for batch in batches]
+
     def _loader(self, *, for_prompts: bool = False) -> Loader:
-        """From the first held-out sample on."""
+        """From the first held-out sample on. Prompts are few, and decoded by all ranks."""
         parts = self._parts
         return build_data(
             parts.run,
@@ -391,6 +402,7 @@ class HeldOut:
             validation=True,
             for_prompts=for_prompts,
             samples=parts.held_out,
+            reads=None if for_prompts else parts.pipeline.reads,
         )
 
     def _draw(self, step: int) -> None:

@@ -172,9 +172,9 @@ def test_times_have_the_distribution_asked_for(sampling, spread):
 def test_clips_have_evenly_spaced_frames():
     targets = DrawingPreprocessor(CLIPS, 0, MAX_PIXELS)
     few, many, image = gif(2), gif(9), png(9, 9)
-    sizes = [targets.meta(data, 5).grid_thw[0] for data in (few, many, image)]
+    sizes = [targets.grid(data)[0] for data in (few, many, image)]
     assert sizes == [2, 3, 1]
-    clip = targets.decode(many, targets.meta(many, 5), 5, ("s", 0, 0, 0))
+    clip = targets.decode(many, GeneratedMeta(targets.grid(many), 5), 5, ("s", 0, 0, 0))
     assert clip.patches_PV.shape == (3 * 2 * 2, 3 * 4 * 4)
     levels = clip.patches_PV.reshape(3, -1).mean(1) * 127.5 + 127.5
     assert levels == pytest.approx([0, 125, 250], abs=3)

@@ -27,11 +27,12 @@ from test_video import clip_of
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
+from torchmm.common.row_slices import Reads, Share
 from torchmm.data.loader import build_loader
 from torchmm.data.producers import TOKEN_VARIABLE
 from torchmm.data.serve import Producer, check_exposure, start_server
 from torchmm.data.sources.open import open_samples
-from torchmm.data.wire import VERSION, pack_request, unpack_request
+from torchmm.data.wire import VERSION, Request, pack_request, unpack_request
 from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
 DRAWN = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
@@ -257,5 +258,7 @@ def test_other_machines_need_a_certificate_and_a_token(bind, encrypted, token, a
 def test_what_is_no_request_is_said(data):
     with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 3|column"):
         unpack_request(data)
-    assert unpack_request(pack_request("a", [[[]]])) == ("a", [[[]]])
+    reads = Reads({"vision": Share(1, 2)}, Share(0, 4))
+    for asked in (Request("a", [[[]]]), Request("a", [[[]]], reads)):
+        assert unpack_request(pack_request(asked)) == asked
     assert VERSION == 3

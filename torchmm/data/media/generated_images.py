@@ -31,8 +31,9 @@ class DecodedDrawing:
     """One image or clip to be drawn, as arrays."""
 
     meta: GeneratedMeta
-    patches_PV: np.ndarray
-    noise_PV: np.ndarray
+    patches_PV: np.ndarray | None
+    """None: another rank decodes it, or none does here."""
+    noise_PV: np.ndarray | None
     time: float
     context_end: int
     """Tokens of the sample before it; the last of them are its context."""
@@ -60,16 +61,19 @@ class DrawingPreprocessor:
         """None where there is no generator."""
         return None if spec is None else cls(spec, seed, max_pixels)
 
-    def meta(self, data: bytes, context_end: int) -> GeneratedMeta:
-        """Sizes from the header alone.
+    def grid(self, data: bytes) -> tuple[int, int, int]:
+        """Patches as (frames, rows, columns), from the header alone.
 
         Raises:
             CorruptSampleError: not an image of a known format, or of an unacceptable size.
         """
         read_size(data, self._max_pixels)
         frames = count_frames(data, self._max_pixels) if self.spec.frames > 1 else 1
-        context = min(context_end, self.spec.context_tokens)
-        return GeneratedMeta(self.spec.grid(frames), context)
+        return self.spec.grid(frames)
+
+    def context(self, context_end: int) -> int:
+        """Tokens that an image depends on with so many before it."""
+        return min(context_end, self.spec.context_tokens)
 
     def decode(
         self, data: bytes, meta: GeneratedMeta, context_end: int, key: tuple[object, ...]
@@ -84,13 +88,26 @@ class DrawingPreprocessor:
         """
         frames = decode_frames(data, self._max_pixels, meta.grid_thw[0])
         patches_PV = np.concatenate([self._patches(frame) for frame in frames])
-        return self._with_noise(meta, patches_PV, context_end, key, counted=True)
+        time, noise_PV = self._noise(patches_PV.shape, key)
+        return DecodedDrawing(meta, patches_PV, noise_PV, time, context_end, counted=True)
+
+    def without_pixels(
+        self, meta: GeneratedMeta, context_end: int, key: tuple[object, ...]
+    ) -> DecodedDrawing:
+        """The same for a rank that does not decode it; arguments as in `decode`."""
+        time, _ = self._noise((0,), key)
+        return DecodedDrawing(meta, None, None, time, context_end, counted=True)
 
     def blank(self, meta: GeneratedMeta, key: tuple[object, ...]) -> DecodedDrawing:
         """Stands in for an image that cannot be decoded: same sizes, does not count."""
-        values = 3 * self.spec.patch_size_px**2
-        patches_PV = np.zeros((meta.patches, values), np.float32)
-        return self._with_noise(meta, patches_PV, meta.context, key, counted=False)
+        patches_PV = np.zeros((meta.patches, self.values), np.float32)
+        time, noise_PV = self._noise(patches_PV.shape, key)
+        return DecodedDrawing(meta, patches_PV, noise_PV, time, meta.context, counted=False)
+
+    @property
+    def values(self) -> int:
+        """V."""
+        return 3 * self.spec.patch_size_px**2
 
     def _patches(self, frame: Image.Image) -> np.ndarray:
         size, patch = self.spec.size_px, self.spec.patch_size_px
@@ -100,22 +117,15 @@ class DrawingPreprocessor:
         blocks = pixels_HWC.reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3)
         return blocks.reshape(side * side, -1)
 
-    def _with_noise(
-        self,
-        meta: GeneratedMeta,
-        patches_PV: np.ndarray,
-        context_end: int,
-        key: tuple[object, ...],
-        counted: bool,
-    ) -> DecodedDrawing:
+    def _noise(self, shape: tuple[int, ...], key: tuple[object, ...]) -> tuple[float, np.ndarray]:
+        """Time, and noise of this shape."""
         digest = hashlib.sha256(json.dumps([self._seed, *key]).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         if self.spec.time_sampling == "uniform":
             time = torch.rand((), generator=generator)
         else:
             time = torch.randn((), generator=generator).sigmoid()
-        noise_PV = torch.randn(patches_PV.shape, generator=generator).numpy()
-        return DecodedDrawing(meta, patches_PV, noise_PV, time.item(), context_end, counted)
+        return time.item(), torch.randn(shape, generator=generator).numpy()
 
 
 @dataclass
@@ -131,16 +141,30 @@ class DrawingRow:
         end = sample_start + drawing.context_end
         self.context_positions.append(np.arange(end - drawing.meta.context, end))
 
-    def inputs(self) -> GeneratorInputs | None:
-        """All of them; None if there are none."""
+    def inputs(self, values: int, *, shared: bool) -> GeneratorInputs | None:
+        """All of them; None if there are none.
+
+        Args:
+            values: V.
+            shared: whether this rank may have decoded only some.
+        """
         if not self.drawings:
             return None
+        patches = [np.zeros((0, values), np.float32)]
+        noise = [np.zeros((0, values), np.float32)]
+        held: list[int] = []
+        for number, drawing in enumerate(self.drawings):
+            if drawing.patches_PV is not None and drawing.noise_PV is not None:
+                patches.append(drawing.patches_PV)
+                noise.append(drawing.noise_PV)
+                held.append(number)
         return GeneratorInputs(
-            patches_PV=torch.from_numpy(np.concatenate([t.patches_PV for t in self.drawings])),
-            noise_PV=torch.from_numpy(np.concatenate([t.noise_PV for t in self.drawings])),
+            patches_PV=torch.from_numpy(np.concatenate(patches)),
+            noise_PV=torch.from_numpy(np.concatenate(noise)),
             times=[t.time for t in self.drawings],
             grids_thw=[t.meta.grid_thw for t in self.drawings],
             context_positions_K=torch.from_numpy(np.concatenate(self.context_positions)),
             contexts=[t.meta.context for t in self.drawings],
             counted=[t.counted for t in self.drawings],
+            held=held if shared else None,
         )

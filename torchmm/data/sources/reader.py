@@ -1,7 +1,9 @@
 """One path from a raw record to a tokenised sample, used for measuring and for decoding alike.
 
 Lengths that planning saw and tensors that training gets cannot disagree, because both come from
-`SampleReader.read`; only the pixels are decoded later.
+`SampleReader.read`; only the pixels are decoded later. Whoever already knows the sizes of a
+sample's pictures and sounds can do without their files, until it decodes them (`pixels`); pictures
+that are cut into tiles, and clips, say in their files how they are written.
 """
 
 from __future__ import annotations
@@ -32,15 +34,36 @@ from torchmm.data.layouts.sample import (
     without_generated,
 )
 from torchmm.data.media.chat import ChatTemplate
-from torchmm.data.media.generated_images import DrawingPreprocessor
+from torchmm.data.media.generated_images import DecodedDrawing, DrawingPreprocessor
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
 from torchmm.data.media.text import EncodedSample, FramesSegment, TextEncoder, TiledSegment
 from torchmm.data.media.tiles import Tile, TiledMedia, TiledPicture, cut_within
 from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
 from torchmm.recipe.data_section import DataConfig
 
-EncodedFile = bytes | ClipFrames | Tile
+EncodedFile = bytes | FileSegment | ClipFrames | Tile
 """What becomes one image of an encoder."""
+CHANGED = "changed since it was measured"
+
+
+def data_of(file: bytes | FileSegment) -> bytes:
+    """The bytes of a file of a sample that was measured, not known."""
+    assert isinstance(file, bytes), file
+    return file
+
+
+@dataclass
+class Opened:
+    """What is read of files."""
+
+    read_bytes: int = 0
+
+    def read(self, segment: FileSegment, max_bytes: int) -> bytes:
+        """The bytes of a file; they count unless the record had them. See `FileSegment.read`."""
+        data = segment.read(max_bytes)
+        if segment.data is None:
+            self.read_bytes += len(data)
+        return data
 
 
 @dataclass(frozen=True)
@@ -51,10 +74,10 @@ class MeasuredSample:
     images: list[ImageMeta]
     """Images, sounds, and clips or their frames."""
     files: list[EncodedFile]
-    """Not yet decoded, one per entry of `images`."""
+    """Not yet decoded, one per entry of `images`; segments were not even opened."""
     generated: list[GeneratedMeta] = field(default_factory=list)
     """Images to be drawn."""
-    generated_files: list[bytes] = field(default_factory=list)
+    generated_files: list[bytes | FileSegment] = field(default_factory=list)
 
 
 def placeholders(files: Sequence[EncodedFile], images: Sequence[ImageMeta]) -> list[int]:
@@ -120,29 +143,39 @@ class SampleReader:
         self._max_images = data.max_images_per_sample
         self._max_bytes = int(data.max_file_mb * 1e6)
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
+        self._unfitting = ImageMeta(0, 0, 0, sequence_length + 1)
+        """Stands for an image for which a sample had no room."""
         self._chat = ChatTemplate(tokenizer, text_spec.around_sounds)
 
-    def read(self, record: Record) -> MeasuredSample:
+    def read(
+        self, record: Record, known: SampleMeta | None = None, opened: Opened | None = None
+    ) -> MeasuredSample:
         """Parse, check headers of files, tokenise, truncate.
+
+        Args:
+            record: what a source gave.
+            known: its sizes, if it was measured before: only files that say how they are written
+                are then opened.
+            opened: counts what is read of files.
 
         Raises:
             ConfigError: it has clips, and no library reads them.
             CorruptSampleError: the sample cannot be used, with place and reason.
         """
         with naming_place(record.where):
-            return self._read(record)
+            return self._read(record, known, opened or Opened())
 
-    def _read(self, record: Record) -> MeasuredSample:
+    def _read(self, record: Record, known: SampleMeta | None, opened: Opened) -> MeasuredSample:
         sample = limit_images(parse_record(record, self._chat), self._max_images)
         sample = assign_encoders(sample, self._readers)
         if self.drawings is None:
             sample = without_generated(sample)
-        sample, files, metas = self._open_files(sample)
+        sample, files, metas = self._open_files(sample, known, opened)
         columns: list[int] = []
         if self.text_spec.row_end_id is not None:
-            columns = [self.medium(image).block(image)[2] for image in metas]
+            columns = [self._columns(image) for image in metas]
         text = self._text.encode(sample, placeholders(files, metas), columns)
-        generated, generated_files = self._measure_generated(sample, text)
+        generated, generated_files = self._measure_generated(sample, text, known, opened)
         if not any(text.loss[1:]) and not generated:
             raise CorruptSampleError(
                 f"nothing to predict in its first {len(text.ids)} tokens (no text, or cut at "
@@ -151,14 +184,21 @@ class SampleReader:
         kept = len(text.image_starts)
         return MeasuredSample(text, metas[:kept], files[:kept], generated, generated_files)
 
-    def _open_files(self, sample: Sample) -> tuple[Sample, list[EncodedFile], list[ImageMeta]]:
+    def _columns(self, image: ImageMeta) -> int:
+        if image is self._unfitting:
+            return 1
+        return self.medium(image).block(image)[2]
+
+    def _open_files(
+        self, sample: Sample, known: SampleMeta | None, opened: Opened
+    ) -> tuple[Sample, list[EncodedFile], list[ImageMeta]]:
         """The sample with clips and pictures as their encoder reads them; its files; their
         metadata."""
         segments: list[Segment] = []
         files: list[EncodedFile] = []
         metas: list[ImageMeta] = []
         clips: dict[Any, Clip] = {}  # decoded once for all encoders
-        tiled = self._cut(sample)
+        tiled = self._cut(sample, opened)
         for number, segment in enumerate(sample.segments):
             if number in tiled:
                 assert isinstance(segment, ImageSegment) and segment.encoder is not None
@@ -170,16 +210,25 @@ class SampleReader:
             if isinstance(segment, VideoSegment):
                 key = segment.data, segment.path
                 if key not in clips:
-                    clips[key] = Clip(segment.read(self._max_bytes), self.max_pixels)
+                    clips[key] = Clip(opened.read(segment, self._max_bytes), self.max_pixels)
                 self._open_clip(segment, clips[key], segments, files, metas)
                 continue
             segments.append(segment)
             if isinstance(segment, FileSegment):
-                assert segment.encoder is not None
-                data = segment.read(self._max_bytes)
-                files.append(data)
-                metas.append(self._named(self.media[segment.encoder].meta(data), segment.encoder))
+                if known is None:
+                    data = opened.read(segment, self._max_bytes)
+                    files.append(data)
+                    metas.append(self._measure(segment, data))
+                else:
+                    files.append(segment)
+                    fits = len(metas) < len(known.images)  # what the sample kept comes first
+                    metas.append(known.images[len(metas)] if fits else self._unfitting)
         return replace(sample, segments=tuple(segments)), files, metas
+
+    def _measure(self, segment: FileSegment, data: bytes) -> ImageMeta:
+        """Of a picture or sound."""
+        assert segment.encoder is not None
+        return self._named(self.media[segment.encoder].meta(data), segment.encoder)
 
     def _open_clip(
         self,
@@ -201,10 +250,10 @@ class SampleReader:
             files.append(part.file)
             metas.append(self._named(part.meta, segment.encoder))
 
-    def _cut(self, sample: Sample) -> dict[int, TiledPicture]:
+    def _cut(self, sample: Sample, opened: Opened) -> dict[int, TiledPicture]:
         """By position of its segment: every picture whose encoder cuts them."""
         pictures = {
-            number: self.tiles[segment.encoder].open(segment.read(self._max_bytes))
+            number: self.tiles[segment.encoder].open(opened.read(segment, self._max_bytes))
             for number, segment in enumerate(sample.segments)
             if isinstance(segment, ImageSegment) and segment.encoder in self.tiles
         }
@@ -214,9 +263,24 @@ class SampleReader:
         # Only if there are several, so that equal samples of most models have equal metadata.
         return replace(meta, encoder=encoder) if len(self.encoders) > 1 else meta
 
-    def pixels(self, file: EncodedFile, image: ImageMeta) -> np.ndarray:
-        """Encoder input of a file of a sample; raises CorruptSampleError."""
+    def pixels(
+        self, file: EncodedFile, image: ImageMeta, opened: Opened | None = None
+    ) -> np.ndarray:
+        """Encoder input of a file of a sample.
+
+        Args:
+            opened: counts what is read of files.
+
+        Raises:
+            CorruptSampleError: it cannot be decoded, or has other sizes than `image`.
+        """
         name = image.encoder or self.encoders[0]
+        if isinstance(file, FileSegment):
+            data = (opened or Opened()).read(file, self._max_bytes)
+            measured = self._measure(file, data)
+            if measured != image:
+                raise CorruptSampleError(f"{CHANGED}: {image} -> {measured}")
+            return self.media[name].pixels(data, image)
         if isinstance(file, ClipFrames):
             return self.clips[name].pixels(file, image)
         if isinstance(file, Tile):
@@ -230,18 +294,47 @@ class SampleReader:
         return self.clips.get(name, self.media[name]) if image.duration_ms else self.media[name]
 
     def _measure_generated(
-        self, sample: Sample, text: EncodedSample
-    ) -> tuple[list[GeneratedMeta], list[bytes]]:
+        self, sample: Sample, text: EncodedSample, known: SampleMeta | None, opened: Opened
+    ) -> tuple[list[GeneratedMeta], list[bytes | FileSegment]]:
         """Sizes and files of what is to be drawn and was not cut off."""
         segments = [s.file for s in sample.segments if isinstance(s, GeneratedSegment)]
-        metas, files = [], []
+        metas: list[GeneratedMeta] = []
+        files: list[bytes | FileSegment] = []
         for segment, context_end in zip(segments, text.generated_at, strict=False):
             assert self.drawings is not None
             if context_end == 0:
                 raise CorruptSampleError("there is nothing before the image to be drawn")
-            files.append(segment.read(self._max_bytes))
-            metas.append(self.drawings.meta(files[-1], context_end))
+            if known is None:
+                data = opened.read(segment, self._max_bytes)
+                files.append(data)
+                grid_thw = self.drawings.grid(data)
+            elif len(metas) < len(known.generated):
+                files.append(segment)
+                grid_thw = known.generated[len(metas)].grid_thw
+            else:
+                raise CorruptSampleError(f"{CHANGED}: it has more images to be drawn")
+            metas.append(GeneratedMeta(grid_thw, self.drawings.context(context_end)))
         return metas, files
+
+    def drawing(
+        self,
+        file: bytes | FileSegment,
+        meta: GeneratedMeta,
+        context_end: int,
+        key: tuple[object, ...],
+        opened: Opened,
+    ) -> DecodedDrawing:
+        """An image to be drawn; arguments as in `DrawingPreprocessor.decode`.
+
+        Raises:
+            CorruptSampleError: it cannot be decoded, or has other sizes.
+        """
+        assert self.drawings is not None
+        data = file if isinstance(file, bytes) else opened.read(file, self._max_bytes)
+        grid_thw = self.drawings.grid(data)
+        if grid_thw != meta.grid_thw:
+            raise CorruptSampleError(f"{CHANGED}: {meta.grid_thw} -> {grid_thw} patches to draw")
+        return self.drawings.decode(data, meta, context_end, key)
 
     def meta(self, name: str, index: int, sample: MeasuredSample) -> SampleMeta:
         """Metadata of a sample of source `name`."""

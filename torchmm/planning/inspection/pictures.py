@@ -14,7 +14,7 @@ from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
-from torchmm.data.sources.reader import EncodedFile, SampleReader
+from torchmm.data.sources.reader import EncodedFile, SampleReader, data_of
 
 
 def file_pictures(
@@ -37,7 +37,7 @@ def file_pictures(
     elif isinstance(file, Tile):
         original = file.of.image()
     else:
-        original = decode_rgb(file, reader.max_pixels)
+        original = decode_rgb(data_of(file), reader.max_pixels)
     return original, as_picture(preprocessor, reader.pixels(file, image), image)
 
 

@@ -1,0 +1,303 @@
+"""Samples as arrays to the packed microbatch that they share, and blank ones in their place.
+
+A sample that turns out to be corrupt keeps its place and its shape: pad tokens without targets,
+and blank pixels for its images. So the lengths that a plan was made from stay valid, all other
+samples stay where they are, and nothing depends on which rank found the broken one. What is blank
+follows from a sample's metadata alone: the rank that fails to decode a picture and the ranks that
+only hear of it have the same microbatch.
+
+Shape legend: T tokens of a microbatch, L of a sample, N images, P patches, K output tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchmm.common.batch import (
+    IGNORE_TARGET,
+    EncoderInputs,
+    ImageMeta,
+    Microbatch,
+    SampleMeta,
+)
+from torchmm.common.generated import GeneratorInputs, held_rows
+from torchmm.common.module_names import GENERATOR
+from torchmm.common.tiles import Kept
+from torchmm.data.media.generated_images import DecodedDrawing, DrawingRow
+from torchmm.data.media.medium import MediaPreprocessor
+from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.data.order import Item
+from torchmm.data.sources.reader import SampleReader
+from torchmm.data.step_packs import PackItems, microbatch_meta
+
+
+@dataclass(frozen=True)
+class DecodedSample:
+    """One sample as arrays."""
+
+    ids_L: np.ndarray
+    targets_L: np.ndarray
+    image_starts: list[int]
+    pixels: list[np.ndarray | None]
+    """Of each image; None: another rank decodes it, or none does here."""
+    kept: list[Kept | None]
+    """Of each image: what reaches the LLM, if that is not everything."""
+    places: list[np.ndarray]
+    """Of each image: its tokens, relative to its start."""
+    drawings: list[DecodedDrawing] = field(default_factory=list)
+    """Images to be drawn."""
+
+
+@dataclass
+class _Read:
+    """What one encoder reads of a microbatch."""
+
+    pixels: list[np.ndarray] = field(default_factory=list)
+    images: list[ImageMeta] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    grids_thw: list[tuple[int, int, int]] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+
+
+class RowBuilder:
+    """A microbatch under construction.
+
+    Args:
+        reader: knows the sizes of images.
+        shared: modules of whose images this rank may have decoded only some.
+    """
+
+    def __init__(self, reader: SampleReader, shared: Collection[str] = ()) -> None:
+        self._reader = reader
+        self._shared = shared
+        self._ids: list[np.ndarray] = []
+        self._targets: list[np.ndarray] = []
+        self._positions: list[np.ndarray] = []
+        self._cu_seqlens = [0]
+        self._read: dict[str, _Read] = {}
+        """By encoder."""
+        self._generated = DrawingRow()
+
+    def append(self, sample: DecodedSample, meta: SampleMeta) -> None:
+        """Adds a sample behind the others."""
+        first = self._cu_seqlens[-1]
+        blocks: list[VisionBlock] = []
+        for start, pixels, kept, places, image in zip(
+            sample.image_starts,
+            sample.pixels,
+            sample.kept,
+            sample.places,
+            meta.images,
+            strict=True,
+        ):
+            medium = self._reader.medium(image)
+            if medium.spec.modality == "image":  # a sound counts up as text does
+                blocks.append(self._block(start, image))
+            read = self._read.setdefault(medium.spec.encoder, _Read())
+            if pixels is not None:
+                read.pixels.append(pixels)
+                read.held.append(len(read.images))
+            read.images.append(image)
+            read.grids_thw.append(medium.grid_thw(image))
+            read.positions.append(first + start + places)
+            if medium.spec.ends_lines:
+                _, rows, columns = medium.block(image)
+                read.kept.append(kept or Kept(0, rows, 0, columns, 0))
+        for drawing in sample.drawings:
+            self._generated.append(drawing, first)
+        positions = self._text_positions(len(sample.ids_L), blocks)
+        self._append_tokens(sample.ids_L, sample.targets_L, positions)
+
+    def append_padding(self, tokens: int) -> None:
+        """Adds tokens that nobody predicts, if there are to be any."""
+        if tokens:
+            ids_L = np.full(tokens, self._reader.text_spec.pad_token_id, np.int64)
+            positions = self._text_positions(tokens, [])
+            self._append_tokens(ids_L, np.full_like(ids_L, IGNORE_TARGET), positions)
+
+    def microbatch(self, packs: Sequence[PackItems], sequence_length: int) -> Microbatch:
+        """What was added, which is all of `packs`."""
+        media = self._reader.media
+        return Microbatch(
+            input_ids_T=_tensor(self._ids),
+            targets_T=_tensor(self._targets),
+            position_ids=torch.from_numpy(np.concatenate(self._positions, axis=-1)),
+            cu_seqlens=self._cu_seqlens,
+            encoders={n: self._inputs(n, media[n]) for n in media if n in self._read},
+            meta=microbatch_meta(packs, sequence_length),
+            generator=self._drawn(),
+        )
+
+    def _append_tokens(
+        self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray
+    ) -> None:
+        self._ids.append(ids_L)
+        self._targets.append(targets_L)
+        self._positions.append(positions)
+        self._cu_seqlens.append(self._cu_seqlens[-1] + len(ids_L))
+
+    def _inputs(self, name: str, medium: MediaPreprocessor) -> EncoderInputs:
+        read = self._read[name]
+        if not read.pixels:
+            image = replace(read.images[0], frames=1)
+            nothing = self._reader.medium(image).blank(image)
+            pixels = nothing[None][:0] if medium.grouped else nothing[:0]
+        else:
+            pixels = np.stack(read.pixels) if medium.grouped else np.concatenate(read.pixels)
+        of_sounds = medium.spec.patches_per_token if medium.spec.modality == "audio" else None
+        return EncoderInputs(
+            torch.from_numpy(pixels),
+            read.grids_thw,
+            _tensor(read.positions),
+            read.kept or None,
+            of_sounds,
+            read.held if name in self._shared else None,
+        )
+
+    def _drawn(self) -> GeneratorInputs | None:
+        drawings = self._reader.drawings
+        if drawings is None:
+            return None
+        return self._generated.inputs(drawings.values, shared=GENERATOR in self._shared)
+
+    def _block(self, start: int, image: ImageMeta) -> VisionBlock:
+        block = self._reader.medium(image).block(image)
+        spec = self._reader.text_spec
+        per_second = spec.tokens_per_second
+        if per_second is None:
+            return VisionBlock(start, *block)
+        step_s = image.duration_ms / (1000 * image.frames)
+        if spec.clip_times == "sides":  # Qwen2.5-VL multiplies the two beforehand
+            return VisionBlock(start, *block, per_second * step_s)
+        return VisionBlock(start, *block, step_s, per_second)
+
+    def _text_positions(self, length: int, blocks: list[VisionBlock]) -> np.ndarray:
+        if self._reader.text_spec.positions == "mrope":
+            return mrope_positions(length, blocks, self._reader.text_spec.clip_times)
+        return np.arange(length, dtype=np.int64)
+
+
+def blank_sample(reader: SampleReader, meta: SampleMeta) -> DecodedSample:
+    """A sample of the same size that teaches nothing, without what it has to draw."""
+    spec = reader.text_spec
+    ids_L = np.full(meta.tokens, spec.pad_token_id, np.int64)
+    starts: list[int] = []
+    pixels: list[np.ndarray | None] = []
+    start = 0
+    for image in meta.images:
+        assert spec.image_token_id is not None
+        start = min(start, meta.tokens - image.tokens)
+        starts.append(start)
+        ids_L[start : start + image.tokens] = spec.image_token_id
+        start += image.tokens
+        pixels.append(reader.medium(image).blank(image))
+    places = [np.arange(image.tokens) for image in meta.images]
+    # Any tokens will do, as long as they are as many.
+    kept: list[Kept | None] = [Kept(0, 0, 0, 0, i.tokens) for i in meta.images]
+    targets_L = np.full_like(ids_L, IGNORE_TARGET)
+    return DecodedSample(ids_L, targets_L, starts, pixels, kept, places)
+
+
+def blank_out(
+    reader: SampleReader,
+    microbatch: Microbatch,
+    packs: Sequence[PackItems],
+    sequence_length: int,
+    torn: Collection[str],
+) -> Microbatch:
+    """The microbatch with samples that are known to be torn made blank, as if this rank had found
+    them so; its tensors are written to.
+
+    Args:
+        packs: its samples.
+        sequence_length: tokens of a pack.
+        torn: names of samples (`sample_name`); those of others do not matter.
+    """
+    read = dict.fromkeys(microbatch.encoders, 0)  # images of the samples before
+    drawn = 0
+    found = False
+    for number, pack in enumerate(packs):
+        start = number * sequence_length
+        for item in pack:
+            meta = item.meta
+            if sample_name(meta) in torn:
+                _write_blank(reader, microbatch, item, start, read)
+                _blank_drawings(microbatch.generator, meta, start, drawn)
+                found = True
+            start += meta.tokens
+            drawn += len(meta.generated)
+            read = {name: n + len(meta.images_read_by(name)) for name, n in read.items()}
+    if not found:
+        return microbatch
+    return replace(microbatch, target_positions_L=None)  # type: ignore[arg-type]  # found again
+
+
+def sample_name(meta: SampleMeta) -> str:
+    """ "source[index]", which always names the same sample."""
+    return f"{meta.source}[{meta.index}]"
+
+
+def _write_blank(
+    reader: SampleReader, microbatch: Microbatch, item: Item, start: int, read: Mapping[str, int]
+) -> None:
+    """Writes a blank sample over the one that starts at a position.
+
+    Args:
+        read: by encoder: images of the samples before.
+    """
+    meta = item.meta
+    row = RowBuilder(reader)
+    row.append(blank_sample(reader, meta), meta)
+    blank = row.microbatch([[item]], meta.tokens)
+    stop = start + meta.tokens
+    microbatch.input_ids_T[start:stop] = blank.input_ids_T
+    microbatch.targets_T[start:stop] = blank.targets_T
+    microbatch.position_ids[..., start:stop] = blank.position_ids
+    for name, theirs in blank.encoders.items():
+        inputs = microbatch.encoders[name]
+        first = read[name]
+        images = range(first, first + len(theirs.grids_thw))
+        tokens = [image.tokens for image in microbatch.meta.images_read_by(name)]
+        place = sum(tokens[:first])
+        inputs.positions_K[place : place + len(theirs.positions_K)] = theirs.positions_K + start
+        rows, held = held_rows(inputs.pixel_rows, inputs.held, images)
+        if held is None:
+            inputs.pixels[rows] = theirs.pixels
+        elif held:
+            own, _ = held_rows(theirs.pixel_rows, None, range(held[0], held[-1] + 1))
+            inputs.pixels[rows] = theirs.pixels[own]
+        if inputs.kept is not None and theirs.kept is not None:
+            inputs.kept[first : images.stop] = theirs.kept
+
+
+def _blank_drawings(
+    drawn: GeneratorInputs | None, meta: SampleMeta, start: int, first: int
+) -> None:
+    """The same for what a sample has to draw, whose noise and times stay.
+
+    Args:
+        start: position of the sample.
+        first: number of its first drawing.
+    """
+    if not meta.generated:
+        return
+    assert drawn is not None
+    images = range(first, first + len(meta.generated))
+    rows, _ = held_rows(drawn.pixel_rows, drawn.held, images)
+    drawn.patches_PV[rows] = 0
+    place = sum(drawn.contexts[:first])
+    for number, image in zip(images, meta.generated, strict=True):
+        drawn.counted[number] = False
+        own = slice(place, place + image.context)
+        drawn.context_positions_K[own] = torch.arange(start, start + image.context)
+        place += image.context
+
+
+def _tensor(parts: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts))
