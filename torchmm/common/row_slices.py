@@ -79,6 +79,9 @@ class Share(NamedTuple):
     of: int
 
 
+WHOLE = Share(0, 1)
+
+
 @dataclass(frozen=True)
 class Reads:
     """What a rank decodes of its data-parallel rank's microbatches.
@@ -91,7 +94,7 @@ class Reads:
 
     shares: Mapping[str, Share]
     """By module that reads pixels here: which part of its images this rank decodes."""
-    context: Share = Share(0, 1)
+    context: Share = WHOLE
     """Which part of every row it has; its images are of these alone."""
 
     def images(self, metas: Sequence[MicrobatchMeta], module: str) -> list[range] | None:

@@ -154,8 +154,8 @@ class StepDecoder(Dataset[DecodedStep]):
         else:
             assert source is not None
             record = source.read(item.meta.index)
-        step.read_bytes += record_bytes(record.columns)
         with naming_place(record.where):
+            step.read_bytes += record_bytes(record.columns)
             return self._decode_record(item, record, own, step, opened)
 
     def _decode_record(

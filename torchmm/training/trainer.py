@@ -264,7 +264,13 @@ class Trainer:
             parts.checkpoints.wait()
         targets, images, samples, skipped = sums
         return Agreed(
-            targets, images, int(samples), int(skipped), stopping > 0, without_data > 0, unsettled > 0
+            targets,
+            images,
+            int(samples),
+            int(skipped),
+            stopping > 0,
+            without_data > 0,
+            unsettled > 0,
         )
 
     def _check(self, step: int, outcome: StepOutcome) -> Losses:

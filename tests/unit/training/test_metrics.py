@@ -32,12 +32,13 @@ from torchmm.training.trackers import BackgroundSink
 CPU = torch.device("cpu")
 LOG = logging.getLogger("torchmm.test")
 RANK = RankStep(tokens=1000, samples=10, images=5, flops=10**9, step_ms=500.0, data_wait_ms=10.0)
+RANK = replace(RANK, decoded_images=3, read_bytes=10**6)
 NAMES = (  # names that users' scripts rely on
     "step loss grad_norm lr tokens_per_s samples_per_s images_per_s mfu step_ms data_wait_ms "
     "encoder_ms llm_ms bubble_fraction expert_load peak_memory_bytes slowest_rank epoch "
     "skipped_samples validation_loss loss_text loss_image validation_loss_text "
     "validation_loss_image generator_ms generated_per_s word_error_rate predicted_ms planner_ms "
-    "planner_evaluations gain_over_natural graphs compile_ms"
+    "planner_evaluations gain_over_natural graphs compile_ms decoded_images read_bytes"
 )
 
 
@@ -85,6 +86,7 @@ def test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest():
     assert made.slowest_rank == 1
     assert made.peak_memory_bytes == 7
     assert made.skipped_samples == 2
+    assert (made.decoded_images, made.read_bytes) == (6, 2 * 10**6)
     assert made.encoder_ms is None
 
 

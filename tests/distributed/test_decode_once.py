@@ -1,0 +1,184 @@
+"""Ranks that work on the same samples decode each image once, and what one of them finds torn is
+blank on all: losses, norms of gradients and counts are those of one process."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launch import run_distributed
+from PIL import Image
+from test_train_generation import GENERATOR
+from tiny_recipe import records, tiny_recipe
+
+from torchmm.parallel.mesh import start_process_group
+from torchmm.planning.resolved import resolve
+from torchmm.training import trainer, validation
+from torchmm.training.build import build_run, build_unfilled_model, cut_model
+from torchmm.training.ending import StopSignal
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+DRAWS = {"model__generator__config": GENERATOR}
+COLOCATED = {"parallel__placement": "colocated", "parallel__schedule": "optimus"}
+APART = {"parallel__placement": "disaggregated"}
+LAYOUTS = {
+    2: {
+        "fsdp2": {"parallel__shard": 2, **DRAWS},
+        "pp2": {"parallel__pipeline": 2, **DRAWS},
+        "tp2": {"parallel__tensor": 2, **DRAWS},
+        "cp2": {"parallel__llm__context": 2, "parallel__shard": 2},
+    },
+    4: {
+        "pp2 x tp2": {"parallel__pipeline": 2, "parallel__tensor": 2, **DRAWS},
+        "cp2 x tp2": {"parallel__llm__context": 2, "parallel__shard": 2, "parallel__tensor": 2},
+        "colocated": {"parallel__pipeline": 2, "parallel__tensor": 2, **COLOCATED},
+        "colocated, encoder whole": {
+            "parallel__pipeline": 2,
+            "parallel__tensor": 2,
+            "parallel__vision__tensor": 1,
+            "parallel__vision__sub_microbatch_images": 1,
+            **COLOCATED,
+        },
+        "apart": {
+            "parallel__vision__shard": 2,
+            "parallel__vision__sub_microbatch_images": 1,
+            **APART,
+            **DRAWS,
+        },
+        "apart, encoder split": {"parallel__vision__tensor": 2, **APART, **DRAWS},
+    },
+}
+
+
+def picture(number: int) -> Image.Image:
+    noise = np.random.default_rng(number).integers(0, 255, (40, 24 + 4 * (number % 5), 3))
+    return Image.fromarray(noise.astype(np.uint8))
+
+
+def write_data(directory: Path) -> None:
+    """Captions of one picture, documents of two, and pictures to be drawn; one of the first and
+    one of the last are torn behind a whole header."""
+    directory.mkdir()
+    for number in range(24):
+        picture(number).save(directory / f"{number}.png")
+    for number in (4, 17):
+        file = directory / f"{number}.png"
+        file.write_bytes(file.read_bytes()[:-900])
+    read = [{"image": f"{n}.png", "text": f"a picture of number {n}"} for n in range(8)]
+    read += [
+        {"images": [f"{n}.png", None, f"{n + 1}.png"], "texts": [None, f"after {n} comes", None]}
+        for n in range(8, 14)
+    ]
+    drawn = [{"image": f"{n}.png", "text": f"draw number {n}"} for n in range(14, 24)]
+    for name, rows in (("read", read), ("drawn", drawn)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / f"{name}.jsonl").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("decode") / "data"
+    write_data(directory)
+    return directory
+
+
+def changes_of(layout: dict[str, object], data: Path) -> dict[str, object]:
+    read = f'{{path="{data}/read.jsonl"}}'
+    drawn = f'{{path="{data}/drawn.jsonl", generate="image"}}'
+    every = [read, drawn] if "model__generator__config" in layout else [read]
+    return {
+        "training__steps": STEPS,
+        "training__global_batch_size": 4,
+        "training__sequence_length": 64,
+        "data__sources": f"[{','.join(every)}]",
+        "data__validation": f"[{','.join(every)}]",
+        "validation__interval": STEPS,
+        "validation__batches": 2,
+        "validation__samples": 1,
+        "validation__max_new_tokens": 1,
+        "data__max_corrupt_fraction": 1.0,
+        "training__deterministic": "true",
+        **layout,
+    }
+
+
+def train_all(
+    layouts: dict[str, dict], data: Path, tokenizer: Path, root: Path, alone: str = ""
+) -> dict[str, list[dict]]:
+    """Records of runs by layout.
+
+    Args:
+        alone: "torn": ranks do not tell each other what they could not decode.
+    """
+    ranks = int(os.environ["WORLD_SIZE"])
+    if alone:
+        for module in (trainer, validation):
+            module.torn_samples = lambda own, mesh: own
+    found = {}
+    for name, layout in layouts.items():
+        run_dir = root / f"{name}{alone}-{ranks}".replace(" ", "-").replace(",", "")
+        recipe = tiny_recipe(run_dir, tokenizer, ranks, **changes_of(layout, data))
+        run = resolve(recipe, ranks)
+        model, words = build_unfilled_model(run)
+        cut = cut_model(run, model, words, torch.device("cpu"))
+        if not torch.distributed.is_initialized():
+            start_process_group(recipe.parallel, torch.device("cpu"))
+        with StopSignal() as stop:
+            parts = build_run(run, run_dir, torch.device("cpu"), model, words, cut)
+            trainer.Trainer(parts, stop).run()
+        torch.distributed.barrier()
+        found[name] = records(run_dir)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process(data, real_data, tmp_path_factory) -> dict[bool, list[dict]]:
+    """With what is drawn, and without."""
+    layouts = {"drawn": DRAWS, "read": {}}
+    root = tmp_path_factory.mktemp("one")
+    [found] = run_distributed(train_all, 1, layouts, data, real_data, root)
+    return {True: found["drawn"], False: found["read"]}
+
+
+def of_one(one_process: dict[bool, list[dict]], layout: dict) -> list[dict]:
+    return one_process["model__generator__config" in layout]
+
+
+def images(record: dict) -> int:
+    """That the samples of a step have, read and drawn."""
+    per_s = record["images_per_s"] + (record["generated_per_s"] or 0.0)
+    return round(per_s * record["step_ms"] / 1e3)
+
+
+def test_one_process_decodes_all_but_what_is_torn(one_process):
+    for found in one_process.values():
+        missing = [images(record) - record["decoded_images"] for record in found]
+        assert sum(missing) > 0 and min(missing) >= 0
+        assert found[-1]["skipped_samples"] > 0
+        assert all(record["read_bytes"] > 0 for record in found)
+
+
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.campaign)], ids=["2 ranks", "4 ranks"]
+)
+def test_replicas_decode_each_image_once(ranks, data, real_data, one_process, tmp_path):
+    layouts = LAYOUTS[ranks]
+    every = run_distributed(train_all, ranks, layouts, data, real_data, tmp_path)[0]
+    for name, found in every.items():
+        for one, other in zip(of_one(one_process, layouts[name]), found, strict=True):
+            for key in ("loss", "grad_norm", "validation_loss"):
+                assert other[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), (name, key)
+            for key in ("decoded_images", "skipped_samples"):
+                assert other[key] == one[key], (name, key, one["step"])
+            assert images(other) == images(one)
+
+
+def test_what_only_one_rank_knows_to_be_torn_is_found(data, real_data, one_process, tmp_path):
+    layouts = {name: LAYOUTS[2][name] for name in ("pp2",)}
+    every = run_distributed(train_all, 2, layouts, data, real_data, tmp_path, "torn")[0]
+    for name, found in every.items():
+        pairs = zip(of_one(one_process, layouts[name]), found, strict=True)
+        assert any(abs(a["loss"] / b["loss"] - 1) > 1e-4 for a, b in pairs), name

@@ -1,0 +1,193 @@
+"""Ranks that work on the same samples: who decodes which images, and what becomes of torn ones."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
+
+from torchmm.common.batch import EncoderInputs, Microbatch
+from torchmm.common.generated import GeneratorSpec
+from torchmm.common.row_slices import Reads, Share
+from torchmm.data.loader import Loader, StepBatch, build_loader
+from torchmm.recipe.data_section import SourceConfig
+
+ALL = None
+NOTHING = Reads({})
+HALVES = [Reads({"vision": Share(part, 2), "generator": Share(part, 2)}) for part in range(2)]
+DRAWINGS = GeneratorSpec(size_px=16, patch_size_px=8)
+TORN = (0, 3, 11, 13, 17, 19)
+"""Pictures of captions and documents, and some to be drawn."""
+
+
+@pytest.fixture
+def make(tmp_path, tokenizer, text_spec):
+    """Builds a rank's loader of captions, documents with two pictures each, and pictures to be
+    drawn, each in a file; a step has none of them twice."""
+    for number in range(24):
+        (tmp_path / f"{number}.png").write_bytes(png(20 + number, 24, number))
+    captions = [{"image": f"{n}.png", "text": caption(n)} for n in range(10)]
+    documents = [
+        {"images": [f"{n}.png", None, f"{n + 1}.png", None], "texts": [None, "one", None, "two"]}
+        for n in range(10, 16, 2)
+    ]
+    drawn = [{"image": f"{n}.png", "text": caption(n)} for n in range(16, 24)]
+    read = write_jsonl(tmp_path / "a.jsonl", captions + documents)
+    write = write_jsonl(tmp_path / "b.jsonl", drawn)
+    sources = [
+        SourceConfig(path=str(read), name="a"),
+        SourceConfig(path=str(write), name="b", generate="image"),
+    ]
+
+    def build(reads: Reads | None, spec=CLIP, positions="1d", workers=0) -> Loader:
+        return build_loader(
+            data_config(tmp_path, *sources, shuffle=False, workers=workers),
+            training(global_batch_size=4, microbatch_size=2, sequence_length=64),
+            text_spec=replace(text_spec, positions=positions),
+            image_specs={"vision": spec},
+            tokenizer=tokenizer,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=None,
+            generator_spec=DRAWINGS,
+            reads=reads,
+        )
+
+    return build
+
+
+def first(loader: Loader) -> StepBatch:
+    """The first batch, as a trainer gets it."""
+    [batch] = islice(loader.batches(), 1)
+    assert batch is not None
+    return batch
+
+
+def tear(tmp_path) -> None:
+    for number in TORN:
+        file = tmp_path / f"{number}.png"
+        file.write_bytes(file.read_bytes()[:-700])
+
+
+def assert_equal(found: Microbatch, wanted: Microbatch) -> None:
+    """The same, but for pixels that are not held."""
+    for key in ("input_ids_T", "targets_T", "position_ids", "target_positions_L"):
+        assert torch.equal(getattr(found, key), getattr(wanted, key)), key
+    assert found.cu_seqlens == wanted.cu_seqlens and found.meta == wanted.meta
+    assert found.encoders.keys() == wanted.encoders.keys()
+    for name, whole in wanted.encoders.items():
+        own = found.encoders[name]
+        assert torch.equal(own.positions_K, whole.positions_K)
+        assert (own.grids_thw, own.kept) == (whole.grids_thw, whole.kept)
+        images = range(len(whole.grids_thw)) if own.held is None else own.held
+        assert torch.equal(own.pixels, pixels_of(whole, images))
+    if wanted.generator is not None:
+        assert found.generator is not None
+        for key in ("times", "grids_thw", "contexts", "counted"):
+            assert getattr(found.generator, key) == getattr(wanted.generator, key), key
+        places = found.generator.context_positions_K
+        assert torch.equal(places, wanted.generator.context_positions_K)
+        held = found.generator.held
+        for image in range(len(found.generator.grids_thw)) if held is None else held:
+            one = range(image, image + 1)
+            ours, theirs = found.generator.select(one), wanted.generator.select(one)
+            assert torch.equal(ours.patches_PV, theirs.patches_PV)
+            assert torch.equal(ours.noise_PV, theirs.noise_PV)
+
+
+def pixels_of(inputs: EncoderInputs, images) -> torch.Tensor:
+    parts = [inputs.select(range(image, image + 1)).pixels for image in images]
+    return torch.cat([inputs.pixels[:0], *parts])
+
+
+def images_in(batch: StepBatch) -> int:
+    return sum(m.meta.image_count + len(m.meta.generated) for m in batch.microbatches)
+
+
+@pytest.mark.parametrize("spec", [CLIP, NAFLEX], ids=["fixed", "patches"])
+def test_ranks_share_the_images_of_a_step(make, spec):
+    whole = first(make(ALL, spec))
+    halves = [first(make(reads, spec)) for reads in HALVES]
+    for half in halves:
+        for found, wanted in zip(half.microbatches, whole.microbatches, strict=True):
+            assert_equal(found, wanted)
+    for number, microbatch in enumerate(whole.microbatches):
+        inputs = [half.microbatches[number] for half in halves]
+        held = [image for m in inputs for image in m.encoders["vision"].held]
+        assert held == list(range(len(microbatch.encoders["vision"].grids_thw)))
+    counts = [half.decoded_images for half in halves]
+    assert sum(counts) == images_in(whole) == whole.decoded_images and min(counts) > 0
+    everybody = [first(make(ALL, spec)).decoded_images for _ in halves]
+    assert sum(everybody) == 2 * images_in(whole), "the counter does not tell"
+
+
+def test_ranks_without_pixels_open_no_file(make, tmp_path):
+    whole = first(make(ALL))
+    for file in tmp_path.glob("*.png"):
+        file.unlink()
+    found = first(make(NOTHING))
+    assert not found.torn and found.decoded_images == 0
+    for own, wanted in zip(found.microbatches, whole.microbatches, strict=True):
+        assert_equal(own, wanted)
+        assert own.encoders["vision"].pixels.shape == (0, 3, 16, 16)
+    assert 0 < found.read_bytes < whole.read_bytes
+    assert len(first(make(HALVES[0])).torn) > 0, "files are still there"
+
+
+def test_parts_of_rows_are_shared_by_the_ranks_that_have_them(make):
+    """Two ranks for each half of every row."""
+    whole = first(make(ALL))
+    reads = [
+        Reads({"vision": Share(part, 2)}, Share(context, 2))
+        for context in range(2)
+        for part in range(2)
+    ]
+    batches = [first(make(own)) for own in reads]
+    for number, microbatch in enumerate(whole.microbatches):
+        held = [i for b in batches for i in b.microbatches[number].encoders["vision"].held]
+        assert sorted(held) == list(range(len(microbatch.encoders["vision"].grids_thw)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "positions"), [(CLIP, "1d"), (QWEN, "mrope")], ids=["fixed", "mrope"]
+)
+def test_all_ranks_make_the_same_sample_blank(make, tmp_path, spec, positions):
+    clean = first(make(ALL, spec, positions))
+    tear(tmp_path)
+    loaders = [make(reads, spec, positions) for reads in (ALL, *HALVES, NOTHING)]
+    batches = [first(loader) for loader in loaders]
+    whole, *halves, without = batches
+    assert not without.torn and {name[0] for name in whole.torn} == {"a", "b"}
+    assert all(set() < half.torn.keys() < whole.torn.keys() for half in halves)
+    torn = {name: why for half in halves for name, why in half.torn.items()}
+    assert torn == whole.torn
+    settled = [loader.settle(batch, torn) for loader, batch in zip(loaders, batches, strict=True)]
+    for batch in settled:
+        assert sorted(batch.skipped) == sorted(f"{name}: {why}" for name, why in torn.items())
+        for found, wanted in zip(batch.microbatches, settled[0].microbatches, strict=True):
+            assert_equal(found, wanted)
+    counts = [sum(m.target_count for m in b.microbatches) for b in (clean, settled[0])]
+    assert counts[0] > counts[1] > 0
+    drawn = [sum(m.generated_count for m in b.microbatches) for b in (clean, settled[0])]
+    assert drawn[0] > drawn[1] > 0
+    metas = [[m.meta for m in batch.microbatches] for batch in (clean, *settled)]
+    assert all(own == metas[0] for own in metas)
+
+
+def test_ranks_that_have_not_heard_of_a_torn_sample_differ(make, tmp_path):
+    tear(tmp_path)
+    whole, without = first(make(ALL)), first(make(NOTHING))
+    counts = [sum(m.target_count for m in b.microbatches) for b in (whole, without)]
+    assert counts[0] < counts[1]
+
+
+def test_what_is_blank_was_never_read(make, tmp_path):
+    """A batch that is told of torn samples is the batch that found them."""
+    loader = make(ALL, QWEN, "mrope")
+    clean = first(loader)
+    tear(tmp_path)
+    torn = first(make(ALL, QWEN, "mrope"))
+    told = loader.settle(clean, torn.torn)
+    for found, wanted in zip(told.microbatches, torn.microbatches, strict=True):
+        assert_equal(found, wanted)
