@@ -334,25 +334,21 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     """The loader of one data-parallel rank.
 
     Args:
-        data: sources and limits.
-        training: batch sizes, sequence length, seed, device.
+        data, training: sources and limits; batch sizes, sequence length, seed, device.
         text_spec: how the LLM wants its text.
         image_specs: how encoders want their images, by name.
         tokenizer: the LLM's tokenizer (a fast one).
-        data_parallel_rank: which share of the global batches to load.
-        data_parallel_size: number of shares.
+        data_parallel_rank: which of `data_parallel_size` shares of the global batches to load.
         state: `StepBatch.state` of the batch to continue after, or None.
-        validation: load `data.validation` once, in the same shuffled order for every run, instead
-            of the endless training mixture.
+        validation: load `data.validation` once, in an order that is the same for every run.
         generator_spec: how the generator wants its images; None: nothing is drawn.
         arrange: which packs of a global batch go where; None: in natural order.
-        resume_changed: continue after `state` even if the data or their order have changed.
+        resume_changed: continue after `state` even if data or order have changed.
         samples: of these sources, if they were opened before.
         reads: which images this rank decodes; None: all of its data-parallel rank's.
 
     Raises:
-        ConfigError: sizes or specs do not fit.
-        DataError: a source cannot be read or has no usable sample.
+        ConfigError, DataError: sizes or specs do not fit; a source cannot be read, or is of no use.
         CheckpointError: the state belongs to other data.
     """
     _prepare(training, data_parallel_rank, data_parallel_size)
@@ -365,18 +361,18 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         validation=validation,
         generator_spec=generator_spec,
     )
+    rank = data_parallel_rank
+    remote = None if validation else _ask_producers(data, samples, training, rank, reads)
     position = data_parallel_size, state, arrange, resume_changed
     return Loader(
-        StepQueue(partial(_sequence, samples, data, training, *position), data_parallel_rank),
+        StepQueue(partial(_sequence, samples, data, training, *position), rank),
         samples.decoder.for_rank(reads),
         samples.feeds(),
         data,
         training.sequence_length,
-        data_parallel_rank,
+        rank,
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
-        remote=None
-        if validation
-        else _ask_producers(data, samples, training, data_parallel_rank, reads),
+        remote=remote,
     )
 
 
