@@ -258,6 +258,8 @@ class Loader:
             self._decoder.blank_out(microbatch, packs, torn)
             for microbatch, packs in zip(batch.microbatches, batch.packs, strict=True)
         ]
+        if self._pin_memory:
+            found = [microbatch.pin_memory() for microbatch in found]  # what is new of them
         skipped = self._report([f"{name}: {why}" for name, why in torn.items()])
         return replace(batch, microbatches=found, skipped=[*batch.skipped, *skipped], torn={})
 

@@ -53,6 +53,7 @@ def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, 
             raise CheckpointError(f"{run_dir} has no checkpoint; set checkpoint.interval and train")
         checkpoints.load(path, model, None)
     model.eval()
+    # All images on all ranks: those of a microbatch change places.
     loader = build_data(run, model, tokenizer, mesh, validation=True)
     batches = list(islice(loader, run.recipe.validation.batches))
     ways = {"own": lambda p: p, "blank": torch.zeros_like, "other": lambda p: p.roll(1, dims=0)}
