@@ -256,9 +256,9 @@ def test_other_machines_need_a_certificate_and_a_token(bind, encrypted, token, a
 
 @pytest.mark.parametrize("data", [b"{}", b"\xff", b"[]", b'{"version": 0}'])
 def test_what_is_no_request_is_said(data):
-    with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 3|column"):
+    with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 4|column"):
         unpack_request(data)
     reads = Reads({"vision": Share(1, 2)}, Share(0, 4))
     for asked in (Request("a", [[[]]]), Request("a", [[[]]], reads)):
         assert unpack_request(pack_request(asked)) == asked
-    assert VERSION == 3
+    assert VERSION == 4
