@@ -7,6 +7,7 @@ import logging
 import re
 from itertools import islice
 
+import datasets
 import pytest
 from data_cases import (
     CLIP,
@@ -166,6 +167,11 @@ def test_a_subset_is_for_the_hub(make, texts, monkeypatch):
     with pytest.raises(ConfigError, match=r"config = 'en' names a subset of a hub data set"):
         make(texts, config="en")
     asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **more: asked.append(args))
+
+    def load_dataset(*args, **more):
+        asked.append(args)
+        return datasets.Dataset.from_dict({"text": ["a"]})
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     load(SourceConfig(path="owner/name", config="en"), "hub", [], streaming=False)
     assert asked == [("owner/name", "en")]

@@ -10,7 +10,7 @@ from data_cases import encode, write_parquet
 from PIL import Image
 
 from torchmm.common.errors import DataError
-from torchmm.common.generated import GeneratorSpec
+from torchmm.common.generated import GeneratedMeta, GeneratorSpec
 from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.media.images import decode_frames
 from torchmm.data.prepare import manifest, moving_stamps
@@ -87,7 +87,7 @@ def test_every_stamp_has_two_motions_on_its_side_of_the_split(prepared):
 def test_a_generator_sees_all_frames(prepared):
     targets = DrawingPreprocessor(GeneratorSpec(16, 8, frames=3), 0, MAX_PIXELS)
     data = clips(prepared, "train")[0].columns["clip"]
-    meta = targets.meta(data, 4)
+    meta = GeneratedMeta(targets.grid(data), targets.context(4))
     assert meta.grid_thw == (3, 2, 2)
     decoded = targets.decode(data, meta, 4, ("s", 0, 0, 0)).patches_PV.reshape(3, -1)
     assert len({frame.tobytes() for frame in decoded}) == 3
