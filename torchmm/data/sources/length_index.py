@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase, __version__
@@ -35,8 +36,35 @@ from torchmm.recipe.data_section import DataConfig, LengthFilter, SourceConfig
 FORMAT_VERSION = 8
 """Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
 PROGRESS_INTERVAL_S = 10.0
+SHARD_SAMPLES = 8192
+DURATION = 6
+"""Column of `images_M8`."""
 
 logger = logging.getLogger(__name__)
+
+
+class ShardSizes(NamedTuple):
+    """Sizes of the samples of a shard."""
+
+    tokens_N: np.ndarray
+    offsets: np.ndarray
+    images_M8: np.ndarray
+
+    def tiles_N(self) -> np.ndarray:
+        """Pictures and tiles of each sample: neither sounds nor clips nor their frames."""
+        before = np.concatenate([[0], np.cumsum(self.images_M8[:, DURATION] == 0)])
+        return np.diff(before[self.offsets])
+
+    def kept_by(self, wanted: LengthFilter) -> np.ndarray:
+        """Places of the usable samples that a filter leaves in, ascending."""
+        return _kept_by(self.tokens_N, wanted)
+
+
+def _kept_by(tokens_N: np.ndarray, wanted: LengthFilter) -> np.ndarray:
+    kept = tokens_N >= wanted.min_tokens  # at least 1, so without the corrupt ones
+    if wanted.max_tokens is not None:
+        kept &= tokens_N <= wanted.max_tokens
+    return np.flatnonzero(kept)
 
 
 @dataclass(frozen=True)
@@ -58,12 +86,34 @@ class LengthIndex:
     corrupt: dict[int, str]
     content: str = ""
 
+    @property
+    def firsts_S(self) -> np.ndarray:
+        """First sample of every shard."""
+        return np.arange(0, len(self.tokens_N), SHARD_SAMPLES)
+
+    @property
+    def samples_S(self) -> np.ndarray:
+        """Samples of every shard."""
+        return np.diff([*self.firsts_S, len(self.tokens_N)])
+
+    def usable(self, wanted: LengthFilter) -> np.ndarray:
+        """Samples of every shard that are not corrupt and that a filter leaves in."""
+        shards = range(len(self.firsts_S))
+        return np.array([len(self.sizes(n).kept_by(wanted)) for n in shards], np.int64)
+
+    def sizes(self, shard: int) -> ShardSizes:
+        """Sizes of a shard's samples."""
+        start, stop = shard * SHARD_SAMPLES, (shard + 1) * SHARD_SAMPLES
+        starts = self.offsets[start : stop + 1]
+        return ShardSizes(self.tokens_N[start:stop], starts, self.images_M8)
+
+    def has(self, index: int) -> bool:
+        """Whether there is such a sample, and a usable one."""
+        return index < len(self.tokens_N) and bool(self.tokens_N[index])
+
     def kept_by(self, wanted: LengthFilter) -> np.ndarray:
         """Indices of the usable samples that a filter leaves in, ascending."""
-        kept = self.tokens_N >= wanted.min_tokens  # at least 1, so without the corrupt ones
-        if wanted.max_tokens is not None:
-            kept &= self.tokens_N <= wanted.max_tokens
-        return np.flatnonzero(kept)
+        return _kept_by(self.tokens_N, wanted)
 
     def meta(self, source: str, index: int, encoders: Sequence[str]) -> SampleMeta:
         """Metadata of sample `index` for a model with these encoders."""

@@ -23,7 +23,6 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.media.generated_images import DrawingPreprocessor
-from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
 from torchmm.data.sources.length_index import (
     LengthIndex,
     cache_key,
@@ -39,6 +38,7 @@ from torchmm.data.sources.local_and_hub import (
 )
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import StreamFeed, check_stream, open_stream
+from torchmm.data.steps.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -184,7 +184,8 @@ def _open_sources(
         # Held-out samples have the same order in every run, and a shuffled one: files are often
         # sorted by topic, and the first samples are to represent all of them.
         seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
-        options = FeedOptions(number, name, seed, shuffle, validation, config.filter)
+        tiles = data.max_tiles_per_sequence is not None
+        options = FeedOptions(number, name, seed, shuffle, validation, config.filter, tiles)
         storage = storage_of(config, data)
         if config.streaming:
             stream = open_stream(name, config, data.index_cache, storage)
