@@ -52,7 +52,7 @@ _DEFAULTS = SourceConfig(path="").model_dump(mode="json")
 
 
 class SamplesDigest:
-    """Digest of a source's samples, in order."""
+    """Digest of some samples, in order: those of a shard of the index."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()

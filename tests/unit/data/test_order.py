@@ -4,26 +4,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from index_cases import index_of
 from order_oracles import turns
 
-from torchmm.data.sources import length_index
-from torchmm.data.sources.length_index import LengthIndex
 from torchmm.data.steps import order
 from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage, permutation
 from torchmm.recipe.data_section import LengthFilter
 
 
-def index_of(tokens, corrupt=None):
-    corrupt = corrupt or {}
-    tokens = np.asarray([0 if i in corrupt else t for i, t in enumerate(tokens)], np.int32)
-    none = np.zeros(len(tokens) + 1, np.int64)
-    return LengthIndex(
-        tokens, none, np.zeros((0, 8), np.int32), none, np.zeros((0, 4), np.int32), corrupt
-    )
-
-
-def feed(number=0, count=10, corrupt=None, tokens=None, **options):
-    index = index_of(tokens if tokens is not None else [5] * count, corrupt)
+def feed(number=0, count=10, corrupt=None, tokens=None, shard=8192, **options):
+    index = index_of(tokens if tokens is not None else [5] * count, corrupt, shard)
     values = {"seed": 1, "shuffle": True, "one_epoch": False, "name": f"s{number}"}
     return IndexFeed(FeedOptions(feed=number, **{**values, **options}), index, ())
 
@@ -64,10 +54,10 @@ def test_order_is_the_same_for_ever():
 @pytest.mark.parametrize("wanted", [{}, {"min_tokens": 3, "max_tokens": 8}])
 def test_large_sources_are_shuffled_in_blocks_of_shards(monkeypatch, wanted):
     monkeypatch.setattr(order, "BLOCK_SAMPLES", 100)
-    monkeypatch.setattr(length_index, "SHARD_SAMPLES", 32)
     tokens = np.random.default_rng(0).integers(1, 11, 1000)
     corrupt = {3: "torn", 700: "torn", 999: "torn"}
-    a_feed = feed(tokens=tokens, corrupt=corrupt, filter=LengthFilter(**wanted))
+    made_of = {"tokens": tokens, "corrupt": corrupt, "shard": 32, "filter": LengthFilter(**wanted)}
+    a_feed = feed(**made_of)
     low, high = wanted.get("min_tokens", 1), wanted.get("max_tokens", 10)
     usable = [i for i in range(1000) if i not in corrupt and low <= tokens[i] <= high]
     assert a_feed.size == len(usable)
@@ -80,8 +70,7 @@ def test_large_sources_are_shuffled_in_blocks_of_shards(monkeypatch, wanted):
     assert drawn.epochs_N.tolist() == [0] * len(usable) + [1] * len(usable)
     assert (drawn.tokens_N == tokens[drawn.indices_N]).all()
     for start in (0, 1, 99, 250, len(usable) - 1, len(usable) + 5):
-        again = feed(tokens=tokens, corrupt=corrupt, filter=LengthFilter(**wanted))
-        assert again.samples(start, 30).names() == drawn.names()[start : start + 30]
+        assert feed(**made_of).samples(start, 30).names() == drawn.names()[start : start + 30]
 
 
 def test_without_shuffling_samples_come_in_order_and_one_epoch_ends():

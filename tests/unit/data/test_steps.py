@@ -8,8 +8,8 @@ from itertools import islice
 import numpy as np
 import pytest
 from data_cases import training
+from index_cases import index_of
 from order_oracles import PlainPacker
-from test_order import index_of
 
 from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
 from torchmm.data.steps.step_packs import StepSequence

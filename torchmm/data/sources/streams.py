@@ -27,7 +27,7 @@ from torchmm.data.items import Item
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.regular_files import open_regular
 from torchmm.data.sources.configured import MapSource, RecordStream, StreamAsConfigured
-from torchmm.data.sources.length_index import nothing_usable
+from torchmm.data.sources.index.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import (
     INDEX_CACHE,
     has_own_reader,

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from torchmm.data.items import Item
-from torchmm.data.sources.length_index import LengthIndex
+from torchmm.data.sources.index.length_index import LengthIndex
 from torchmm.data.steps.shuffling import Int64s, compiled, mixed, permuted
 from torchmm.recipe.data_section import LengthFilter
 
@@ -215,10 +215,7 @@ class IndexFeed:
 
     def _corrupt(self) -> list[str]:
         self._reported = True
-        return [
-            f"{self.options.name}[{i}]: {reason}"
-            for i, reason in sorted(self._index.corrupt.items())
-        ]
+        return [f"{self.options.name}[{i}]: {reason}" for i, reason in self._index.corrupt()]
 
     def _stretch(self, epoch: int, position: int, count: int) -> Drawn:
         """Samples of one block from a position in an epoch on, at most `count`."""
@@ -264,7 +261,7 @@ class IndexFeed:
         shards_S = order.shards_S[first:stop]
         usable_S = self._usable_S[shards_S]
         ends_S = np.cumsum(usable_S)
-        starts_S = np.asarray(self._index.firsts_S)[shards_S]
+        starts_S = self._index.firsts_S[shards_S]
         whole = bool((usable_S == self._index.samples_S[shards_S]).all())
         tokens, tiles, offsets = [], [], []
         for shard in shards_S.tolist():

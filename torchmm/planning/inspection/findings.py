@@ -30,7 +30,7 @@ from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.media.text import EncodedSample
-from torchmm.data.sources.length_index import nothing_usable
+from torchmm.data.sources.index.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files, storage_of
 from torchmm.data.sources.reader import MeasuredSample, SampleReader, placeholders
 from torchmm.data.sources.streams import open_stream
