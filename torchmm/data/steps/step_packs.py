@@ -282,13 +282,7 @@ class StepSequence:
 
     def _restore(self, state: dict[str, Any], resume_changed: bool) -> None:
         changed = self._changes(state)
-        self._steps = int(state.get("steps") or 0)
-        if "steps" not in state and len(self._mixture.stages) > 1:
-            raise CheckpointError(
-                "the checkpoint's data position was saved by an older version of torchmm and does "
-                "not know its step, so [[data.stages]] cannot go on from it; give sources weights "
-                'instead, or start afresh with checkpoint.resume = "none"'
-            )
+        self._steps = int(state.get("steps") or 0)  # unknown to versions long ago
         self._mixture.begin_step(max(1, self._steps))
         if not changed and not self._restore_exactly(state):
             changed = ["sizes of samples in sequences not yet full"]

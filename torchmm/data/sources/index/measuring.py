@@ -84,7 +84,8 @@ def measure_shard(
         tell: is called after each record with how many are measured.
     """
     tokens: list[int] = []
-    images, drawn = _Rows(8), _Rows(4)
+    images = _Rows(8)
+    drawn = _Rows(4)
     reasons: dict[int, str] = {}
     digest = SamplesDigest()
     for place in range(records.samples):
