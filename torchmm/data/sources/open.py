@@ -183,7 +183,7 @@ def open_buildings(
     found = []
     for name, config in zip(unique_names(configs), configs, strict=True):
         if not config.streaming:
-            records = open_map_source(config, data.index_cache)
+            records = open_map_source(config, data.index_cache, storage_of(config, data))
             key = cache_key(records, config, data, length, reader, tokenizer)
             directory = Path(data.index_cache) / key
             found.append(Building(name, records, reader, directory, data.workers))
