@@ -100,7 +100,7 @@ def measure_shard(
         drawn.add([(*g.grid_thw, g.context) for g in sample.generated] if sample else [])
         tell(place + 1)
     sizes = ShardSizes(np.array(tokens, "<u4"), *images.arrays(), *drawn.arrays())
-    data, arrays = _packed(sizes)
+    data, arrays = packed(sizes)
     usable = [count for count in tokens if count]
     shard = Shard(
         records.first,
@@ -109,7 +109,7 @@ def measure_shard(
         min(usable, default=0),
         max(usable, default=0),
         digest.hexdigest(),
-        hashlib.sha256(data).hexdigest(),
+        digest_of(data),
         len(data),
         arrays,
     )
@@ -128,7 +128,7 @@ def read_shard(directory: Path, number: int, records: Range) -> Shard | None:
         data = shard_file(directory, number, "sizes").read_bytes()
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    whole = hashlib.sha256(data).hexdigest() == shard.sha256
+    whole = digest_of(data) == shard.sha256
     return shard if whole and (shard.first, shard.samples) == records else None
 
 
@@ -137,7 +137,12 @@ def manifest_of(shards: Sequence[Shard]) -> bytes:
     return canonical_json({"shards": [dataclasses.asdict(shard) for shard in shards]})
 
 
-def _packed(sizes: ShardSizes) -> tuple[bytes, dict[str, tuple[str, list[int], int]]]:
+def digest_of(data: bytes) -> str:
+    """What the manifest says of a file of sizes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def packed(sizes: ShardSizes) -> tuple[bytes, dict[str, tuple[str, list[int], int]]]:
     """All arrays in one piece, and where each is."""
     data = bytearray()
     arrays: dict[str, tuple[str, list[int], int]] = {}
