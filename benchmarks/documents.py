@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pyarrow.parquet
 from transformers import AutoTokenizer
 
-from torchmm.data.step_packs import Packer
+from torchmm.data.steps.packing import pack_all
 
 FILE = Path(__file__).with_name("gimp_help_documents.json")
 OPEN_PACKS = 32
@@ -62,12 +62,10 @@ def pack_documents(
     """
     pages = list(documents.pages)
     random.Random(seed).shuffle(pages)
-    packer: Packer[Sample] = Packer(tokens, OPEN_PACKS)
-    for page in pages:
-        sample = _truncate(page, tokens, image_tokens, shorten)
-        if sample.tokens:
-            packer.add(sample, sample.tokens)
-    return list(packer.closed)
+    cut = [_truncate(page, tokens, image_tokens, shorten) for page in pages]
+    samples = [sample for sample in cut if sample.tokens]
+    packs = pack_all([sample.tokens for sample in samples], tokens, OPEN_PACKS, flush=False)
+    return [[samples[i] for i in pack] for pack in packs]
 
 
 def _truncate(page: Sequence[int], limit: int, image_tokens: int, shorten: int) -> Sample:

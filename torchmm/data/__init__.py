@@ -1,8 +1,8 @@
 """Samples to packed microbatches, in an order that no number of ranks changes; never a model.
 
 Imports `common` and `recipe`. Begin with `loader.py`, which puts the rest together: `sources/`
-finds and reads records, `layouts/` says what they mean, `order.py` says which come when,
-`step_packs.py` packs them and deals them to ranks, `media/` decodes. `serve.py` is a program:
+finds and reads records, `layouts/` says what they mean, `steps/` says which come when, packs them
+and deals them to ranks, `media/` decodes. `serve.py` is a program:
 producers that prepare samples elsewhere.
 """
 

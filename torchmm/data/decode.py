@@ -22,13 +22,13 @@ from torchmm.common.batch import ImageMeta, Microbatch
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import Reads
 from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.items import Item, PackItems, microbatch_meta
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DecodedDrawing
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import places_in_rows
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
-from torchmm.data.order import Item
 from torchmm.data.rows import DecodedSample, RowBuilder, blank_out, blank_sample, sample_name
 from torchmm.data.sources.local_and_hub import MapSource
 from torchmm.data.sources.reader import (
@@ -39,7 +39,6 @@ from torchmm.data.sources.reader import (
     SampleReader,
     data_of,
 )
-from torchmm.data.step_packs import PackItems, microbatch_meta
 
 
 @dataclass

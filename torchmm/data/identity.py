@@ -29,7 +29,7 @@ from torchmm.data.storage.remote_files import AnyFile
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
-VERSION = 2
+VERSION = 3
 """Increased when digests are made differently; those of other versions are not compared."""
 ENDS_BYTES = 1 << 16
 ENDS_FILES = 16
@@ -52,7 +52,7 @@ _DEFAULTS = SourceConfig(path="").model_dump(mode="json")
 
 
 class SamplesDigest:
-    """Digest of a source's samples, in order."""
+    """Digest of some samples, in order: those of a shard of the index."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -150,6 +150,7 @@ def identity(
         "training.sequence_length": training.sequence_length,
         "data.shuffle": data.shuffle,
         "data.open_packs": data.open_packs,
+        "data.max_delay_steps": data.max_delay_steps,
     }
     if data.max_tiles_per_sequence is not None:
         order["data.max_tiles_per_sequence"] = data.max_tiles_per_sequence

@@ -12,7 +12,7 @@ import logging
 import re
 import resource
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,8 +36,9 @@ from torchmm.common.processes import (
 from torchmm.common.row_slices import Reads
 from torchmm.data.corrupt import SHOWN
 from torchmm.data.decode import DecodedStep, StepDecoder
+from torchmm.data.items import PackItems
 from torchmm.data.sources.open import Samples, open_samples
-from torchmm.data.step_packs import Arrange, PackItems, StepSamples, StepSequence
+from torchmm.data.steps.step_packs import Arrange, StepSamples, StepSequence
 from torchmm.data.waiting import Overdue, Waiting
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
@@ -267,7 +268,7 @@ class Loader:
         """The images of one sample as RGB pictures, to be shown; none for streams."""
         return self._decoder.images(self._feeds[source], index)
 
-    def next_metas(self) -> list[list[MicrobatchMeta]] | None:
+    def next_metas(self) -> Sequence[list[MicrobatchMeta]] | None:
         """Microbatch metadata of the batch that comes next, by data-parallel rank; None at the end.
 
         Available as soon as the previous batch was returned, without waiting for any decoding.
@@ -392,6 +393,7 @@ def _sequence(
         training,
         open_packs=data.open_packs,
         max_tiles=data.max_tiles_per_sequence,
+        max_delay_steps=data.max_delay_steps,
         data_parallel_size=data_parallel_size,
         max_skipped=data.max_corrupt_samples,
         state=state,

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from torchmm.common.errors import ConfigError
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import DecodedStep
-from torchmm.data.step_packs import PackItems
+from torchmm.data.items import PackItems
 from torchmm.data.wire import Request, pack_request, unpack_step
 from torchmm.recipe.data_section import ProducersConfig
 

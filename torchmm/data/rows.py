@@ -28,12 +28,11 @@ from torchmm.common.batch import (
 from torchmm.common.generated import GeneratorInputs, held_rows
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.tiles import Kept
+from torchmm.data.items import Item, PackItems, microbatch_meta
 from torchmm.data.media.generated_images import DecodedDrawing, DrawingRow
 from torchmm.data.media.medium import MediaPreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions
-from torchmm.data.order import Item
 from torchmm.data.sources.reader import SampleReader
-from torchmm.data.step_packs import PackItems, microbatch_meta
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.processes import fork_server, make_worker_setup
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import StepDecoder
+from torchmm.data.items import PackItems
 from torchmm.data.producers import METHOD, TOKEN_KEY, TOKEN_VARIABLE
-from torchmm.data.step_packs import PackItems
 from torchmm.data.wire import pack_step, unpack_request
 
 QUEUED_PER_WORKER = 4

@@ -23,8 +23,7 @@ from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.common.row_slices import Reads, Share
 from torchmm.common.tiles import Kept
 from torchmm.data.decode import DecodedStep
-from torchmm.data.order import Item
-from torchmm.data.step_packs import PackItems, microbatch_meta
+from torchmm.data.items import Item, PackItems, microbatch_meta
 
 VERSION = 4
 STEP = "step"

@@ -202,6 +202,9 @@ class DataConfig(Section):
     """Samples shuffled together when streaming."""
     open_packs: int = Field(default=16, ge=1)
     """Partly filled sequences kept open for best-fit packing."""
+    max_delay_steps: int = Field(default=32, ge=1)
+    """A sequence that nothing fits into is closed, and trained on, this many steps after it was
+    begun; more at a time than a global batch holds (of at most `open_packs`) take turns."""
     reorder: Literal["none", "intra", "inter", "both"] = "none"
     """Rearrange the sequences of each global batch by their cost, vision and text together:
     "intra": so that all data-parallel ranks have equal work; "inter": so that each rank's

@@ -32,7 +32,7 @@ from torchmm.common.rng import seed_everything
 from torchmm.common.row_slices import Reads
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.sources.open import Samples, open_samples
-from torchmm.data.step_packs import Arrange
+from torchmm.data.steps.step_packs import Arrange
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights

@@ -3,22 +3,32 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
+from index_cases import index_of
+from order_oracles import turns
 
-from torchmm.data.order import FeedOptions, IndexFeed, Mixture, Skip, Stage, permutation
-from torchmm.data.sources.length_index import LengthIndex
+from torchmm.data.steps import order
+from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage, permutation
+from torchmm.recipe.data_section import LengthFilter
 
 
-def feed(number=0, count=10, corrupt=None, **options):
-    corrupt = corrupt or {}
-    tokens = np.asarray([0 if i in corrupt else 5 for i in range(count)], np.int32)
-    none = np.zeros(count + 1, np.int64), np.zeros((0, 4), np.int32)
-    index = LengthIndex(tokens, *none, *none, corrupt)
+def feed(number=0, count=10, corrupt=None, tokens=None, shard=8192, **options):
+    index = index_of(tokens if tokens is not None else [5] * count, corrupt, shard)
     values = {"seed": 1, "shuffle": True, "one_epoch": False, "name": f"s{number}"}
     return IndexFeed(FeedOptions(feed=number, **{**values, **options}), index, ())
 
 
 def indices(a_feed, count):
-    return [a_feed.next().meta.index for _ in range(count)]
+    return a_feed.samples(0, count).indices_N.tolist()
+
+
+def take(mixture, count):
+    """The next samples as (feed, epoch, index), taken in uneven parts."""
+    names = []
+    while len(names) < count and (drawn := mixture.draw()) is not None:
+        part = min(len(drawn), count - len(names), 1 + len(names) % 97)
+        names += mixture.take(part).names()
+    return names
 
 
 def test_every_epoch_has_every_sample_once_in_an_order_of_its_own():
@@ -28,56 +38,94 @@ def test_every_epoch_has_every_sample_once_in_an_order_of_its_own():
     assert epochs[0] != epochs[1] != epochs[2] != list(range(50))
 
 
-def test_order_depends_on_the_seed_and_the_name_only():
-    assert indices(feed(count=50), 50) == indices(feed(number=0, count=50), 50)
-    assert indices(feed(count=50), 50) != indices(feed(count=50, seed=2), 50)
-    assert indices(feed(count=50), 50) != indices(feed(count=50, name="other"), 50)
+def test_order_depends_on_the_seed_and_the_number_only():
+    first = indices(feed(count=50), 50)
+    assert first == indices(feed(count=50, name="moved"), 50)
+    assert first != indices(feed(count=50, seed=2), 50)
+    assert first != indices(feed(number=1, count=50), 50)
 
 
 def test_order_is_the_same_for_ever():
     options = FeedOptions(0, "photos", 7, True, False)
-    assert permutation(8, options, 0).tolist() == [6, 2, 3, 5, 1, 4, 7, 0]
+    assert permutation(8, options, 0).tolist() == [3, 7, 5, 4, 2, 6, 0, 1]
+    assert indices(feed(count=10, seed=7), 12) == [5, 3, 2, 1, 4, 7, 8, 9, 0, 6, 6, 5]
 
 
-def test_permutation_is_uniform_in_its_first_place():
-    options = [FeedOptions(0, "x", seed, True, False) for seed in range(4000)]
-    counts = Counter(int(permutation(4, o, 0)[0]) for o in options)
-    assert all(900 < counts[i] < 1100 for i in range(4))
+@pytest.mark.parametrize("wanted", [{}, {"min_tokens": 3, "max_tokens": 8}])
+def test_large_sources_are_shuffled_in_blocks_of_shards(monkeypatch, wanted):
+    monkeypatch.setattr(order, "BLOCK_SAMPLES", 100)
+    tokens = np.random.default_rng(0).integers(1, 11, 1000)
+    corrupt = {3: "torn", 700: "torn", 999: "torn"}
+    made_of = {"tokens": tokens, "corrupt": corrupt, "shard": 32, "filter": LengthFilter(**wanted)}
+    a_feed = feed(**made_of)
+    low, high = wanted.get("min_tokens", 1), wanted.get("max_tokens", 10)
+    usable = [i for i in range(1000) if i not in corrupt and low <= tokens[i] <= high]
+    assert a_feed.size == len(usable)
+    drawn = a_feed.samples(0, 2 * len(usable))
+    for epoch in (0, 1):
+        part = drawn.indices_N[epoch * len(usable) : (epoch + 1) * len(usable)]
+        assert sorted(part) == usable
+        # A stretch of 100 samples comes from the few shards of one or two blocks.
+        assert len(set((part[:100] // 32).tolist())) <= 10 < len(set((part // 32).tolist()))
+    assert drawn.epochs_N.tolist() == [0] * len(usable) + [1] * len(usable)
+    assert (drawn.tokens_N == tokens[drawn.indices_N]).all()
+    for start in (0, 1, 99, 250, len(usable) - 1, len(usable) + 5):
+        assert feed(**made_of).samples(start, 30).names() == drawn.names()[start : start + 30]
 
 
 def test_without_shuffling_samples_come_in_order_and_one_epoch_ends():
     a_feed = feed(shuffle=False, one_epoch=True)
-    assert indices(a_feed, 10) == list(range(10))
-    assert a_feed.next() is None
+    assert indices(a_feed, 25) == list(range(10))
+    assert not len(a_feed.samples(10, 1))
 
 
 def test_corrupt_samples_are_reported_once_and_then_left_out():
-    a_feed = feed(count=4, corrupt={2: "torn"}, shuffle=False)
-    assert a_feed.next() == Skip("s0[2]: torn")
-    assert indices(a_feed, 6) == [0, 1, 3, 0, 1, 3]
+    mixture = Mixture([feed(count=4, corrupt={2: "torn"}, shuffle=False)], [Stage([1.0])])
+    assert mixture.draw().skipped == ["s0[2]: torn"]
+    assert [i for _, _, i in take(mixture, 600)] == [0, 1, 3] * 200
+    assert not mixture.draw().skipped
+
+
+@pytest.mark.parametrize("weights", [[3.0, 1.0, 0.5], [1.0, 1.0, 1.0], [0.1, 0.7, 11.0]])
+def test_mixture_takes_turns_as_sample_by_sample(weights):
+    mixture = Mixture([feed(0), feed(1), feed(2)], [Stage(weights)])
+    drawn = take(mixture, 5000)
+    assert [f for f, _, _ in drawn] == turns(weights, [None] * 3, 5000)
+    for number in range(3):
+        own = [name for name in drawn if name[0] == number]
+        assert own == feed(number).samples(0, len(own)).names()
+        assert mixture.taken[number] == len(own)
 
 
 def test_mixture_hits_its_weights_in_every_stretch():
     mixture = Mixture([feed(0), feed(1), feed(2)], [Stage([3.0, 1.0, 0.5])])
-    drawn = [mixture.next().feed for _ in range(900)]
+    drawn = [f for f, _, _ in take(mixture, 900)]
     for start in range(0, 900, 90):
         counts = Counter(drawn[start : start + 90])
         assert abs(counts[0] - 60) <= 2 and abs(counts[1] - 20) <= 1 and abs(counts[2] - 10) <= 1
 
 
 def test_mixture_of_one_epoch_gives_everything_once():
-    mixture = Mixture(
-        [feed(0, 5, one_epoch=True), feed(1, 20, one_epoch=True)], [Stage([1.0, 1.0])]
-    )
-    drawn = iter(mixture.next, None)
-    assert Counter(item.feed for item in drawn) == {0: 5, 1: 20}
+    feeds = [feed(0, 5, one_epoch=True), feed(1, 20, one_epoch=True)]
+    drawn = take(Mixture(feeds, [Stage([1.0, 1.0])]), 1000)
+    assert [f for f, _, _ in drawn] == turns([1.0, 1.0], [5, 20], 1000)
+    assert len(set(drawn)) == 25
+
+
+def test_mixture_goes_on_from_any_position():
+    weights = [3.0, 1.0]
+    names = take(Mixture([feed(0), feed(1, 7)], [Stage(weights)]), 400)
+    for start in (0, 1, 33, 250):
+        mixture = Mixture([feed(0), feed(1, 7)], [Stage(weights)])
+        mixture.taken = [sum(f == n for f, _, _ in names[:start]) for n in range(2)]
+        assert take(mixture, 100) == names[start : start + 100]
 
 
 def staged(*stages):
     mixture = Mixture([feed(0), feed(1), feed(2)], [Stage(*stage) for stage in stages])
     for step in range(1, 13):
         mixture.begin_step(step)
-        yield [mixture.next().feed for _ in range(30)]
+        yield [f for f, _, _ in take(mixture, 30)]
 
 
 def test_every_stage_hits_its_weights_from_its_first_step_on():
@@ -94,8 +142,7 @@ def test_every_stage_hits_its_weights_from_its_first_step_on():
 
 def test_a_source_of_a_later_stage_does_not_hold_up_the_count_of_epochs():
     mixture = Mixture([feed(0), feed(1)], [Stage([1.0, 0.0], 1), Stage([1.0, 1.0])])
-    for _ in range(25):
-        mixture.next()
+    take(mixture, 25)
     assert mixture.epoch == 2
     mixture.begin_step(2)
     assert mixture.epoch == 0

@@ -1,49 +1,75 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
+from order_oracles import PlainPacker
 
-from torchmm.data.step_packs import Packer, assign
-
-
-def pack(lengths, sequence_length, max_open):
-    packer = Packer(sequence_length, max_open)
-    for i, length in enumerate(lengths):
-        packer.add(i, length)
-        assert len(packer.open) <= max_open
-    packer.flush()
-    return list(packer.closed)
+from torchmm.data.steps.packing import Packer, members, pack_all
 
 
 @pytest.mark.parametrize("max_open", [1, 2, 16])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_every_item_is_in_exactly_one_pack_and_none_overflows(seed, max_open):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 101, 500)
-    packs = pack(lengths, 100, max_open)
+    packs = pack_all(lengths, 100, max_open)
     assert sorted(i for p in packs for i in p) == list(range(500))
     assert max(sum(lengths[i] for i in p) for p in packs) <= 100
 
 
 def test_best_fit_takes_the_fullest_pack_with_room():
-    assert pack([60, 70, 30, 40], 100, 4) == [[1, 2], [0, 3]]
+    assert pack_all([60, 70, 30, 40], 100, 4) == [[1, 2], [0, 3]]
 
 
 def test_fullest_pack_is_closed_when_too_many_are_open():
-    packer = Packer(100, 2)
-    for i, length in enumerate([60, 90, 70]):
-        packer.add(i, length)
-    assert list(packer.closed) == [[1]]
+    assert pack_all([60, 90, 70], 100, 2, flush=False) == [[1]]
 
 
 def test_open_packs_fill_sequences_better_than_one():
     lengths = np.random.default_rng(0).integers(1, 60, 2000)
-    assert len(pack(lengths, 100, 16)) < 0.85 * len(pack(lengths, 100, 1))
-    assert sum(lengths) / (100 * len(pack(lengths, 100, 16))) > 0.97
+    assert len(pack_all(lengths, 100, 16)) < 0.85 * len(pack_all(lengths, 100, 1))
+    assert sum(lengths) / (100 * len(pack_all(lengths, 100, 16))) > 0.97
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(1, 1), (2, 1), (2, 4), (8, 1), (1, 8)])
-def test_assignment_keeps_order_and_shapes(ranks, size):
-    assigned = assign(list(range(8)), ranks, size)
-    assert [len(rank) for rank in assigned] == [8 // ranks // size] * ranks
-    assert [p for rank in assigned for m in rank for p in m] == list(range(8))
+def test_a_pack_that_nothing_fits_into_is_closed_by_age_only():
+    packer = Packer(100, 4)
+    for now in range(1, 6):
+        packer.add(np.array([40 if now == 1 else 99]), np.zeros(1, int), now=now)
+    assert packer.opened_at[0] == 1
+    packer.close_older(0)
+    assert 0 in packer.open
+    packer.close_older(1)
+    assert packer.closed[-1] == 0 and 0 not in packer.open
+
+
+@pytest.mark.parametrize("max_tiles", [None, 5])
+@pytest.mark.parametrize("max_open", [1, 3, 16])
+def test_packs_are_those_of_the_plain_packer(max_open, max_tiles):
+    rng = np.random.default_rng(max_open)
+    tokens, tiles = rng.integers(1, 101, 3000), rng.integers(0, 8, 3000)
+    tokens[::7] = 100
+    plain, packer = PlainPacker(100, max_open, max_tiles), Packer(100, max_open, max_tiles)
+    packs = np.zeros(0, np.int64)
+    while len(packs) < 3000:
+        time = len(packs) // 100
+        packer.close_older(time - 3)
+        part = slice(len(packs), len(packs) + int(rng.integers(1, 200)))
+        taken = packer.add(tokens[part], tiles[part], wanted=len(packer.closed) + 5, now=time)
+        plain.close_older(time - 3)
+        for i in range(part.start, part.start + len(taken)):
+            plain.add(i, int(tokens[i]), int(tiles[i]), time)
+        packs = np.append(packs, taken)
+        chosen, starts = members(packs, np.array(packer.open))
+        found = [chosen[a:b].tolist() for a, b in pairwise(starts)]
+        assert found == [p["names"] for p in plain.open]
+    chosen, starts = members(packs, np.array(packer.closed))
+    found = [chosen[a:b].tolist() for a, b in pairwise(starts)]
+    assert found == plain.closed
+
+
+def test_packing_stops_as_soon_as_enough_packs_are_closed():
+    packer = Packer(100, 3)
+    placed = packer.add(np.full(1000, 60), np.zeros(1000, int), wanted=4)
+    assert len(packer.closed) == 4 and len(placed) == 7

@@ -33,10 +33,10 @@ from transformers import (
 from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.decode import DecodedStep
+from torchmm.data.items import Item
 from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.data.loader import build_loader
 from torchmm.data.media.audio import AudioPreprocessor
-from torchmm.data.order import Item
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.wire import pack_step, unpack_step
 from torchmm.models.multimodal import MultimodalModel

@@ -27,9 +27,9 @@ from transformers import AutoConfig
 from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.decode import DecodedStep
+from torchmm.data.items import Item
 from torchmm.data.loader import build_loader
 from torchmm.data.media.images import decode_rgb
-from torchmm.data.order import Item
 from torchmm.data.wire import pack_step, unpack_step
 from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf

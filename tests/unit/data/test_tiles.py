@@ -27,7 +27,7 @@ from torchmm.data.media.images import decode_rgb, make_processor
 from torchmm.data.media.tile_schemes import joined
 from torchmm.data.media.tiles import Tile
 from torchmm.data.sources.reader import SampleReader
-from torchmm.data.step_packs import Packer
+from torchmm.data.steps.packing import pack_all
 from torchmm.models.registry import build_model
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
@@ -243,15 +243,11 @@ def test_torn_pixels_are_found_when_a_tile_is_decoded(opened):
 
 
 def test_sequences_have_no_more_tiles_than_asked():
-    packer = Packer(100, 4, max_tiles=6)
-    for number, (tokens, tiles) in enumerate(
-        [(10, 4), (10, 4), (10, 2), (10, 0), (10, 9), (10, 1)]
-    ):
-        packer.add((number, tiles), tokens, tiles)
-    packer.flush()
-    assert sorted(n for pack in packer.closed for n, _ in pack) == list(range(6))
-    for pack in packer.closed:
-        pictures = [tiles for _, tiles in pack if tiles]
+    tiles = [4, 4, 2, 0, 9, 1]
+    packs = pack_all([10] * 6, 100, 4, tiles, max_tiles=6)
+    assert sorted(n for pack in packs for n in pack) == list(range(6))
+    for pack in packs:
+        pictures = [tiles[n] for n in pack if tiles[n]]
         assert sum(pictures) <= 6 or pictures == [9]
 
 

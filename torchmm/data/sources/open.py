@@ -23,13 +23,12 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.media.generated_images import DrawingPreprocessor
-from torchmm.data.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
-from torchmm.data.sources.length_index import (
+from torchmm.data.sources.index.building import Building, load_or_build
+from torchmm.data.sources.index.length_index import (
     LengthIndex,
     cache_key,
     check_usable,
     describe_lengths,
-    load_or_build,
 )
 from torchmm.data.sources.local_and_hub import (
     MapSource,
@@ -39,6 +38,7 @@ from torchmm.data.sources.local_and_hub import (
 )
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import StreamFeed, check_stream, open_stream
+from torchmm.data.steps.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -92,15 +92,16 @@ class Samples:
 
     def digest(self) -> tuple[str, str]:
         """What there is to train on, for people: how many samples, and how large they are."""
-        indexed = [(s, s.index, s.index.kept_by(s.config.filter)) for s in self.sources if s.index]
-        counts = [f"{source.name} {len(kept):,}" for source, _, kept in indexed]
-        counts += [f"{source.name} (a stream)" for source in self.sources if not source.index]
-        refused = sum(len(index.corrupt) for _, index, _ in indexed)
+        indexed = [(s, s.index) for s in self.sources if s.index is not None]
+        counts = [f"{s.name} {index.usable(s.config.filter).sum():,}" for s, index in indexed]
+        counts += [f"{s.name} (a stream)" for s in self.sources if s.index is None]
+        refused = sum(index.corrupt_count for _, index in indexed)
         samples = f"samples: {', '.join(counts)}; {refused:,} corrupt"
         if not indexed:
             return samples, "sizes: known as streams are read"
-        tokens = np.concatenate([index.tokens_N[kept] for _, index, kept in indexed])
-        images = np.concatenate([np.diff(index.offsets)[kept] for _, index, kept in indexed])
+        described = [index.described(source.config.filter) for source, index in indexed]
+        tokens = np.concatenate([tokens for tokens, _ in described])
+        images = np.concatenate([images for _, images in described])
         lengths = ", ".join(describe_lengths(tokens))
         each = f"{images.mean():.2f} images, tiles, frames or sounds per sample"
         return samples, f"tokens: {lengths}; {each}"
@@ -158,6 +159,37 @@ def open_samples(
     return Samples(sources, decoder, seed, whole, () if validation else data.stages)
 
 
+def open_buildings(
+    data: DataConfig,
+    training: TrainingConfig,
+    *,
+    text_spec: TextSpec,
+    image_specs: Mapping[str, ImageSpec],
+    tokenizer: PreTrainedTokenizerBase,
+    validation: bool = False,
+    generator_spec: GeneratorSpec | None = None,
+) -> list[Building]:
+    """The indices that `open_samples` would ask for, not yet measured; arguments as there.
+
+    Raises:
+        ConfigError: specs do not fit, or the cache cannot be written.
+        DataError: a source cannot be read.
+    """
+    seed = VALIDATION_SEED if validation else training.seed
+    drawings = DrawingPreprocessor.of(generator_spec, seed, data.max_image_pixels)
+    length = training.sequence_length
+    reader = SampleReader(data, length, text_spec, image_specs, tokenizer, drawings)
+    configs = data.validation if validation else data.sources
+    found = []
+    for name, config in zip(unique_names(configs), configs, strict=True):
+        if not config.streaming:
+            records = open_map_source(config, data.index_cache, storage_of(config, data))
+            key = cache_key(records, config, data, length, reader, tokenizer)
+            directory = Path(data.index_cache) / key
+            found.append(Building(name, records, reader, directory, data.workers))
+    return found
+
+
 def _weight(config: SourceConfig, size: int | None) -> float:
     """Its share in the mixture: with `epochs`, so that all sources are seen as often as theirs
     say in the same time."""
@@ -184,7 +216,8 @@ def _open_sources(
         # Held-out samples have the same order in every run, and a shuffled one: files are often
         # sorted by topic, and the first samples are to represent all of them.
         seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
-        options = FeedOptions(number, name, seed, shuffle, validation, config.filter)
+        tiles = data.max_tiles_per_sequence is not None
+        options = FeedOptions(number, name, seed, shuffle, validation, config.filter, tiles)
         storage = storage_of(config, data)
         if config.streaming:
             stream = open_stream(name, config, data.index_cache, storage)
@@ -195,8 +228,8 @@ def _open_sources(
             continue
         records = open_map_source(config, data.index_cache, storage)
         key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
-        path = Path(data.index_cache) / f"{key}.npz"
-        index = load_or_build(name, records, reader, path)
+        directory = Path(data.index_cache) / key
+        index = load_or_build(name, records, reader, directory, data.workers)
         check_usable(name, config, index)
         make_feed = partial(IndexFeed, options, index, reader.encoders)
         opened.append(OpenSource(name, config, records, make_feed, key, index.content, index))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from tarfile import TarError
 from typing import Any, NamedTuple
 
@@ -22,11 +23,11 @@ import pyarrow as pa
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.items import Item
 from torchmm.data.layouts.sample import Record, Root
-from torchmm.data.order import FeedOptions, Item, Skip, permutation
 from torchmm.data.regular_files import open_regular
 from torchmm.data.sources.configured import MapSource, RecordStream, StreamAsConfigured
-from torchmm.data.sources.length_index import nothing_usable
+from torchmm.data.sources.index.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import (
     INDEX_CACHE,
     has_own_reader,
@@ -46,6 +47,7 @@ from torchmm.data.sources.text_files import (
     root_of,
     too_long,
 )
+from torchmm.data.steps.order import Drawn, FeedOptions, permutation
 from torchmm.data.storage.places import Places
 from torchmm.data.storage.remote_files import AnyFile, Storage
 from torchmm.recipe.data_section import SourceConfig
@@ -265,17 +267,17 @@ class StreamFeed:
         window: records shuffled together.
     """
 
+    sequential = True
+
     def __init__(
         self, options: FeedOptions, stream: RecordStream, reader: SampleReader, window: int
     ) -> None:
         self.options = options
-        self.taken = 0
         self.size: int | None = None
         self._stream = stream
         self._reader = reader
         self._window_size = window
-        self.epoch = 0
-        """Complete passes over the stream."""
+        self._epoch = 0
         self._next_index = 0
         stream.restart(None)
         self._windows: deque[_Window] = deque()
@@ -284,24 +286,33 @@ class StreamFeed:
         """The current window in shuffled order, with the records' indices."""
         self._given = 0
 
-    def next(self) -> Item | Skip | None:
+    def samples(self, first: int, count: int) -> Drawn:
         """The next sample of the window, or of the next one, that the filter leaves in."""
         while self._given < len(self._records) or self._read_window():
             index, record = self._records[self._given]
             self._given += 1
             item = self._measure(index, record)
-            if isinstance(item, Skip) or self.options.filter.keeps(item.meta.tokens):
-                self.taken += 1
-                return item
-        return None
+            if isinstance(item, str):
+                return replace(Drawn.of([]), skipped=[item])
+            if self.options.filter.keeps(item.meta.tokens):
+                return replace(Drawn.of([item]), items=[item])
+        return Drawn.of([])
 
-    def state(self, needed: Sequence[Item]) -> dict[str, Any]:
+    def passes(self, taken: int) -> int:
+        """Complete passes over the stream."""
+        return self._epoch
+
+    def item(self, epoch: int, index: int) -> Item:
+        """Refused: a stream is not read twice."""
+        raise NotImplementedError
+
+    def state(self, taken: int, needed: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Position of the oldest window still needed, and how far the current one is given out."""
-        oldest = min(((i.epoch, i.meta.index) for i in needed), default=None)
+        oldest = min(needed, default=None)
         while len(self._windows) > 1 and (oldest is None or self._windows[1][:2] <= oldest):
             self._windows.popleft()
         return {
-            "draws": self.taken,
+            "draws": taken,
             "given": self._given,
             "windows": len(self._windows),
             "oldest": list(self._windows[0]) if self._windows else None,
@@ -309,8 +320,7 @@ class StreamFeed:
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
         """Read forward from the oldest window; returns the needed items met on the way."""
-        self.taken = state["draws"]
-        self.epoch = 0
+        self._epoch = 0
         self._next_index = 0
         self._windows.clear()
         self._records = []
@@ -318,13 +328,13 @@ class StreamFeed:
         if state["oldest"] is None:
             self._stream.restart(None)
             return []
-        self.epoch, self._next_index, position = state["oldest"]
+        self._epoch, self._next_index, position = state["oldest"]
         self._stream.restart(position)
         wanted, items = set(needed), []
         for _ in range(state["windows"]):
             self._read_window()
             for index, record in self._records:
-                if (self.epoch, index) in wanted:
+                if (self._epoch, index) in wanted:
                     item = self._measure(index, record)
                     if isinstance(item, Item):
                         items.append(item)
@@ -333,7 +343,7 @@ class StreamFeed:
 
     def _read_window(self) -> bool:
         """Read and shuffle the next window; False at the end of a feed that lasts one epoch."""
-        window = _Window(self.epoch, self._next_index, self._stream.position())
+        window = _Window(self._epoch, self._next_index, self._stream.position())
         records: list[tuple[int, Record | CorruptSampleError]] = []
         while len(records) < self._window_size and (record := self._stream.next()) is not None:
             records.append((self._next_index + len(records), record))
@@ -351,16 +361,16 @@ class StreamFeed:
             raise DataError(f"source {self.options.name!r} has no samples")
         if self.options.one_epoch:
             return False
-        self.epoch += 1
+        self._epoch += 1
         self._next_index = 0
         self._stream.restart(None)
         return True
 
-    def _measure(self, index: int, record: Record | CorruptSampleError) -> Item | Skip:
+    def _measure(self, index: int, record: Record | CorruptSampleError) -> Item | str:
         name = self.options.name
         sample = measure(name, index, record, self._reader)
         if isinstance(sample, str):
-            return Skip(sample)
+            return sample
         assert isinstance(record, Record)
         meta = self._reader.meta(name, index, sample)
-        return Item(self.options.feed, self.epoch, meta, record)
+        return Item(self.options.feed, self._epoch, meta, record)

@@ -30,11 +30,11 @@ from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.media.text import EncodedSample
-from torchmm.data.sources.length_index import nothing_usable
+from torchmm.data.sources.index.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files, storage_of
 from torchmm.data.sources.reader import MeasuredSample, SampleReader, placeholders
 from torchmm.data.sources.streams import open_stream
-from torchmm.data.step_packs import Packer
+from torchmm.data.steps.packing import pack_all
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.inspection.pictures import file_pictures
@@ -277,13 +277,16 @@ class Inspector:
         return ShownSample(name, record.where, layout, runs, pictures)
 
     def _pack(self, found: SourceFindings) -> list[list[SampleMeta]]:
-        packer = Packer[SampleMeta](
-            self._length, self._recipe.data.open_packs, self._recipe.data.max_tiles_per_sequence
+        data = self._recipe.data
+        metas = [sample.meta for sample in found.samples]
+        packs = pack_all(
+            [meta.tokens for meta in metas],
+            self._length,
+            data.open_packs,
+            [meta.tiles for meta in metas],
+            data.max_tiles_per_sequence,
         )
-        for sample in found.samples:
-            packer.add(sample.meta, sample.meta.tokens, sample.meta.tiles)
-        packer.flush()
-        return list(packer.closed)[:PACKS_SHOWN]
+        return [[metas[i] for i in pack] for pack in packs[:PACKS_SHOWN]]
 
 
 def text_runs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from torchmm.data.sources.length_index import describe_lengths
+from torchmm.data.sources.index.length_index import describe_lengths
 from torchmm.planning.inspection.findings import SourceFindings
 
 REFUSED_SHOWN = 10

@@ -1,0 +1,225 @@
+"""Planning at the size of clusters: steps of thousands of replicas, sources of 10^9 samples.
+
+    python benchmarks/loader_scale.py --cases planning billion index --json FILE
+
+Sizes are fabricated: a manifest of as many lines as there would be shards, all of one file. What
+reads, orders, packs and resumes them is the run's own code; no record is read, except in "index",
+which measures synthetic texts. Times are CPU seconds of one process, so that neighbours on a shared
+machine do not count; memory is what the process grew by, mapped pages aside. Goals are those of a
+5 s step: planning at most 1 % of it, starting and resuming in 10 s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support.harness import Row, run_cases
+
+from torchmm.common.batch import TextSpec
+from torchmm.data.layouts.sample import Record
+from torchmm.data.sources.index import measuring
+from torchmm.data.sources.index.building import load_or_build
+from torchmm.data.sources.index.length_index import MANIFEST, Shard, ShardSizes, read_index
+from torchmm.data.sources.reader import SampleReader
+from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
+from torchmm.data.steps.step_packs import StepSamples, StepSequence
+from torchmm.recipe.data_section import DataConfig
+from torchmm.recipe.training_section import TrainingConfig
+
+PACKS = 8
+"""Sequences of a replica in a step."""
+LENGTH = 8192
+MEAN_TOKENS = 540
+"""About 15 samples in a sequence."""
+SEED = 5
+
+
+def fabricate(directory: Path, samples: int) -> None:
+    """An index of so many samples, whose shards are all the same one."""
+    rng = np.random.default_rng(SEED)
+    count = min(samples, measuring.MANY_SAMPLES)
+    tokens = rng.gamma(2.0, MEAN_TOKENS / 2, count).clip(8, LENGTH).astype("<u4")
+    starts = np.arange(count + 1, dtype="<u4")
+    rows = np.array([[w, 336, w // 14 * 24, w // 28 * 12, 1, 0, 0, 0] for w in range(28, 1036, 4)])
+    images = rng.integers(0, len(rows), count).astype(np.uint16)
+    none = np.zeros(count + 1, "<u4"), np.zeros(0, np.uint16), np.zeros((0, 4), "<i4")
+    data, arrays = measuring.packed(ShardSizes(tokens, starts, images, rows.astype("<i4"), *none))
+    shard = Shard(
+        0, count, 0, int(tokens.min()), int(tokens.max()), "x", measuring.digest_of(data),
+        len(data), arrays,
+    )  # fmt: skip
+    shards = [
+        dataclasses.replace(shard, first=number * count) for number in range(samples // count)
+    ]
+    directory.mkdir(parents=True)
+    first = measuring.shard_file(directory, 0, "sizes")
+    first.write_bytes(data)
+    for number in range(1, len(shards)):
+        measuring.shard_file(directory, number, "sizes").hardlink_to(first)
+    (directory / MANIFEST).write_bytes(measuring.manifest_of(shards))
+
+
+def steps_of(
+    directories: Sequence[Path], replicas: int, ranks: int = 1, state: dict[str, Any] | None = None
+) -> StepSequence:
+    """What a rank plans with, from the start."""
+    feeds = []
+    for number, directory in enumerate(directories):
+        index = read_index(directory)
+        assert index is not None
+        options = FeedOptions(number, f"s{number}", SEED, shuffle=True, one_epoch=False)
+        feeds.append(IndexFeed(options, index, ("vision",)))
+    training = TrainingConfig(
+        global_batch_size=replicas * PACKS, microbatch_size=1, sequence_length=LENGTH, seed=SEED
+    )
+    stages = [Stage([float(1 + number) for number in range(len(feeds))])]
+    return StepSequence(Mixture(feeds, stages), training, 16, ranks, 0, state)
+
+
+def cpu_s(program: Callable[[], Any]) -> tuple[float, Any]:
+    """CPU seconds of a call, and what it returns."""
+    begin_s = time.process_time()
+    result = program()
+    return time.process_time() - begin_s, result
+
+
+def own_bytes() -> int:
+    """Memory of this process that is not mapped from files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def plan_bytes(step: StepSamples) -> int:
+    """Arrays of a plan."""
+    arrays = [*step.samples.columns, step.starts_P1, step.places_RMB]
+    return sum(array.nbytes for array in arrays)
+
+
+def planning(size: str) -> Iterator[list[Row]]:
+    """A step of all replicas, from three sources, on one rank."""
+    counts = {"tiny": [8], "quick": [64, 1024], "full": [64, 256, 1024, 10_000]}[size]
+    samples = 1 << (14 if size == "tiny" else 24)
+    with tempfile.TemporaryDirectory() as scratch:
+        directories = [Path(scratch) / str(number) for number in range(3)]
+        for directory in directories:
+            fabricate(directory, samples)
+        for replicas in counts:
+            steps = steps_of(directories, replicas, replicas)
+            next(steps)  # compiles, and reads blocks
+            taken_s = []
+            for _ in range(5):
+                used_s, step = cpu_s(lambda steps=steps: next(steps))
+                taken_s.append(used_s)
+            share_s, _ = cpu_s(lambda step=step: step.ranks[0])
+            case = f"{replicas} replicas x {PACKS} packs"
+            goal = 50.0 if replicas <= 1024 else None
+            yield [
+                Row(case, "samples of a step", "", len(step.samples)),
+                Row(case, "planning a step", "ms CPU", min(taken_s) * 1e3, goal=goal,
+                    better="lower"),
+                Row(case, "own share as objects", "ms CPU", share_s * 1e3, better="lower"),
+                Row(case, "a plan", "MB", plan_bytes(step) / 1e6, better="lower"),
+                Row(case, "state", "kB", len(json.dumps(step.state)) / 1e3, better="lower"),
+            ]  # fmt: skip
+
+
+def billion(size: str) -> Iterator[list[Row]]:
+    """Start and resume on many samples."""
+    samples = {"tiny": 1 << 18, "quick": 1 << 26, "full": 1 << 30}[size]
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / "index"
+        fabricate(directory, samples)
+        next(steps_of([directory], 8))  # compiles
+        before = own_bytes()
+        start_s, (steps, first) = cpu_s(lambda: _begun(directory, 64))
+        grown = own_bytes() - before
+        case = f"{samples:.1e} samples"
+        state = json.loads(json.dumps(first.state))
+        draws = int(1e5 * len(first.samples))
+        state["feeds"]["s0"]["draws"] = draws
+        state["steps"] = 100_000
+        resume_s, (_, resumed) = cpu_s(lambda: _begun(directory, 64, state))
+        shares = [
+            [list(step.ranks) for step in islice(steps_of([directory], 1024, ranks), 2)]
+            for ranks in (1, 8, 1024)
+        ]
+        flat = [[[p for r in step for m in r for p in m] for step in of] for of in shares]
+        same = all(names(one) == names(flat[0]) for one in flat[1:])
+        assert int(resumed.state["feeds"]["s0"]["draws"]) > draws and steps is not None
+        yield [
+            Row(case, "start and first step", "s CPU", start_s, goal=10.0, better="lower"),
+            Row(case, "memory, mapped pages aside", "MB", grown / 1e6, goal=200.0, better="lower"),
+            Row(case, "resume at step 10^5", "s CPU", resume_s, goal=10.0, better="lower"),
+            Row(case, "same order on 1, 8 and 1,024 ranks", "", float(same), goal=1.0),
+        ]
+
+
+def names(steps: Sequence[Any]) -> list[Any]:
+    """Samples of packs."""
+    return [[(i.epoch, i.meta.index) for pack in step for i in pack] for step in steps]
+
+
+def _begun(
+    directory: Path, replicas: int, state: dict[str, Any] | None = None
+) -> tuple[StepSequence, StepSamples]:
+    steps = steps_of([directory], replicas, state=state)
+    return steps, next(steps)
+
+
+class Texts:
+    """Synthetic captions."""
+
+    fingerprint = "texts"
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, index: int) -> Record:
+        """Record `index`."""
+        return Record({"text": f"sample {index} " + "of a red boat at sea " * (index % 7)}, None)
+
+
+def index(size: str) -> Iterator[list[Row]]:
+    """Measuring synthetic texts in one process."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - this case alone
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    count = {"tiny": 500, "quick": 20_000, "full": 100_000}[size]
+    backend = Tokenizer(models.WordLevel({"of": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    spec = TextSpec(vocab_size=3, image_token_id=None)
+    reader = SampleReader(DataConfig(), 2048, spec, {}, tokenizer)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / "index"
+        before = own_bytes()
+        used_s, built = cpu_s(lambda: load_or_build("texts", Texts(count), reader, directory))
+        stored = sum(f.stat().st_size for f in directory.glob("*.sizes"))
+        case = f"{len(built):,} texts"
+        yield [
+            Row(case, "measuring", "us CPU a sample", used_s / count * 1e6, better="lower"),
+            Row(case, "sizes", "bytes a sample", stored / count, goal=16.0, better="lower"),
+            Row(case, "memory", "MB", (own_bytes() - before) / 1e6, better="lower"),
+        ]
+
+
+if __name__ == "__main__":
+    run_cases(
+        "Planning at scale",
+        __doc__,
+        {"planning": planning, "billion": billion, "index": index},
+        f"fabricated sizes, mean {MEAN_TOKENS} tokens, sequences of {LENGTH}; seed {SEED}",
+    )

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Measures a recipe's data ahead of a run: sizes of all samples, into `data.index_cache`.
+
+    python scripts/index_data.py --config recipe.toml --workers 32
+    python scripts/index_data.py --config recipe.toml --shards 3/64     # job 3 of 64, from 0 on
+
+A run measures what it does not find, on one rank of a file system. Jobs of an array do it sooner,
+on as many machines as there are: each measures every n-th shard, and the last one to end writes the
+manifest. A job that is started again goes on where it was. The result is the run's own, bit for
+bit. Exit code 0: all that was asked for is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+from torchmm.common.errors import TorchmmError
+from torchmm.data.sources.index.building import Building
+from torchmm.data.sources.open import open_buildings
+from torchmm.data.tokenizer import load_tokenizer
+from torchmm.models.registry import build_model
+from torchmm.recipe.read import load_recipe
+
+logger = logging.getLogger("torchmm.index_data")
+
+
+def share(text: str) -> tuple[int, int]:
+    """ "k/n" as numbers."""
+    number, _, count = text.partition("/")
+    found = int(number), int(count)
+    if not 0 <= found[0] < found[1]:
+        raise ValueError(text)
+    return found
+
+
+def buildings(config: str, overrides: list[str], workers: int) -> list[Building]:
+    """Indices of the recipe's sources, held-out ones included."""
+    recipe = load_recipe(config, overrides).recipe
+    data = recipe.data.model_copy(update={"workers": workers})
+    model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
+    specs = model.sample_specs(load_tokenizer(recipe.model))
+    found = open_buildings(data, recipe.training, **specs)
+    if data.validation:
+        found += open_buildings(data, recipe.training, validation=True, **specs)
+    return found
+
+
+def main() -> int:
+    """Parses the command line; exit codes are those of `train.py`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="recipe (TOML)")
+    parser.add_argument("--shards", type=share, default=(0, 1), help="k/n: every n-th shard from k")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    arguments, overrides = parser.parse_known_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    first, step = arguments.shards
+    try:
+        for building in buildings(arguments.config, overrides, arguments.workers):
+            building.prepare()
+            building.measure(range(first, len(building.ranges), step))
+            done = "complete" if building.finish() else "other jobs' shards are missing"
+            logger.info("source %s: %s: %s", building.name, building.directory, done)
+    except TorchmmError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

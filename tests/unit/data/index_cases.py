@@ -1,0 +1,42 @@
+"""Indices of fabricated sizes, in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from torchmm.data.sources.index.length_index import LengthIndex, Shard, ShardSizes
+
+
+def index_of(
+    tokens: Sequence[int], corrupt: Mapping[int, str] | None = None, shard: int = 8192
+) -> LengthIndex:
+    """An index of texts of so many tokens.
+
+    Args:
+        corrupt: reasons by sample.
+        shard: samples of a shard.
+    """
+    refused = dict(corrupt or {})
+    tokens_N = np.array([0 if i in refused else t for i, t in enumerate(tokens)], np.uint32)
+    parts = [tokens_N[start : start + shard] for start in range(0, len(tokens_N), shard)]
+
+    def sizes(number: int) -> ShardSizes:
+        none_N = np.zeros(len(parts[number]) + 1, np.uint32)
+        no_images = none_N, np.zeros(0, np.uint16)
+        no_rows = np.zeros((0, 8), np.int32), np.zeros((0, 4), np.int32)
+        return ShardSizes(parts[number], *no_images, no_rows[0], *no_images, no_rows[1])
+
+    shards = [
+        Shard(
+            number * shard, len(part), int((part == 0).sum()), int(part[part > 0].min(initial=99)),
+            int(part.max()), f"content {number}", "", 0, {},
+        )
+        for number, part in enumerate(parts)
+    ]  # fmt: skip
+    return LengthIndex(
+        shards,
+        sizes,
+        lambda number: {i - number * shard: r for i, r in refused.items() if i // shard == number},
+    )

@@ -1,0 +1,187 @@
+"""The index of a source: measured by whoever, it is the same; nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+from data_cases import caption, png
+
+from torchmm.common.errors import DataError
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.sample import Record
+from torchmm.data.sources.index import building, measuring
+from torchmm.data.sources.index.building import Building, Lock, load_or_build
+from torchmm.data.sources.index.length_index import read_index
+from torchmm.data.sources.reader import SampleReader
+from torchmm.recipe.data_section import LengthFilter
+
+COUNT = 25
+
+
+class Records:
+    """Captions with pictures; number 7 is none. Counts how often each is read."""
+
+    fingerprint = "records"
+
+    def __init__(self, count: int = COUNT, dies_at: int | None = None) -> None:
+        self.count, self.dies_at = count, dies_at
+        self.read_counts = np.zeros(count, int)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, index: int) -> Record:
+        self.read_counts[index] += 1
+        if index == self.dies_at:
+            raise KeyboardInterrupt
+        if index == 7:
+            raise CorruptSampleError("torn")
+        columns = {"text": caption(index)}
+        if index % 3:
+            columns["image"] = {"bytes": png(16 + index % 4 * 8, 24), "path": None}
+        return Record(columns, None)
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(measuring, "FEW_SAMPLES", 4)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "key"
+
+
+def test_sizes_are_those_that_training_reads(reader: SampleReader, directory):
+    records = Records()
+    index = load_or_build("r", records, reader, directory)
+    assert len(index) == COUNT and len(index.shards) == 7 and records.read_counts.max() == 1
+    for number in range(COUNT):
+        assert index.has(number) == (number != 7)
+        if number != 7:
+            sample = reader.read(records.read(number))
+            expected = reader.meta("r", number, sample)
+            assert index.meta("r", number, reader.encoders) == expected
+    assert not index.has(COUNT)
+    assert list(index.corrupt()) == [(7, "torn")] and index.corrupt_count == 1
+    tiles = np.concatenate([index.sizes(n).tiles_N() for n in range(7)])
+    assert tiles.tolist() == [int(n % 3 > 0 and n != 7) for n in range(COUNT)]
+
+
+@pytest.mark.parametrize("wanted", [LengthFilter(), LengthFilter(min_tokens=9, max_tokens=12)])
+def test_filters_count_without_reading_where_they_can(reader, directory, wanted):
+    index = load_or_build("r", Records(), reader, directory)
+    tokens = np.concatenate([index.sizes(n).tokens_N for n in range(7)])
+    kept = (tokens >= wanted.min_tokens) & (tokens <= (wanted.max_tokens or 999))
+    expected = [kept[start : start + 4].sum() for start in range(0, COUNT, 4)]
+    assert index.usable(wanted).tolist() == expected
+
+
+def files(directory):
+    return {f.name: f.read_bytes() for f in directory.iterdir()}
+
+
+def test_jobs_of_an_array_write_what_a_run_writes(reader, directory, tmp_path):
+    load_or_build("r", Records(), reader, directory)
+    for first in (2, 0, 1):
+        job = Building("r", Records(), reader, tmp_path / "jobs")
+        job.prepare()
+        job.measure(range(first, len(job.ranges), 3))
+        assert job.finish() == (first == 1), "the last one writes the manifest"
+    assert files(tmp_path / "jobs") == files(directory)
+
+
+def test_what_was_measured_before_a_crash_stays(reader, directory):
+    with pytest.raises(KeyboardInterrupt):
+        load_or_build("r", Records(dies_at=13), reader, directory)
+    assert read_index(directory) is None and not (directory / "building.lock").exists()
+    again = Records()
+    assert len(load_or_build("r", again, reader, directory)) == COUNT
+    assert again.read_counts[:12].max() == 0 and again.read_counts[12:].min() == 1
+
+
+def test_one_measures_and_the_others_wait(reader, directory):
+    records = Records()
+    found = []
+    threads = [
+        threading.Thread(
+            target=lambda: found.append(load_or_build("r", records, reader, directory).content)
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 4 and len(set(found)) == 1
+    assert records.read_counts.max() == 1
+
+
+@pytest.mark.parametrize("owner", ["dead process", "other machine", "torn file"])
+def test_a_lock_that_nobody_holds_is_taken_over(reader, directory, monkeypatch, owner):
+    directory.mkdir()
+    gone = os.fork()
+    if not gone:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    said = {"host": building.socket.gethostname(), "pid": gone}
+    if owner != "dead process":
+        said["host"] = "elsewhere"
+        monkeypatch.setattr(building, "STALE_S", 0.5)
+    text = json.dumps(said)
+    (directory / "building.lock").write_text("{" if owner == "torn file" else text)
+    assert len(load_or_build("r", Records(), reader, directory)) == COUNT
+    assert not list(directory.glob("*.lock*"))
+
+
+def test_a_lock_that_is_touched_is_left_alone(directory, monkeypatch):
+    directory.mkdir()
+    monkeypatch.setattr(building, "STALE_S", 0.3)
+    path = directory / "building.lock"
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
+    lock = Lock(path)
+    for second in range(4):
+        os.utime(path, (second, second))
+        assert not lock.take() and path.exists()
+        threading.Event().wait(0.2)
+
+
+def test_damaged_files_are_found(reader, directory):
+    whole = load_or_build("r", Records(), reader, directory)
+    content = whole.content
+    (directory / "000003.sizes").write_bytes(b"short")
+    again = Records()
+    assert load_or_build("r", again, reader, directory).content == content
+    assert again.read_counts.nonzero()[0].tolist() == [12, 13, 14, 15], "one shard, no more"
+    data = bytearray((directory / "000002.sizes").read_bytes())
+    data[1] ^= 1
+    (directory / "000002.sizes").write_bytes(data)
+    index = load_or_build("r", Records(), reader, directory)
+    index.sizes(1)
+    with pytest.raises(DataError, match=r"000002\.sizes is damaged"):
+        index.sizes(2)
+    (directory / "000002.sizes").unlink()
+    assert load_or_build("r", Records(), reader, directory).content == content
+
+
+def test_a_source_that_changes_while_it_is_measured_is_refused(reader, directory):
+    load_or_build("r", Records(), reader, directory)
+    with pytest.raises(DataError, match=r"has 20 records, its index .* 25"):
+        load_or_build("r", Records(20), reader, directory)
+
+
+def test_workers_write_the_same(reader, directory, tmp_path, monkeypatch):
+    load_or_build("r", Records(), reader, directory)
+    monkeypatch.setattr(building, "WORKERS_FROM", 1)
+    load_or_build("r", Records(), reader, tmp_path / "workers", workers=2)
+    assert files(tmp_path / "workers") == files(directory)
+
+
+def test_content_depends_on_samples_alone(reader, directory, tmp_path):
+    one = load_or_build("r", Records(), reader, directory).content
+    assert load_or_build("other", Records(), reader, tmp_path / "b").content == one
+    assert load_or_build("r", Records(24), reader, tmp_path / "c").content != one

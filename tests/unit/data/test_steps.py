@@ -1,0 +1,108 @@
+"""Steps of fabricated sizes: equal to a plain planner's, resumed anywhere, for any ranks."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import numpy as np
+import pytest
+from data_cases import training
+from index_cases import index_of
+from order_oracles import PlainPacker
+
+from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
+from torchmm.data.steps.step_packs import StepSequence
+
+RNG = np.random.default_rng(5)
+SIZES = [RNG.integers(1, 65, 211), RNG.integers(20, 41, 57)]
+
+
+def mixture(sizes=SIZES, one_epoch=False):
+    feeds = [
+        IndexFeed(FeedOptions(n, f"s{n}", 3, True, one_epoch), index_of(tokens), ())
+        for n, tokens in enumerate(sizes)
+    ]
+    return Mixture(feeds, [Stage([2.0, 1.0])])
+
+
+def sequence(ranks=1, state=None, sizes=SIZES, one_epoch=False, open_packs=5, **changes):
+    values = {"global_batch_size": 8, **changes}
+    delay = values.pop("max_delay_steps", 3)
+    return StepSequence(
+        mixture(sizes, one_epoch), training(**values), open_packs, ranks, 0, state,
+        max_delay_steps=delay,
+    )  # fmt: skip
+
+
+def packs(step):
+    """Names in the packs of a step, in natural order."""
+    return [
+        [(item.feed, item.epoch, item.meta.index) for item in pack]
+        for rank in step.ranks
+        for microbatch in rank
+        for pack in microbatch
+    ]
+
+
+def plain_steps(count, delay):
+    """The same steps, one sample after the other."""
+    order, packer, step = mixture(), PlainPacker(64, 5), 0
+    tokens = {n: sizes for n, sizes in enumerate(SIZES)}
+    while step < count:
+        step += 1
+        packer.close_older(step - delay)
+        while len(packer.closed) < 8:
+            order.draw()
+            name = order.take(1).names()[0]
+            packer.add(name, int(tokens[name[0]][name[2]]), now=step)
+        yield packer.closed[:8]
+        packer.closed = packer.closed[8:]
+
+
+@pytest.mark.parametrize("delay", [1, 3, 100])
+def test_steps_are_those_of_a_plain_planner(delay):
+    steps = list(islice(sequence(max_delay_steps=delay), 30))
+    assert [packs(step) for step in steps] == list(plain_steps(30, delay))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ranks_share_the_steps_of_one(ranks):
+    for one, many in zip(islice(sequence(), 12), sequence(ranks), strict=False):
+        assert len(many.ranks) == ranks and packs(one) == packs(many)
+        assert json.dumps(one.state) == json.dumps(many.state)
+
+
+def test_a_run_goes_on_after_any_step():
+    steps = list(islice(sequence(), 20))
+    for stop in range(20):
+        state = json.loads(json.dumps(steps[stop].state))
+        for expected, step in zip(steps[stop + 1 :], sequence(2, state), strict=False):
+            assert packs(step) == packs(expected) and step.state == expected.state
+
+
+def test_an_epoch_has_every_sample_once_and_ends_in_empty_packs():
+    steps = list(sequence(one_epoch=True))
+    names = [name for step in steps for pack in packs(step) for name in pack]
+    assert len(names) == len(set(names)) == 268
+    assert {len(packs(step)) for step in steps} == {8} and [] in packs(steps[-1])
+
+
+def latest(delay, open_packs, batch):
+    """Most steps that a sample is late, of 60 steps of lengths that hardly fit together."""
+    sizes = [np.array([33, *[40, 64] * 80]), np.array([64])]
+    changes = {"global_batch_size": batch, "max_delay_steps": delay}
+    steps = sequence(sizes=sizes, open_packs=open_packs, **changes)
+    order = mixture(sizes)
+    drawn_in, late = {}, []
+    for number, step in enumerate(islice(steps, 60), 1):
+        while sum(order.taken) < sum(feed["draws"] for feed in step.state["feeds"].values()):
+            order.draw()
+            drawn_in[order.take(1).names()[0]] = number
+        late += [number - drawn_in.pop(name) for pack in packs(step) for name in pack]
+    return max([*late, *(60 - number for number in drawn_in.values())])
+
+
+@pytest.mark.parametrize(("open_packs", "batch"), [(5, 8), (16, 4)])
+def test_no_sample_is_later_than_said(open_packs, batch):
+    assert latest(3, open_packs, batch) <= 3 + open_packs // batch < latest(1000, open_packs, batch)

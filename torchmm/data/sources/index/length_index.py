@@ -1,0 +1,337 @@
+"""The length index of a source with random access: tokens and image sizes of every sample.
+
+It makes sample order, packing and planning independent of any data access. It is a directory, named
+by a hash of everything that sizes depend on:
+
+    manifest.json     of all shards: samples, corrupt ones, shortest, longest, SHA-256 of the file
+    000017.sizes      arrays of one shard, mapped when they are needed: 8 to 16 bytes a sample
+    000017.json       its line of the manifest, and why samples are corrupt
+
+A shard is a range of consecutive records, not a file of the source: order and identity then do not
+depend on how records are distributed over files. Every process maps the shards it works on, so a
+machine has one copy of them, in the system's page cache. Rejected: Arrow files and npz archives,
+which are read as a whole or have to be searched; one file of all shards, which jobs that measure on
+several machines could not write side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, __version__
+
+from torchmm.common.batch import ImageMeta, SampleMeta
+from torchmm.common.errors import DataError
+from torchmm.common.generated import GeneratedMeta
+from torchmm.data.corrupt import first_of
+from torchmm.data.identity import causes_of
+from torchmm.data.sources.configured import MapSource
+from torchmm.data.sources.reader import SampleReader
+from torchmm.recipe.data_section import DataConfig, LengthFilter, SourceConfig
+
+FORMAT_VERSION = 9
+"""Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
+MANIFEST = "manifest.json"
+DURATION = 6
+"""Column of `sizes_D8`."""
+KEPT_OPEN = 512
+"""Shards kept mapped; a block of the order has at most 256."""
+DESCRIBED_SHARDS = 64
+"""Shards from which lengths are told to people."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A line of the manifest."""
+
+    first: int
+    """Its first sample's index."""
+    samples: int
+    corrupt: int
+    shortest: int
+    """Tokens of its shortest usable sample; 0: it has none."""
+    longest: int
+    content: str
+    """Identifies its samples as they reach the model."""
+    sha256: str
+    """Of the file with its sizes."""
+    size_bytes: int
+    """Of that file."""
+    arrays: dict[str, tuple[str, list[int], int]]
+    """Type, shape and place (bytes) of every array in that file."""
+
+    def all_kept_by(self, wanted: LengthFilter) -> bool:
+        """Whether a filter leaves all usable samples in, as far as the manifest knows."""
+        short = self.shortest >= wanted.min_tokens
+        return short and (wanted.max_tokens is None or self.longest <= wanted.max_tokens)
+
+
+class ShardSizes(NamedTuple):
+    """Sizes of the N samples of a shard.
+
+    `tokens_N` is 0 for corrupt samples. Sample n has the images (and sounds)
+    `images_M[starts_N1[n] : starts_N1[n + 1]]`, each a row of `sizes_D8`: (width_px, height_px,
+    patches, tokens, frames, encoder, duration_ms, frame_pixels), the encoder as its position in the
+    model. Likewise images to be drawn, whose rows are (frames, rows, columns, context).
+    """
+
+    tokens_N: np.ndarray
+    starts_N1: np.ndarray
+    images_M: np.ndarray
+    sizes_D8: np.ndarray
+    drawn_starts_N1: np.ndarray
+    drawn_M: np.ndarray
+    drawn_D4: np.ndarray
+
+    def tiles_N(self) -> np.ndarray:
+        """Pictures and tiles of each sample: neither sounds nor clips nor their frames."""
+        is_tile_M = (self.sizes_D8[:, DURATION] == 0)[self.images_M]
+        before = np.concatenate([[0], np.cumsum(is_tile_M)])
+        return np.diff(before[self.starts_N1]).astype(np.uint16)
+
+    def kept_by(self, wanted: LengthFilter) -> np.ndarray:
+        """Places of the usable samples that a filter leaves in, ascending."""
+        kept = self.tokens_N >= wanted.min_tokens  # at least 1, so without the corrupt ones
+        if wanted.max_tokens is not None:
+            kept &= self.tokens_N <= wanted.max_tokens
+        return np.flatnonzero(kept)
+
+    def meta(self, source: str, first: int, place: int, encoders: Sequence[str]) -> SampleMeta:
+        """Metadata of the sample at a place, for a model with these encoders."""
+        start, stop = self.starts_N1[place : place + 2].tolist()
+        rows = self.sizes_D8[self.images_M[start:stop]].tolist()
+        several = len(encoders) > 1
+        images = tuple(
+            ImageMeta(w, h, patches, tokens, frames, encoders[e] if several else None, *of_clip)
+            for w, h, patches, tokens, frames, e, *of_clip in rows
+        )
+        start, stop = self.drawn_starts_N1[place : place + 2].tolist()
+        drawn = self.drawn_D4[self.drawn_M[start:stop]].tolist()
+        generated = tuple(GeneratedMeta((f, r, c), context) for f, r, c, context in drawn)
+        encoder = encoders[0] if images and not several else None
+        tokens = int(self.tokens_N[place])
+        return SampleMeta(source, first + place, tokens, images, encoder, generated)
+
+
+class LengthIndex:
+    """Sizes of all samples of a source.
+
+    Args:
+        shards: in order.
+        open_shard: its sizes.
+        reasons: why samples of a shard are corrupt, by their places.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        open_shard: Callable[[int], ShardSizes],
+        reasons: Callable[[int], Mapping[int, str]],
+    ) -> None:
+        self.shards = list(shards)
+        self.firsts_S = np.array([shard.first for shard in shards], np.int64)
+        self.samples_S = np.array([shard.samples for shard in shards], np.int64)
+        self.corrupt_count = sum(shard.corrupt for shard in shards)
+        self._reasons = reasons
+        self.sizes: Callable[[int], ShardSizes] = lru_cache(KEPT_OPEN)(open_shard)
+        """Sizes of a shard's samples.
+
+        Raises:
+            DataError: its file is damaged.
+        """
+
+    def __len__(self) -> int:
+        return int(self.samples_S.sum())
+
+    @property
+    def content(self) -> str:
+        """Identifies all samples, wherever their files are."""
+        parts = [[shard.samples, shard.content] for shard in self.shards]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+    def usable(self, wanted: LengthFilter) -> np.ndarray:
+        """Samples of every shard that are not corrupt and that a filter leaves in."""
+        return np.array(
+            [
+                shard.samples - shard.corrupt
+                if shard.all_kept_by(wanted)
+                else len(self.sizes(number).kept_by(wanted))
+                for number, shard in enumerate(self.shards)
+            ],
+            np.int64,
+        )
+
+    def corrupt(self) -> Iterator[tuple[int, str]]:
+        """Corrupt samples and the reasons."""
+        for number, shard in enumerate(self.shards):
+            if shard.corrupt:
+                for place, reason in sorted(self._reasons(number).items()):
+                    yield shard.first + place, reason
+
+    def has(self, index: int) -> bool:
+        """Whether there is such a sample, and a usable one."""
+        if index >= len(self):
+            return False
+        number, place = self._find(index)
+        return bool(self.sizes(number).tokens_N[place])
+
+    def meta(self, source: str, index: int, encoders: Sequence[str]) -> SampleMeta:
+        """Metadata of sample `index` for a model with these encoders."""
+        number, place = self._find(index)
+        return self.sizes(number).meta(source, int(self.firsts_S[number]), place, encoders)
+
+    def described(self, wanted: LengthFilter) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and number of images of usable samples; of large sources, of evenly spread
+        shards."""
+        count = min(len(self.shards), DESCRIBED_SHARDS)
+        some = np.linspace(0, len(self.shards) - 1, count).astype(int)
+        tokens, images = [], []
+        for sizes in map(self.sizes, some.tolist()):
+            kept = sizes.kept_by(wanted)
+            tokens.append(sizes.tokens_N[kept])
+            images.append(np.diff(sizes.starts_N1)[kept])
+        return np.concatenate(tokens), np.concatenate(images)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        number = int(np.searchsorted(self.firsts_S, index, side="right")) - 1
+        return number, index - int(self.firsts_S[number])
+
+
+def read_index(directory: Path) -> LengthIndex | None:
+    """The index in a directory; None where it is not, or not yet, complete."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+        shards = [Shard(**line) for line in manifest["shards"]]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is unreadable (%s) and is made again", directory / MANIFEST, error)
+        return None
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
+    for number, shard in enumerate(shards):
+        file = shard_file(directory, number, "sizes")
+        if sizes.get(file.name) != shard.size_bytes:
+            logger.warning("%s is missing or torn: its shard is measured again", file)
+            return None
+
+    def reasons(number: int) -> Mapping[int, str]:
+        told = json.loads(shard_file(directory, number, "json").read_bytes())["reasons"]
+        return {int(place): reason for place, reason in told.items()}
+
+    checked: set[int] = set()
+
+    def open_shard(number: int) -> ShardSizes:
+        file = shard_file(directory, number, "sizes")
+        data = _mapped(file)
+        if number not in checked and hashlib.sha256(data).hexdigest() != shards[number].sha256:
+            raise DataError(
+                f"{file} is damaged: its SHA-256 is not the manifest's. Remove this file: the next "
+                "start measures its shard again"
+            )
+        checked.add(number)
+        return sizes_in(data, shards[number].arrays)
+
+    return LengthIndex(shards, open_shard, reasons)
+
+
+def shard_file(directory: Path, number: int, kind: str) -> Path:
+    """A file of a shard."""
+    return directory / f"{number:06d}.{kind}"
+
+
+def sizes_in(data: Any, arrays: Mapping[str, tuple[str, Sequence[int], int]]) -> ShardSizes:
+    """The arrays in the bytes of a file."""
+    return ShardSizes(
+        **{
+            name: np.frombuffer(data, kind, int(np.prod(shape)), place).reshape(shape)
+            for name, (kind, shape, place) in arrays.items()
+        }
+    )
+
+
+def _mapped(file: Path) -> Any:
+    try:
+        with file.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{file} cannot be read ({error}). The next start measures its shard again"
+        ) from error
+
+
+def cache_key(
+    source: MapSource,
+    config: SourceConfig,
+    data: DataConfig,
+    sequence_length: int,
+    reader: SampleReader,
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    """Hash of everything that the lengths of a source's samples depend on."""
+    parts = {
+        "format": FORMAT_VERSION,
+        "transformers": __version__,
+        "source": source.fingerprint,
+        "config": causes_of(config),
+        "generated": dataclasses.asdict(reader.drawings.spec) if reader.drawings else None,
+        "limits": [data.max_images_per_sample, data.max_image_pixels, sequence_length],
+        "tiles": [data.max_tiles_per_sample, data.max_tiles_per_sequence],
+        "video": data.video.model_dump(),
+        "text": dataclasses.asdict(reader.text_spec),
+        "encoders": [dataclasses.asdict(medium.spec) for medium in reader.media.values()],
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "chat_template": tokenizer.chat_template,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def describe_lengths(tokens_N: np.ndarray) -> list[str]:
+    """Lengths of samples in words: half of them, nearly all, the longest."""
+    middle, high = np.percentile(tokens_N, [50, 95])
+    return [f"median {middle:.0f}", f"95 % <= {high:.0f}", f"most {tokens_N.max():,}"]
+
+
+def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
+    """Tells how many samples of a source take part.
+
+    Raises:
+        DataError: none does.
+    """
+    kept = int(index.usable(config.filter).sum())
+    total = len(index)
+    corrupt = index.corrupt_count
+    counts = f"{corrupt} are corrupt, {total - corrupt - kept} are outside of its `filter`"
+    if not kept:
+        usable = [shard for shard in index.shards if shard.shortest]
+        found = (
+            f" (the others have {min(s.shortest for s in usable)} to "
+            f"{max(s.longest for s in usable)} tokens)"
+            if usable
+            else ""
+        )
+        messages = [f"{name}[{i}]: {reason}" for i, reason in index.corrupt()]
+        raise nothing_usable(name, f"none of its {total} samples: {counts}{found}", messages)
+    if kept < total:
+        logger.info("source %r gives %d of its %d samples: %s", name, kept, total, counts)
+
+
+def nothing_usable(name: str, found: str, messages: Sequence[str]) -> DataError:
+    """The error of a source that gives nothing."""
+    return DataError(
+        f"source {name!r} gives {found}{first_of(messages)}\nCorrect the source in the recipe "
+        "(`columns` maps names of columns, `filter` limits lengths), repair its samples, or leave "
+        "it out"
+    )

@@ -1,0 +1,398 @@
+"""The sequence of optimizer steps: which samples, in which packs, on which rank. Sizes only.
+
+Global batch first: all ranks compute the same global batch of packs from the same global order,
+then divide it. The samples of step k therefore do not depend on the number of ranks, microbatches
+or workers, and metadata of all ranks is known before anything is decoded.
+
+    mixture of feeds ─ samples ─> packer ─ packs ─> global batch ─ places ─> rank, microbatch
+
+All of it is arrays; objects are made of the samples that somebody asks for, usually one rank's. The
+state after each step (samples taken per feed, open packs as references) is JSON-able and small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.changes import changes
+from torchmm.common.errors import CheckpointError, DataError
+from torchmm.data.corrupt import first_of
+from torchmm.data.identity import comparable, find_changes, same_stream
+from torchmm.data.items import Item, PackItems, microbatch_meta
+from torchmm.data.steps.order import Drawn, Mixture, joined
+from torchmm.data.steps.packing import Packer, members
+from torchmm.data.steps.shuffling import Int64s
+from torchmm.recipe.training_section import TrainingConfig
+
+STATE_VERSION = 2
+"""1: until samples were shuffled in blocks."""
+
+T = TypeVar("T")
+Name = tuple[int, int, int]
+"""A sample of the global order: feed, epoch, index."""
+Arrange = Callable[[Sequence[MicrobatchMeta]], Sequence[Sequence[Sequence[int]]]]
+"""From the packs of a global batch, each as a separate microbatch, to their indices by rank and
+microbatch."""
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """One optimizer step of all data-parallel ranks."""
+
+    samples: Drawn
+    """One pack after another."""
+    starts_P1: Int64s
+    """Where each pack begins in `samples`, and the last one ends."""
+    places_RMB: Int64s
+    """Pack numbers by rank, microbatch and place in it."""
+    describe: Callable[[Name], Item]
+    skipped: list[str]
+    """Samples found corrupt while planning; the same on all ranks."""
+    state: dict[str, Any]
+    """The planner's state after this step."""
+    epoch: int
+    """Completed passes over the source that had the fewest."""
+
+    @property
+    def ranks(self) -> ByRank[list[PackItems]]:
+        """Packs by rank and microbatch."""
+        return ByRank(len(self.places_RMB), self._share)
+
+    def metas(self, sequence_length: int) -> ByRank[MicrobatchMeta]:
+        """Metadata of every microbatch, by rank."""
+
+        def of(rank: int) -> list[MicrobatchMeta]:
+            return [microbatch_meta(packs, sequence_length) for packs in self._share(rank)]
+
+        return ByRank(len(self.places_RMB), of)
+
+    def pack(self, number: int) -> PackItems:
+        """The samples of one pack."""
+        start, stop = self.starts_P1[number : number + 2].tolist()
+        return [self.describe(name) for name in self.samples.part(slice(start, stop)).names()]
+
+    def _share(self, rank: int) -> list[list[PackItems]]:
+        return [[self.pack(n) for n in packs] for packs in self.places_RMB[rank].tolist()]
+
+
+class ByRank(Sequence[list[T]]):
+    """Something of every data-parallel rank, made when it is asked for.
+
+    Args:
+        count: ranks.
+        make: a rank's own.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], list[T]]) -> None:
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, rank: int) -> list[T]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[list[T]]: ...
+    def __getitem__(self, rank: int | slice) -> list[T] | list[list[T]]:
+        if isinstance(rank, slice):
+            return [self._make(number) for number in range(self._count)[rank]]
+        return self._make(range(self._count)[rank])
+
+
+class StepSequence:
+    """Iterator over step plans, endless unless the feeds last one epoch.
+
+    With feeds of one epoch the last step is padded with empty packs.
+
+    Args:
+        mixture: the global order of samples.
+        training: batch sizes, sequence length, seed.
+        open_packs: packs kept open.
+        data_parallel_size: ranks that share a global batch.
+        max_skipped: corrupt samples accepted within one step.
+        state: of an earlier planner, to continue from.
+        arrange: which pack goes where; None: in natural order.
+        content: what samples and their order depend on (`torchmm.data.identity`).
+        resume_changed: continue from `state` even if that is different.
+        max_tiles: most pictures and tiles of a pack.
+        max_delay_steps: steps after which a pack that is still open is closed.
+
+    Raises:
+        CheckpointError: the state belongs to other data, or to another order of them.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a position in the data depends on
+        self,
+        mixture: Mixture,
+        training: TrainingConfig,
+        open_packs: int,
+        data_parallel_size: int,
+        max_skipped: int,
+        state: dict[str, Any] | None,
+        arrange: Arrange | None = None,
+        content: Mapping[str, Any] | None = None,
+        *,
+        resume_changed: bool = False,
+        max_tiles: int | None = None,
+        max_delay_steps: int = 32,
+    ) -> None:
+        self._mixture = mixture
+        self._arrange = arrange
+        self._training = training
+        self._data_parallel_size = data_parallel_size
+        self._max_skipped = max_skipped
+        self._max_delay_steps = max_delay_steps
+        self._packer = Packer(training.sequence_length, open_packs, max_tiles)
+        self._content = dict(content or {})
+        self.notice = ""
+        """What to report about `state`."""
+        self._steps = 0
+        """Steps planned."""
+        self._waiting = [(Drawn.of([]), np.zeros(0, np.int64))]
+        """Samples in packs that no step has taken, and the numbers of these packs."""
+        self._items: dict[Name, Item] = {}
+        """Of sources that cannot be asked again."""
+        if state is not None:
+            self._restore(state, resume_changed)
+
+    def __iter__(self) -> StepSequence:
+        return self
+
+    def __next__(self) -> StepSamples:
+        packer = self._packer
+        wanted = self._training.global_batch_size
+        skipped: list[str] = []
+        self._steps += 1
+        self._mixture.begin_step(self._steps)
+        packer.close_older(self._steps - self._max_delay_steps)
+        while len(packer.closed) < wanted:
+            drawn = self._mixture.draw()
+            if drawn is None:
+                packer.flush()
+                if not packer.closed:
+                    raise StopIteration
+                break
+            skipped += drawn.skipped
+            self._check_skipped(skipped)
+            self._items.update((_name(item), item) for item in drawn.items)
+            packs_N = packer.add(drawn.tokens_N, drawn.tiles_N, wanted, self._steps)
+            self._waiting.append((self._mixture.take(len(packs_N)), packs_N))
+        samples, starts_P1 = self._take([packer.closed.popleft() for _ in range(self._ready())])
+        names = samples.names() if self._items else []
+        items = {name: self._items.pop(name) for name in names if name in self._items}
+        plan = StepSamples(
+            samples, starts_P1, self._natural(), partial(self._describe, items), skipped,
+            self._state(), self._mixture.epoch,
+        )  # fmt: skip
+        return self._arranged(plan)
+
+    def _ready(self) -> int:
+        return min(len(self._packer.closed), self._training.global_batch_size)
+
+    def _take(self, numbers: Sequence[int]) -> tuple[Drawn, Int64s]:
+        """Samples of closed packs, one pack after another, and where each begins; the others go on
+        waiting. Packs are filled up with empty ones to a global batch, which at the end of
+        validation give every rank its share, if only of padding."""
+        waiting, packs_N = self._all_waiting()
+        chosen, starts_P1 = members(packs_N, np.asarray(numbers, np.int64))
+        rest = np.ones(len(packs_N), bool)
+        rest[chosen] = False
+        self._waiting = [(waiting.part(rest), packs_N[rest])]
+        empty = self._training.global_batch_size - len(numbers)
+        return waiting.part(chosen), np.append(starts_P1, np.full(empty, starts_P1[-1]))
+
+    def _all_waiting(self) -> tuple[Drawn, Int64s]:
+        drawn, packs = zip(*self._waiting, strict=True)
+        return joined(drawn), np.concatenate(packs)
+
+    def _describe(self, items: Mapping[Name, Item], name: Name) -> Item:
+        feed, epoch, index = name
+        return items[name] if name in items else self._mixture.feeds[feed].item(epoch, index)
+
+    def _natural(self) -> Int64s:
+        """(ranks, microbatches, packs) in natural order."""
+        training = self._training
+        shape = (self._data_parallel_size, -1, training.microbatch_size)
+        return np.arange(training.global_batch_size).reshape(shape)
+
+    def _arranged(self, plan: StepSamples) -> StepSamples:
+        """The same packs, however they are arranged."""
+        if self._arrange is None:
+            return plan
+        length = self._training.sequence_length
+        count = self._training.global_batch_size
+        places = self._arrange([microbatch_meta([plan.pack(n)], length) for n in range(count)])
+        shape = plan.places_RMB.shape
+        fitting = all(len(rank) == shape[1] for rank in places)
+        fitting &= {len(packs) for rank in places for packs in rank} == {shape[2]}
+        found = sorted(index for rank in places for packs in rank for index in packs)
+        if len(places) != shape[0] or not fitting or found != list(range(count)):
+            raise ValueError(
+                f"{count} packs for {shape[0]} ranks were arranged as {places}: each has "
+                "to have one place, and all microbatches their size"
+            )
+        return replace(plan, places_RMB=np.array(places, np.int64))
+
+    def _check_skipped(self, skipped: list[str]) -> None:
+        if len(skipped) > self._max_skipped:
+            raise DataError(
+                f"more than data.max_corrupt_samples = {self._max_skipped} samples are corrupt, "
+                "beginning with" + first_of(skipped)
+            )
+
+    def _state(self) -> dict[str, Any]:
+        # Packs are saved as references to their samples, never as content: a resume asks the feeds
+        # for these samples again, which is why each feed's state depends on what is still needed.
+        waiting, packs_N = self._all_waiting()
+        numbers = [*self._packer.closed, *self._packer.open]
+        chosen, starts = members(packs_N, np.asarray(numbers, np.int64))
+        names = waiting.part(chosen).names()
+        packs = [names[start:stop] for start, stop in pairwise(starts.tolist())]
+        feeds = {}
+        for number, feed in enumerate(self._mixture.feeds):
+            needed = [(epoch, index) for f, epoch, index in names if f == number]
+            feeds[feed.options.name] = feed.state(self._mixture.taken[number], needed)
+        closed = len(self._packer.closed)
+        return {
+            "version": STATE_VERSION,
+            "identity": self._identity(),
+            "content": self._content,
+            "feeds": feeds,
+            "bases": self._mixture.bases,
+            "steps": self._steps,
+            "closed": [list(map(list, pack)) for pack in packs[:closed]],
+            "open": [list(map(list, pack)) for pack in packs[closed:]],
+            "opened": self._packer.opened_at,
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """What is compared where versions of `torchmm.data.identity` differ."""
+        return {
+            "seed": self._training.seed,
+            "sequence_length": self._training.sequence_length,
+            "sources": {f.options.name: f.size for f in self._mixture.feeds},
+        }
+
+    def _restore(self, state: dict[str, Any], resume_changed: bool) -> None:
+        changed = self._changes(state)
+        self._steps = int(state.get("steps") or 0)  # unknown to versions long ago
+        self._mixture.begin_step(max(1, self._steps))
+        if not changed and not self._restore_exactly(state):
+            changed = ["sizes of samples in sequences not yet full"]
+        if not changed:
+            return
+        if not resume_changed:
+            raise CheckpointError(
+                f"the checkpoint's data position is of other data: {'; '.join(changed)}. Restore "
+                "the recipe and the data; or continue with the changed ones with "
+                "checkpoint.resume_changed_data = true, or start afresh with "
+                'checkpoint.resume = "none"'
+            )
+        self._restore_what_fits(state, changed)
+
+    def _changes(self, state: dict[str, Any]) -> list[str]:
+        version = state.get("version")
+        if version not in (1, STATE_VERSION):
+            raise CheckpointError(
+                f"the checkpoint's data position has version {version}, this version of torchmm "
+                f"reads {STATE_VERSION}"
+            )
+        if version != STATE_VERSION:
+            return ["the order of samples, which is another one in this version of torchmm"]
+        if comparable(state.get("content")):
+            return find_changes(state["content"], self._content)
+        self.notice = (
+            "the checkpoint was saved by another version of torchmm: whether samples and their "
+            "order are those it was trained on could not be compared, only their numbers"
+        )
+        old = state.get("identity", {})
+        new = self._identity()
+        return changes(
+            {f"training.{k}" if k != "sources" else k: v for k, v in old.items()},
+            {f"training.{k}" if k != "sources" else k: v for k, v in new.items()},
+        )
+
+    def _restore_exactly(self, state: dict[str, Any]) -> bool:
+        """Restores the position; returns False if samples are gone or no longer fit."""
+        items: dict[Name, Item] = {}
+        references = _references(state)
+        for number, feed in enumerate(self._mixture.feeds):
+            needed = [(epoch, index) for f, epoch, index in references if f == number]
+            saved = state["feeds"][feed.options.name]
+            self._mixture.taken[number] = saved["draws"]
+            items.update((_name(item), item) for item in feed.restore(saved, needed))
+        if not items.keys() >= set(references):
+            return False
+        # Sizes come from today's index: a pack that would now overflow cannot be the one saved.
+        packs = [[items[_reference(r)] for r in p] for p in [*state["closed"], *state["open"]]]
+        used = [sum(item.meta.tokens for item in pack) for pack in packs]
+        if max(used, default=0) > self._training.sequence_length:
+            return False
+        times = [0] * len(state["closed"]) + state["opened"]
+        for number, (pack, tokens, time) in enumerate(zip(packs, used, times, strict=True)):
+            tiles = sum(item.meta.tiles for item in pack)
+            if number < len(state["closed"]):
+                into = self._packer.restore_closed()
+            else:
+                into = self._packer.restore(tokens, tiles, time)
+            self._wait(pack, np.full(len(pack), into))
+        self._mixture.bases = list(state["bases"])
+        return True
+
+    def _wait(self, items: Sequence[Item], packs_N: Int64s) -> None:
+        """Samples go on waiting in packs."""
+        self._waiting.append((Drawn.of(items), packs_N))
+        self._items.update((_name(item), item) for item in items if item.record is not None)
+
+    def _restore_what_fits(self, state: dict[str, Any], changed: Sequence[str]) -> None:
+        """Sources continue where they were, as far as that is still meaningful."""
+        saved = state["content"] if comparable(state.get("content")) else None
+        # Numbers that feeds had when the state was saved; references in it use these.
+        numbers = {source["name"]: n for n, source in enumerate(saved["sources"] if saved else [])}
+        items: dict[Name, Item] = {}
+        positions = []
+        for place, feed in enumerate(self._mixture.feeds):
+            name = feed.options.name
+            past = state["feeds"].get(name)
+            if feed.size is None and not (saved and same_stream(saved, self._content, name)):
+                past = None
+            positions.append(
+                f"source {name!r} " + (f"after {past['draws']} samples" if past else "anew")
+            )
+            self._mixture.taken[place] = past["draws"] if past else 0
+            number = numbers.get(name)
+            needed = [(epoch, index) for f, epoch, index in _references(state) if f == number]
+            for item in feed.restore(past or {"draws": 0, "oldest": None}, needed if past else []):
+                items[number or 0, item.epoch, item.meta.index] = item
+        # Weights or sources may be new: without this, a new source would be drawn from alone until
+        # it had caught up with all that was taken from the others.
+        self._mixture.forget_the_past()
+        kept = [items[r] for r in _references(state) if r in items]
+        drawn = Drawn.of(kept)  # packed anew, as their sizes may have changed
+        self._wait(kept, self._packer.add(drawn.tokens_N, drawn.tiles_N, now=self._steps))
+        self.notice = (
+            f"data changed since the checkpoint: {'; '.join(changed)}; continuing, as "
+            f"checkpoint.resume_changed_data says, with {', '.join(positions)} ({len(kept)} of "
+            f"{len(_references(state))} samples of unfinished sequences kept)"
+        )
+
+
+def _references(state: Mapping[str, Any]) -> list[Name]:
+    """Samples in packs that no step has taken, in order."""
+    return [_reference(r) for pack in [*state["closed"], *state["open"]] for r in pack]
+
+
+def _reference(saved: Sequence[int]) -> Name:
+    feed, epoch, index = saved
+    return feed, epoch, index
+
+
+def _name(item: Item) -> Name:
+    return item.feed, item.epoch, item.meta.index
