@@ -109,6 +109,8 @@ def test_a_preempted_job_is_queued_again_and_ends_with_the_same_bits(
     _wait_until(lambda: "PENDING" in call(here, "squeue", "-h", "-j", job, "-o", "%T"), log)
     call(here, "scontrol", "update", f"JobId={job}", "StartTime=now")
     _wait_until(lambda: read_status(run_dir).state == "done", log, 200)
+    # Until Slurm knows it, too: what it runs would stay behind when its daemons are killed.
+    _wait_until(lambda: "COMPLETED" in call(here, "scontrol", "show", "job", job), log)
     assert "Restarts=1" in call(here, "scontrol", "show", "job", job)
     assert_same_end(run_dir, undisturbed)
 
