@@ -424,7 +424,8 @@ def _add_adapters(
         (own,) = [a for a in adapters if module_of(name) in a["modules"]]
         divisor = own["rank"] ** (0.5 if own["method"] == "rslora" else 1)
         names = ("down", "up", *(["magnitude"] if own["method"] == "dora" else []))
-        parts = {n: nn.Parameter(torch.empty_like(initial[f"{linear}.lora.{n}"])) for n in names}
+        shapes = {n: initial[f"{linear}.lora.{n}"].shape for n in names}
+        parts = {n: nn.Parameter(torch.empty(shape)) for n, shape in shapes.items()}
         found |= {f"{linear}.lora.{n}": parameter for n, parameter in parts.items()}
         owner = owners[id(parameters[f"{linear}.weight"])]
         for n, parameter in parts.items():
