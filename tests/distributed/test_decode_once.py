@@ -173,7 +173,8 @@ def test_replicas_decode_each_image_once(ranks, data, real_data, one_process, tm
                 assert other[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), (name, key)
             assert other["decoded_images"] == one["decoded_images"], (name, one["step"])
             # Each data-parallel rank counts a torn sample when it meets it first, in any epoch.
-            assert other["skipped_samples"] >= one["skipped_samples"], (name, one["step"])
+            more = name == "fsdp2" and other["skipped_samples"] > one["skipped_samples"]
+            assert more or other["skipped_samples"] == one["skipped_samples"], (name, one["step"])
             assert images(other) == images(one)
 
 
