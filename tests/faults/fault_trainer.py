@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,11 +25,13 @@ from torch.distributed.fsdp import fully_shard
 from torchmm.common.errors import TorchmmError
 from torchmm.common.rng import restore_rng, seed_everything
 from torchmm.parallel.health import Health, check_finite, gather_floats
+from torchmm.parallel.mesh import start_process_group
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.ending import Status, StopSignal, write_status
 
-TIMEOUT_S = float(os.environ.get("TIMEOUT_S", "10"))
+TIMEOUT_S = int(os.environ.get("TIMEOUT_S", "10"))
 
 
 def say(*words: object) -> None:
@@ -144,7 +145,7 @@ def restarted() -> bool:
 def main() -> int:
     """Maps outcomes to exit codes as train.py does."""
     logging.basicConfig(level=logging.INFO)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    start_process_group(ParallelConfig(timeout_s=TIMEOUT_S), torch.device("cpu"))
     run_dir = Path(sys.argv[1])
     run_dir.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(run_dir, int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "")

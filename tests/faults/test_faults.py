@@ -51,7 +51,6 @@ def test_a_killed_rank_is_named_and_the_run_resumes_exactly(tmp_path, uninterrup
 
 
 def test_torchrun_restarts_a_killed_rank_and_ends_with_the_same_bits(tmp_path, uninterrupted):
-    """Needs the variable set in the harness: without it no restart ever connects."""
     with TorchrunJob(TRAINER, [tmp_path, 12, "kill:1:6"], 2, tmp_path / "logs", restarts=1) as job:
         assert job.wait() == [0], job.output()
         assert final_hash(job.output()) == uninterrupted

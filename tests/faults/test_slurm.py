@@ -105,9 +105,10 @@ def test_a_preempted_job_is_queued_again_and_ends_with_the_same_bits(
     _wait_until(lambda: "queued again" in log.read_text(), log)
     status = read_status(run_dir)
     assert (status.state, status.exit_code) == ("preempted", 75) and status.step < STEPS
-    # Slurm lets a job that was queued again wait for two minutes.
+    # Slurm lets a job that was queued again wait for two minutes. Some seconds it needs: nodes
+    # refuse credentials of the very second in which they took back those of the first try.
     _wait_until(lambda: "PENDING" in call(here, "squeue", "-h", "-j", job, "-o", "%T"), log)
-    call(here, "scontrol", "update", f"JobId={job}", "StartTime=now")
+    call(here, "scontrol", "update", f"JobId={job}", "StartTime=now+5")
     _wait_until(lambda: read_status(run_dir).state == "done", log, 200)
     # Until Slurm knows it, too: what it runs would stay behind when its daemons are killed.
     _wait_until(lambda: "COMPLETED" in call(here, "scontrol", "show", "job", job), log)
