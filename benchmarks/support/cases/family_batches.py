@@ -3,7 +3,8 @@
 A sample is a caption behind its picture and, for models that hear, a sound of noise: begin, media,
 caption, end. Placeholders stand where each model expects them, with marks around them and between
 the rows of a picture as its text conventions say; only captions are to be predicted. Pictures go
-through each model's own image processor, here one by one, there as a batch.
+through each model's own image processor, here one by one, there as a batch; models of tiles get all
+tiles of a picture. Models that only hear get the noise in windows, which Hugging Face's fill up.
 """
 
 from __future__ import annotations
@@ -31,9 +32,17 @@ from support.cases.family_cases import (
     START,
     STOP,
 )
-from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Microbatch, MicrobatchMeta
+from torchmm.common.batch import (
+    IGNORE_TARGET,
+    EncoderInputs,
+    ImageSpec,
+    Microbatch,
+    MicrobatchMeta,
+    TextSpec,
+)
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
 from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.data.media.tiles import UNLIMITED, TiledMedia
 from torchmm.models.families.text import Token
 from torchmm.models.multimodal import MultimodalModel
 
@@ -41,6 +50,10 @@ TOKENS_PER_S = 4
 """How fast captions are read aloud."""
 SECOND_FRAMES, FRAME_SAMPLES = 100, 160
 """Mel frames of a second of sound, which Qwen3-Omni's tower reads by itself; samples of a frame."""
+POSITION_FRAMES = 2
+"""Mel frames of a position of towers that read windows."""
+MASKS = {"qwen2_audio": "feature_attention_mask", "audioflamingo3": "input_features_mask"}
+"""Hugging Face's names of the mask of what is heard; Voxtral hears everything."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,9 @@ class Media(NamedTuple):
     written: list[list[int]]
     """Token ids in the text of each sample."""
     placeholder: int
+    places: list[Tensor] | None = None
+    """Of each sample's output tokens, counted from its first placeholder, where tokens of tiles
+    interleave; None: one after another."""
 
 
 def renumbered(captions: Captions, count: int) -> tuple[list[Sample], int]:
@@ -80,10 +96,7 @@ def renumbered(captions: Captions, count: int) -> tuple[list[Sample], int]:
 def batches(model: MultimodalModel, samples: list[Sample]) -> tuple[Microbatch, dict[str, Any]]:
     """The samples as ours takes them, and as the arguments of Hugging Face's model."""
     specs = model.image_specs()
-    media = [
-        _images(model, spec, samples) if spec.modality == "image" else _sounds(model, spec, samples)
-        for spec in specs.values()
-    ]
+    media = [_media(model, spec, samples) for spec in specs.values()]
     heads = [[BEGIN, *(i for m in media for i in m.written[n])] for n in range(len(samples))]
     rows = [torch.tensor([*head, *s.ids, END]) for head, s in zip(heads, samples, strict=True)]
     lengths = [len(head) for head in heads]
@@ -96,6 +109,36 @@ def batches(model: MultimodalModel, samples: list[Sample]) -> tuple[Microbatch, 
     if model.composite is not None:
         padded |= _token_types(model.composite.model_type, padded)
     return packed, padded
+
+
+def _media(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
+    if spec.modality == "audio":
+        windows = spec.sound_chunks is not None and spec.sound_chunks.padding != "patch"
+        return (_windows if windows else _sounds)(model, spec, samples)
+    return (_tiles if spec.ends_lines else _images)(model, spec, samples)
+
+
+def _tiles(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
+    """The whole picture and its tiles, without their padding."""
+    assert spec.tiles is not None
+    media = TiledMedia(spec.tiles, ImagePreprocessor(spec), TextSpec(0, IMAGE), {}, 10**9)
+    cut = [media.open(sample.image).cut(UNLIMITED) for sample in samples]
+    tiles = [tile for picture in cut for tile in picture.tiles]
+    pixels = torch.cat([torch.from_numpy(picture.pixels) for picture in cut])
+    grid = media.images.grid(0, 0)
+    kept = [tile.kept for tile in tiles if tile.kept is not None]
+    inputs = EncoderInputs(
+        pixels, [(1, grid.rows, grid.columns)] * len(tiles), torch.empty(0), kept
+    )
+    outputs = media.scheme.processor([picture.image() for picture in cut], return_tensors="pt")
+    theirs = {name: outputs[name] for name in ("pixel_values", "image_sizes")}
+    written, places = [], []
+    for picture in cut:
+        written.append([IMAGE] * sum(picture.placeholders))
+        starts = accumulate(picture.placeholders, initial=0)
+        own = [torch.from_numpy(t.places) + s for t, s in zip(picture.tiles, starts, strict=False)]
+        places.append(torch.cat(own))
+    return Media(spec.encoder, inputs, theirs, written, IMAGE, places)
 
 
 def _images(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
@@ -176,6 +219,40 @@ def _sounds(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> M
     return Media(spec.encoder, ours, theirs, written, SOUND)
 
 
+def _windows(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Media:
+    """Noise as long as it takes to read the captions aloud, at most a window of the tower."""
+    chunks = spec.sound_chunks
+    assert chunks is not None and model.composite is not None
+    generator = torch.Generator().manual_seed(len(samples))
+    whole = POSITION_FRAMES * chunks.patches
+    windows, patches, heard = [], [], []
+    for sample in samples:
+        frames = min(SECOND_FRAMES * len(sample.ids) // TOKENS_PER_S, whole)
+        mels_FM = torch.randn(frames, spec.processor["feature_size"], generator=generator)
+        window_FM = functional.pad(mels_FM, (0, 0, 0, whole - frames + chunks.overlap))
+        own = chunks.patches if chunks.padding == "heard" else -(-frames // POSITION_FRAMES)
+        cut_PMF = window_FM.unfold(0, POSITION_FRAMES + chunks.overlap, POSITION_FRAMES)[:own]
+        patches.append(cut_PMF.mT.flatten(1))
+        windows.append(window_FM[:whole])
+        heard.append(frames)
+    theirs = {"input_features": torch.stack(windows).mT}
+    if chunks.padding == "silent":
+        mask = torch.arange(whole) < torch.tensor(heard)[:, None]
+        theirs[MASKS[model.composite.model_type]] = mask.long()
+    text = model.text
+    written = [
+        [
+            *_marks(text.prefix, START),
+            *[SOUND] * (len(patch) // spec.patches_per_token),
+            *_marks(text.suffix, STOP),
+        ]
+        for patch in patches
+    ]
+    grids = [(1, 1, len(patch)) for patch in patches]
+    ours = EncoderInputs(torch.cat(patches), grids, torch.empty(0), None, spec.patches_per_token)
+    return Media(spec.encoder, ours, theirs, written, SOUND)
+
+
 def _pack(rows: list[Tensor], lengths: list[int], media: list[Media]) -> Microbatch:
     """One row.
 
@@ -190,13 +267,21 @@ def _pack(rows: list[Tensor], lengths: list[int], media: list[Media]) -> Microba
         shifted[-1] = IGNORE_TARGET
         targets.append(shifted)
     ids = torch.cat(rows)
-    encoders = {
-        m.encoder: replace(m.ours, positions_K=(ids == m.placeholder).nonzero()[:, 0])
-        for m in media
-    }
+    encoders = {m.encoder: replace(m.ours, positions_K=_positions(ids, starts, m)) for m in media}
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     meta = MicrobatchMeta(samples=(), tokens=starts[-1])
     return Microbatch(ids, torch.cat(targets), positions, starts, encoders, meta)
+
+
+def _positions(ids: Tensor, starts: list[int], media: Media) -> Tensor:
+    """(K,): where output tokens are, those of one image after those of another."""
+    shown = ids == media.placeholder
+    if media.places is None:
+        return shown.nonzero()[:, 0]
+    found = []
+    for places, (start, stop) in zip(media.places, pairwise(starts), strict=True):
+        found.append(start + shown[start:stop].int().argmax() + places)
+    return torch.cat(found)
 
 
 def _mrope(model: MultimodalModel, packed: Microbatch) -> Tensor:

@@ -11,6 +11,10 @@ IMAGE_PX, PATCH_PX = 64, 8
 """Fixed-size images: 64 patches."""
 MEL_BINS = 80
 """Of sounds."""
+WINDOW_POSITIONS = 500
+"""Of towers that read sounds in windows: ten seconds; no caption read here takes longer."""
+PINPOINTS = [[IMAGE_PX, 2 * IMAGE_PX], [2 * IMAGE_PX, IMAGE_PX], [2 * IMAGE_PX, 2 * IMAGE_PX]]
+"""Resolutions into which pictures are cut."""
 
 
 class Size(NamedTuple):
@@ -225,6 +229,24 @@ def _towers(size: Size) -> dict[str, dict[str, Any]]:
         "qwen3_5_moe": {"model_type": "qwen3_5_moe_vision", **plain},
         "qwen3_vl": {"model_type": "qwen3_vl_vision", **qwen3},
         "qwen3_vl_moe": {"model_type": "qwen3_vl_moe_vision", **qwen3},
+        **{
+            f"{name}_sound": {
+                "model_type": f"{name}_encoder",
+                **{key: value for key, value in hearing.items() if key != "output_dim"},
+                "max_source_positions": WINDOW_POSITIONS,
+            }
+            for name in ("qwen2_audio", "audioflamingo3")
+        },
+        "voxtral_sound": {
+            "model_type": "voxtral_encoder",
+            "num_mel_bins": MEL_BINS,
+            "hidden_size": size.hidden,
+            "num_hidden_layers": max(2, size.layers // 2),
+            "num_attention_heads": size.hidden // 32,
+            "intermediate_size": 4 * size.hidden,
+            "max_source_positions": WINDOW_POSITIONS,
+        },
+        "aimv2": {"model_type": "aimv2_vision_model", **shared, **ffn},
         "clip": {"model_type": "clip_vision_model", **shared, **ffn},
         "siglip": {"model_type": "siglip_vision_model", **siglip},
         "dinov2": {"model_type": "dinov2", **shared, "mlp_ratio": 3},
@@ -256,6 +278,13 @@ def _composites(
         "llava with clip": composite("llava", "clip", "llama", **default),
         "llava with siglip": composite("llava", "siglip", "qwen2", **full),
         "llava with dinov2": composite("llava", "dinov2", "llama", **default),
+        "llava with aimv2": composite("llava", "aimv2", "llama", **full),
+        "llava_next": composite(
+            "llava_next", "clip", "mistral", **default, image_grid_pinpoints=PINPOINTS
+        ),
+        "llava_onevision": composite(
+            "llava_onevision", "siglip", "qwen2", **full, image_grid_pinpoints=PINPOINTS
+        ),
         "llava with pixtral": composite("llava", "pixtral", "mistral", **full),
         "internvl": composite("internvl", "internvl", "qwen2"),
         "idefics3": composite("idefics3", "idefics3", "llama"),
@@ -269,6 +298,9 @@ def _composites(
         "qwen3_5": composite("qwen3_5", "qwen3_5", "qwen3_5_text"),
         "qwen3_5_moe": composite("qwen3_5_moe", "qwen3_5_moe", "qwen3_5_moe_text"),
     }
+    for name, text in (("voxtral", "llama"), ("qwen2_audio", "qwen2"), ("audioflamingo3", "qwen2")):
+        parts = {"audio_config": towers[f"{name}_sound"], "text_config": texts[text]}
+        found[name] = {"model_type": name, **parts}
     return found | _with_mrope(texts, towers)
 
 

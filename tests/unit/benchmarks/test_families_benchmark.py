@@ -24,8 +24,7 @@ def test_all_supported_families_are_compared(benchmark):
     composites = {case.config["model_type"] for case in cases if case.composite}
     texts = {case.config["model_type"] for case in cases if not case.composite}
     llms = importlib.import_module("torchmm.models.families.llms.table").LLM_FAMILIES
-    left_out = {*benchmark.ALWAYS_TILED, *benchmark.NOT_COMPARED}
-    assert composites == set(benchmark.COMPOSITES) - left_out
+    assert composites == set(benchmark.COMPOSITES)
     assert texts == set(llms)
 
 
@@ -33,7 +32,8 @@ def test_all_supported_families_are_compared(benchmark):
     "name",
     [
         *("mistral", "ministral3", "lfm2", "gemma3", "gemma4", "mistral3", "qwen3_vl", "glm4v_moe"),
-        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "llava with aimv2", "llava_next"),
+        *("llava_onevision", "voxtral", "qwen2_audio", "audioflamingo3"),
     ],
 )
 def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
