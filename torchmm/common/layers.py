@@ -65,18 +65,23 @@ class LayerDescription:
     cross_attention: bool = False
     """Whether a second attention of the same sizes reads the context (generators), which has
     `hidden_size` features after the connector."""
-    norm: Literal["rms", "layer"] = "rms"
-    """Kind of the layer's norms."""
-    norm_place: Literal["before", "behind", "around"] = "before"
-    """Where they are: before attention and feed-forward part, after them ("behind"), or both."""
+    norm: Literal["rms", "layer", "centred"] = "rms"
+    """Kind of the layer's norms; "centred": Cohere's LayerNorm, call by call and without a bias."""
+    norm_place: Literal["before", "behind", "around", "shared"] = "before"
+    """Where they are: before attention and feed-forward part, after them ("behind"), or both
+    ("around"); "shared": one for both, which read the same."""
     more_norms: int = 0
     """Norms of all features beside these."""
+    norms_of_same: int = 0
+    """How many of these read what another norm reads."""
     norm_weight_float32: bool = False
     """Whether their weights multiply float32 values, which are then kept for backward."""
     activation: str = "silu"
     """Function inside the feed-forward part, by Hugging Face's name; "clamped_silu": GPT-OSS's."""
     rotary: bool = True
     """Whether queries and keys are rotated."""
+    rotary_float32: bool = False
+    """Whether that is done in float32, whatever the other values are."""
     qk_norm: bool = False
     """Whether queries and keys are normalized."""
     value_norm: bool = False
@@ -91,6 +96,12 @@ class LayerDescription:
     """Experts among which a router chooses for every token; 0: one feed-forward part for all."""
     experts_per_token: int = 0
     """How many of them a token goes through."""
+    router_norm: bool = False
+    """Whether the router has a norm without weight, and scales, of what another norm reads too."""
+    plain_scores: bool = False
+    """Whether scores are computed by plain products (caps, sinks), which keep no result."""
+    expert_biases: bool = False
+    """Whether experts' products have biases."""
     router_float32: bool = False
     """Whether the router computes in float32, whatever the other weights are."""
     batched: bool = False

@@ -20,6 +20,7 @@ from torchmm.balance.costs.operators import (
     Operators,
     activation_operators,
     matmul,
+    norm_operators,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.layers import LayerDescription
@@ -147,8 +148,8 @@ class FeedForward(Component):
     sublayer = True
 
     def extra_readers(self) -> int:
-        """The gate."""
-        return int(self.layer.gated_ffn)
+        """The gate, unless one linear gives it."""
+        return int(self.layer.gated_ffn and not self.layer.packed_gate_up)
 
     @classmethod
     def is_in(cls, layer: LayerDescription) -> bool:
@@ -167,14 +168,27 @@ class FeedForward(Component):
         inputs, outputs = self.linears()["down"]
         return super().sharded_linears(tensor) | {"down": (inputs / tensor, outputs)}
 
+    def local_linears(self, tensor: int) -> dict[str, Linear]:
+        """Gate and up are one product if one linear gives them."""
+        own = self.sharded_linears(tensor)
+        if not self.layer.packed_gate_up:
+            return own
+        inputs, inner = own["up"]
+        return {"gate_up": (inputs, 2 * inner), "down": own["down"]}
+
     def replicated(self, tensor: int) -> tuple[str, ...]:
         """What one linear gives together."""
         return ("gate", "up") if self.layer.packed_gate_up else ()
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """The activation function, and the product with the gate."""
-        inner_N = sizes.units_N * self.layer.ffn_size / setting.execution.tensor
-        return activation_operators(self.layer.activation, self.layer.gated_ffn, inner_N, setting)
+        layer = self.layer
+        inner_N = sizes.units_N * layer.ffn_size / setting.execution.tensor
+        passes = activation_operators(layer.activation, layer.gated_ffn, inner_N, setting)
+        if layer.packed_gate_up:  # their gradients are joined
+            moved_N = 4 * setting.element_bytes * inner_N
+            passes.inputs.append(Operator("copy", memory_bytes=moved_N, calls=1))
+        return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Tensors of the inner size; the last one is the input of a linear."""
@@ -217,10 +231,23 @@ class Experts(FeedForward):
         rows_N = self._chosen_N(sizes, setting)
         row_bytes = (1 + weights) * size * self.layer.hidden_size + 4 * 8 + size
         routed_N = 4 * self.layer.experts * sizes.units_N
-        if self.layer.router_float32 and weights and size < 4:
+        if self._casts_router(setting):
             hidden = self.layer.hidden_size
-            routed_N = routed_N + 4 * hidden * (sizes.units_N + self.layer.experts)
+            routed_N = routed_N + 4 * hidden * (weights * sizes.units_N + self.layer.experts)
+        if self.layer.router_norm:
+            hidden_N = self.layer.hidden_size * sizes.units_N
+            # Before and behind its scales; what it reads, in float32 as other norms do.
+            copied = 4 if size < 4 else 0
+            routed_N = routed_N + (2 * size * weights + copied) * hidden_N + 4 * sizes.units_N
         return super().kept_bytes(sizes, setting, weights) + row_bytes * rows_N + routed_N
+
+    def inner_norms(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """The router's, whose scales weigh as those of other norms."""
+        layer = self.layer
+        if not layer.router_norm:
+            return Operators.none()
+        elements_N = sizes.units_N * layer.hidden_size
+        return norm_operators(layer.norm, elements_N, 1, setting)
 
     def results_N(self, sizes: TaskSizes, setting: Setting) -> Array | float:
         """Those of experts are as many rows of a token as it has experts."""
@@ -241,7 +268,8 @@ class Experts(FeedForward):
         )
         for name, product in own:
             if name not in self.divided:
-                found.append(product)
+                wide = 4 / setting.element_bytes if self._casts_router(setting) else 1
+                found.append(product._replace(memory_bytes=wide * product.memory_bytes))
                 continue
             joined = name == "up" and layer.gated_ffn
             width = inner + (0 if joined else layer.hidden_size)
@@ -257,6 +285,10 @@ class Experts(FeedForward):
         router = layer.hidden_size * layer.experts
         return router + self._experts(setting) * each
 
+    def _casts_router(self, setting: Setting) -> bool:
+        """Whether the router's weights and what it reads are copied to float32."""
+        return self.layer.router_float32 and setting.element_bytes < 4
+
     def _experts(self, setting: Setting) -> float:
         """That a rank has."""
         return self.layer.experts / setting.execution.tensor / setting.execution.expert
@@ -269,11 +301,22 @@ class Experts(FeedForward):
         size = setting.element_bytes
         token_N = size * layer.hidden_size * sizes.units_N
         rows_N = size * layer.hidden_size * self._chosen_N(sizes, setting)
-        joined_N = 4 * size * sizes.units_N * layer.ffn_size / setting.execution.tensor
+        joined = 14 if layer.activation == CLAMPED else 4  # a sum of slices, or one copy
+        joined_N = joined * size * sizes.units_N * layer.ffn_size / setting.execution.tensor
         forward = Operator("copy", memory_bytes=6 * rows_N + 2 * token_N, calls=18)
         inputs = Operator("copy", memory_bytes=14 * rows_N + 4 * token_N + joined_N, calls=14)
         passes.forward.append(forward)
         passes.inputs.append(inputs)
+        if self._casts_router(setting):
+            read_N = (4 + size) * layer.hidden_size * sizes.units_N
+            weights = (4 + size) * layer.hidden_size * layer.experts
+            passes.forward.append(Operator("copy", memory_bytes=read_N + weights, calls=2))
+            passes.inputs.append(Operator("copy", memory_bytes=read_N + weights, calls=2))
+        if layer.expert_biases:  # a row of them for each row, added to it; sums by expert
+            widths = (1 + layer.gated_ffn) * layer.ffn_size / setting.execution.tensor
+            biased_N = size * sizes.units_N * widths + rows_N
+            passes.forward.append(Operator("elementwise", memory_bytes=4 * biased_N, calls=4))
+            passes.inputs.append(Operator("elementwise", memory_bytes=biased_N, calls=4))
         return passes
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:

@@ -125,6 +125,8 @@ class Attention(Component):
         # Who keeps a slice of packed results keeps all of them.
         values = query + 2 * key if self.layer.packed_qkv else key
         inputs_N = setting.element_bytes * sizes.units_N * (query + key + values)
+        if self.layer.plain_scores and not weights:  # nor does a linear keep the result
+            return inputs_N
         return self._result_bytes(sizes, setting) + inputs_N
 
     def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
@@ -134,8 +136,10 @@ class Attention(Component):
     def _result_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
         """The result of attention, and a float32 statistic for every head and position."""
         query, _ = head_widths(self.layer, setting.execution)
-        statistics_N = 4 * self.layer.heads / setting.execution.tensor * sizes.units_N
-        return setting.element_bytes * sizes.units_N * query + statistics_N
+        result_N = setting.element_bytes * sizes.units_N * query
+        if self.layer.plain_scores:  # computed again from queries, keys and values
+            return result_N
+        return result_N + 4 * self.layer.heads / setting.execution.tensor * sizes.units_N
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
         """Projections and their gradients."""
@@ -318,7 +322,8 @@ class Heads(Component):
         heads = layer.heads + (2 if layer.value_norm else 1) * layer.kv_heads
         width = heads * layer.head_dim / setting.execution.tensor
         calls = 3 if layer.value_norm else 2
-        return norm_operators(layer.norm, sizes.units_N * width, calls, setting)
+        elements_N = sizes.units_N * width
+        return norm_operators(layer.norm, elements_N, calls, setting, layer.norm_weight_float32)
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """Rotation, and copies."""
@@ -327,18 +332,22 @@ class Heads(Component):
         query, key = head_widths(layer, setting.execution)
         passes = Operators.none()
         if layer.rotary:
-            # Packed projections come with vision layers, which rotate in float32.
-            wide = max(size, 4) if layer.packed_qkv else size
+            # Towers with packed projections do so too.
+            floats = layer.rotary_float32 or (layer.packed_qkv and not layer.causal)
+            wide = max(size, 4) if floats else size
             casts = 4 + 4 * size if wide > size else 0
             rotated_N = sizes.units_N * (query + key)
             for own, count in ((passes.forward, 10), (passes.inputs, 14)):
                 moved_N = (count * wide + casts) * rotated_N
                 own.append(Operator("elementwise", memory_bytes=moved_N, calls=count))
         if not layer.batched:
-            # Taking the only row of a batch, in backward; packed projections are joined again.
-            times = 6 if layer.packed_qkv else 4
+            # Taking the only row of a batch, in backward; packed projections are joined again, in
+            # LLMs as a sum of slices.
+            times, calls = 4, 6
+            if layer.packed_qkv:
+                times, calls = (15, 14) if layer.causal else (6, 6)
             moved_N = times * size * (sizes.units_N * (query + 2 * key))
-            passes.inputs.append(Operator("copy", memory_bytes=moved_N, calls=6))
+            passes.inputs.append(Operator("copy", memory_bytes=moved_N, calls=calls))
         return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
@@ -384,9 +393,12 @@ def head_widths(layer: LayerDescription, execution: Execution) -> tuple[float, f
 
 
 def norm_kept_bytes(kind: str, elements: Array, element_bytes: int, weights: bool) -> Array:
-    """A norm's input, and, where its weight is trained, its result before that weight."""
+    """A norm's input (or two float32 differences from its mean), and, where its weight is trained,
+    its result before that weight."""
     if kind == "layer":
         return element_bytes * elements
+    if kind == "centred":
+        return (8 + element_bytes * weights) * elements
     return (4 + element_bytes * weights) * elements
 
 

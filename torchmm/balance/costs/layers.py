@@ -145,7 +145,7 @@ def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting)
         passes.weights[:] = Adapters(layer).operators(sizes, setting).weights
     mode = setting.execution.recompute
     if mode != "none":
-        ends = layer.norm_place == "before"  # else a norm needs the last product
+        ends = layer.norm_place in ("before", "shared")  # else a norm needs the last product
         products = len(local_linears(layer, setting.execution.tensor))
         last = linears.forward[products - 1] if ends else None
         weighed = bool(layer.experts and not layer.shared_ffn_size)
@@ -181,14 +181,29 @@ def _sublayers(layer: LayerDescription, *, context: bool = True) -> int:
 
 
 def _norm_count(layer: LayerDescription, sublayers: int) -> int:
-    """Norms of all features."""
+    """Norms of all features, but the router's."""
+    if layer.norm_place == "shared":
+        return 1 + layer.more_norms
     return sublayers * (2 if layer.norm_place == "around" else 1) + layer.more_norms
+
+
+def keeps_input(layer: LayerDescription, element_bytes: int, *, weights: bool) -> bool:
+    """Whether a layer that is not recomputed keeps its input itself, and not just what it makes of
+    it in float32.
+
+    Args:
+        weights: whether its weights are trained.
+    """
+    if layer.norm_place == "behind":
+        return weights  # the input of linears
+    return layer.norm == "layer" or (layer.norm == "rms" and element_bytes == 4)
 
 
 def _norms(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
     rows_N = sizes.units_N * setting.execution.residual_share
     count = _norm_count(layer, _sublayers(layer))
-    return norm_operators(layer.norm, count * rows_N * layer.hidden_size, count, setting)
+    elements_N = count * rows_N * layer.hidden_size
+    return norm_operators(layer.norm, elements_N, count, setting, layer.norm_weight_float32)
 
 
 def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
@@ -196,7 +211,7 @@ def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Ope
     components = sorted(components_of(layer), key=lambda c: c.reads_context)
     every = [product for component in components for product in component.products(sizes, setting)]
     weights = list(every)
-    if layer.norm == "layer" or layer.packed_qkv:  # these families have biases
+    if layer.norm == "layer" or (layer.packed_qkv and not layer.causal):  # these have biases
         summed = sum(component.results_N(sizes, setting) for component in components)
         bias_bytes = setting.element_bytes * summed
         weights.append(Operator("elementwise", memory_bytes=bias_bytes, calls=len(every)))
@@ -213,6 +228,7 @@ def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> O
     adds = _sublayers(layer)
     forward = Operator("elementwise", memory_bytes=3 * adds * size * share * elements, calls=adds)
     readers = sum(c.extra_readers() for c in components_of(layer))
+    readers += layer.norm_place == "shared"
     inputs = [
         forward,
         Operator("elementwise", memory_bytes=3 * readers * size * elements, calls=readers),
@@ -311,7 +327,10 @@ def layer_kept_bytes(
     kept_N += 4 * norms * norm_scales(layer.norm) * sizes.units_N * execution.residual_share
     gathered = execution.residual_share if execution.async_tensor else 1.0
     inputs_N = gathered * sizes.units_N * layer.hidden_size
-    kept_N += sublayers * weights * element_bytes * inputs_N  # of linears
+    if element_bytes == 4:  # no copies of what norms read
+        kept_N -= layer.norms_of_same * element_bytes * input_N
+    read = 1 if layer.norm_place == "shared" else sublayers
+    kept_N += read * weights * element_bytes * inputs_N  # by linears
     return kept_N + sum(c.kept_bytes(sizes, setting, weights) for c in components)
 
 
@@ -320,7 +339,7 @@ def shared_bytes(module: ModuleDescription, sizes: TaskSizes, element_bytes: int
     layer = module.layers[0]
     if module.kind != "llm" and layer.norm != "rms":
         return sizes.units_N * 0.0  # towers with layer norms add positions instead
-    size = element_bytes if module.kind == "llm" else 4
+    size = element_bytes if module.kind == "llm" and not layer.rotary_float32 else 4
     return 2 * size * sizes.units_N * layer.head_dim
 
 

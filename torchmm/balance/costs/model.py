@@ -30,6 +30,7 @@ from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.flops import PassFlops, pass_flops
 from torchmm.balance.costs.layers import (
     Parameters,
+    keeps_input,
     layer_linears,
     shared_bytes,
     stage_parameters,
@@ -274,7 +275,7 @@ class CostModel:
             again = again.plus(own.again, block.count * has_backward)
             found_N = block.count * block.kept_bytes(sizes, setting, needs_weights)
             found_N = found_N * (np.asarray(needs_inputs) | needs_weights)
-            kept_N += found_N + self._received(block, sizes, has_backward, first=block is blocks[0])
+            kept_N += found_N + self._received(blocks, block, sizes, has_backward, needs_weights)
             if block is first_layers:
                 kept_N += has_backward * shared_bytes(module, sizes, self.element_bytes)
             if needs_weights:
@@ -332,11 +333,19 @@ class CostModel:
         found = work.times(self.profile, hidden)
         return Times(factor * found.total_ms, factor * found.tensor_ms)
 
-    def _received(self, block: Block, sizes: TaskSizes, has_backward: Array, first: bool) -> Array:
-        """A received input, which is kept next to the float32 copy that an RMSNorm makes of it."""
+    def _received(
+        self,
+        blocks: Sequence[Block],
+        block: Block,
+        sizes: TaskSizes,
+        has_backward: Array,
+        trained: bool,
+    ) -> Array:
+        """A received input, if the stage's first layer keeps something else in its place."""
         width = 0
-        if first and isinstance(block, Layers) and self.element_bytes < 4:
-            width = block.layer.hidden_size if block.layer.norm == "rms" else 0
+        if block is blocks[0] and isinstance(block, Layers):
+            kept = keeps_input(block.layer, self.element_bytes, weights=trained)
+            width = 0 if kept else block.layer.hidden_size
         return self.element_bytes * sizes.units_N * width * has_backward
 
     def _link(self, ranks: int) -> Link:

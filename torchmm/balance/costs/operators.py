@@ -265,8 +265,18 @@ def accumulate(parameters: float, setting: Setting, tensors: int) -> Operator:
     return Operator("elementwise", memory_bytes=bytes_each * parameters, calls=tensors)
 
 
-def norm_operators(kind: str, elements: Array | float, calls: int, setting: Setting) -> Operators:
-    """Norms of `elements` values in all; RMSNorms compute in float32, call by call."""
+def norm_operators(
+    kind: str,
+    elements: Array | float,
+    calls: int,
+    setting: Setting,
+    weight_float32: bool = False,
+) -> Operators:
+    """Norms of `elements` values in all; all but "layer" compute in float32, call by call.
+
+    Args:
+        weight_float32: whether that is so for their weights too.
+    """
     size = setting.element_bytes
     casts = setting.element_bytes < 4
     if kind == "layer":
@@ -275,10 +285,18 @@ def norm_operators(kind: str, elements: Array | float, calls: int, setting: Sett
         weights = 2 * size
         counts = (1, 1, 0)
     else:
-        forward = 20 + 2 * size + (2 * (4 + size) if casts else 0)
-        weights = 4 * size
-        inputs = 92 - weights
-        counts = (8 if casts else 6, 14 if casts else 12, 2)
+        weighed = 4 if weight_float32 else size
+        centred = kind == "centred"  # the mean, and two differences from it
+        cast = 2 * (4 + size) if casts else 0
+        forward = (40 if centred else 20) + 2 * weighed + cast
+        inputs = (108 if centred else 68) + 2 * weighed + cast
+        weights = 4 * weighed
+        more = casts and weight_float32  # the weights are cast too
+        counts = (
+            (9 if centred else 6) + 2 * casts + more * centred,
+            (19 if centred else 12) + 2 * casts,
+            2 + more,
+        )
     each = zip((forward, inputs, weights), counts, strict=True)
     first, second, third = (
         Operator("norm", memory_bytes=bytes_each * elements, calls=calls * count)

@@ -25,7 +25,7 @@ GEMMA_NORMS = (
     "post_feedforward_layernorm",
 )
 """From Gemma 2 on."""
-NormPlace = Literal["before", "behind", "around"]
+NormPlace = Literal["before", "behind", "around", "shared"]
 """See `LayerDescription.norm_place`."""
 
 
@@ -49,11 +49,19 @@ class LlmFamily:
     which tensor parallelism is not part of."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Norms of a layer whose input or output is added to the residual stream."""
+    norm_kind: Literal["centred"] | None = None
+    """Kind of norms, if neither RMSNorm nor torch's LayerNorm, see `LayerDescription`."""
     norm_place: NormPlace = "before"
     more_norms: int = 0
     """Norms beside the usual ones of that place, see `LayerDescription`."""
+    norms_of_same: int = 0
+    """How many of them read what another norm reads."""
+    router_norm: bool = False
+    """See `LayerDescription`."""
     norm_weight_float32: bool = False
     """Whether norms return to the compute dtype only after their weights."""
+    rotary_float32: bool = False
+    """Whether queries and keys are rotated in float32."""
     multiplier: str | None = None
     """Attribute of the text model with which its forward scales `inputs_embeds`; set to 1 on
     later stages, where that input is a hidden state."""

@@ -50,7 +50,9 @@ def _choose(family: LlmFamily, config: Any) -> LlmFamily:
     return replace(
         family,
         norms=(*family.norms, *_EXPERT_NORMS),
-        more_norms=len(_EXPERT_NORMS) + 1,  # the router's
+        more_norms=len(_EXPERT_NORMS),
+        norms_of_same=1,  # "pre_feedforward_layernorm" and its second, as the router's own
+        router_norm=True,
         tensor_parallel={
             "router": "sequence",
             "router.proj": "sequence",

@@ -54,6 +54,7 @@ def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str,
         "gated_ffn": gated,
         "ffn_size": _chosen_width(layer, config, gated) if experts else dense,
         "shared_ffn_size": dense if experts else 0,
+        "expert_biases": any("experts" in n and n.endswith("_bias") for n in layer.state_dict()),
         "shared_gate": any(linear.out_features == 1 for linear in _linears_outside(layer)),
         # GLM's and DeepSeek's, whose scores have biases of their own.
         "router_float32": any("score_correction" in name for name in layer.state_dict()),
@@ -77,6 +78,8 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
         "head_dim": head_dim,
     }
     attention = attention_of(layer)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None  # Gemma 2's
+    sizes["plain_scores"] = capped or getattr(attention, "sinks", None) is not None  # GPT-OSS's
     if not getattr(attention, "use_rope", True):  # some layers of SmolLM3
         sizes["rotary"] = False
     if getattr(attention, "kv_b_proj", None) is not None:

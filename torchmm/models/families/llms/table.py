@@ -15,6 +15,7 @@ _GEMMA = LlmFamily(norms=GEMMA_NORMS, norm_place="around", norm_weight_float32=T
 _OLMO2 = LlmFamily(
     norm_place="behind",
     norm_weight_float32=True,
+    rotary_float32=True,
     norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     # Hugging Face's plan computes attention whole on every rank, for its norms of all heads.
     tensor_parallel={
@@ -118,7 +119,14 @@ LLM_FAMILIES = {
     "glm": LlmFamily(tensor_parallel=_GLM_STYLES),
     "glm4": LlmFamily(norms=_GLM4_NORMS, norm_place="around", tensor_parallel=_GLM_STYLES),
     # Attention and feed-forward part read the same norm; some layers without rotary positions.
-    "cohere2": LlmFamily(norms=("input_layernorm",), own_logits=True),
+    "cohere2": LlmFamily(
+        norms=("input_layernorm",),
+        norm_kind="centred",
+        norm_place="shared",
+        norm_weight_float32=True,
+        rotary_float32=True,
+        own_logits=True,
+    ),
     "mixtral": replace(_QWEN3_MOE, old_names=_EXPERTS_OF_BLOCKS),
     "glm4_moe": LlmFamily(
         tensor_parallel={**_SHARED_EXPERTS, **_HEAD_NORMS}
