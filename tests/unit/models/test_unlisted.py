@@ -164,9 +164,9 @@ def test_all_causal_lms_of_transformers() -> None:
             found, counted = flops_of(name, outcome.proof.family)
             if abs(found / counted - 1) > 0.01:
                 wrong[name] = found / counted
-    # Experts of attention, heads by layer (two), linears inside of others: as the page says.
-    assert set(wrong) == {"jetmoe", "laguna", "mimo_v2_flash", "moshi"}
-    assert all(0.6 < share < 1.3 for share in wrong.values())
+    # As docs/models.md says, where the reasons are.
+    shares = {name: round(share, 2) for name, share in wrong.items()}
+    assert shares == {"jetmoe": 0.73, "mimo_v2_flash": 1.03, "moshi": 0.82}
 
 
 def flops_of(model_type: str, family) -> tuple[float, float]:

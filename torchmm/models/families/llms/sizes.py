@@ -70,14 +70,14 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
     Args:
         counted: whether all further weights of attention are described otherwise.
     """
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    attention = attention_of(layer)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(attention, "num_heads", config.num_attention_heads)  # Laguna's: by layer
     sizes = {
         "heads": heads,
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": head_dim,
     }
-    attention = attention_of(layer)
     capped = getattr(config, "attn_logit_softcapping", None) is not None  # Gemma 2's
     sizes["plain_scores"] = capped or getattr(attention, "sinks", None) is not None  # GPT-OSS's
     if not getattr(attention, "use_rope", True):  # some layers of SmolLM3
