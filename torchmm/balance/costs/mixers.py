@@ -81,7 +81,7 @@ class DeltaNet(Component):
 
     def pair_flops_N(self, sizes: TaskSizes) -> Array | float:
         """Products of the recurrence, of whole chunks: keys with keys and with queries, scores with
-        values, and four with the state, of which one is its update."""
+        values, and three with the state, of which one is its update."""
         d = self.delta
         length_N = _chunk_lengths_N(sizes)
         inside_N = length_N**2 * (2 * d.key_dim + d.value_dim)

@@ -3,11 +3,9 @@
 Such a layer has a causal convolution and a recurrent state where others have attention. Hugging
 Face's forward knows where packed samples begin only if the libraries flash-linear-attention and
 causal-conv1d are installed, and refuses packed rows otherwise. So its forward is replaced
-(`packed_mixers`, which also has the convolution).
-
-- The recurrence is `torchmm.models.layers.delta_ops`, on any device; on CUDA in half precision
-  flash-linear-attention's kernel if that library is installed. Its call was never run here, only
-  its arguments are tested.
+(`packed_mixers`, which also has the convolution). The recurrence is `delta_ops`, on any device; on
+CUDA in half precision flash-linear-attention's kernel if that library is installed. Its call was
+never run here, only its arguments are tested.
 
 Rejected: Hugging Face's forward with other functions in its module's namespace, which would change
 models that are not ours; one call of the rule per segment, slow for many short ones.
