@@ -205,14 +205,18 @@ class Health:
         return PeerError(f"{text}{_first_line(error)} ({hint})")
 
     def _silent_ranks(self) -> list[int]:
-        """Ranks that write no heartbeat for more than one interval and did not lose a peer."""
+        """Ranks that write no heartbeat for more than one interval and did not lose a peer.
+
+        Heartbeats are compared with what they were: clocks of machines need not agree.
+        """
+        ranks = range(self._group.size)
+        before = [self._read_heartbeat(rank) for rank in ranks]
         time.sleep(1.5 * self._heartbeat_s)
-        oldest = time.time() - 1.25 * self._heartbeat_s
-        beats = {rank: self._read_heartbeat(rank) for rank in range(self._group.size)}
+        after = [self._read_heartbeat(rank) for rank in ranks]
         return [
             rank
-            for rank, beat in beats.items()
-            if beat is None or (beat["time"] < oldest and not beat["lost_peer"])
+            for rank, was, now in zip(ranks, before, after, strict=True)
+            if now is None or (now == was and not now["lost_peer"])
         ]
 
     def _ranks_without_data(self) -> list[int]:
@@ -231,7 +235,7 @@ class Health:
         beat = self._read_heartbeat(rank)
         if beat is None:
             return f"rank {rank} did not respond and left no heartbeat"
-        age_s = time.time() - beat["time"]
+        age_s = self._written_s(self._group.rank) - self._written_s(rank)
         doing = f" in {beat['phase']}"
         if beat["phase"] == WAITING_FOR_DATA:
             doing = f", {WAITING_FOR_DATA} for {beat['phase_s']:.0f} s"
@@ -242,6 +246,10 @@ class Health:
 
     def _file(self, rank: int) -> Path:
         return self._directory / f"rank-{rank:05}.json"
+
+    def _written_s(self, rank: int) -> float:
+        """When a rank's heartbeat was written, on the clock of the file system: one for all."""
+        return self._file(rank).stat().st_mtime
 
     def _read_heartbeat(self, rank: int) -> dict[str, Any] | None:
         try:

@@ -222,7 +222,7 @@ def test_with_little_memory_fewer_microbatches_are_in_flight():
 def test_there_is_a_plan_whenever_one_microbatch_at_a_time_fits():
     """Limits from there to what the natural order needs: priorities alone often run out."""
     unlucky = 0
-    for seed in range(20):
+    for seed in range(8):
         graph, costs = loaded(seed)
         free = replace(costs, static_bytes=(), memory_limit_bytes=None)
         durations = costs.compute_ms.__getitem__
@@ -237,7 +237,7 @@ def test_there_is_a_plan_whenever_one_microbatch_at_a_time_fits():
                 assert simulate(plan, tight).fits, (seed, limit, strategy)
             found = search(Dispatcher(graph, tight), Budget(evaluations=20), strategy="natural")
             unlucky += not found.fits
-    assert unlucky > 10
+    assert unlucky > 4
 
 
 def test_a_chain_of_stages_is_never_slower_than_1f1b():

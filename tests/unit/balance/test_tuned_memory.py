@@ -102,12 +102,17 @@ class Step:
 @pytest.mark.parametrize(
     ("encoder", "schedule"),
     [
-        ("clip", "gpipe"),
         ("clip", "zero_bubble"),
-        ("siglip, folded", "separated"),
         ("siglip2", "gpipe"),
-        ("qwen2_5_vl", "separated"),
-        ("whisper", "separated"),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in (
+                ("clip", "gpipe"),
+                ("siglip, folded", "separated"),
+                ("qwen2_5_vl", "separated"),
+                ("whisper", "separated"),
+            )
+        ),
     ],
 )
 def test_a_step_never_uses_more_than_its_limit(encoder, schedule):

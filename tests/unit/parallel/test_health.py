@@ -1,11 +1,13 @@
 import json
 import math
+import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
 from torchmm.common.errors import NonFiniteError, PeerError
+from torchmm.common.files import replace_atomically
 from torchmm.parallel.health import Health, SideGroup, check_finite, gather_floats, is_peer_trouble
 
 NAN, INF = math.nan, math.inf
@@ -78,6 +80,34 @@ def test_heartbeat_tells_step_and_phase(tmp_path):
             assert time.monotonic() < deadline, beat
     assert beat["phase"] == "forward"
     health.close()
+
+
+@pytest.mark.parametrize("clock_s", [-60.0, 0.0, 60.0])
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_silent_rank_is_named_whatever_its_clock_says(alive, clock_s, tmp_path):
+    health = Health(tmp_path, timeout_s=1, heartbeat_s=0.1)
+    health._group.size = 2
+    other = {"rank": 1, "step": 4, "phase": "step", "phase_s": 0.0, "lost_peer": False}
+    other |= {"process": 77, "host": "there"}
+    ended = threading.Event()
+
+    def beat() -> None:
+        for _ in range(1000 if alive else 1):
+            content = json.dumps({**other, "time": time.time() + clock_s})
+            replace_atomically(tmp_path / "rank-00001.json", content.encode())
+            if ended.wait(0.02):
+                return
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    time.sleep(0.1)
+    with pytest.raises(PeerError) as raised, health.phase(4, "forward"):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+    ended.set()
+    thread.join()
+    health.close()
+    named = "rank 1 (process 77 on there) did not respond, last seen 0 s ago" in str(raised.value)
+    assert named != alive and ("all ranks still respond" in str(raised.value)) == alive
 
 
 def test_an_exception_on_rank_0_reaches_the_caller():

@@ -189,6 +189,7 @@ def test_exact_tables_are_reproduced(load, tmp_path, monkeypatch, capsys) -> Non
             if cell.goal_percent is not None:
                 assert abs(cell.error_percent) <= cell.goal_percent, cell
     file, document = tmp_path / "rows.json", tmp_path / "tables.md"
+    monkeypatch.setattr(tables, "exact_sections", lambda: found)  # 20 s of planning, once
     arguments = ["paper_tables.py", "--quick", "--json", str(file), "--markdown", str(document)]
     monkeypatch.setattr(sys, "argv", arguments)
     tables.main()
