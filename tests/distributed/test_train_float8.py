@@ -15,6 +15,15 @@ LAYOUTS = {
     "one_scale": (2, {"float8__recipe": "tensorwise"}),
     "pipeline": (2, {"float8__recipe": "rowwise", "parallel__pipeline": 2}),
     "context": (2, {"float8__recipe": "rowwise", "parallel__llm__context": 2}),
+    "tensor": (2, {"float8__recipe": "rowwise", "parallel__tensor": 2}),
+    "slices": (
+        2,
+        {
+            "float8__recipe": "rowwise",
+            "parallel__tensor": 2,
+            "parallel__sequence_parallel": "true",
+        },
+    ),
     "recomputed": (1, {"float8__recipe": "rowwise", "activation_checkpoint__mode": "selective"}),
     "compiled": (
         1,
@@ -66,5 +75,6 @@ def test_layouts_round_as_one_process_does(layout, train, alone):
     expected = alone[changes["float8__recipe"]]
     for key in ("loss", "grad_norm"):
         assert found[0][key] == pytest.approx(expected[0][key], rel=1e-5), key
+    assert found[0]["grad_norm"] != pytest.approx(alone["none"][0]["grad_norm"], rel=2e-5)
     losses = [r["loss"] for r in found]
     assert losses == pytest.approx([r["loss"] for r in expected], rel=1e-3)

@@ -7,9 +7,10 @@ from what is cast: one for each row and column ("rowwise"), or one for the whole
 
 A rank has to cast what one process would cast, or its numbers are others. That is so under FSDP2,
 which gathers weights, and in pipelines. Where ranks share a sequence, a weight's gradient sums over
-the tokens of one rank, and its scales are of these alone: torchao's scales of rows are powers of
-two, which change only numbers too small for all of float8's digits, and those of whole tensors are
-not (refused, `torchmm.recipe.check`). Experts, whose weights are one tensor, are no linears and
+the tokens of one rank, and where they divide a linear, products sum over some of its features;
+scales are of these alone. torchao's scales of rows are powers of two, which change only numbers too
+small for all of float8's digits, and those of whole tensors are not (refused,
+`torchmm.recipe.check`). Experts, whose weights are one tensor, are no linears and
 stay as they are, like everything around the layers: embeddings, heads, connectors.
 
 Rejected: products of our own, which torchao has tested on devices that we have not.
@@ -18,14 +19,17 @@ Rejected: products of our own, which torchao has tested on devices that we have 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
+from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchmm.models.layered import LayeredModule
+from torchmm.parallel.tensor.linears import MULTIPLY
 from torchmm.recipe.training_section import Float8Config
 
 _MULTIPLE = 16
@@ -49,9 +53,16 @@ def float8_linears(module: LayeredModule, config: Float8Config) -> list[nn.Linea
 
 
 def float8_problems(
-    modules: Sequence[LayeredModule], config: Float8Config, device: torch.device
+    modules: Sequence[LayeredModule],
+    config: Float8Config,
+    device: torch.device,
+    tensor: Mapping[str, int] = MappingProxyType({}),
 ) -> list[str]:
-    """Why a run with these modules cannot compute in float8, on this kind of device."""
+    """Why a run with these modules cannot compute in float8, on this kind of device.
+
+    Args:
+        tensor: by module: ranks that divide its linears, if it is more than one.
+    """
     wanted = [module for module in modules if config.concerns(module.name)]
     if not wanted:
         return []
@@ -69,7 +80,26 @@ def float8_problems(
                 f"{len(module.layer_sizes())}, with sizes that are multiples of {_MULTIPLE}, and "
                 "not in float8.exclude; leave the module out"
             )
+        if not config.emulate:
+            problems += _uneven_parts(module, config, tensor.get(module.name, 1))
     return problems
+
+
+def _uneven_parts(module: LayeredModule, config: Float8Config, tensor: int) -> list[str]:
+    """What kernels cannot multiply when `tensor` ranks divide it."""
+    chosen = set(float8_linears(module, config))
+    divided = {
+        linear.weight.shape[style == "rowwise"]
+        for pattern, style in module.tensor_parallel_plan().items()
+        for linear in module.matching(pattern)
+        if linear in chosen and isinstance(linear, nn.Linear) and style in ("colwise", "rowwise")
+    }
+    return [
+        f"[parallel] tensor = {tensor} divides {size} features of linears of {module.name!r} into "
+        f"parts that are no multiples of {_MULTIPLE}; use a smaller number, or float8.exclude"
+        for size in sorted(divided)
+        if tensor > 1 and size // tensor % _MULTIPLE
+    ]
 
 
 def _device_problems(config: Float8Config, device: torch.device) -> list[str]:
@@ -89,6 +119,19 @@ def apply_float8(module: LayeredModule, config: Float8Config) -> None:
         return
     # An extra, and its import takes seconds.
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415
+    from torchao.float8.float8_linear import (  # noqa: PLC0415
+        Float8Linear,
+        matmul_with_hp_or_float8_args,
+    )
+
+    def multiply(linear: Float8Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What a `Float8Linear` does, with parts of its weight and bias."""
+        product: Tensor = matmul_with_hp_or_float8_args.apply(
+            x, weight.t(), linear.linear_mm_config, linear.config
+        )
+        if bias is None:
+            return product
+        return product + bias.to(product.dtype)
 
     settings = Float8LinearConfig.from_recipe_name(config.recipe)
     # Tokens are an inner size of one of the products, of which there may be any number.
@@ -98,6 +141,9 @@ def apply_float8(module: LayeredModule, config: Float8Config) -> None:
         convert_to_float8_training(
             layer, module_filter_fn=lambda linear, _: linear in chosen, config=settings
         )
+        for part in layer.modules():
+            if isinstance(part, Float8Linear):
+                setattr(part, MULTIPLY, partial(multiply, part))
 
 
 def _plain_linears(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

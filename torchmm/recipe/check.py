@@ -385,9 +385,12 @@ def _check_float8(recipe: Recipe) -> Problems:
         yield Problem(key, float8.recipe, text, ("parallel.schedule", "parallel.llm_schedule"))
     for name in float8.modules:
         _, tensor = _tensor_size(parallel, name)
-        if tensor > 1:
-            text = f"linears of {name!r} that ranks divide are not implemented in float8; use 1"
+        if tensor > 1 and float8.recipe != "rowwise":
+            text = f'ranks divide what is scaled together in {name!r}; use 1, or "rowwise" scales'
             yield Problem("parallel.tensor", tensor, text, (key, f"parallel.{name}.tensor"))
+        elif tensor > 1 and parallel.async_tensor_parallel:
+            text = f"its products, some of {name!r}, are not implemented in float8; set it to false"
+            yield Problem("parallel.async_tensor_parallel", True, text, (key, "float8.modules"))
         if name == LLM and parallel.context > 1 and float8.recipe != "rowwise":
             text = 'ranks divide the rows that are scaled together; use 1, or "rowwise" scales'
             yield Problem("parallel.llm.context", parallel.context, text, (key,))

@@ -160,7 +160,8 @@ def cut_model(
     if run.recipe.optimizer.state_dtype == "int8":
         for module in descriptions:
             problems += block_problems(module, executions[module.name].tensor)
-    problems += float8_problems(modules, run.recipe.float8, device)
+    tensor = {name: own.tensor for name, own in executions.items()}
+    problems += float8_problems(modules, run.recipe.float8, device, tensor)
     problems += kernel_problems(run.recipe.training.attention, device)
     if problems := problems + expert_problems(model.llm, parallel.expert):
         raise ConfigError(problems)

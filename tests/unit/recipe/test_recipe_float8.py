@@ -31,7 +31,9 @@ VISION = "--float8.modules ['llm','vision'] "
         "--parallel.shard 4",
         "--parallel.pipeline 2 --parallel.schedule 1f1b",
         "--parallel.schedule zero_bubble",  # no pipeline
-        "--parallel.tensor 2 --float8.modules []",
+        "--parallel.tensor 2",
+        "--parallel.tensor 2 --parallel.sequence_parallel true",
+        "--parallel.tensor 2 --float8.recipe tensorwise --float8.modules []",
         "--float8.emulate false --training.dtype bfloat16",
         VISION + "--parallel.shard 4",
         "--parallel.llm.context 2",
@@ -44,7 +46,17 @@ def test_valid(recipe: Path, arguments: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "key", "text"),
     [
-        ("--parallel.tensor 2", "parallel.tensor", "linears of 'llm' that ranks divide"),
+        (
+            "--parallel.tensor 2 --float8.recipe tensorwise",
+            "parallel.tensor",
+            "ranks divide what is scaled together in 'llm'",
+        ),
+        (
+            "--parallel.tensor 2 --parallel.sequence_parallel true "
+            "--parallel.async_tensor_parallel true",
+            "parallel.async_tensor_parallel",
+            "some of 'llm', are not implemented in float8",
+        ),
         (
             "--parallel.llm.context 2 --float8.recipe tensorwise",
             "parallel.llm.context",

@@ -10,6 +10,7 @@ itself), and every product of DTensors costs the host more than one of tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,17 @@ from torchmm.parallel.tensor.sequence import (
     distribute_parameters,
 )
 
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Input, weight and bias to the product."""
+MULTIPLY = "torchmm_multiply"
+"""Attribute of linears whose products are not torch's own (in float8): a `Multiply`."""
+
+
+def multiply_of(linear: nn.Module) -> Multiply:
+    """How a linear multiplies whatever a rank has of its input and weight."""
+    found: Multiply = getattr(linear, MULTIPLY, functional.linear)
+    return found
+
 
 def compute_locally(linear: Any, mesh: DeviceMesh, placement: Placement) -> None:
     """Lets a linear multiply with what a rank has of its weight, and return a plain tensor.
@@ -36,12 +48,13 @@ def compute_locally(linear: Any, mesh: DeviceMesh, placement: Placement) -> None
     assert placement != Shard(1) or linear.bias is None
     distribute_parameters(linear, mesh, weight=placement, bias=placement)
     summed = [Partial()] if isinstance(placement, Replicate) else None
+    multiply = multiply_of(linear)
 
     def own(parameter: DTensor | None) -> Tensor | None:
         return None if parameter is None else parameter.to_local(grad_placements=summed)
 
     def forward(x: Tensor) -> Tensor:
-        return functional.linear(_part_of_sum(x), own(linear.weight), own(linear.bias))  # type: ignore[arg-type]
+        return multiply(_part_of_sum(x), own(linear.weight), own(linear.bias))  # type: ignore[arg-type]
 
     linear.forward = forward
 
@@ -80,9 +93,10 @@ class LocalRow(ParallelStyle):
         distribute_parameters(module, device_mesh, weight=Shard(1))
         linear: Any = module
         slices = self._slices
+        multiply = multiply_of(linear)
 
         def forward(x: Tensor) -> Tensor:
-            return functional.linear(x, linear.weight.to_local())
+            return multiply(x, linear.weight.to_local(), None)
 
         def reduce(_: nn.Module, args: tuple, partial: Tensor) -> Tensor:
             if slices is not None:

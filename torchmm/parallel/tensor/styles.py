@@ -28,12 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn import functional
 
 from torchmm.common.layers import LayerDescription
 from torchmm.models.layers.delta_net import DeltaWeights
 from torchmm.models.layers.short_conv import Filters
-from torchmm.parallel.tensor.linears import compute_locally
+from torchmm.parallel.tensor.linears import compute_locally, multiply_of
 from torchmm.parallel.tensor.low_rank import OWN_ROWS
 from torchmm.parallel.tensor.overlap_styles import Column
 from torchmm.parallel.tensor.sequence import (
@@ -86,11 +85,12 @@ class PackedLinear(ParallelStyle):
         distribute_parameters(linear, device_mesh)
         own_rows = partial(_own_rows, self.matrices, device_mesh)
         setattr(linear, OWN_ROWS, own_rows)
+        multiply = multiply_of(linear)
 
         def forward(hidden: DTensor) -> Tensor:
             x = hidden.to_local(grad_placements=[Partial()])
             bias = None if linear.bias is None else own_rows(linear.bias)
-            return functional.linear(x, own_rows(linear.weight), bias)
+            return multiply(x, own_rows(linear.weight), bias)
 
         linear.forward = Column(linear, own_rows) if self.overlapped else forward
         return module
