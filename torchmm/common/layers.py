@@ -48,6 +48,17 @@ class LowRank(NamedTuple):
     magnitudes: bool = False
 
 
+class Rounded(NamedTuple):
+    """Linears of a layer whose inputs, weights and gradients are cast to float8 for products."""
+
+    linears: tuple[tuple[int, int], ...]
+    """Their (inputs, outputs), each once."""
+    calls: int
+    """Operators of a cast."""
+    products: bool
+    """Whether products run in float8 then, or in the compute dtype (emulated)."""
+
+
 @dataclass(frozen=True)
 class LayerDescription:
     """Sizes of one kind of transformer layer, from which FLOPs and bytes follow."""
@@ -126,6 +137,8 @@ class LayerDescription:
     """Weights of products beside those that the other sizes say, which every position passes."""
     adapters: tuple[LowRank, ...] = ()
     """Of its linears; all else of the module is then frozen, and it does not count as trainable."""
+    rounded: Rounded | None = None
+    """Which of its linears multiply in float8."""
     parameters: int = 0
     """All of the layer, with biases, norms and adapters; 0: those of its matrix products."""
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription
+from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription, Rounded
 from torchmm.models.layers.connectors import linear_parts
 from torchmm.models.layers.lora import CHILD, LoraSpec, adapted_linears, add_lora, of_adapter
 
@@ -151,6 +151,7 @@ class LayeredModule(nn.Module, ABC):
             blocks of features are added (`torchmm.models.layers.deepstack`).
         loss_rows: LLMs: targets whose logits are computed at a time; 0: all.
         adapters: what is added to linears of the whole module, by their names.
+        rounded: by layer of the whole module: which linears are to multiply in float8.
         between: access to hidden states between layers; behind a stage's last they are whole.
         layer_modes: where that differs from task to task: by layer, what the next forward's
             backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
@@ -178,6 +179,7 @@ class LayeredModule(nn.Module, ABC):
         self.taps: tuple[int, ...] = ()
         self.loss_rows = 0
         self.adapters: dict[str, LoraSpec] = {}
+        self.rounded: dict[int, Rounded] = {}
 
     @property
     @abstractmethod
@@ -316,6 +318,7 @@ class LayeredModule(nn.Module, ABC):
                     self._describe_layer(index),
                     parameters=_parameters(layer),
                     adapters=_adapters(layer, styles),
+                    rounded=self.rounded.get(index),
                 )
                 for index, layer in self.indexed_layers()
             ),

@@ -28,6 +28,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from torchmm.common.layers import Rounded
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.tensor.linears import MULTIPLY
 from torchmm.recipe.training_section import Float8Config
@@ -40,16 +41,35 @@ _CAPABILITY = (8, 9)
 
 def float8_linears(module: LayeredModule, config: Float8Config) -> list[nn.Linear]:
     """The linears of this stage's layers that the recipe wants to compute in float8."""
+    return [linear for own in _by_layer(module, config).values() for linear in own]
+
+
+def rounded_linears(module: LayeredModule, config: Float8Config) -> dict[int, Rounded]:
+    """What planners have to know of them, by layer; nothing if the module takes no part."""
+    if not config.concerns(module.name):
+        return {}
+    calls = {"rowwise": 14, "tensorwise": 11}[config.recipe]
+    found = {}
+    for index, linears in _by_layer(module, config).items():
+        sizes = {(linear.in_features, linear.out_features) for linear in linears}
+        if sizes:
+            found[index] = Rounded(tuple(sorted(sizes)), calls, not config.emulate)
+    return found
+
+
+def _by_layer(module: LayeredModule, config: Float8Config) -> dict[int, list[nn.Linear]]:
     layers = len(module.layer_sizes())
     inner = range(config.first_layers, layers - config.last_layers)
-    return [
-        linear
+    return {
+        index: [
+            linear
+            for name, linear in _plain_linears(layer)
+            if not any(fnmatch(name, pattern) for pattern in config.exclude)
+            and not any(size % _MULTIPLE for size in linear.weight.shape)
+        ]
         for index, layer in module.indexed_layers()
         if index in inner
-        for name, linear in _plain_linears(layer)
-        if not any(fnmatch(name, pattern) for pattern in config.exclude)
-        and not any(size % _MULTIPLE for size in linear.weight.shape)
-    ]
+    }
 
 
 def float8_problems(

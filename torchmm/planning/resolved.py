@@ -17,6 +17,7 @@ import torch
 from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
+from torchmm.parallel.float8 import rounded_linears
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes, units_of
 from torchmm.recipe.recipe import Recipe
@@ -77,7 +78,8 @@ def resolve(recipe: Recipe, world_size: int) -> Resolved:
 
 
 def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> MultimodalModel:
-    """A recipe's model on the meta device, with its adapters, and with frozen parts marked.
+    """A recipe's model on the meta device, with its adapters, and with frozen parts, and what
+    multiplies in float8, marked.
 
     Args:
         dtype: of parameters.
@@ -85,4 +87,7 @@ def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Multimod
     Raises:
         ConfigError: all that is wrong with the sections.
     """
-    return build_model(recipe.model, recipe.freeze, dtype, recipe.adapters)
+    model = build_model(recipe.model, recipe.freeze, dtype, recipe.adapters)
+    for module in model.modality_modules():
+        module.rounded = rounded_linears(module, recipe.float8)
+    return model

@@ -122,7 +122,7 @@ def _float8_line(run: Resolved, model: MultimodalModel) -> dict[str, str]:
         return {}
     how = f"{float8.recipe} scales" + (", emulated" if float8.emulate else "")
     parts = ", ".join(f"{count} linears of {name}" for name, count in counts.items())
-    return {"float8": f"{how}: {parts}; predicted times know nothing of it"}
+    return {"float8": f"{how}: {parts}"}
 
 
 def _memory_line(memory: MemoryEstimate, simulated: bool) -> str:

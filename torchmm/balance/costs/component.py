@@ -10,8 +10,11 @@ Shape suffix N: tasks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import ClassVar, NamedTuple
+
+import numpy as np
 
 from torchmm.balance.costs.execution import Setting
 from torchmm.balance.costs.operators import (
@@ -21,9 +24,10 @@ from torchmm.balance.costs.operators import (
     activation_operators,
     matmul,
     norm_operators,
+    rounded_matmul,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.layers import LayerDescription
+from torchmm.common.layers import LayerDescription, Rounded
 
 Linear = tuple[float, float]
 """(inputs, outputs) of a matrix product with weights."""
@@ -399,3 +403,47 @@ class SharedExpert(Component):
         inner = (3 + weights) * self.layer.shared_ffn_size / setting.execution.tensor
         gated = self.layer.shared_gate * self.layer.hidden_size
         return setting.element_bytes * sizes.units_N * (inner + gated)
+
+
+def round_products(
+    passes: Operators,
+    rounded: Rounded,
+    components: Sequence[Component],
+    sizes: TaskSizes,
+    setting: Setting,
+) -> None:
+    """Puts products in float8 in place of others of `components`, in the same order, and casts
+    behind all of them."""
+    tensor = setting.execution.tensor
+    named = [(c, name) for c in components for name in c.local_linears(tensor)]
+    for place, (component, name) in enumerate(named):
+        if not _rounds(component, name, rounded):
+            continue
+        own = component.local_linears(tensor)[name]
+        found = rounded_matmul(component.rows_N(name, sizes), *own, rounded, setting)
+        for each, (product, casts) in zip(passes, found[:3], strict=False):
+            each[place] = product
+            each.append(casts)
+
+
+def cast_bytes(
+    rounded: Rounded | None, components: Sequence[Component], sizes: TaskSizes, setting: Setting
+) -> Array:
+    """Of casts to float8: values that were scaled, and limited, in float32, and the result; of the
+    largest linear."""
+    found_N = [0.0 * sizes.units_N]
+    tensor = setting.execution.tensor
+    if rounded is None:
+        return found_N[0]
+    for component in components:
+        for name, (inputs, outputs) in component.local_linears(tensor).items():
+            if _rounds(component, name, rounded):
+                rows_N = component.rows_N(name, sizes)
+                parts_N = (rows_N * inputs, rows_N * outputs, inputs * outputs + 0 * rows_N)
+                found_N.append(9 * np.max(parts_N, axis=0))
+    return np.max(found_N, axis=0)
+
+
+def _rounds(component: Component, name: str, rounded: Rounded) -> bool:
+    whole = component.local_linears(1).get(name)
+    return whole in rounded.linears and not isinstance(component, Experts)

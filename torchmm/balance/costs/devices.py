@@ -49,7 +49,8 @@ class Device:
 
     Attributes:
         name: as users write it.
-        peak_flops: FLOP/s of matrix products by dtype ("bfloat16", "float32").
+        peak_flops: FLOP/s of matrix products by dtype ("bfloat16", "float32", and "float8" where
+            there are such products).
         memory_bytes_per_s: bandwidth of its own memory.
         memory_bytes: size of its own memory.
         node_bytes_per_s: to other devices of its node, one direction.
@@ -91,7 +92,11 @@ _AMPERE_NETWORK = (
 # Data sheets print NVLink and PCIe with both directions together: halves of that.
 _H100 = Device(
     name="h100",
-    peak_flops={"bfloat16": BF16_TFLOPS["H100"] * 1e12, "float32": 66.9e12},
+    peak_flops={
+        "bfloat16": BF16_TFLOPS["H100"] * 1e12,
+        "float32": 66.9e12,
+        "float8": 1978.9e12,  # Hopper white paper, dense
+    },
     memory_bytes_per_s=3350e9,
     memory_bytes=80e9,
     node_bytes_per_s=900e9 / 2,

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.costs.component import Experts, Linear
+from torchmm.balance.costs.component import Experts, Linear, cast_bytes, round_products
 from torchmm.balance.costs.components import (
     components_of,
     head_widths,
@@ -210,14 +210,17 @@ def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Ope
     """Matrix products with weights: those for the layer's own positions, then the others."""
     components = sorted(components_of(layer), key=lambda c: c.reads_context)
     every = [product for component in components for product in component.products(sizes, setting)]
-    weights = list(every)
+    passes = Operators(every, list(every), list(every), [])
+    if layer.rounded is not None:
+        round_products(passes, layer.rounded, components, sizes, setting)
+    weights = passes.weights
     if layer.norm == "layer" or (layer.packed_qkv and not layer.causal):  # these have biases
         summed = sum(component.results_N(sizes, setting) for component in components)
         bias_bytes = setting.element_bytes * summed
         weights.append(Operator("elementwise", memory_bytes=bias_bytes, calls=len(every)))
     parameters = sum(component.gradients(setting) for component in components)
     weights.append(accumulate(parameters, setting, len(every)))
-    return Operators(every, list(every), weights, [])
+    return passes
 
 
 def _residuals(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
@@ -365,12 +368,14 @@ def layer_temporary_bytes(
     units_N = sizes.units_N
     hidden = layer.hidden_size
     own = [c.temporaries(sizes, setting) for c in components_of(layer)]
+    casts_N = cast_bytes(layer.rounded, components_of(layer), sizes, setting)
     norms_N = (16 if layer.norm == "rms" else 0) * units_N * hidden
     backward_N = np.max([norms_N, *(t.backward_N + 0 * units_N for t in own)], axis=0)
     if weights:
         backward_N = backward_N + _weight_gradient_bytes(layer, setting)
     forward_N = [t.forward_N + 0 * units_N for t in own]
-    return setting.element_bytes * units_N * hidden + np.max([backward_N, *forward_N], axis=0)
+    most_N = np.max([backward_N, *forward_N], axis=0) + casts_N
+    return setting.element_bytes * units_N * hidden + most_N
 
 
 def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:

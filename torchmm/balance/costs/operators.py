@@ -24,6 +24,7 @@ import numpy as np
 from torchmm.balance.costs.devices import Device, Link
 from torchmm.balance.costs.execution import Setting
 from torchmm.balance.costs.sizes import Array
+from torchmm.common.layers import Rounded
 
 Amount = TypeVar("Amount", float, Array)
 Kind = Literal[
@@ -78,6 +79,8 @@ class Operator(NamedTuple):
     """Sent by each device."""
     calls: Array | float = 1.0
     link: Link = "node"
+    dtype: str = ""
+    """Of matrix products, where it is not the compute dtype."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
     if kind in COMPUTE_KINDS:
         beside = profile.efficiency["copy"].at(operator.memory_bytes * per_call)
         seconds = np.maximum(
-            main / (reached * device.peak_flops[dtype]),
+            main / (reached * _peak_flops(device, operator.dtype, dtype)),
             operator.memory_bytes / (beside * memory),
         )
     elif kind in NETWORK_KINDS:
@@ -161,6 +164,14 @@ def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
     else:
         seconds = main / (reached * memory)
     return calls * profile.call_us.get(kind, 0.0) * 1e-3 + seconds * 1e3
+
+
+def _peak_flops(device: Device, own: str, dtype: str) -> float:
+    """Of products in a dtype of their own; devices without any are taken to use the other one.
+
+    How much of it they reach nobody has measured: as large a share as others of that size.
+    """
+    return device.peak_flops.get(own, device.peak_flops[dtype])
 
 
 def main_quantity(operator: Operator) -> Array:
@@ -257,6 +268,37 @@ def matmul(rows: Array | float, inputs: float, outputs: float, setting: Setting)
     moved = rows * (inputs + outputs) + inputs * outputs
     flops = 2 * rows * inputs * outputs
     return Operator("matmul", flops, memory_bytes=setting.element_bytes * moved)
+
+
+def rounded_matmul(
+    rows: Array | float, inputs: float, outputs: float, rounded: Rounded, setting: Setting
+) -> Operators:
+    """The three products of a linear that rounds, each behind casts of what it reads.
+
+    A cast takes the largest magnitude of each row or of all, scales in float32, limits and casts:
+    six operators on all values, others on scales.
+    """
+    size = setting.element_bytes
+    elements = {"x": rows * inputs, "w": inputs * outputs, "y": rows * outputs}
+    passes = []
+    for read, written in (("xw", "y"), ("yw", "x"), ("yx", "w")):
+        cast = sum(elements[name] for name in read)
+        cast_bytes = (4 * size + 25) if size < 4 else (3 * size + 21)
+        calls = 2 * (rounded.calls - (size == 4))
+        moved = (1 if rounded.products else size) * cast + size * elements[written]
+        passes.append(
+            [
+                Operator(
+                    "matmul",
+                    2 * rows * inputs * outputs,
+                    memory_bytes=moved,
+                    dtype="float8" if rounded.products else "",
+                ),
+                Operator("elementwise", memory_bytes=cast_bytes * cast, calls=calls),
+            ]
+        )
+    forward, of_inputs, of_weights = passes
+    return Operators(forward, of_inputs, of_weights, [])
 
 
 def accumulate(parameters: float, setting: Setting, tensors: int) -> Operator:
