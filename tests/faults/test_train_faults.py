@@ -297,6 +297,8 @@ def test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint(
     assert wild.wait() == [5, 5]
     output = wild.output(0) + wild.output(1)
     assert output.count("NonFiniteError: step 4: loss = nan on rank 0") == 1
+    first = "first output not to be finite is that of encoders.vision.tower.encoder.layers.0."
+    assert f"Where: run again, the {first}" in output
     assert "Traceback" not in output
     status = read_status(run_dir)
     assert (status.state, status.step, status.exit_code) == ("failed", 3, 5)

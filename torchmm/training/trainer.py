@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.profiler import record_function
 
-from torchmm.common.errors import DataError, PeerError, Preempted
+from torchmm.common.errors import DataError, NonFiniteError, PeerError, Preempted
 from torchmm.common.rng import restore_rng
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.data.loader import StepBatch
@@ -35,6 +36,7 @@ from torchmm.training.metrics import (
     make_record,
     peak_flops,
 )
+from torchmm.training.non_finite import where_non_finite
 from torchmm.training.optim import Updates
 from torchmm.training.planner import StepPlanner
 from torchmm.training.profiling import StepProfiler
@@ -199,14 +201,11 @@ class Trainer:
 
         # The step itself, in four lines: order of all actions, gradients, their norm, the update.
         plan = self._planner.plan(step, batch.microbatches, parts.loader.next_metas)
-        outcome = self._train_step.run(
-            plan,
-            batch.microbatches,
-            agreed.targets,
-            agreed.images,
-            annotate=step == self._recipe.metrics.profile_step,
+        forward_backward = partial(
+            self._train_step.run, plan, batch.microbatches, agreed.targets, agreed.images
         )
-        losses = self._check(step, outcome)
+        outcome = forward_backward(annotate=step == self._recipe.metrics.profile_step)
+        losses = self._check(step, outcome, forward_backward)
         lr = self._updates.apply(step, losses.grad_norm)
 
         self._data_state = batch.state
@@ -273,7 +272,9 @@ class Trainer:
             unsettled > 0,
         )
 
-    def _check(self, step: int, outcome: StepOutcome) -> Losses:
+    def _check(
+        self, step: int, outcome: StepOutcome, run_again: Callable[[], StepOutcome]
+    ) -> Losses:
         """Losses and gradients' norm over all ranks; collective.
 
         Raises:
@@ -287,7 +288,11 @@ class Trainer:
             *losses, grad_norm, busiest = results.tolist()
         loss, text, image = (value / mesh.own.sizes.tensor for value in losses)  # alike on these
         rows = gather_floats([loss, grad_norm, text, image])
-        check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
+        try:
+            check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
+        except NonFiniteError as error:  # on all ranks alike
+            where = where_non_finite(self.parts.model, run_again)
+            raise NonFiniteError(f"{error}. Where: {where}") from None
         loss, _, text, image = (sum(column) for column in zip(*rows, strict=True))
         return Losses(loss, text, image, grad_norm, busiest or None)
 

@@ -1,0 +1,89 @@
+"""Where numbers stopped being finite is named: module, weights, input or gradient."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchmm.training.non_finite import where_non_finite
+
+
+class Divide(nn.Module):
+    """1 / (x - pole): infinite at the pole."""
+
+    pole = 3.0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return 1 / (x_BD - self.pole)
+
+
+class Root(nn.Module):
+    """Finite at 0, its gradient is not."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        return x_BD.sqrt()
+
+
+def model(middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Identity(), middle)
+    return nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 1))
+
+
+def step(net: nn.Module, x_BD: Tensor) -> None:
+    net(x_BD).sum().backward()
+
+
+def where(net: nn.Module, x_BD: Tensor) -> str:
+    step(net, x_BD)
+    found = where_non_finite(net, lambda: step(net, x_BD))
+    assert not any(module._forward_hooks for module in net.modules())
+    return found
+
+
+def test_the_innermost_module_is_named_and_not_those_behind_it():
+    net = model(Divide())
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[0].bias.fill_(3.0)
+    assert where(net, torch.ones(2, 4)).endswith("that of 1.1 (Divide) on rank 0")
+
+
+def test_weights_that_are_not_finite_are_named():
+    net = model(nn.Identity())
+    with torch.no_grad():
+        net[2].bias.fill_(float("nan"))
+    assert "that of 2 (Linear), whose weights are not finite: bias" in where(net, torch.ones(2, 4))
+
+
+def test_a_bad_input_is_told():
+    x_BD = torch.ones(2, 4)
+    x_BD[0, 1] = float("nan")
+    assert "0 (Linear), whose input is not finite" in where(model(nn.Identity()), x_BD)
+
+
+def test_gradients_that_are_not_finite_are_told():
+    net = model(Root())
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[0].bias.zero_()
+    found = where(net, torch.ones(2, 4))
+    assert found == (
+        "outputs of all modules are finite, gradients are not: those of 2 of 4 parameters, "
+        "last 0.bias on rank 0"
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_that_is_finite_the_second_time_is_told(compiled):
+    net = model(Divide())
+    if compiled:
+        net[1].compile(backend="eager")
+    with torch.no_grad():
+        net[0].weight.copy_(torch.eye(4))
+        net[0].bias.zero_()
+    bad_BD = torch.full((2, 4), 3.0)
+    assert where(net, bad_BD).endswith("that of 1.1 (Divide) on rank 0")
+    net.zero_grad()
+    step(net, torch.ones(2, 4))
+    again = where_non_finite(net, lambda: step(net, torch.ones(2, 4)))
+    assert "the same step is finite" in again
