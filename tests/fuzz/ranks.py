@@ -20,7 +20,7 @@ from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.parallel.health import peer_errors
+from torchmm.parallel.health.peers import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.recipe import Recipe

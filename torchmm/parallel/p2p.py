@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmm.common.errors import ConfigError, PeerError
-from torchmm.parallel.health import is_peer_trouble
+from torchmm.parallel.health.peers import is_peer_trouble
 
 HARDWARE_QUEUES = 32
 """As many as CUDA has."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchmm.common.errors import EXIT_DONE, PeerError
 from torchmm.common.files import make_writable_directory
 from torchmm.parallel.compilation import keep_compiled_code
-from torchmm.parallel.health import peer_errors
+from torchmm.parallel.health.peers import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_pairs

@@ -25,7 +25,8 @@ from torchmm.data.loader import StepBatch
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import export_hf
 from torchmm.parallel.compilation import tell_graphs
-from torchmm.parallel.health import Health, check_finite, gather_floats
+from torchmm.parallel.health.non_finite import where_non_finite
+from torchmm.parallel.health.peers import Health, check_finite, gather_floats
 from torchmm.training.build import RunParts
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
 from torchmm.training.metrics import (
@@ -36,7 +37,6 @@ from torchmm.training.metrics import (
     make_record,
     peak_flops,
 )
-from torchmm.training.non_finite import where_non_finite
 from torchmm.training.optim import Updates
 from torchmm.training.planner import StepPlanner
 from torchmm.training.profiling import StepProfiler

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchmm.common.errors import PeerError
-from torchmm.parallel.peer_watch import WORD, PeerWatch
+from torchmm.parallel.health.peer_watch import WORD, PeerWatch
 
 
 def watch(directory: Path, rank: int, **limits: float) -> PeerWatch:
@@ -73,7 +73,7 @@ def test_a_process_whose_main_thread_waits_is_ended(guarded, tmp_path):
     program = f"""
         import ctypes, os, sys
         from pathlib import Path
-        from torchmm.parallel import health, peer_watch
+        from torchmm.parallel.health import peer_watch, peers as health
         health.PeerWatch.__init__.__defaults__ = (0.3, 0.1)
         health.SideGroup.size = property(lambda self: 2, lambda self, size: None)
         def end(error):

@@ -33,7 +33,7 @@ from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError, PeerError
 from torchmm.common.files import canonical_json, write_synced
 from torchmm.common.rng import capture_rng
-from torchmm.parallel.health import SideGroup, is_peer_trouble
+from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.manifest import (

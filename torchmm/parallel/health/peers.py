@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.common.files import canonical_json, replace_atomically
-from torchmm.parallel.peer_watch import PeerWatch
+from torchmm.parallel.health.peer_watch import PeerWatch
 
 T = TypeVar("T")
 SIDE_GROUP_TIMEOUT_S = 1800.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchmm.training.non_finite import where_non_finite
+from torchmm.parallel.health.non_finite import where_non_finite
 
 
 class Divide(nn.Module):

@@ -1,0 +1,14 @@
+"""Ranks that are lost, hang, or compute what is no number: noticed on all ranks, and named.
+
+Begin with `peers.py`, which every step of a run calls.
+"""
+
+from torchmm.common.faces import public
+
+__all__, __getattr__ = public(
+    __name__,
+    {
+        "non_finite": ("where_non_finite",),
+        "peers": ("Health", "SideGroup", "check_finite", "gather_floats", "gather_texts"),
+    },
+)
