@@ -31,9 +31,8 @@ def test_all_supported_families_are_compared(benchmark):
 @pytest.mark.parametrize(
     "name",
     [
-        *("mistral", "ministral3", "lfm2", "gemma3", "gemma4", "mistral3", "qwen3_vl", "glm4v_moe"),
-        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "llava with aimv2", "llava_next"),
-        *("llava_onevision", "voxtral", "qwen2_audio", "audioflamingo3"),
+        *("lfm2", "gemma3", "gemma4", "mistral3", "qwen3_vl", "glm4v_moe"),
+        *("qwen3_omni_moe_thinker", "llava_onevision", "voxtral", "qwen2_audio"),
     ],
 )
 def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):

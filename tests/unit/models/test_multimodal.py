@@ -561,6 +561,12 @@ def test_towers_that_llava_cannot_have_are_refused(name: str, tower: str) -> Non
         build(composite_config(name, vision_config=ENCODERS[tower]))
 
 
+@pytest.mark.parametrize("ratio", ["anyres", "pad"])
+def test_other_ways_to_cut_pictures_are_refused(ratio: str) -> None:
+    with pytest.raises(ConfigError, match=f"vision_aspect_ratio = '{ratio}' is not supported"):
+        build(composite_config("llava_onevision", vision_aspect_ratio=ratio))
+
+
 def test_a_misspelt_key_of_an_inline_config_is_reported() -> None:
     vision = {**COMPOSITES["llava"]["vision_config"], "hiden_act": "gelu"}
     with pytest.raises(

@@ -154,12 +154,15 @@ def test_modality_and_family_have_to_agree() -> None:
         build(pair_config("llama", "clip", modality="audio"))
 
 
-def test_adapters_of_wav2vec2_and_its_dropout_are_refused() -> None:
-    for change, message in {
-        ("adapter_attn_dim", 4): "adapter_attn_dim = 4: adapters .* not implemented",
-        ("layerdrop", 0.1): r"layerdrop = 0\.1 is not implemented; override it",
-    }.items():
-        settings = {**ENCODERS["wav2vec2_stable"], **dict([change])}
+def test_adapters_of_wav2vec2_and_dropout_of_sounds_are_refused() -> None:
+    for name, change, message in (
+        ("wav2vec2_stable", {"adapter_attn_dim": 4}, "adapter_attn_dim = 4: adapters .* not impl"),
+        ("wav2vec2_stable", {"layerdrop": 0.1}, r"layerdrop = 0\.1 is not implemented; override"),
+        ("whisper", {"dropout": 0.1}, r"dropout = 0\.1 is not implemented; override"),
+        ("whisper", {"encoder_layerdrop": 0.1}, r"encoder_layerdrop = 0\.1 is not implemented"),
+        ("qwen3_omni_sound", {"dropout": 0.1}, r"dropout = 0\.1 is not implemented; override"),
+    ):
+        settings = {**ENCODERS[name], **change}
         section = EncoderConfig(config=settings, modality="audio")
         config = ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"ear": section})
         with pytest.raises(ConfigError, match=message):

@@ -332,9 +332,7 @@ class Heads(Component):
         query, key = head_widths(layer, setting.execution)
         passes = Operators.none()
         if layer.rotary:
-            # Towers with packed projections do so too.
-            floats = layer.rotary_float32 or (layer.packed_qkv and not layer.causal)
-            wide = max(size, 4) if floats else size
+            wide = max(size, 4) if layer.rotary_float32 else size
             casts = 4 + 4 * size if wide > size else 0
             rotated_N = sizes.units_N * (query + key)
             for own, count in ((passes.forward, 10), (passes.inputs, 14)):

@@ -35,6 +35,8 @@ DROPOUTS = (
     "attention_dropout",
     "attention_probs_dropout_prob",
     "drop_path_rate",
+    "dropout",
+    "encoder_layerdrop",
     "hidden_dropout_prob",
     "projection_dropout",
     "residual_dropout",
@@ -167,7 +169,7 @@ def _layer_problems(key: str, config: Any) -> list[str]:
     problems += [
         f"[{key}] {name} = {rate} is not implemented; override it with 0.0"
         for name in DROPOUTS
-        if (rate := getattr(config, name, 0.0))
+        if name not in config.attribute_map and (rate := getattr(config, name, 0.0))
     ]
     # "vision": Gemma 4's images, which its composite takes care of.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):

@@ -38,7 +38,11 @@ IDEFICS3_VISION = WeightFiles(
 
 
 def take_idefics3(config: Any) -> CompositeParts:
-    """Idefics3 and SmolVLM."""
+    """Takes a config of Idefics3 or SmolVLM apart.
+
+    Raises:
+        ConfigError: a part is not supported.
+    """
     text, vision = text_config(config), config.vision_config
     refuse(config, part_problems(config))
     around = Token("<fake_token_around_image>")

@@ -78,7 +78,11 @@ def take_llava(config: Any) -> CompositeParts:
 
 
 def take_llava_next(config: Any) -> CompositeParts:
-    """LLaVA-NeXT and LLaVA-OneVision: LLaVA on tiles."""
+    """LLaVA-NeXT and LLaVA-OneVision: LLaVA on tiles.
+
+    Raises:
+        ConfigError: a part or a choice of features is not supported, or tiles are not whole.
+    """
     parts = take_llava(config)
     tower = config.vision_config
     seen = parts.encoders[VISION]
@@ -94,11 +98,17 @@ def take_llava_next(config: Any) -> CompositeParts:
             f"image_grid_pinpoints = {config.image_grid_pinpoints} are not whole tiles of "
             f"image_size = {size}"
         )
-    refuse(config, problems)
     tiling = LLAVA_NEXT_TILES
     if config.model_type == "llava_onevision":
-        most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
-        tiling = replace(ONEVISION_TILES, most_tiles=most)
+        ratio = config.vision_aspect_ratio
+        most = ratio.removeprefix("anyres_max_")
+        if not most.isdecimal():
+            problems.append(
+                f"vision_aspect_ratio = {ratio!r} is not supported; supported: 'anyres_max_N', N "
+                "the tiles whose tokens a picture may have"
+            )
+        tiling = replace(ONEVISION_TILES, most_tiles=int(most) if most.isdecimal() else 0)
+    refuse(config, problems)
     pinpoints = [list(pinpoint) for pinpoint in config.image_grid_pinpoints]
     tiled = seen._replace(
         files=LLAVA_NEXT_VISION,

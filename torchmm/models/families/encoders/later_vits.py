@@ -15,7 +15,6 @@ from transformers import MetaClip2VisionModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from torchmm.common.batch import EncoderInputs
-from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders.vision import Dinov2Family
@@ -56,10 +55,6 @@ class Dinov3Family(EncoderFamily):
         "mlp.down_proj": "rowwise",
         **dict.fromkeys(("norm1", "norm2", "layer_scale1", "layer_scale2"), "sequence"),
     }
-
-    def variant(self, config: Any) -> EncoderFamily:
-        refuse_dropped_paths(config)
-        return self
 
     def styles(self, config: Any) -> dict[str, str]:
         gate = {"mlp.gate_proj": "colwise"} if config.use_gated_mlp else {}
@@ -135,10 +130,6 @@ class RadioFamily(Dinov2Family):
     joined = ((".attn.qkv.", tuple(f".attention.{name}_proj." for name in "qkv")),)
     optional = ("layer_scale1.lambda1", "layer_scale2.lambda1")
 
-    def variant(self, config: Any) -> EncoderFamily:
-        refuse_dropped_paths(config)
-        return self
-
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
         dtype = tower.embeddings.patch_projection.weight.dtype
         return tower.embeddings(tower.input_conditioner(inputs.pixels).to(dtype))
@@ -179,12 +170,3 @@ class Aimv2Family(EncoderFamily):
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         return replace(super().describe_layer(config, index), gated_ffn=True, norm="rms")
-
-
-def refuse_dropped_paths(config: Any) -> None:
-    """Raises ConfigError if layers are to be left out at random."""
-    if config.drop_path_rate:
-        raise ConfigError(
-            f"[model] {config.model_type}: drop_path_rate = {config.drop_path_rate} is not "
-            "implemented; override it with 0.0"
-        )

@@ -126,7 +126,7 @@ class Qwen2VisionFamily(EncoderFamily):
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         sizes = super().describe_layer(config, index)
-        return replace(sizes, rotary=True, packed_qkv=True)
+        return replace(sizes, rotary=True, rotary_float32=True, packed_qkv=True)
 
 
 class Qwen2_5VisionFamily(Qwen2VisionFamily):  # noqa: N801 - as Hugging Face writes it

@@ -42,8 +42,6 @@ _FRAMES = 2
 """Mel frames of a position."""
 _RATE = 16_000
 """Samples per second."""
-_UNUSED_RATES = ("dropout", "encoder_layerdrop")
-"""Keys of rates that have to be 0, beside those of all models."""
 
 
 class Windows(NamedTuple):
@@ -71,13 +69,6 @@ class VoxtralSoundFamily(WhisperFamily):
                 f"{config.model_type} are whole seconds, as its feature extractor cuts them; make "
                 f"it a multiple of {per_second}"
             )
-        problems = [
-            f"{config.model_type}: {name} = {rate} is not implemented; override it with 0.0"
-            for name in _UNUSED_RATES
-            if (rate := getattr(config, name))
-        ]
-        if problems:
-            raise ConfigError(problems)
         return self
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
