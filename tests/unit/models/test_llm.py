@@ -18,13 +18,11 @@ from model_cases import (
 )
 from proofs import proves
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.models.layered import StageRange
-from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.experts import COMPILES_FROM, check_compiles
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
@@ -113,28 +111,11 @@ def test_three_stages_equal_the_whole(family: str) -> None:
         assert relative_error(grad, reference[name]) < 1e-5, name
 
 
-def test_a_packed_layer_compiles_whole_and_does_not_recompile_per_packing() -> None:
-    model = text_model("llama")
-    layer = model.llm.layers[0]
-    counter = CompileCounterWithBackend("aot_eager")
-    torch.compiler.reset()  # graphs of other tests count towards one limit
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for starts in ([0, 5, 9, 20], [0, 20], [0, 1, 2, 3, 4, 20], [0, 7, 20], [0, 2, 4, 9, 20]):
-        segments = Segments.from_starts(starts, torch.device("cpu"))
-        hidden = torch.randn(1, 20, 32, requires_grad=True)
-        rotary = model.llm.text_model.rotary_emb(hidden, torch.arange(20)[None])
-        arguments = {"position_embeddings": rotary, "cu_seq_lens_q": segments}
-        expected = layer(hidden, **arguments)
-        (expected_grad,) = torch.autograd.grad(expected.square().sum(), hidden)
-        output = compiled(hidden, **arguments)
-        (grad,) = torch.autograd.grad(output.square().sum(), hidden)
-        assert relative_error(output, expected) < 1e-6
-        assert relative_error(grad, expected_grad) < 1e-6
-    assert counter.frame_count <= 2  # once more, to make the number of segments dynamic
-
-
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_5", "lfm2", *EXPERTS])
-def test_layers_with_operators_of_their_own_compile_whole(family: str) -> None:
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "qwen3_5", "lfm2", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+)
+def test_layers_compile_whole_with_each_kind_of_operator(family: str) -> None:
+    """Down to the operators' shapes; all families are traced in `test_compilation`."""
     model = text_model(family)
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if family in EXPERTS and version < COMPILES_FROM:

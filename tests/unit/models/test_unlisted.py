@@ -152,6 +152,7 @@ def test_files_with_other_names_are_refused_only_where_they_are_read() -> None:
     assert prove(CONFIG_MAPPING["olmo"](), LLM_FILES).unreadable == ""
 
 
+@pytest.mark.campaign
 def test_all_causal_lms_of_transformers() -> None:
     """The page lists those that pass; their cost model counts what torch does."""
     script = load_script()

@@ -230,6 +230,7 @@ def test_a_recipe_hears_what_a_composite_has_and_what_is_near() -> None:
     assert "it has a Q-Former, attention to an encoder; nearest by its parts: 'llava'" in problem
 
 
+@pytest.mark.campaign
 def test_all_image_encoders_of_transformers() -> None:
     """The page lists those that pass; their cost model counts what torch does."""
     script = load_script()
