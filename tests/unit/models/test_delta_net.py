@@ -15,7 +15,6 @@ from model_cases import (
 )
 from test_llm import separate_loss
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
@@ -144,37 +143,6 @@ def test_what_passes_from_sample_to_sample_is_noticed(
 
     monkeypatch.setattr(delta_net, name, wrong)
     assert min(errors_against_hugging_face(text_model("qwen3_5"))) > 1e-3
-
-
-@pytest.mark.parametrize("family", DELTA)
-def test_a_sample_does_not_see_its_neighbours(family: str) -> None:
-    model = text_model(family)
-    batch = microbatch([6, 8, 5])
-    middle = torch.arange(6, 14)
-    before = model.llm.logits(batch, {}, middle)
-    batch.input_ids_T[:6] = 7
-    batch.input_ids_T[14:] = 9
-    # Not bit for bit: experts multiply other rows together.
-    assert relative_error(model.llm.logits(batch, {}, middle), before) < 1e-6
-
-
-def test_layers_compile_whole_and_do_not_recompile_per_packing() -> None:
-    model = text_model("qwen3_5")
-    layer = model.llm.layers[0]
-    counter = CompileCounterWithBackend("aot_eager")
-    torch.compiler.reset()  # graphs of other tests count towards one limit
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for lengths in ([5, 4, 61], [70], [1, 2, 1, 66], [64, 6], [2, 3, 3, 2, 60]):
-        hidden = torch.randn(1, 70, 32, requires_grad=True)
-        rotary = model.llm.text_model.rotary_emb(hidden, torch.arange(70).expand(3, 1, -1))
-        arguments = {"position_embeddings": rotary, "cu_seq_lens_q": packed(lengths)}
-        expected = layer(hidden, **arguments)
-        (expected_grad,) = torch.autograd.grad(expected.square().sum(), hidden)
-        output = compiled(hidden, **arguments)
-        (grad,) = torch.autograd.grad(output.square().sum(), hidden)
-        assert relative_error(output, expected) < 1e-6
-        assert relative_error(grad, expected_grad) < 1e-6
-    assert counter.frame_count <= 2  # once more, to make the number of segments dynamic
 
 
 def test_without_segments_hugging_faces_forward_runs() -> None:

@@ -59,16 +59,6 @@ def test_what_passes_from_sample_to_sample_is_noticed(monkeypatch: pytest.Monkey
     assert min(errors_against_hugging_face(text_model("lfm2"))) > 1e-2
 
 
-def test_a_sample_does_not_see_its_neighbours() -> None:
-    model = text_model("lfm2")
-    batch = microbatch([6, 8, 5])
-    middle = torch.arange(6, 14)
-    before = model.llm.logits(batch, {}, middle)
-    batch.input_ids_T[:6] = 7
-    batch.input_ids_T[14:] = 9
-    assert torch.equal(model.llm.logits(batch, {}, middle), before)
-
-
 def test_layers_are_described_by_their_kind() -> None:
     convolution, attention, _ = text_model("lfm2").llm.layer_sizes()
     assert convolution.mixer == ConvolutionSizes(filter_width=3) and not convolution.qk_norm
