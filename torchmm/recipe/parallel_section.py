@@ -137,6 +137,9 @@ class ParallelConfig(Section):
     """Collective backend; "auto": NCCL on CUDA, gloo on CPU."""
     timeout_s: int = Field(default=300, ge=1)
     """Seconds a rank waits for a peer before the run stops with exit code 6."""
+    preflight: float = Field(default=2.0, ge=0)
+    """Before the first step all ranks time a matrix product, a copy and a gather in each of their
+    groups; the log names ranks that are so many times slower than usual. 0: nothing is timed."""
 
     @property
     def modules(self) -> dict[str, ModuleParallelConfig]:

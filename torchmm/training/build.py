@@ -44,6 +44,7 @@ from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.context import context_problems, cut_problems
 from torchmm.parallel.expert import expert_problems
 from torchmm.parallel.float8 import apply_float8, float8_problems
+from torchmm.parallel.health.preflight import check_ranks
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder_meshes
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.pipelining.plan.graph import StageLayout
@@ -200,9 +201,7 @@ def build_run(
     logger = setup_logging(run_dir, mesh.rank, console)
     # First of all: nothing of a run that is alive may be overwritten.
     checkpoints = open_checkpoints(run, run_dir, mesh, logger, directory)
-    _set_numerics(run, mesh, logger)
-    if device.type == "cpu":
-        keep_freed_memory()
+    _prepare_ranks(run, mesh, logger)
     if mesh.rank == 0:
         write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
@@ -425,8 +424,12 @@ def _random_stream(mesh: ParallelMesh) -> tuple[int, ...]:
     return mesh.data_parallel_rank, *place
 
 
-def _set_numerics(run: Resolved, mesh: ParallelMesh, logger: logging.Logger) -> None:
+def _prepare_ranks(run: Resolved, mesh: ParallelMesh, logger: logging.Logger) -> None:
+    """What comes before anything is computed; collective."""
     training = run.recipe.training
+    check_ranks(mesh, DTYPES[training.dtype], run.recipe.parallel.preflight, logger)
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     logger.info(use_kernels(training.attention))
     seed_everything(training.seed, *_random_stream(mesh))
     if training.deterministic:

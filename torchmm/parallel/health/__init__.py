@@ -1,4 +1,4 @@
-"""Ranks that are lost, hang, or compute what is no number: noticed on all ranks, and named.
+"""Ranks that are slow, lost, hang, or compute what is no number: noticed by all ranks, and named.
 
 Begin with `peers.py`, which every step of a run calls.
 """
@@ -9,6 +9,7 @@ __all__, __getattr__ = public(
     __name__,
     {
         "non_finite": ("where_non_finite",),
+        "preflight": ("check_ranks",),
         "peers": ("Health", "SideGroup", "check_finite", "gather_floats", "gather_texts"),
     },
 )

@@ -1,0 +1,80 @@
+"""Ranks that are slow before the first step are named."""
+
+import logging
+import math
+import time
+
+import pytest
+import torch
+from launch import run_distributed
+
+from torchmm.parallel.health import preflight
+from torchmm.parallel.health.preflight import TESTS, check_ranks, slow_ranks
+from torchmm.parallel.mesh import build_mesh, start_process_group
+from torchmm.recipe.parallel_section import ParallelConfig
+
+NONE = (math.nan,) * (len(TESTS) - 3)
+HOSTS = ("n1", "n1", "n2", "n2")
+
+
+def rates(product: float, gather: float = math.nan) -> tuple[float, ...]:
+    return (product, 10.0, gather, *NONE)
+
+
+def test_the_slow_rank_is_named_with_its_machine():
+    found = slow_ranks([rates(100), rates(99), rates(30), rates(101)], HOSTS, [range(4)], 1.5)
+    assert found == [
+        "rank 2 on n2: matrix products at 30 TFLOP/s, 3.3 times slower than usual (100)"
+    ]
+    assert not slow_ranks([rates(100), rates(99), rates(70), rates(101)], HOSTS, [range(4)], 1.5)
+
+
+def test_the_slower_one_of_two_is_named():
+    found = slow_ranks([rates(100), rates(30)], HOSTS, [range(2)], 1.5)
+    assert [line.split(":")[0] for line in found] == ["rank 1 on n1"]
+
+
+def test_modules_on_other_devices_are_not_compared():
+    four = [rates(30), rates(30), rates(100, 5.0), rates(100, 1.0)]
+    assert len(slow_ranks(four, HOSTS, [range(4)], 1.5)) == 3
+    (line,) = slow_ranks(four, HOSTS, [range(2), range(2, 4)], 1.5)
+    assert line.startswith("rank 3 on n2: gathers over pipeline at 1 GB/s")
+
+
+def test_a_long_list_is_cut():
+    many = [rates(1.0)] * 20 + [rates(100.0)] * 30
+    found = slow_ranks(many, ["n"] * 50, [range(50)], 1.5)
+    assert len(found) == 9 and found[-1] == "and 12 more"
+
+
+def measure(slow: int, tolerance: float) -> list[str]:
+    """What a rank logs where rank `slow` gets less done."""
+    start_process_group(ParallelConfig(), torch.device("cpu"))
+    mesh = build_mesh(ParallelConfig(), torch.device("cpu"))
+    lines: list[str] = []
+    logger = logging.getLogger("preflight")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(type("Lines", (logging.Handler,), {
+        "emit": lambda self, record: lines.append(record.getMessage()),
+    })())  # fmt: skip
+    best_s = preflight._best_s
+
+    def slowed(run, device):
+        return best_s(lambda: (run(), time.sleep(0.5 if mesh.rank == slow else 0)), device)
+
+    preflight._best_s = slowed
+    check_ranks(mesh, torch.float32, tolerance, logger)
+    return lines
+
+
+@pytest.mark.parametrize(("slow", "tolerance"), [(1, 20.0), (-1, 20.0), (1, 0.0)])
+def test_two_ranks_compare_themselves(slow, tolerance):
+    lines, other = run_distributed(measure, 2, slow, tolerance)
+    assert not other
+    if not tolerance:
+        assert not lines
+        return
+    *warnings, summary = lines
+    assert summary.startswith("preflight: matrix products ") and "gathers over shard" in summary
+    named = [line for line in warnings if line.startswith("preflight: rank 1 on ")]
+    assert any("matrix products" in line for line in named) == (slow == 1)
