@@ -97,6 +97,7 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
     if rng.random() < 0.3:
         sections["optimizer"] = {"max_grad_norm": 0.05}
     _optimizer(Random(f"{seed}-{index}-optimizer"), sections, is_sharp(model))
+    _float8(Random(f"{seed}-{index}-float8"), sections, layers)
     weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
     world = rng.choices(worlds, weights)[0]
     experts = experts_of(model)
@@ -115,9 +116,6 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
 def _optimizer(rng: Random, sections: Table, sharp: bool) -> None:
     """Which it is and how its states rest. Rarely drawn: what layouts do is seen best in float32.
 
-    No Muon where bfloat16 is computed in: it makes all directions of a gradient equally large, and
-    some have nothing but the noise of rounding, which differs between equal layouts.
-
     Args:
         rng: of its own, so that all else is drawn as without.
     """
@@ -132,8 +130,34 @@ def _optimizer(rng: Random, sections: Table, sharp: bool) -> None:
         sections["training"] |= {"dtype": "bfloat16", "parameter_dtype": "bfloat16"}
         if rng.random() < 0.3:
             table["stochastic_rounding"] = False
+        if Random(repr(sections)).random() < 0.3:
+            table["name"] = "muon"
     elif "dtype" not in sections["training"] and rng.random() < 0.5:
         table |= {"name": "muon", "momentum": rng.choice((0.95, 0.9))}
+
+
+def _float8(rng: Random, sections: Table, layers: dict[str, int]) -> None:
+    """Rarely drawn, as bounds are wide then: in the middle between two values of float8, an error
+    of rounding makes it one or the other.
+
+    Scales of whole tensors are for what is refused with them: they are of a microbatch, and the
+    reference has other ones.
+    """
+    if rng.random() > 0.1:
+        return
+    table: Table = {"recipe": rng.choice(("rowwise", "rowwise", "rowwise", "tensorwise"))}
+    table |= {"first_layers": rng.choice((0, 0, 1)), "last_layers": 0}
+    table["emulate"] = table["recipe"] == "rowwise" and rng.random() < 0.9
+    if rng.random() < 0.3:
+        table["modules"] = sorted(rng.sample([*layers], rng.randint(1, len(layers))))
+    if rng.random() < 0.3:
+        table["exclude"] = [rng.choice(("mlp.*", "self_attn.k_proj", "*down_proj"))]
+    sections["float8"] = table
+    if rng.random() < 0.7:  # refused with it
+        sections.pop("adapters", None)
+        named = table.get("modules", ["llm"])
+        frozen = sections["freeze"]
+        frozen["modules"] = [n for n in frozen["modules"] if n not in named]
 
 
 def _adapters(rng: Random, layers: dict[str, int]) -> Table:

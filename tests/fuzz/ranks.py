@@ -20,6 +20,7 @@ from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.parallel.float8 import float8_linears
 from torchmm.parallel.health.peers import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.planning.resolved import Resolved
@@ -109,10 +110,23 @@ def run_reference(
     of_layers = {id(parameter) for parameter in model.layer_matrices()}
     matrices = {n for n, p in model.named_parameters() if id(p) in of_layers}
     adapters = [adapter.model_dump() for adapter in recipe.adapters.values()]
+    rounded = linears_in_float8(recipe, model)
     trained = reference.train(
-        section, frozen, optimizer, initial, batches, names, matrices, adapters
+        section, frozen, optimizer, initial, batches, names, matrices, adapters, rounded
     )
     torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, found)
+
+
+def linears_in_float8(recipe: Recipe, model: MultimodalModel) -> dict[str, str]:
+    """How they are scaled, by the names of their weights."""
+    chosen = {
+        id(linear)
+        for module in model.modality_modules()
+        if recipe.float8.concerns(module.name)
+        for linear in float8_linears(module, recipe.float8)
+    }
+    named = model.named_modules()
+    return {f"{n}.weight": recipe.float8.recipe for n, part in named if id(part) in chosen}
 
 
 def composite_names(model: MultimodalModel) -> dict[str, str]:

@@ -17,7 +17,7 @@ OPTIMIZER = {
     "max_grad_norm": 1.0,
 }
 SMALL_STEPS = {"lr": 1e-3}
-"""Of models in which rounding grows."""
+"""Of models in which rounding grows, and of float8, where it turns values into others."""
 
 
 def complete(table: Table, source: str, data: Path, directory: Path, steps: int) -> Table:
@@ -33,13 +33,14 @@ def complete(table: Table, source: str, data: Path, directory: Path, steps: int)
     entry: Table = {"path": str(data / f"{source}.jsonl")}
     if source.startswith("drawn"):
         entry["generate"] = "draw"
+    sways = is_sharp(table["model"]) or "float8" in table
     fixed: Table = {
         "name": "run",
         "output_dir": str(directory),
         "model": {"tokenizer": str(data / "tokenizer")},
         "data": {"sources": [entry], "workers": 0, "index_cache": str(data / "index")},
         "training": {"steps": steps, "device": "cpu"},
-        "optimizer": OPTIMIZER | (SMALL_STEPS if is_sharp(table["model"]) else {}),
+        "optimizer": OPTIMIZER | (SMALL_STEPS if sways else {}),
         "checkpoint": {"interval": 2, "export_hf": False},
         "metrics": {"peak_tflops": 1.0, "timeline_step": 0},
         "parallel": {"timeout_s": 60},

@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -298,6 +299,7 @@ def train(
     names: Mapping[str, str],
     matrices: Collection[str] = (),
     adapters: Sequence[Table] = (),
+    rounded: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Step]:
     """A step for every batch.
 
@@ -310,11 +312,13 @@ def train(
         names: of a composite's parameters in Hugging Face's model, by those in `initial`.
         matrices: names of those that Muon is for.
         adapters: the recipe's tables, complete.
+        rounded: how linears in float8 are scaled, by the names of their weights.
     """
     reference = (
         CompositeReference(model["config"], names) if model.get("config") else Reference(model)
     ).train()
     parameters = reference.named()
+    _round(reference, parameters, rounded)
     parameters |= _add_adapters(reference, parameters, initial, adapters)
     with torch.no_grad():
         for name, value in initial.items():
@@ -405,6 +409,22 @@ class Updates:
         self._optimizer.step()
         for name, parameter in self._trained.items():
             parameter.copy_(self._own[name])
+
+
+def _round(
+    reference: nn.Module, parameters: Mapping[str, nn.Parameter], rounded: Mapping[str, str]
+) -> None:
+    """Lets linears multiply as torchao does in float8, emulated."""
+    if not rounded:
+        return
+    from torchao.float8 import Float8LinearConfig  # noqa: PLC0415 - takes seconds
+    from torchao.float8.float8_linear import Float8Linear  # noqa: PLC0415
+
+    owners = {id(m.weight): m for m in reference.modules() if isinstance(m, nn.Linear)}
+    for name, scales in rounded.items():
+        settings = replace(Float8LinearConfig.from_recipe_name(scales), emulate=True)
+        linear = owners[id(parameters[name])]
+        linear.forward = Float8Linear.from_float(linear, settings).forward
 
 
 def _add_adapters(

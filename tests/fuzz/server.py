@@ -106,7 +106,10 @@ class Server:
         if not expected.exists():
             raise FailedError("no reference", [f"ended with {helper.exitcode}"])
         wanted = torch.load(expected, weights_only=True)
-        bounds = bounds_of(recipe.training.dtype, is_sharp(draw.sections["model"]), narrow(recipe))
+        rounds = recipe.float8.recipe != "none"
+        dtype = "bfloat16" if rounds else recipe.training.dtype
+        noisy = recipe.optimizer.name == "muon" and dtype == "bfloat16"
+        bounds = bounds_of(dtype, is_sharp(draw.sections["model"]), narrow(recipe), noisy)
         if problems := list(differences(ranks, wanted, 0, bounds)):
             raise FailedError("different", problems)
         return {"kind": "equal", "how": "", "then": self._go_on(draw, directory, wanted, bounds)}

@@ -14,7 +14,7 @@ from fuzz.shrink import shrink
 from fuzz.wording import names_a_key, refusal
 from torchmm.recipe.model_section import AdapterConfig
 from torchmm.recipe.parallel_section import ModuleParallelConfig, ParallelConfig, SearchConfig
-from torchmm.recipe.training_section import ActivationCheckpointConfig
+from torchmm.recipe.training_section import ActivationCheckpointConfig, Float8Config
 
 DOCS = Path(__file__).parents[2] / "docs" / "refused.md"
 NOT_DRAWN = {
@@ -47,6 +47,7 @@ def test_every_key_that_decides_a_layout_is_drawn():
     wanted |= {"freeze.modules", "data.reorder", "training.microbatch_size", "training.dtype"}
     of_optimizer = ("name", "momentum", "state_dtype", "stochastic_rounding", "offload")
     wanted |= {f"optimizer.{key}" for key in of_optimizer} | {"training.parameter_dtype"}
+    wanted |= {f"float8.{key}" for key in Float8Config.model_fields}
     wanted |= {f"adapters.NAME.{key}" for key in AdapterConfig.model_fields}
     drawn = set()
     for index in range(DRAWN):

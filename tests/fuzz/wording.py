@@ -56,5 +56,6 @@ def names_a_key(problem: str) -> bool:
     """Whether a message says which key (or section) of a recipe is meant."""
     sections = (
         "model|freeze|adapters|data|parallel|training|activation_checkpoint|simulation|compile"
+        "|float8"
     )
     return re.search(rf"(?:\[|\b)(?:{sections})(?:\]|\.\w|: )", problem) is not None
