@@ -22,7 +22,6 @@ import sys
 import threading
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -36,6 +35,7 @@ from torchmm.data.decode import StepDecoder
 from torchmm.data.items import PackItems
 from torchmm.data.producers import METHOD, TOKEN_KEY, TOKEN_VARIABLE
 from torchmm.data.wire import pack_step, unpack_request
+from torchmm.recipe.data_section import is_local
 
 QUEUED_PER_WORKER = 4
 GRACE_S = 5.0
@@ -183,12 +183,7 @@ def check_exposure(bind: str, encrypted: bool, token: str | None) -> None:
     Raises:
         ConfigError: they could without.
     """
-    host = bind.rpartition(":")[0].strip("[]")
-    try:
-        local = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not local and not (encrypted and token):
+    if not is_local(bind) and not (encrypted and token):
         raise ConfigError(
             f"--bind {bind}: other machines could read the data; give --tls-certificate, --tls-key "
             f"and a secret in {TOKEN_VARIABLE}, or bind 127.0.0.1"

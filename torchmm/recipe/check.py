@@ -18,9 +18,11 @@ from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import check_adapters, check_generator, check_model, is_path
 from torchmm.recipe.check_parallel import check_pipeline
 from torchmm.recipe.data_section import (
+    ProducersConfig,
     SourceConfig,
     StageConfig,
     is_address,
+    is_local,
     secret_in,
     unique_names,
 )
@@ -120,6 +122,7 @@ def _check_data(recipe: Recipe) -> Problems:
             yield from _check_path(f"data.{list_name}[{index}].path", source)
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
+    yield from _check_producers(data.producers)
     if not data.validation and (validation.interval or validation.samples):
         on = "interval" if validation.interval else "samples"
         text = f"needs held-out data; add a [[data.validation]] table or set {on} to 0"
@@ -134,6 +137,15 @@ def _check_data(recipe: Recipe) -> Problems:
         text = f"is above data.video.max_frames = {most}; lower it or raise that"
         key = "data.video.max_frames"
         yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
+
+
+def _check_producers(producers: ProducersConfig) -> Problems:
+    if producers.ca_certificate is None:
+        key = "data.producers.ca_certificate"
+        for index, address in enumerate(producers.addresses):
+            if not is_local(address):
+                text = f"is on another machine, to which nothing goes unencrypted; set {key}"
+                yield Problem(f"data.producers.addresses[{index}]", address, text, (key,))
 
 
 def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -26,15 +27,15 @@ class ProducersConfig(Section):
     """HOST:PORT of each; empty: samples are prepared on the machine that trains. A step is
     requested from one after another until one answers."""
     ca_certificate: str | None = None
-    """PEM file with the certificate that signed theirs; without it nothing is encrypted, which
-    producers only accept on their own machine. Their token is in the environment variable
+    """PEM file with the certificate that signed theirs; without it nothing is encrypted, which is
+    only accepted where they are on this machine. Their token is in the environment variable
     TORCHMM_DATA_TOKEN, never in a recipe."""
     timeout_s: float = Field(default=60.0, gt=0)
     """If a producer has not prepared a step in this time, the next one is asked."""
     give_up_s: float = Field(default=180.0, gt=0)
     """The run ends (exit code 3) when no producer has answered for this long."""
-    max_message_mb: float = Field(default=1000.0, gt=0)
-    """Largest prepared step that is accepted, in units of 10^6 bytes."""
+    max_message_mb: float = Field(default=1000.0, gt=0, le=2000)
+    """Largest prepared step that is accepted, in units of 10^6 bytes; gRPC can send 2000."""
 
 
 class StorageConfig(Section):
@@ -138,6 +139,15 @@ class SourceConfig(Section):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """What of a chat counts in the loss: all answers of the assistant; only the last one; or all
     text, the template's own included. A message's own `loss` or `train` comes first."""
+
+
+def is_local(address: str) -> bool:
+    """Whether what is sent to HOST:PORT stays on this machine."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def is_address(path: object) -> bool:

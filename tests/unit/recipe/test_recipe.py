@@ -306,6 +306,16 @@ def test_shares_of_sources_are_checked(valid, sources, stages, key, text):
     assert any(f": {key}" in p and text in p for p in problems), problems
 
 
+def test_nothing_goes_to_producers_elsewhere_unencrypted(valid):
+    local = '["127.0.0.1:7411", "localhost:7411", "[::1]:7411"]'
+    load_recipe(valid, ["--data.producers.addresses", local], 1)
+    apart = ["--data.producers.addresses", '["127.0.0.1:7411", "10.0.0.7:7411"]']
+    problem = one_problem(valid, *apart, world_size=1)
+    assert 'data.producers.addresses[1] = "10.0.0.7:7411"' in problem
+    assert "set data.producers.ca_certificate" in problem
+    load_recipe(valid, [*apart, "--data.producers.ca_certificate", "ca.pem"], 1)
+
+
 def test_a_composite_has_llm_vision_and_its_connector(write):
     names = '["vision", "vision.connector"]'
     path = write(
