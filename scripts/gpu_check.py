@@ -173,7 +173,9 @@ SMALL: dict[str, object] = {
 
 PIPELINE: dict[str, object] = {"parallel.pipeline": 2}
 TENSOR: dict[str, object] = {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}
-FILLERS = PIPELINE | {
+FILLERS: dict[str, object] = {
+    "parallel.tensor": 2,
+    "parallel.vision.tensor": 1,
     "parallel.placement": "colocated",
     "parallel.schedule": "optimus",
     "parallel.tensor_bubbles": 0.3,
