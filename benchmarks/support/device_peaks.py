@@ -34,6 +34,7 @@ SETTINGS: Mapping[str, object] = {
     "optimizer.schedule": "constant",
     "optimizer.warmup_steps": 1,
     "parallel.pipeline": 1,
+    "parallel.preflight": 0,  # its matrices would be the peak
     "parallel.vision.sub_microbatch_images": 64,
     "validation.interval": 0,
     "checkpoint.interval": 0,

@@ -472,6 +472,11 @@ class CostModel:
         ]
         return sum(float(operator_ms(o, self.profile, self.dtype)) for o in made)
 
+    def gradient_bytes(self, module: ModuleDescription, start: int, stop: int) -> int:
+        """Of them, gradients."""
+        moved = _moved(module, start, stop, self.execution_of(module))
+        return round(moved.whole.gradient_bytes)
+
     def static_bytes(
         self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
     ) -> int:

@@ -71,6 +71,10 @@ def plan_costs(
         for rank in stage.ranks:
             workspace[rank] = max(workspace[rank], found.workspace_bytes.max(initial=0.0))
             static[rank] += model.static_bytes(*span, layerwise=layerwise)
+            if layerwise and own.sizes.tasks == 1:
+                # Shards of gradients come in the place of activations: when there are all of them,
+                # in the update, nothing is kept.
+                static[rank] -= model.gradient_bytes(*span)
     _keep_features(collected.kept, graph, tasks, model.element_bytes)
     return PlanCosts(
         compute_ms=collected.compute_ms,
