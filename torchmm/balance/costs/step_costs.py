@@ -70,11 +70,7 @@ def plan_costs(
         collected.add(graph, stage, own, found, arrives_N)
         for rank in stage.ranks:
             workspace[rank] = max(workspace[rank], found.workspace_bytes.max(initial=0.0))
-            static[rank] += model.static_bytes(*span, layerwise=layerwise)
-            if layerwise and own.sizes.tasks == 1:
-                # Shards of gradients come in the place of activations: when there are all of them,
-                # in the update, nothing is kept.
-                static[rank] -= model.gradient_bytes(*span)
+            static[rank] += _static_bytes(stage, own, model, layerwise)
     _keep_features(collected.kept, graph, tasks, model.element_bytes)
     return PlanCosts(
         compute_ms=collected.compute_ms,
@@ -91,6 +87,16 @@ def plan_costs(
         flops=collected.flops,
         runs_beside=model.profile.device.asynchronous,
     )
+
+
+def _static_bytes(stage: StageSpec, tasks: ModuleTasks, model: CostModel, layerwise: bool) -> int:
+    """Of a stage. Shards of gradients of a step's only backward come in the place of activations:
+    when there are all of them, in the update, nothing is kept."""
+    module = tasks.module
+    found = model.static_bytes(module, stage.start, stage.stop, layerwise=layerwise)
+    if not layerwise or tasks.sizes.tasks > 1:
+        return found
+    return found - model.gradient_bytes(module, stage.start, stage.stop)
 
 
 def _update_bytes(
