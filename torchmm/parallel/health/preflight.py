@@ -53,13 +53,12 @@ def check_ranks(
     if not tolerance or mesh.world_size == 1:
         return
     rates_RT = gather_floats(_rates(mesh, dtype))
-    hosts = gather_texts(socket.gethostname() + "\n")
-    hosts_R = "".join(hosts).splitlines()
-    blocks = _blocks(mesh)
-    for line in slow_ranks(rates_RT, hosts_R, blocks, tolerance) if mesh.rank == 0 else ():
+    hosts_R = gather_texts(socket.gethostname())
+    if mesh.rank:
+        return
+    for line in slow_ranks(rates_RT, hosts_R, _blocks(mesh), tolerance):
         logger.warning("preflight: %s", line)
-    if mesh.rank == 0:
-        logger.info("preflight: %s", "; ".join(_medians(rates_RT)))
+    logger.info("preflight: %s", "; ".join(_medians(rates_RT)))
 
 
 def slow_ranks(
