@@ -53,6 +53,8 @@ def check_ranks(
     if not tolerance or mesh.world_size == 1:
         return
     rates_RT = gather_floats(_rates(mesh, dtype))
+    if mesh.device.type == "cuda":  # the peak that a run reports is that of training
+        torch.cuda.reset_peak_memory_stats(mesh.device)
     hosts_R = gather_texts(socket.gethostname())
     if mesh.rank:
         return
