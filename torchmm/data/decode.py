@@ -24,7 +24,7 @@ from torchmm.common.row_slices import Reads
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.items import Item, PackItems, microbatch_meta
 from torchmm.data.layouts.sample import Record
-from torchmm.data.media.generated_images import DecodedDrawing
+from torchmm.data.media.generated_images import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import places_in_rows
 from torchmm.data.media.tiles import Tile
@@ -86,7 +86,16 @@ class StepDecoder(Dataset[DecodedStep]):
         """The same for a rank that decodes other images."""
         return StepDecoder(self._reader, self._sources, self._sequence_length, reads)
 
+    @property
+    def drawings(self) -> DrawingPreprocessor | None:
+        """Adds the noise; None: nothing is drawn."""
+        return self._reader.drawings
+
     def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
+        return with_noise(self.drawings, self.decode(microbatches), microbatches)
+
+    def decode(self, microbatches: list[list[PackItems]]) -> DecodedStep:
+        """The step, still without noise."""
         step = DecodedStep([], {})
         shares = self._shares(microbatches)
         opened = Opened()
@@ -217,7 +226,7 @@ class StepDecoder(Dataset[DecodedStep]):
             assert self._reader.drawings is not None
             drawing = self._reader.drawings.blank(drawn, _drawing_key(item, number))
             if not own.drawings[number]:
-                drawing = replace(drawing, patches_PV=None, noise_PV=None)
+                drawing = replace(drawing, patches_PV=None)
             drawings.append(drawing)
         return replace(sample, pixels=pixels, drawings=drawings)
 
@@ -253,6 +262,27 @@ class _Wanted:
         return module not in self.images or number in self.images[module]
 
 
+def with_noise(
+    drawings: DrawingPreprocessor | None, step: DecodedStep, microbatches: list[list[PackItems]]
+) -> DecodedStep:
+    """A decoded step with the noise of what is drawn in it.
+
+    Args:
+        microbatches: its samples.
+    """
+    if drawings is None:
+        return step
+    found = []
+    for microbatch, packs in zip(step.microbatches, microbatches, strict=True):
+        drawn = microbatch.generator
+        if drawn is not None:
+            items = [item for pack in packs for item in pack]
+            keys = [_drawing_key(i, n) for i in items for n in range(len(i.meta.generated))]
+            drawn = drawings.with_noise(drawn, keys)
+        found.append(replace(microbatch, generator=drawn))
+    return replace(step, microbatches=found)
+
+
 def record_bytes(value: Any) -> int:
     """Size of the texts and files in a record; a byte for every character."""
     if isinstance(value, str | bytes):
@@ -272,6 +302,6 @@ def _pictures(file: EncodedFile, max_pixels: int) -> list[Image.Image]:
     return [decode_rgb(data_of(file), max_pixels)]
 
 
-def _drawing_key(item: Item, number: int) -> tuple[object, ...]:
+def _drawing_key(item: Item, number: int) -> Key:
     """Names an image to be drawn, for its noise: other noise in every epoch."""
     return item.meta.source, item.meta.index, item.epoch, number

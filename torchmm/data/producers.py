@@ -20,8 +20,9 @@ from torch.utils.data import Dataset
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.row_slices import Reads
-from torchmm.data.decode import DecodedStep
+from torchmm.data.decode import DecodedStep, with_noise
 from torchmm.data.items import PackItems
+from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.wire import Request, pack_request, unpack_step
 from torchmm.recipe.data_section import ProducersConfig
 
@@ -48,6 +49,7 @@ class RemoteDecoder(Dataset[DecodedStep]):
         sequence_length: tokens of a pack.
         rank: this data-parallel rank; ranks begin with different producers.
         reads: which images this rank decodes; None: all.
+        drawings: adds the noise, which producers do not send; None: nothing is drawn.
 
     Raises:
         ConfigError: the certificate cannot be read.
@@ -60,12 +62,14 @@ class RemoteDecoder(Dataset[DecodedStep]):
         sequence_length: int,
         rank: int,
         reads: Reads | None = None,
+        drawings: DrawingPreprocessor | None = None,
     ) -> None:
         self._config = config
         self._fingerprint = fingerprint
         self._sequence_length = sequence_length
         self._first = rank
         self._reads = reads
+        self._drawings = drawings
         self._certificate = _read(config.ca_certificate)
         self._channels: dict[str, grpc.Channel] = {}
 
@@ -87,7 +91,8 @@ class RemoteDecoder(Dataset[DecodedStep]):
                     return DecodedStep([], {}, self._explain(address, code, details))
             else:
                 self._first = number + 1
-                return unpack_step(answer, microbatches, self._sequence_length)
+                step = unpack_step(answer, microbatches, self._sequence_length)
+                return with_noise(self._drawings, step, microbatches)
             if time.monotonic() > give_up:
                 break
             if (number + 1 - self._first) % len(addresses) == 0:  # all were asked

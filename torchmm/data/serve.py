@@ -53,7 +53,7 @@ def _start_worker(decoder: StepDecoder, setup: object) -> None:
 
 
 def _prepare_in_worker(microbatches: list[list[PackItems]], reads: Reads | None) -> bytes:
-    return pack_step(_decoder[0].for_rank(reads)[microbatches])
+    return pack_step(_decoder[0].for_rank(reads).decode(microbatches))
 
 
 class Producer(grpc.GenericRpcHandler):
@@ -114,7 +114,7 @@ class Producer(grpc.GenericRpcHandler):
 
     def _prepare(self, microbatches: list[list[PackItems]], reads: Reads | None) -> bytes:
         if self._workers == 0:
-            return pack_step(self._decoder.for_rank(reads)[microbatches])
+            return pack_step(self._decoder.for_rank(reads).decode(microbatches))
         pool = self._pool
         try:
             return pool.submit(_prepare_in_worker, microbatches, reads).result()

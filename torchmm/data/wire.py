@@ -25,11 +25,11 @@ from torchmm.common.tiles import Kept
 from torchmm.data.decode import DecodedStep
 from torchmm.data.items import Item, PackItems, microbatch_meta
 
-VERSION = 4
+VERSION = 5
 STEP = "step"
 """Key of the JSON text that accompanies the tensors."""
 
-GENERATOR_TENSORS = ("patches_PV", "noise_PV", "context_positions_K")
+GENERATOR_TENSORS = ("patches_PV", "context_positions_K")
 GENERATOR_LISTS = ("times", "contexts", "counted", "held")
 STEP_VALUES = ("corrupt", "decoded_images", "read_bytes")
 
@@ -79,7 +79,7 @@ def unpack_request(data: bytes) -> Request:
 
 
 def pack_step(step: DecodedStep) -> bytes:
-    """A prepared step, without its metadata, which the trainer has."""
+    """A decoded step, without its metadata, which the trainer has."""
     tensors: dict[str, Tensor] = {}
     described = [_describe(m, f"{number}.", tensors) for number, m in enumerate(step.microbatches)]
     values = {"microbatches": described} | {key: getattr(step, key) for key in STEP_VALUES}
@@ -89,7 +89,7 @@ def pack_step(step: DecodedStep) -> bytes:
 def unpack_step(
     data: bytes, microbatches: list[list[PackItems]], sequence_length: int
 ) -> DecodedStep:
-    """The step that `pack_step` packed.
+    """The step that `pack_step` packed, still without noise.
 
     Args:
         microbatches: what was asked for.
@@ -162,6 +162,7 @@ def _generator(
         return None
     values: dict[str, Any] = {key: parts[key] for key in GENERATOR_LISTS}
     values |= {key: tensors[f"{prefix}generated.{key}"] for key in GENERATOR_TENSORS}
+    values["noise_PV"] = values["patches_PV"][:0]
     return GeneratorInputs(**values, grids_thw=[_triple(grid) for grid in parts["grids_thw"]])
 
 

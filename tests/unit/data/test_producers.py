@@ -148,6 +148,17 @@ def test_clips_come_as_from_the_own_workers(site, spec):
     assert any("clips[2]" in message for _, skipped, _ in expected for message in skipped)
 
 
+def test_noise_is_not_sent_but_drawn_where_it_is_trained_on(site):
+    producer = site.loader(site.producer())
+    planned = next(iter(producer._queue))
+    sent = producer._decoder.decode(planned)
+    assert any(m.generator and len(m.generator.patches_PV) for m in sent.microbatches)
+    assert all(not len(m.generator.noise_PV) for m in sent.microbatches if m.generator)
+    [batch] = islice(producer, 1)
+    for m in batch.microbatches:
+        assert m.generator is None or m.generator.noise_PV.shape == m.generator.patches_PV.shape
+
+
 def test_a_killed_worker_and_a_killed_producer_cost_nothing(site):
     expected = take(site.loader(), 12)
     addresses = [site.producer(workers=1), site.producer()]
@@ -256,9 +267,9 @@ def test_other_machines_need_a_certificate_and_a_token(bind, encrypted, token, a
 
 @pytest.mark.parametrize("data", [b"{}", b"\xff", b"[]", b'{"version": 0}'])
 def test_what_is_no_request_is_said(data):
-    with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 4|column"):
+    with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 5|column"):
         unpack_request(data)
     reads = Reads({"vision": Share(1, 2)}, Share(0, 4))
     for asked in (Request("a", [[[]]]), Request("a", [[[]]], reads)):
         assert unpack_request(pack_request(asked)) == asked
-    assert VERSION == 4
+    assert VERSION == 5

@@ -5,8 +5,10 @@ and cut into patches. A clip is an animated GIF, WebP or PNG; if it has too many
 spaced ones are taken.
 
 Noise and time of an image are a pure function of the run's seed, the sample and the epoch, so they
-are the same for any ranks, workers or microbatches, and after resuming. Rejected:
-drawing them on the device that trains, where they would depend on the layout.
+are the same for any ranks, workers or microbatches, and after resuming. Noise is as large as what
+is drawn, so who decodes pixels leaves it out (`torchmm.data.serve` would send it), and who trains
+on them adds it (`DrawingPreprocessor.with_noise`). Rejected: drawing it on the device that trains,
+where it would depend on the layout.
 
 Shape legend: P patches of one image, V values of a patch (channels x rows x columns), F frames,
 H, W pixels, C channels.
@@ -16,7 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,6 +27,9 @@ from PIL import Image, ImageOps
 
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.data.media.images import count_frames, decode_frames, read_size
+
+Key = tuple[object, ...]
+"""Always names the same image: source, sample, epoch, number within the sample."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,6 @@ class DecodedDrawing:
     meta: GeneratedMeta
     patches_PV: np.ndarray | None
     """None: another rank decodes it, or none does here."""
-    noise_PV: np.ndarray | None
     time: float
     context_end: int
     """Tokens of the sample before it; the last of them are its context."""
@@ -76,33 +81,39 @@ class DrawingPreprocessor:
         return min(context_end, self.spec.context_tokens)
 
     def decode(
-        self, data: bytes, meta: GeneratedMeta, context_end: int, key: tuple[object, ...]
+        self, data: bytes, meta: GeneratedMeta, context_end: int, key: Key
     ) -> DecodedDrawing:
-        """Pixels, with noise and time.
-
-        Args:
-            key: always names the same image: source, sample, epoch, number within the sample.
+        """Pixels and time.
 
         Raises:
             CorruptSampleError: the pixels cannot be decoded.
         """
         frames = decode_frames(data, self._max_pixels, meta.grid_thw[0])
         patches_PV = np.concatenate([self._patches(frame) for frame in frames])
-        time, noise_PV = self._noise(patches_PV.shape, key)
-        return DecodedDrawing(meta, patches_PV, noise_PV, time, context_end, counted=True)
+        return DecodedDrawing(meta, patches_PV, self._time(key), context_end, counted=True)
 
-    def without_pixels(
-        self, meta: GeneratedMeta, context_end: int, key: tuple[object, ...]
-    ) -> DecodedDrawing:
-        """The same for a rank that does not decode it; arguments as in `decode`."""
-        time, _ = self._noise((0,), key)
-        return DecodedDrawing(meta, None, None, time, context_end, counted=True)
+    def without_pixels(self, meta: GeneratedMeta, context_end: int, key: Key) -> DecodedDrawing:
+        """The same for a rank that does not decode it."""
+        return DecodedDrawing(meta, None, self._time(key), context_end, counted=True)
 
-    def blank(self, meta: GeneratedMeta, key: tuple[object, ...]) -> DecodedDrawing:
+    def blank(self, meta: GeneratedMeta, key: Key) -> DecodedDrawing:
         """Stands in for an image that cannot be decoded: same sizes, does not count."""
         patches_PV = np.zeros((meta.patches, self.values), np.float32)
-        time, noise_PV = self._noise(patches_PV.shape, key)
-        return DecodedDrawing(meta, patches_PV, noise_PV, time, meta.context, counted=False)
+        return DecodedDrawing(meta, patches_PV, self._time(key), meta.context, counted=False)
+
+    def with_noise(self, inputs: GeneratorInputs, keys: Sequence[Key]) -> GeneratorInputs:
+        """The inputs with the noise of those images whose pixels they have.
+
+        Args:
+            keys: of all images.
+        """
+        held = range(len(keys)) if inputs.held is None else inputs.held
+        noise = [torch.zeros(0, self.values)]
+        for number in held:
+            generator, _ = self._begin(keys[number])
+            shape = inputs.pixel_rows[number], self.values
+            noise.append(torch.randn(shape, generator=generator))
+        return replace(inputs, noise_PV=torch.cat(noise))
 
     @property
     def values(self) -> int:
@@ -117,15 +128,18 @@ class DrawingPreprocessor:
         blocks = pixels_HWC.reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3)
         return blocks.reshape(side * side, -1)
 
-    def _noise(self, shape: tuple[int, ...], key: tuple[object, ...]) -> tuple[float, np.ndarray]:
-        """Time, and noise of this shape."""
+    def _time(self, key: Key) -> float:
+        return self._begin(key)[1]
+
+    def _begin(self, key: Key) -> tuple[torch.Generator, float]:
+        """An image's random numbers: its time, and what its noise comes from."""
         digest = hashlib.sha256(json.dumps([self._seed, *key]).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         if self.spec.time_sampling == "uniform":
             time = torch.rand((), generator=generator)
         else:
             time = torch.randn((), generator=generator).sigmoid()
-        return time.item(), torch.randn(shape, generator=generator).numpy()
+        return generator, time.item()
 
 
 @dataclass
@@ -142,7 +156,7 @@ class DrawingRow:
         self.context_positions.append(np.arange(end - drawing.meta.context, end))
 
     def inputs(self, values: int, *, shared: bool) -> GeneratorInputs | None:
-        """All of them; None if there are none.
+        """All of them, still without noise; None if there are none.
 
         Args:
             values: V.
@@ -151,16 +165,14 @@ class DrawingRow:
         if not self.drawings:
             return None
         patches = [np.zeros((0, values), np.float32)]
-        noise = [np.zeros((0, values), np.float32)]
         held: list[int] = []
         for number, drawing in enumerate(self.drawings):
-            if drawing.patches_PV is not None and drawing.noise_PV is not None:
+            if drawing.patches_PV is not None:
                 patches.append(drawing.patches_PV)
-                noise.append(drawing.noise_PV)
                 held.append(number)
         return GeneratorInputs(
             patches_PV=torch.from_numpy(np.concatenate(patches)),
-            noise_PV=torch.from_numpy(np.concatenate(noise)),
+            noise_PV=torch.zeros(0, values),
             times=[t.time for t in self.drawings],
             grids_thw=[t.meta.grid_thw for t in self.drawings],
             context_positions_K=torch.from_numpy(np.concatenate(self.context_positions)),

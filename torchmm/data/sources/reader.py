@@ -34,7 +34,7 @@ from torchmm.data.layouts.sample import (
     without_generated,
 )
 from torchmm.data.media.chat import ChatTemplate
-from torchmm.data.media.generated_images import DecodedDrawing, DrawingPreprocessor
+from torchmm.data.media.generated_images import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
 from torchmm.data.media.text import EncodedSample, FramesSegment, TextEncoder, TiledSegment
 from torchmm.data.media.tiles import Tile, TiledMedia, TiledPicture, cut_within
@@ -321,7 +321,7 @@ class SampleReader:
         file: bytes | FileSegment,
         meta: GeneratedMeta,
         context_end: int,
-        key: tuple[object, ...],
+        key: Key,
         opened: Opened,
     ) -> DecodedDrawing:
         """An image to be drawn; arguments as in `DrawingPreprocessor.decode`.
