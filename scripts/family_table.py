@@ -2,7 +2,7 @@
 
 python -m pytest -m proves --proofs=outputs/proofs.jsonl tests/unit/models tests/unit/data \\
     tests/unit/balance/test_real_flops.py tests/unit/parallel/test_compilation.py \\
-    tests/distributed/test_*_tensor_parallel.py
+    tests/distributed/test_*_tensor_parallel.py tests/distributed/test_context_parallel.py
 python scripts/family_table.py outputs/proofs.jsonl
 
 Several files, of runs with other versions of transformers, make one table. With --keep, what the
@@ -35,6 +35,7 @@ COLUMNS = {
     "stages": "stages",
     "tensor": "TP 2",
     "sequence": "TP 2 + SP",
+    "context": "CP 2",
     "files": "files",
     "flops": "FLOPs",
     "compiled": "compiled",
@@ -48,13 +49,13 @@ COLUMNS = {
 """What is proved, by its name in tests, in order."""
 COLUMNS_OF = {
     "LLMs": (
-        *("equal", "packed", "stages", "tensor", "sequence", "files", "flops", "compiled"),
-        "generation",
+        *("equal", "packed", "stages", "tensor", "sequence", "context", "files", "flops"),
+        *("compiled", "generation"),
     ),
     "Encoders": ("equal", "packed", "stages", "tensor", "sequence", "files", "flops", "compiled"),
     "Composites": (
         *("text", "images", "tiles", "clips", "sounds"),
-        *("equal", "packed", "stages", "tensor", "files", "compiled", "generation"),
+        *("equal", "packed", "stages", "tensor", "context", "files", "compiled", "generation"),
     ),
 }
 TILED = ("llava_next", "llava_onevision", "internvl", "idefics3", "smolvlm", "gemma3")

@@ -9,17 +9,25 @@ import torch.distributed as dist
 from launch import run_distributed
 from meshes import mesh_for
 from model_cases import COMPOSITES, LLMS, build
+from proofs import proves
 from test_layouts import Case, compare_all
+from test_llm_tensor_parallel import ROUNDED
 from test_llm_tensor_parallel import Case as Family
 
 from torchmm.common.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
+from torchmm.common.row_slices import slice_ranges
 from torchmm.models import llm
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.layers.attention import Segments
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
-from torchmm.parallel.context import ContextRanks, apply_context_parallel, context_problems
+from torchmm.parallel.context import (
+    ContextHeads,
+    ContextRanks,
+    apply_context_parallel,
+    context_problems,
+)
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import FreezeConfig
@@ -32,6 +40,14 @@ PP2 = {**TWO, "pipeline": 2}
 ONE_BY_ONE = {"vision": {"sub_microbatch_images": 1}}
 THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
+CUT_GROUPS = {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 9,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+"""One of two ranks has three heads of one group, and one of the next."""
+DELTA, CONVOLUTION = "cp2, delta nets", "cp2, short convolutions"
 CASES_OF_2 = [
     Case("cp2", shard=2, pipeline=TWO),
     Case("cp2, odd length", shard=2, tokens=65, pipeline=TWO),
@@ -46,6 +62,24 @@ CASES_OF_2 = [
     Case("cp2, tower frozen", shard=2, freeze=("vision",), pipeline=TWO),
     Case("cp2, adapters", shard=2, pipeline=TWO, adapters=("llm", "vision")),
     Case("cp2, DoRA", shard=2, pipeline=TWO, adapters=("llm", "vision"), method="dora"),
+    Case(DELTA, shard=2, llm="qwen3_5_text", pipeline=TWO),
+    Case(
+        "cp2, delta nets and attention, groups of heads that ranks cut, odd length",
+        shard=2,
+        tokens=65,
+        recompute="full",
+        llm="qwen3_5_text",
+        llm_config=CUT_GROUPS,
+        pipeline=TWO,
+    ),
+    Case(
+        "cp2, delta nets with experts",
+        shard=2,
+        recompute="selective",
+        llm="qwen3_next",
+        pipeline=TWO,
+    ),
+    Case(CONVOLUTION, shard=2, llm="lfm2", pipeline=TWO),
 ]
 CASES_OF_4 = [
     Case("cp4, groups of heads that do not divide", shard=4, llm_config=SIX_HEADS, pipeline=FOUR),
@@ -62,6 +96,24 @@ CASES_OF_4 = [
     Case(
         "cp2 x pp2, 1f1b, LLM frozen", 1, 2, freeze=("llm",), pipeline={**PP2, "schedule": "1f1b"}
     ),
+    Case(
+        "cp4, delta nets, fewer heads of keys than ranks",
+        shard=4,
+        llm="qwen3_5_text",
+        pipeline=FOUR,
+    ),
+    Case("cp2 x fsdp2, delta nets with experts", shard=4, llm="qwen3_next", pipeline=TWO),
+    Case("cp2 x tp2, delta nets", 1, 2, 2, True, tokens=65, llm="qwen3_5_text", pipeline=TWO),
+    Case("cp2 x tp2, delta nets with experts", 1, 2, 2, llm="qwen3_next", pipeline=TWO),
+    Case(
+        "cp2 x pp2, delta nets, zero bubble",
+        shard=2,
+        llm="qwen3_5_text",
+        pipeline={**PP2, "schedule": "zero_bubble"},
+    ),
+    Case("cp4, short convolutions, odd length", shard=4, tokens=65, llm="lfm2", pipeline=FOUR),
+    Case("cp2 x tp2, short convolutions", 1, 2, 2, True, llm="lfm2", pipeline=TWO),
+    Case("cp2 x pp2, short convolutions", shard=2, llm="lfm2", pipeline=PP2),
 ]
 
 
@@ -74,10 +126,13 @@ def test_shared_rows_equal_single_process(ranks, cases):
             assert gradient_errors == {}, (name, gradient_errors)
 
 
-def test_attention_within_slices_alone_is_found():
-    for [(_, loss_error, _, gradient_errors)] in run_distributed(_compare_without_exchange, 2):
-        assert loss_error > 1e-5
-        assert any("q_proj" in name for name in gradient_errors)
+def test_layers_that_see_slices_alone_are_found():
+    """Segments end where slices do; nothing else is wrong."""
+    linears = ("self_attn.q_proj", "linear_attn.in_proj_qkv", "conv.in_proj")
+    for outcomes in run_distributed(_compare_without_exchange, 2):
+        for linear, (_, loss_error, _, gradient_errors) in zip(linears, outcomes, strict=True):
+            assert loss_error > 1e-5
+            assert any(linear in name for name in gradient_errors)
 
 
 def _compare_without_exchange():
@@ -85,11 +140,31 @@ def _compare_without_exchange():
         @classmethod
         def from_starts(cls, cu_seqlens, device, blocks_T, only_windows, row_heads):
             if row_heads is not None:  # the reference has whole rows
-                cu_seqlens = [0, cu_seqlens[-1] // 2]
+                own = slice_ranges(cu_seqlens[-1], 2)[dist.get_rank()]
+                inside = [start - own.start for start in cu_seqlens if start in own]
+                cu_seqlens = sorted({0, *inside, len(own)})
             return Segments.from_starts(cu_seqlens, device, blocks_T, only_windows)
 
     llm.Segments = SlicesAlone
-    return compare_all(CASES_OF_2[:1])
+    names = (CASES_OF_2[0].name, DELTA, CONVOLUTION)
+    return compare_all([case for case in CASES_OF_2 if case.name in names])
+
+
+def test_filters_of_other_channels_are_found():
+    for outcomes in run_distributed(_compare_with_other_filters, 2):
+        for _, _, _, gradient_errors in outcomes:
+            assert any("conv" in name for name in gradient_errors)
+
+
+def _compare_with_other_filters():
+    right = ContextHeads.own_heads
+
+    def first_heads(self, values, heads):
+        own = right(self, values, heads)
+        return values[: len(own)] if values.ndim > 1 else own
+
+    ContextHeads.own_heads = first_heads
+    return compare_all([case for case in CASES_OF_2 if case.name in (DELTA, CONVOLUTION)])
 
 
 def test_gradients_that_stay_with_the_token_are_found():
@@ -112,6 +187,8 @@ def _compare_without_return():
 FAMILIES = [*LLMS, *COMPOSITES]
 
 
+@proves("context", LLMS)
+@proves("context", COMPOSITES)
 @pytest.mark.slow
 def test_every_family_equals_the_whole():
     for outcomes in zip(*run_distributed(_compare_families, 2, FAMILIES), strict=True):
@@ -125,12 +202,9 @@ def _compare_families(families: list[str]) -> list[tuple[str, dict[str, float]]]
 
 
 def _compare(case: Family) -> dict[str, float]:
-    """Loss and gradients that differ by more than 1e-5, relative; of refused families, none."""
+    """Loss and gradients that differ by more than 1e-5, relative (3e-5 for `ROUNDED`)."""
     whole, shared = build(case.model_config()), build_model(case.model_config(), FreezeConfig())
-    mixes = any(sizes.mixer is not None for sizes in shared.llm.layer_sizes())
-    assert bool(context_problems(shared.llm, 2, 1)) == mixes
-    if mixes:
-        return {}
+    assert context_problems(shared.llm, 2, 1) == []
     config = ParallelConfig(shard=2, **TWO)
     mesh = mesh_for(config)
     batch = _with_images_in_meta(case.microbatch())
@@ -157,7 +231,8 @@ def _compare(case: Family) -> dict[str, float]:
         size = expected.norm().item()
         # Zero but for rounding (a key's bias): against the whole gradient.
         errors[name] = (found - expected).norm().item() / (size if size > 1e-6 * scale else scale)
-    return {name: error for name, error in errors.items() if not error <= 1e-5}
+    limits = {name: 3e-5 if name.endswith(ROUNDED) else 1e-5 for name in errors}
+    return {name: error for name, error in errors.items() if not error <= limits[name]}
 
 
 def _with_images_in_meta(batch: Microbatch) -> Microbatch:

@@ -7,6 +7,7 @@ import torch
 from launch import run_distributed
 from meshes import mesh_for
 from microbatches import MODEL, VOCAB, random_microbatch
+from pipeline_cases import DELTA_NETS
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
@@ -85,6 +86,7 @@ class Case:
         return build_model(ModelConfig.model_validate(config), freeze, adapters=adapters)
 
 
+DELTA_KINDS = ["linear_attention", "full_attention", "linear_attention"]
 CHANGES = {
     "qwen3_moe": {
         "num_experts": 4,
@@ -92,7 +94,19 @@ CHANGES = {
         "moe_intermediate_size": 16,
         "output_router_logits": True,  # adds the loss that balances experts
         "router_aux_loss_coef": 0.5,
-    }
+    },
+    # Whose first layer is not the only one of its kind, in a pipeline too.
+    "qwen3_5_text": {**DELTA_NETS, "layer_types": DELTA_KINDS},
+    "qwen3_next": {
+        **{k: v for k, v in DELTA_NETS.items() if k != "rope_parameters"},
+        "layer_types": DELTA_KINDS,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "mlp_only_layers": [1],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
 }
 """By LLM: further keys."""
 ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero_bubble"}

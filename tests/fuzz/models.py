@@ -37,11 +37,12 @@ LLM_FAMILIES: dict[str, Table] = {
         "moe_intermediate_size": 16,
     },
     "qwen3_5_text": {"head_dim": 16, **delta_layers(0)},
+    "lfm2": {"block_multiple_of": 8},
 }
 """By model_type: keys beside those of `_llm`."""
-LLM_WEIGHTS = (8, 8, 2, 2, 2, 1, 2, 2, 2, 2, 3, 0)
+LLM_WEIGHTS = (8, 8, 2, 2, 2, 1, 2, 2, 2, 2, 3, 0, 0)
 """0: see `draw_model`."""
-COMPOSITES, DELTA_NETS = 0.2, 0.06
+COMPOSITES, DELTA_NETS, CONVOLUTIONS = 0.2, 0.06, 0.03
 """Shares of models."""
 
 ENCODER_FAMILIES = {
@@ -76,6 +77,8 @@ def draw_model(rng: Random) -> tuple[Table, str]:
         model = draw_composite(later)
     elif kind < COMPOSITES + DELTA_NETS:
         model["llm"] = {"config": _llm(later, "qwen3_5_text")}
+    elif kind < COMPOSITES + DELTA_NETS + CONVOLUTIONS:
+        model["llm"] = {"config": _llm(later, "lfm2")}
     model["chunked_loss"] = chunked
     return model, source_of(model)
 
@@ -98,6 +101,8 @@ def _llm(rng: Random, model_type: str) -> Table:
     vocabulary, layers = rng.choice((96, 96, 97)), rng.choice((2, 2, 3, 4, 4))
     if model_type == "qwen3_5_text":
         own |= delta_layers(layers)
+    if model_type == "lfm2":
+        own["layer_types"] = [("conv", "full_attention")[i % 2] for i in range(layers)]
     return {
         "model_type": model_type,
         "vocab_size": vocabulary,

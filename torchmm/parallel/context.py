@@ -16,6 +16,11 @@ each other both ways need nothing more, and every rank has as many pairs of toke
 need not divide among ranks: some then have one more. Ranks get the key and value heads that their
 query heads read, a head twice where two ranks read it.
 
+Gated delta nets and short convolutions go through a row token by token, but their heads and
+channels know nothing of each other. So the same exchange stands before their convolution, which a
+rank computes for its channels, and behind the recurrence. In delta nets ranks divide the heads of
+values, which read those of keys and queries.
+
 Parameters are those of data parallelism: FSDP2 shards them over `shard`, the group included, and
 adds gradients up, which is right because every rank's loss is the sum over its own targets. The
 ranks' encoders read different images, and what they find goes to the ranks with its tokens.
@@ -27,8 +32,8 @@ masks leave every rank as much to do.
 
 Rejected: a dimension of the mesh beside `shard`, for parameters do not differ along it.
 
-Shape legend: T tokens of the row, S of this rank's slice, H query heads, G key and value heads, D
-features of a query or key, E of a value, K output tokens of an encoder.
+Shape legend: T tokens of the row, S of this rank's slice, H heads that the ranks divide, G heads
+that these read, D and E features of a head, K output tokens of an encoder.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchmm.common.layers import ConvolutionSizes, DeltaSizes, LayerDescription
 from torchmm.common.row_slices import FeatureRoute, slice_ranges
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
@@ -93,15 +99,13 @@ class ContextHeads:
         self._rank = rank
         self._tokens = tokens
 
-    def whole_rows(
-        self, query_SHD: Tensor, key_SGD: Tensor, value_SGE: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = (query_SHD, key_SGD, value_SGE)
-        readers = query_SHD.shape[1] // key_SGD.shape[1]
-        queries = slice_ranges(query_SHD.shape[1], len(self._tokens))
-        keys = [range(own.start // readers, (own.stop - 1) // readers + 1) for own in queries]
-        needed = list(zip(queries, keys, keys, strict=True))
-        # One message for all three: what a rank needs of queries, then of keys, then of values.
+    def whole_rows(self, divided_SHD: Tensor, *read_SGD: Tensor) -> list[Tensor]:
+        inputs = (divided_SHD, *read_SGD)
+        heads = divided_SHD.shape[1]
+        owned = slice_ranges(heads, len(self._tokens))
+        readers = [heads // x.shape[1] for x in inputs]
+        needed = [[_read(own, count) for count in readers] for own in owned]
+        # One message for all: what a rank needs of the first tensor, then of the second, and so on.
         messages = [
             [x[:, own.start : own.stop].flatten() for x, own in zip(inputs, ranges, strict=True)]
             for ranges in needed
@@ -113,16 +117,11 @@ class ContextHeads:
             [tokens * per_token for tokens in self._tokens],
         )
         packed = torch.cat([part for message in messages for part in message])
-        query_THD, key_TGD, value_TGE = self._unpacked(
-            exchange(packed, counts, self._group), shapes
-        )
-        read = Counter(head // readers for head in queries[self._rank])
-        if len(set(read.values())) > 1:
-            # Attention takes groups of equal size only: every query head gets keys of its own.
-            repeats = [read[head] for head in keys[self._rank]]
-            key_TGD = _repeated(key_TGD, repeats)
-            value_TGE = _repeated(value_TGE, repeats)
-        return query_THD, key_TGD, value_TGE
+        arrived = self._unpacked(exchange(packed, counts, self._group), shapes)
+        own = owned[self._rank]
+        return [
+            _for_readers(x, own, count, dim=1) for x, count in zip(arrived, readers, strict=True)
+        ]
 
     def _unpacked(self, arrived: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
         """The tensors of all tokens, from the messages of all ranks.
@@ -152,15 +151,26 @@ class ContextHeads:
         ]
         return torch.cat(heads_of_ranks, 1)
 
-    def own_heads(self, scores_H: Tensor) -> Tensor:
-        own = slice_ranges(len(scores_H), len(self._tokens))[self._rank]
-        return scores_H[own.start : own.stop]
+    def own_heads(self, values: Tensor, heads: int) -> Tensor:
+        own = slice_ranges(heads, len(self._tokens))[self._rank]
+        readers = heads // len(values)
+        read = _read(own, readers)
+        return _for_readers(values[read.start : read.stop], own, readers, dim=0)
 
 
-def _repeated(x_TGD: Tensor, repeats: list[int]) -> Tensor:
-    """Every head so many times, one after the other."""
-    heads = (x_TGD[:, i : i + 1].expand(-1, n, -1) for i, n in enumerate(repeats))
-    return torch.cat([*heads], 1)
+def _read(own: range, readers: int) -> range:
+    """The heads that own heads read, where so many read the same one."""
+    return range(own.start // readers, (own.stop - 1) // readers + 1)
+
+
+def _for_readers(x: Tensor, own: range, readers: int, dim: int) -> Tensor:
+    """The heads that own heads read. Attention and delta nets take groups of equal size only: where
+    ranks cut groups, every own head gets one for itself."""
+    groups = Counter(head // readers for head in own).values()
+    if len(set(groups)) == 1:
+        return x
+    repeated = [x.narrow(dim, i, 1) for i, size in enumerate(groups) for _ in range(size)]
+    return torch.cat(repeated, dim)
 
 
 def apply_context_parallel(model: MultimodalModel, mesh: DeviceMesh) -> None:
@@ -189,18 +199,22 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
             "sharding were compared for it; remove it"
         )
     for sizes in dict.fromkeys(llm.layer_sizes()):
-        heads = sizes.heads // tensor
-        if sizes.mixer is not None:
+        heads, what = _divided_heads(sizes)
+        if heads // tensor < ranks:
             problems.append(
-                f"{key}: delta nets and short convolutions, which {llm.name!r} has, go through a "
-                "row token by token and are not divided by heads; remove it"
-            )
-        elif heads < ranks:
-            problems.append(
-                f"{key} is more than the {heads} attention heads of {llm.name!r} on a "
+                f"{key} is more than the {heads // tensor} {what} of {llm.name!r} on a "
                 "tensor-parallel rank, which context ranks divide; choose a smaller number"
             )
     return list(dict.fromkeys(problems))
+
+
+def _divided_heads(sizes: LayerDescription) -> tuple[int, str]:
+    """How many heads of a layer ranks can divide among themselves, and of what."""
+    if isinstance(sizes.mixer, DeltaSizes):
+        return sizes.mixer.value_heads, "value heads of delta nets"
+    if isinstance(sizes.mixer, ConvolutionSizes):
+        return sizes.hidden_size, "channels of convolutions"
+    return sizes.heads, "attention heads"
 
 
 def cut_problems(llm: LayeredModule, ranks: int, stops: Sequence[int]) -> list[str]:

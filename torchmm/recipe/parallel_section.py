@@ -51,8 +51,8 @@ class ModuleParallelConfig(Section):
     """Tensor-parallel ranks of this module."""
     context: int | None = Field(default=None, ge=1)
     """LLM: ranks out of the `shard` ranks that divide the tokens of every microbatch among
-    themselves, and its images among their encoders; in attention they divide heads. For long
-    sequences. Default: 1, each has microbatches of its own."""
+    themselves, and its images among their encoders; in attention, or what layers have in its place,
+    they divide heads. For long sequences. Default: 1, each has microbatches of its own."""
     segments: int | None = Field(default=None, ge=1)
     """Stages of this module per rank, for colocated encoders and under schedules with separated
     modules ("separated", "searched", "csv:..."). Default: `parallel.virtual_stages` for the

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from test_cost_model import DEVICE, LLM, METAS, PROFILE
+from test_part_operators import TOKENS, RealLayer
+from torch import Tensor
 
 from torchmm.balance.costs.execution import Execution, Setting
-from torchmm.balance.costs.layers import layer_operators
+from torchmm.balance.costs.layers import layer_kept_bytes, layer_operators
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.costs.sizes import llm_sizes, module_tasks
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
+from torchmm.models.layers.attention import Segments
+from torchmm.parallel.context import ContextHeads
+from torchmm.parallel.exchange import Counts
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 
@@ -95,3 +101,55 @@ def test_an_encoder_takes_as_long_as_the_rank_with_most_patches() -> None:
     llm = module_tasks(graph, LLM, metas, [10, 10])
     assert llm.sizes.units_N.tolist() == [20, 20]
     assert llm.useful.units_N.tolist() == [40, 40]
+
+
+class SharedLayer(RealLayer):
+    """One layer on the first of several ranks that share a row; others send what this one sends."""
+
+    def __init__(self, family: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(family, torch.float32)
+        self.sent: list[list[int]] = []
+        """By exchange: numbers for each rank."""
+        own = TOKENS // ranks
+        whole, tables = self.hidden, self.tables
+        self.hidden = whole[:, :own].detach().requires_grad_()
+        self.tables = [table[:, :own].clone() for table in tables]
+        heads = ContextHeads(None, 0, [own] * ranks)  # type: ignore[arg-type]
+        segments = Segments.from_starts([0, 40, TOKENS], whole.device, row_heads=heads)
+        samples = (SampleMeta("s", 0, 40), SampleMeta("s", 1, TOKENS - 40))
+        metas = [MicrobatchMeta(samples, TOKENS)]
+        self.sizes = llm_sizes(metas, [8], padding=True, context=ranks)
+        monkeypatch.setattr("torchmm.parallel.context.exchange", self._exchange)
+        self._run = lambda: self.layer(
+            self.hidden,
+            position_embeddings=tuple(self.tables),
+            position_ids=torch.arange(own)[None],
+            attention_mask=None,
+            cu_seq_lens_q=segments,
+        )
+
+    def _exchange(self, rows: Tensor, counts: Counts, group: object) -> Tensor:
+        assert sum(counts.sent) == sum(counts.received) == len(rows)
+        self.sent.append(counts.sent)
+        return rows.clone()
+
+
+SHARED = ["llama", "qwen3_5", "qwen3_5, attention", "qwen3_next", "lfm2", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", SHARED)
+def test_ranks_send_and_keep_what_real_layers_do(
+    family: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = SharedLayer(family, ranks, monkeypatch)
+    layer = real.description.layers[0]
+    setting = Setting(Execution(context=ranks), 4)
+    real.run()
+    to_others = 4 * sum(sum(sent[1:]) for sent in real.sent)
+    [messages] = [o for o in layer_operators(layer, real.sizes, setting).forward if o.kind == "p2p"]
+    assert messages.network_bytes == pytest.approx([to_others])
+    assert messages.calls == len(real.sent)
+    for trained in (True, False):
+        found = layer_kept_bytes(layer, real.sizes, setting, weights=trained)
+        assert found == pytest.approx([real.live_bytes("none", trained)], rel=0.03)

@@ -83,10 +83,14 @@ def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Tabl
         (4, {"model_type": "olmo2"}, {"tensor": 4}, "more than the 2 key and value heads"),
         (8, {}, {"shard": 8, "llm": {"context": 8}}, "context = 8 is more than the"),
         (
-            2,
-            {"model_type": "qwen3_5_text"},
-            {"llm": {"context": 2}},
-            "go through a row token by token",
+            4,
+            {
+                "model_type": "qwen3_5_text",
+                "linear_num_key_heads": 1,
+                "linear_num_value_heads": 2,
+            },
+            {"shard": 4, "llm": {"context": 4}},
+            "context = 4 is more than the 2 value heads of delta nets of 'llm'",
         ),
         (
             2,

@@ -136,7 +136,7 @@ class Component:
         return sum(2 * prod(size) * self.rows_N(name, sizes) for name, size in every)
 
     def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Sending tokens to the ranks that have their experts."""
+        """Sending tokens to the ranks that have their experts, or that share their row."""
         return Operators.none()
 
     def parameters(self, tensor: int) -> float:
@@ -144,6 +144,28 @@ class Component:
         linears = self.linears()
         own = self.sharded_linears(tensor) | {n: linears[n] for n in self.replicated(tensor)}
         return sum(inputs * outputs for inputs, outputs in own.values())
+
+
+def exchange_of_heads(
+    sent: Sequence[float], back: float, sizes: TaskSizes, setting: Setting
+) -> Operators:
+    """Context parallelism: tokens for heads, and back behind attention or what is in its place; in
+    backward the other way round. Timed as messages, for which every profile has rates.
+
+    Args:
+        sent: features of a token in each tensor that is divided by heads, for all ranks.
+        back: features of a token's result.
+    """
+    ranks = setting.execution.context
+    if ranks == 1:
+        return Operators.none()
+    token_bytes = setting.element_bytes * sizes.units_N
+    sent_N = token_bytes * (sum(sent) + back) * (ranks - 1) / ranks
+    messages = Operator("p2p", network_bytes=sent_N, calls=2, link=setting.context_link)
+    # Packed for the other ranks twice, and joined; what comes back is joined only.
+    copied_N = 2 * token_bytes * (3 * sum(sent) + back)
+    copies = Operator("copy", memory_bytes=copied_N, calls=3 * len(sent) + 2)
+    return Operators([messages, copies], [messages, copies], [], [])
 
 
 class FeedForward(Component):

@@ -23,6 +23,7 @@ from torchmm.balance.costs.component import (
     Linear,
     SharedExpert,
     Temporaries,
+    exchange_of_heads,
 )
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.mixers import Adapters, DeltaNet, ShortConvolution
@@ -111,7 +112,7 @@ class Attention(Component):
             each = (1 + SCORE_FLOPS / (4 * layer.head_dim)) / (1 + SCORE_FLOPS / (4 * 64))
             pairs_N = pairs_N * each
         calls_N = sizes.calls_N(layer.window) if setting.segment_calls else units_N * 0.0 + 1
-        query, key = head_widths(layer, setting.execution)
+        query, key = attended_widths(layer, setting.execution)
         size = setting.element_bytes
         moved_N = units_N * 2 * (query + key)
         forward = _fused("attention", 4 * query * pairs_N, moved_N, calls_N, size)
@@ -121,12 +122,16 @@ class Attention(Component):
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Queries, keys, values, and what fused attention keeps."""
-        query, key = head_widths(self.layer, setting.execution)
+        shares = setting.execution.context > 1
+        query, key = attended_widths(self.layer, setting.execution)
         # Who keeps a slice of packed results keeps all of them.
-        values = query + 2 * key if self.layer.packed_qkv else key
+        values = query + 2 * key if self.layer.packed_qkv and not shares else key
         inputs_N = setting.element_bytes * sizes.units_N * (query + key + values)
         if self.layer.plain_scores and not weights:  # nor does a linear keep the result
             return inputs_N
+        if shares and (weights or self.layer.output_gate) and not self.layer.plain_scores:
+            # A linear or gate keeps its own tokens of it, attention its heads.
+            inputs_N = inputs_N + setting.element_bytes * sizes.units_N * query
         return self._result_bytes(sizes, setting) + inputs_N
 
     def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
@@ -151,6 +156,13 @@ class Attention(Component):
         return Temporaries(
             projected_N + 20 * units_N * query, 2 * size * units_N * (query + 2 * key)
         )
+
+    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Queries, keys and values, and the result."""
+        layer = self.layer
+        query, key = attended_widths(layer, setting.execution)
+        values = (layer.value_dim or layer.head_dim) / layer.head_dim
+        return exchange_of_heads((query, key, values * key), values * query, sizes, setting)
 
 
 class GatedAttention(Attention):
@@ -388,6 +400,13 @@ def head_widths(layer: LayerDescription, execution: Execution) -> tuple[float, f
     """Features of queries, and of keys, that a rank's heads have."""
     query = layer.heads * layer.head_dim / execution.tensor
     return query, max(layer.kv_heads / execution.tensor, 1) * layer.head_dim
+
+
+def attended_widths(layer: LayerDescription, execution: Execution) -> tuple[float, float]:
+    """The same of what attention is computed with, for a rank's tokens. Ranks that share a row get
+    a whole head of keys at least, though others may have the same one."""
+    query, key = head_widths(layer, execution)
+    return query, max(key, execution.context * layer.head_dim)
 
 
 def norm_kept_bytes(kind: str, elements: Array, element_bytes: int, weights: bool) -> Array:

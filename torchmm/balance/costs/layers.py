@@ -38,7 +38,6 @@ import numpy as np
 from torchmm.balance.costs.component import Experts, Linear, cast_bytes, round_products
 from torchmm.balance.costs.components import (
     components_of,
-    head_widths,
     norm_kept_bytes,
     norm_scales,
     normed_bytes,
@@ -140,7 +139,6 @@ def layer_operators(layer: LayerDescription, sizes: TaskSizes, setting: Setting)
     passes.add(_communication(layer, sizes, setting))
     for component in components:
         passes.add(component.exchange(sizes, setting))
-    passes.add(_exchange_of_heads(layer, sizes, setting))
     if layer.adapters:  # all else is frozen
         passes.weights[:] = Adapters(layer).operators(sizes, setting).weights
     mode = setting.execution.recompute
@@ -263,24 +261,6 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
         sent = all_reduce_bytes(setting.element_bytes * replicated, tensor)
         weights.append(Operator("all_reduce", network_bytes=sent, link=link))
     return Operators(forward, list(forward), weights, [])
-
-
-def _exchange_of_heads(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
-    """Context parallelism: tokens for heads before attention, and back behind it; in backward the
-    other way round. Timed as messages, for which every profile has rates."""
-    ranks = setting.execution.context
-    if ranks == 1 or layer.mixer is not None:
-        return Operators.none()
-    query, key = head_widths(layer, setting.execution)
-    # Every rank gets a whole head at least, though others may have the same one.
-    key = max(key, ranks * layer.head_dim)
-    token_bytes = setting.element_bytes * sizes.units_N
-    sent_N = token_bytes * (2 * query + 2 * key) * (ranks - 1) / ranks
-    messages = Operator("p2p", network_bytes=sent_N, calls=2, link=setting.context_link)
-    # Packed for the other ranks twice, and joined; what comes back is joined only.
-    copied_N = 2 * token_bytes * (3 * (query + 2 * key) + query)
-    copies = Operator("copy", memory_bytes=copied_N, calls=11)
-    return Operators([messages, copies], [messages, copies], [], [])
 
 
 def _reduction(whole: Array, calls: int, setting: Setting) -> Iterator[Operator]:

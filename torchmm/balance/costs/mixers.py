@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.costs.component import Component, Linear, Temporaries
+from torchmm.balance.costs.component import Component, Linear, Temporaries, exchange_of_heads
 from torchmm.balance.costs.execution import Setting
 from torchmm.balance.costs.operators import (
     Operator,
@@ -74,6 +74,13 @@ class DeltaNet(Component):
         """What holds queries, keys and values one after the other."""
         return () if self.delta.interleaved else ("delta_mixed",)
 
+    def _channels(self, setting: Setting) -> float:
+        """That a rank's convolution has, for its tokens. Ranks that share a row get a whole head of
+        keys at least, though others may have the same one."""
+        execution = setting.execution
+        keys = max(self.keys / execution.tensor, execution.context * self.delta.key_dim)
+        return 2 * keys + self.values / execution.tensor
+
     def flops_N(self, sizes: TaskSizes) -> Array | float:
         """With the convolution."""
         channels = 2 * self.keys + self.values
@@ -105,7 +112,7 @@ class DeltaNet(Component):
         backward = Operator(
             "attention_backward", backward_flops_N, memory_bytes=3 * wide_N, calls=calls_N
         )
-        mixed_N = size * sizes.units_N * (2 * self.keys + self.values) / tensor
+        mixed_N = size * sizes.units_N * self._channels(setting)
         gated_N = 4 * sizes.units_N * self.values / tensor
         passes = Operators([forward], [backward], [], [])
         passes.forward.append(
@@ -132,11 +139,12 @@ class DeltaNet(Component):
         return 4 * d.value_heads * (inside_N + state) * sizes.chunks_N(length_N)
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """Of the convolution and its activation, the recurrence, and the norm with the gate."""
+        """Of the convolution and its activation, the recurrence, and the norm with the gate; where
+        tokens of the whole row move, in two int64."""
         size = setting.element_bytes
         tensor = setting.execution.tensor
         heads = self.delta.value_heads / tensor
-        mixed = (2 * self.keys + self.values) / tensor
+        mixed = self._channels(setting)
         values = self.values / tensor
         filtered_N = size * mixed * spaced_N(self.delta.filter_width, sizes)
         activated_N = 2 * size * mixed * sizes.units_N
@@ -144,7 +152,8 @@ class DeltaNet(Component):
         shares_N = (3 * 4 + size + 4) * heads * sizes.units_N
         # Float32 result, its norm and the gate's activation; the gate; the norm's result twice.
         normed_N = (4 * 3 + size * (3 + 2 * weights)) * values * sizes.units_N
-        return filtered_N + activated_N + shares_N + normed_N
+        moves_N = 16 * sizes.units_N / sizes.share
+        return filtered_N + activated_N + shares_N + normed_N + moves_N
 
     def kept_results_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
         """With the result of the recurrence."""
@@ -157,6 +166,20 @@ class DeltaNet(Component):
         tensor = setting.execution.tensor
         wide_N = self._wide_bytes_N(sizes) / tensor
         return Temporaries(wide_N, 3 * wide_N)
+
+    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Values with their shares, keys and queries, and the result; the first ones are joined to
+        channels again."""
+        tensor = setting.execution.tensor
+        values, heads = self.values / tensor, self.delta.value_heads / tensor
+        channels = self._channels(setting)
+        keys = (channels - values) / 2
+        passes = exchange_of_heads((values, heads, heads, keys, keys), values, sizes, setting)
+        if setting.execution.context > 1:
+            joined_N = 2 * setting.element_bytes * sizes.units_N * channels
+            for part in (passes.forward, passes.inputs):
+                part.append(Operator("copy", memory_bytes=joined_N, calls=1))
+        return passes
 
 
 class ShortConvolution(Component):
@@ -217,7 +240,7 @@ class ShortConvolution(Component):
         channels = self.layer.hidden_size / setting.execution.tensor
         apart_N = spaced_N(self.width, sizes)
         wide_N = channels * ((5 + weights) * sizes.units_N + apart_N)
-        return setting.element_bytes * wide_N + 16 * sizes.units_N
+        return setting.element_bytes * wide_N + 16 * sizes.units_N / sizes.share
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
         """Of the width of channels: products and copies in forward, gradients in backward."""
@@ -225,15 +248,21 @@ class ShortConvolution(Component):
         wide_N = setting.element_bytes * channels * sizes.units_N
         return Temporaries(4 * wide_N, 6 * wide_N)
 
+    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """The gated channels, and what the convolution makes of them."""
+        channels = self.layer.hidden_size / setting.execution.tensor
+        return exchange_of_heads((channels,), channels, sizes, setting)
+
 
 def spaced_N(width: int, sizes: TaskSizes) -> Array:
-    """Positions with the zeros that stand before each segment, as many as a filter reaches back."""
-    return sizes.units_N + (width - 1) * sizes.segments_N
+    """Positions with the zeros that stand before each segment, as many as a filter reaches back; a
+    rank's share of them, as it has of channels."""
+    return sizes.units_N + (width - 1) * sizes.share * sizes.segments_N
 
 
 def filter_flops_N(width: int, channels: int, sizes: TaskSizes) -> Array:
     """Forward FLOPs of a convolution of each channel."""
-    return 2 * width * channels * (spaced_N(width, sizes) - (width - 1))
+    return 2 * width * channels * (spaced_N(width, sizes) - (width - 1) * sizes.share)
 
 
 def _chunk_lengths_N(sizes: TaskSizes) -> Array:

@@ -86,8 +86,9 @@ class TaskSizes:
         return self._pairs(window, apart)
 
     def chunks_N(self, tokens_N: Array) -> Array:
-        """Chunks of so many positions, each of one segment."""
-        return self._sum(np.ceil(self.lengths_S / tokens_N[self.task_S]))
+        """Chunks of so many positions, each of one segment; a rank's share of them, as it has of
+        heads."""
+        return self.share * self._sum(np.ceil(self.lengths_S / tokens_N[self.task_S]))
 
     @cached_property
     def longest_N(self) -> Array:

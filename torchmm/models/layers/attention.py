@@ -177,9 +177,10 @@ def _attend_row(
     if heads is None:
         return _attend_segments(query_THD, key_TGD, value_TGD, s, scale, rules)
     if rules.sinks_H is not None:
-        rules = rules._replace(sinks_H=heads.own_heads(rules.sinks_H))
-    own_heads = heads.whole_rows(query_THD, key_TGD, value_TGD)
-    out_THD = _attend_segments(*own_heads, s, scale, rules)
+        sinks_H = heads.own_heads(rules.sinks_H, len(rules.sinks_H))
+        rules = rules._replace(sinks_H=sinks_H)
+    q, k, v = heads.whole_rows(query_THD, key_TGD, value_TGD)
+    out_THD = _attend_segments(q, k, v, s, scale, rules)
     return heads.own_tokens(out_THD, query_THD.shape[1])
 
 

@@ -7,6 +7,10 @@ causal-conv1d are installed, and refuses packed rows otherwise. So its forward i
 CUDA in half precision flash-linear-attention's kernel if that library is installed. Its call was
 never run here, only its arguments are tested.
 
+Where several ranks share a row, a rank gets some of the heads of all its tokens before the
+convolution, and gives their results back behind the recurrence (`shared_rows`): projections, norm
+and gate are those of its own tokens.
+
 Rejected: Hugging Face's forward with other functions in its module's namespace, which would change
 models that are not ours; one call of the rule per segment, slow for many short ones.
 
@@ -31,6 +35,7 @@ from torchmm.common.layers import DeltaSizes
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.delta_ops import packed_delta_rule
 from torchmm.models.layers.packed_mixers import pack_mixers, packed_convolution
+from torchmm.models.layers.shared_rows import RowHeads
 
 MIXER = "linear_attn"
 """Hugging Face's name of a layer's delta net."""
@@ -86,27 +91,63 @@ def _all_weights(mixer: Any) -> DeltaWeights:
 def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
     """(1, T, D) to (1, T, D)."""
     weights: DeltaWeights = mixer.own_weights()
+    heads = len(weights.decay_H)
     project = _project_interleaved if hasattr(mixer, "in_proj_qkvz") else _project
     mixed_TC, gate_TX, beta_TH, decay_TH = project(mixer, hidden_states)
+    ranks = segments.row_heads
+    if ranks is not None:
+        mixed_TC, beta_TH, decay_TH = _own_heads(mixer, mixed_TC, beta_TH, decay_TH, ranks)
+        weights = _weights_of_own_heads(mixer, weights, ranks)
     mixed_TC = packed_convolution(mixed_TC, weights.filters_CW, segments)
     mixed_TC = ACT2FN[mixer.activation](mixed_TC)
-    heads = len(weights.decay_H)
-    values = heads * mixer.head_v_dim
-    keys = (mixed_TC.shape[1] - values) // 2
-    query_TX, key_TX, value_TX = mixed_TC.split([keys, keys, values], dim=-1)
     rate_H = -weights.decay_H.float().exp()
     decay_TH = rate_H * functional.softplus(decay_TH.float() + weights.bias_H)
-    value_THV = delta_rule(
-        query_TX.unflatten(-1, (-1, mixer.head_k_dim)),
-        key_TX.unflatten(-1, (-1, mixer.head_k_dim)),
-        value_TX.unflatten(-1, (heads, mixer.head_v_dim)),
-        decay_TH,
-        beta_TH.sigmoid(),
-        segments,
-    )
+    query_TGK, key_TGK, value_THV = _by_head(mixer, mixed_TC, len(rate_H), dim=1)
+    value_THV = delta_rule(query_TGK, key_TGK, value_THV, decay_TH, beta_TH.sigmoid(), segments)
+    if ranks is not None:
+        value_THV = ranks.own_tokens(value_THV, heads)
     rows = value_THV.flatten(0, 1)
     normed = mixer.norm(rows, gate_TX.reshape(rows.shape))
-    return mixer.out_proj(normed.view(1, len(mixed_TC), values))
+    return mixer.out_proj(normed.view(1, *gate_TX.shape))
+
+
+def _own_heads(
+    mixer: Any, mixed_SC: Tensor, beta_SH: Tensor, decay_SH: Tensor, ranks: RowHeads
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of all tokens of the row, for own heads."""
+    query_SGK, key_SGK, value_SHV = _by_head(mixer, mixed_SC, beta_SH.shape[1], dim=1)
+    value_THV, beta_TH1, decay_TH1, query_TGK, key_TGK = ranks.whole_rows(
+        value_SHV, beta_SH[..., None], decay_SH[..., None], query_SGK, key_SGK
+    )
+    mixed_TC = torch.cat([x.flatten(1) for x in (query_TGK, key_TGK, value_THV)], 1)
+    return mixed_TC, beta_TH1[..., 0], decay_TH1[..., 0]
+
+
+def _weights_of_own_heads(mixer: Any, weights: DeltaWeights, ranks: RowHeads) -> DeltaWeights:
+    filters_CW, decay_H, bias_H = weights
+    heads = len(decay_H)
+    by_head = _by_head(mixer, filters_CW, heads, dim=0)
+    return DeltaWeights(
+        torch.cat([ranks.own_heads(filters, heads).flatten(0, 1) for filters in by_head]),
+        ranks.own_heads(decay_H, heads),
+        ranks.own_heads(bias_H, heads),
+    )
+
+
+def _by_head(mixer: Any, channels: Tensor, heads: int, dim: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values, with `dim` divided into heads and features.
+
+    Args:
+        heads: of values.
+    """
+    values = heads * mixer.head_v_dim
+    keys = (channels.shape[dim] - values) // 2
+    query, key, value = channels.split([keys, keys, values], dim)
+    return (
+        query.unflatten(dim, (-1, mixer.head_k_dim)),
+        key.unflatten(dim, (-1, mixer.head_k_dim)),
+        value.unflatten(dim, (heads, mixer.head_v_dim)),
+    )
 
 
 def _project(mixer: Any, hidden_1TD: Tensor) -> tuple[Tensor, ...]:

@@ -3,8 +3,8 @@
 Who they are and how they exchange what they have is `torchmm.parallel.context`'s business; models
 import nothing of torch.distributed.
 
-Shape legend: T tokens of the row, S of this rank's slice, H query heads, G key and value heads, D
-features of a query or key, E of a value, K output tokens of an encoder.
+Shape legend: T tokens of the row, S of this rank's slice, H heads that the ranks divide, G heads of
+which each is read by as many of these, D features of a head, K output tokens of an encoder.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from torchmm.common.row_slices import FeatureRoute
 
 
 class RowHeads(Protocol):
-    """Lets attention see all tokens of one row, with some of the heads."""
+    """Lets attention, or what a layer has in its place, see all tokens of one row, with some of the
+    heads: those of queries in attention, of values in a delta net, channels of a convolution."""
 
-    def whole_rows(
-        self, query_SHD: Tensor, key_SGD: Tensor, value_SGE: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Own heads of all tokens; as many of keys and values as of queries, or a divisor."""
+    def whole_rows(self, divided_SHD: Tensor, *read_SGD: Tensor) -> list[Tensor]:
+        """(T, own H, D) and (T, own G, D): own heads of all tokens, and those that they read: as
+        many, or a divisor.
+
+        Args:
+            read_SGD: what the divided heads read, as queries read keys and values; (S, H, D) is
+                divided like them. Features may differ in number from tensor to tensor.
+        """
         ...
 
     def own_tokens(self, out_THE: Tensor, heads: int) -> Tensor:
@@ -34,8 +39,12 @@ class RowHeads(Protocol):
         """
         ...
 
-    def own_heads(self, scores_H: Tensor) -> Tensor:
-        """Of scores of all heads, those of own heads."""
+    def own_heads(self, values: Tensor, heads: int) -> Tensor:
+        """Of values of all heads, (H, ...) or (G, ...), those of the heads that `whole_rows` gives.
+
+        Args:
+            heads: H, of all ranks.
+        """
         ...
 
 
@@ -43,7 +52,7 @@ class RowRanks(Protocol):
     """The ranks that share rows, of which this process is one."""
 
     def heads(self, tokens: int) -> RowHeads:
-        """How attention of a row with so many tokens exchanges them for heads."""
+        """How layers exchange the tokens of a row with so many of them for heads."""
         ...
 
     def features(self, found_KD: Tensor, route: FeatureRoute) -> Tensor:

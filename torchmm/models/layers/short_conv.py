@@ -6,6 +6,9 @@ the first tokens of a sample would read the last ones of the sample before. So i
 replaced (`packed_mixers`). Rejected: Hugging Face's `seq_idx`, which only the library causal-conv1d
 looks at.
 
+Where several ranks share a row, a rank runs the convolution over all of its tokens, for some of the
+channels (`shared_rows`).
+
 Shape legend: T tokens, C channels (of a tensor-parallel rank: its own), W width of a filter.
 """
 
@@ -50,7 +53,23 @@ def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
     """(1, T, D) to (1, T, D)."""
     filters: Filters = mixer.own_weights()
     in_gate_TC, out_gate_TC, x_TC = mixer.in_proj(hidden_states)[0].chunk(3, dim=-1)
-    x_TC = packed_convolution(in_gate_TC * x_TC, filters.weights_CW, segments)
-    if filters.bias_C is not None:
-        x_TC = x_TC + filters.bias_C
+    x_TC = in_gate_TC * x_TC
+    ranks = segments.row_heads
+    if ranks is None:
+        x_TC = _filtered(x_TC, filters, segments)
+    else:
+        channels = x_TC.shape[1]
+        [own_TC1] = ranks.whole_rows(x_TC[..., None])
+        weights_CW, bias_C = filters
+        own = Filters(
+            ranks.own_heads(weights_CW, channels),
+            None if bias_C is None else ranks.own_heads(bias_C, channels),
+        )
+        found_TC = _filtered(own_TC1[..., 0], own, segments)
+        x_TC = ranks.own_tokens(found_TC[..., None], channels)[..., 0]
     return mixer.out_proj((out_gate_TC * x_TC)[None])
+
+
+def _filtered(x_TC: Tensor, filters: Filters, segments: Segments) -> Tensor:
+    x_TC = packed_convolution(x_TC, filters.weights_CW, segments)
+    return x_TC if filters.bias_C is None else x_TC + filters.bias_C
