@@ -56,20 +56,24 @@ def snapshot(model, optimizer):
     return {name: value.clone() for name, value in everything(model, optimizer).items()}
 
 
-def make_manager(run_dir: Path, recipe="recipe", table=None, **config) -> CheckpointManager:
+def make_manager(
+    run_dir: Path, recipe="recipe", table=None, give_up_s=180.0, **config
+) -> CheckpointManager:
     """Synchronous by default."""
     settings = CheckpointConfig(**{"asynchronous": False, **config})
     logger = logging.getLogger("test_checkpoint")
-    return CheckpointManager(settings, run_dir, logger, {"shard": 1}, recipe, table)
+    layout = {"shard": 1}
+    return CheckpointManager(settings, run_dir, logger, layout, recipe, table, give_up_s=give_up_s)
 
 
 def steps(run_dir: Path) -> list[str]:
     return sorted(p.name for p in (run_dir / "checkpoints").glob("step-*"))
 
 
-def saved(manager, *numbers: int):
-    """Saves steps of one training; returns the last state."""
-    model, optimizer = build()
+def saved(manager, *numbers: int, model=None, optimizer=None):
+    """Saves steps of one training, begun here unless it is given; returns the last state."""
+    if model is None:
+        model, optimizer = build()
     for number in numbers:
         train(model, optimizer)
         manager.save(number, model, optimizer, {"position": number})

@@ -1,7 +1,7 @@
 """An S3 server on this machine, and faults between it and whoever reads: `ObjectServer`.
 
 moto keeps the objects. Requests reach it through a small server here, which counts what it sends
-and can be away, slow, refusing, or wrong:
+and can be away, slow, refusing, full, or wrong:
 
     with ObjectServer() as server:
         server.put("bucket", "a/b.bin", content)
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -35,6 +36,12 @@ class Faults:
 
     status: int | None = None
     """Answer all of them with this."""
+    write_status: int | None = None
+    """Answer all that would write with this."""
+    write_s: float = 0.0
+    """How long the answer to what writes takes."""
+    cut_writes: bool = False
+    """Close the connection in place of an answer to what writes, and write nothing."""
     bytes_per_s: float | None = None
     cut_after: int | None = None
     """Close the connection after so many bytes of a body."""
@@ -107,6 +114,17 @@ class ObjectServer:
                 size += len(content)
         return size
 
+    def names(self, bucket: str) -> list[str]:
+        """Of all objects (at most 1000)."""
+        listed = self._ask("GET", f"/{bucket}?list-type=2").read().decode()
+        return re.findall("<Key>(.*?)</Key>", listed)
+
+    def get(self, bucket: str, name: str) -> bytes:
+        """The content of an object."""
+        answer = self._ask("GET", f"/{bucket}/{name}")
+        assert answer.status == 200, name
+        return answer.read()
+
     def delete(self, bucket: str, name: str) -> None:
         """Removes an object."""
         self._ask("DELETE", f"/{bucket}/{name}")
@@ -159,14 +177,31 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._answer()
 
+    def do_PUT(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def do_DELETE(self) -> None:
+        self._answer()
+
     def _answer(self) -> None:
         owner, faults = self.owner, self.owner.faults
         owner.requests.append((self.command, self.path, self.headers.get("Range", "")))
-        if faults.status is not None:
-            self._send(faults.status, {}, b"<Error/>")
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
+        status = faults.status
+        if self.command in ("PUT", "POST"):
+            if faults.cut_writes:
+                self.close_connection = True
+                return
+            time.sleep(faults.write_s)
+            status = faults.write_status or status
+        if status is not None:
+            self._send(status, {}, b"<Error/>")
             return
         headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP}
-        answer = owner._ask(self.command, self.path, headers=headers)
+        answer = owner._ask(self.command, self.path, content, headers)
         body = answer.read()
         if self.command == "GET" and "list-type" not in self.path and answer.status < 300:
             owner.sent_bytes += len(body)

@@ -40,7 +40,7 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import find_schedule
 from torchmm.recipe.simulation_section import contradictions
 from torchmm.recipe.sizes import MeshSizes
-from torchmm.recipe.training_section import limit_bytes
+from torchmm.recipe.training_section import CheckpointConfig, limit_bytes
 
 
 def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
@@ -74,10 +74,25 @@ def _check_run(recipe: Recipe) -> Problems:
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", recipe.name):
         text = "must be a plain directory name; use letters, digits, '-', '_' and '.'"
         yield Problem("name", recipe.name, text)
-    resume = recipe.checkpoint.resume
-    if resume not in ("auto", "none") and not Path(resume).is_dir():
+    yield from _check_checkpoint(recipe.checkpoint)
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> Problems:
+    resume = checkpoint.resume
+    upload = checkpoint.upload
+    if is_address(resume):
+        yield from _check_address("checkpoint.resume", resume)
+    elif resume not in ("auto", "none") and not Path(resume).is_dir():
         text = 'is no directory; use "auto", "none" or the directory of a checkpoint'
         yield Problem("checkpoint.resume", resume, text)
+    if upload is not None:
+        yield from _check_address("checkpoint.upload", upload)
+        if not upload or set("*?[") & set(upload):
+            text = "is no folder: it is empty or has wildcards; name one"
+            yield Problem("checkpoint.upload", upload, text)
+    elif checkpoint.staging is not None:
+        text = "needs checkpoint.upload: what one node has on its own disk is no whole checkpoint"
+        yield Problem("checkpoint.staging", checkpoint.staging, text, ("checkpoint.upload",))
 
 
 def _check_module_names(recipe: Recipe) -> Problems:
@@ -227,16 +242,20 @@ def _check_simulation(recipe: Recipe) -> Problems:
         yield Problem("simulation.generated", NO_VALUE, text, ("model.generator",))
 
 
+def _check_address(key: str, address: str) -> Problems:
+    if (secret := secret_in(address)) is not None:
+        scheme, _, rest = address.partition("://")
+        shown = f"{scheme}://...{rest.rpartition('@')[2].partition('?')[0]}"
+        text = (
+            f"has a credential ({secret}), and addresses are written into logs and files; take "
+            "it out: credentials are read from the environment (docs/data.md)"
+        )
+        yield Problem(key, shown, text)
+
+
 def _check_path(key: str, source: SourceConfig) -> Problems:
     if is_address(source.path):
-        if (secret := secret_in(source.path)) is not None:
-            scheme, _, rest = source.path.partition("://")
-            shown = f"{scheme}://...{rest.rpartition('@')[2].partition('?')[0]}"
-            text = (
-                f"has a credential ({secret}), and addresses are written into logs and files; take "
-                "it out: credentials are read from the environment (docs/data.md)"
-            )
-            yield Problem(key, shown, text)
+        yield from _check_address(key, source.path)
         return
     path = str(Path(source.path).expanduser())
     found = Path(path).exists() or glob(path, recursive=True)  # noqa: PTH207 - absolute patterns

@@ -50,7 +50,8 @@ class StorageConfig(Section):
     0: nothing is kept, and checksums are not compared."""
     give_up_s: float = Field(default=180.0, gt=0)
     """The run ends (exit code 3) when a store has not answered a request for this many seconds, in
-    which it is asked again and again. Keep it below `data.timeout_s`."""
+    which it is asked again and again. Keep it below `data.timeout_s`. A copy of a checkpoint
+    (`checkpoint.upload`) is given up after the same time."""
 
 
 class VideoConfig(Section):

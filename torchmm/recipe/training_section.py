@@ -163,12 +163,23 @@ class CheckpointConfig(Section):
     interval: int = Field(default=0, ge=0)
     """Steps between checkpoints; also saved after the last step; 0: never."""
     keep: int = Field(default=2, ge=1)
-    """Newest valid checkpoints kept; older ones are removed."""
+    """Newest valid checkpoints kept, here and at `upload`; older ones are removed."""
     asynchronous: bool = True
     """Write in the background while training continues."""
+    upload: str | None = None
+    """Address (`s3://bucket/runs`, `gs://`, any that fsspec writes to) or directory, below which
+    committed checkpoints are copied, in a folder of the run's name; in the background, and only the
+    newest where the store is slower than they come. "auto" then resumes from there what is not
+    here, so machines need not share a disk. A copy that fails is logged and counted, and training
+    goes on."""
+    staging: str | None = None
+    """With `upload`: directory where checkpoints are written (below it, in a folder of the run's
+    name), instead of the run directory. It may be on a disk of each node's own: every node copies
+    what its ranks have written, and what counts is the copy."""
     resume: str = "auto"
-    """"auto": newest valid checkpoint of the run directory, if any; "none": start afresh;
-    otherwise the directory of a checkpoint."""
+    """"auto": newest valid checkpoint of the run directory (or of `staging`) and of `upload`, if
+    any; "none": start afresh; otherwise the directory of a checkpoint, or its address
+    (`s3://bucket/runs/NAME/step-N-DIGITS`)."""
     resume_changed_data: bool = False
     """Resume although samples or their order have changed since the checkpoint. Sources with random
     access continue at the number of samples drawn, changed streams start from their beginning;

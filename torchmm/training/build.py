@@ -59,7 +59,8 @@ from torchmm.planning.summary import run_summary
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import dump_recipe
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.checkpoint.manager import CheckpointManager, Restored
+from torchmm.training.checkpoint.load import Restored
+from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.ending import Status, write_status
 from torchmm.training.metrics import MetricsRecorder
 from torchmm.training.optim import build_optimizer
@@ -449,6 +450,7 @@ def open_checkpoints(
     recipe = run.recipe
     digest = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
     table = recipe.model_dump(mode="json", exclude_none=True)
+    give_up_s = recipe.data.storage.give_up_s
     return CheckpointManager(
-        recipe.checkpoint, run_dir, logger, mesh.sizes, digest, table, directory
+        recipe.checkpoint, run_dir, logger, mesh.sizes, digest, table, directory, give_up_s
     )

@@ -145,6 +145,17 @@ class StepRecord:
     """Orders tried."""
     gain_over_natural: float | None = None
     """How much longer the natural order was to take, as a share."""
+    save_wait_ms: float | None = None
+    """How long training stood still for a checkpoint; this and the next four on rank 0, of what
+    came to an end since the record before."""
+    save_ms: float | None = None
+    """From there until it was committed."""
+    save_bytes: int | None = None
+    upload_ms: float | None = None
+    """How long it took all ranks to copy a checkpoint to `checkpoint.upload`."""
+    upload_bytes: int | None = None
+    failed_uploads: int | None = None
+    """Checkpoints that could not be copied, since this start; None: none failed."""
     word_error_rate: float | None = None
     """For what was generated from held-out sounds or clips, see
     `torchmm.training.validation.word_error_rate`."""

@@ -91,6 +91,8 @@ class Trainer:
         self.step = restored.step if restored else 0
         self._stop = stop
         self._undone = ""
+        self._told = ""
+        """The complaint that is in STATUS.json."""
         self._data_state: dict = restored.state["data"] if restored else {}
         self._corrupt = CorruptLimit(
             recipe.data.max_corrupt_samples, recipe.data.max_corrupt_fraction
@@ -139,7 +141,13 @@ class Trainer:
         if self.step < steps:
             saved = f"stopped after step {self.step}, which is saved"
             unsaved = "stopped before the first step; nothing is to be saved"
-            raise Preempted((saved if self.step else unsaved) + self._undone)
+            complaint = self.complaint and f". {self.complaint}"
+            raise Preempted((saved if self.step else unsaved) + self._undone + complaint)
+
+    @property
+    def complaint(self) -> str:
+        """What went wrong without ending the run; empty: nothing."""
+        return self.parts.checkpoints.complaint
 
     def close(self) -> None:
         """Ends the planning, the heartbeat and the records, each also if another cannot be."""
@@ -173,7 +181,8 @@ class Trainer:
                     if self._is_due(self._recipe.validation.interval):
                         record = self._held_out.validate(self.step, record)
                 if parts.recorder:
-                    parts.recorder.record(record)
+                    figures = parts.checkpoints.take_figures()
+                    parts.recorder.record(replace(record, **figures))
             with self._health.phase(self.step, "checkpoint"):
                 if stopping or self._is_due(self._recipe.checkpoint.interval):
                     self._save()
@@ -301,7 +310,11 @@ class Trainer:
             return  # nothing was done that the recipe does not say
         counts = {"corrupt": self._corrupt.corrupt, "seen": self._corrupt.seen}
         state = {"data": self._data_state, "corrupt": counts}
-        self.parts.checkpoints.save(self.step, self.parts.model, self.parts.optimizer, state)
+        checkpoints = self.parts.checkpoints
+        checkpoints.save(self.step, self.parts.model, self.parts.optimizer, state)
+        if checkpoints.complaint != self._told and self.parts.mesh.rank == 0:
+            self._told = checkpoints.complaint
+            write_status(self.parts.run_dir, Status("running", self.step, 0, message=self._told))
 
     def _is_due(self, interval: int) -> bool:
         """Whether something happens after this step that happens every `interval` steps, and after

@@ -76,7 +76,9 @@ def test_asynchronous_save_keeps_the_values_of_the_call(manager, monkeypatch):
     """The writer is held back until after the values have changed."""
     gate = checkpoint.threading.Event()
     write = CheckpointManager._write
-    monkeypatch.setattr(CheckpointManager, "_write", lambda *a: (gate.wait(30), write(*a)))
+    monkeypatch.setattr(
+        CheckpointManager, "_write", lambda *a, **k: (gate.wait(30), write(*a, **k))
+    )
     first = manager(asynchronous=True)
     model, optimizer = build()
     train(model, optimizer)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoint_damage import damage, rewrite
 from checkpoint_runs import build, saved, steps
 
 from torchmm.common.errors import CheckpointError
@@ -18,33 +19,6 @@ from torchmm.training.checkpoint import storage as checkpoint_storage
 from torchmm.training.checkpoint.manifest import WrittenFile, find_problems, read_manifest
 
 ROOT = Path(__file__).parents[3]
-
-
-def damage(path: Path, rng: random.Random) -> str:
-    """One random injury to one random file of a checkpoint."""
-    file = rng.choice(sorted(path.iterdir()))
-    data = bytearray(file.read_bytes())
-    kind = rng.choice(["flip", "zero", "truncate", "grow", "missing", "swap"])
-    at = rng.randrange(len(data))
-    if kind == "flip":
-        data[at] ^= 1 << rng.randrange(8)
-    elif kind == "zero":
-        page = slice(at, at + 4096)
-        data[page] = bytes(255 - b if b == 0 else 0 for b in data[page])
-    elif kind == "truncate":
-        del data[at:]
-    elif kind == "grow":
-        data.append(0)
-    if kind == "swap":
-        other = rng.choice([p for p in sorted(path.iterdir()) if p != file])
-        file.rename(path / "aside")
-        other.rename(file)
-        (path / "aside").rename(other)
-    elif kind == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(data)
-    return f"{kind} {file.name}"
 
 
 def test_fifty_injuries_are_all_found_and_the_previous_step_is_used(manager, tmp_path):
@@ -111,15 +85,6 @@ def test_pickles_never_run(manager, tmp_path, name):
     with pytest.raises((CheckpointError, ValueError)):
         first.load(path, *build())
     assert not sentinel.exists()
-
-
-def rewrite(path: Path, **facts) -> None:
-    """Another manifest for the same files, hashed as its writer would; None takes a fact away."""
-    manifest = read_manifest(path)
-    files = [WrittenFile(n, f["bytes"], f["sha256"]) for n, f in manifest.pop("files").items()]
-    (path / "MANIFEST.json").unlink()
-    merged = {**manifest, **facts}
-    checkpoint.write_manifest(path, files, {k: v for k, v in merged.items() if v is not None})
 
 
 def contents(directory: Path) -> dict[str, bytes]:

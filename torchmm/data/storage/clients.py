@@ -3,6 +3,7 @@
     client = StoreClient("s3://bucket", give_up_s=180)
     found = client.stat("shards/0.tar")
     client.read("shards/0.tar", 0, 512, found.version)
+    client.write("runs/a/MANIFEST.json", b"{}")        # checkpoints; data are never written
 
 Buckets (`s3://`, `gs://`, `az://`) and plain web servers (`https://`) are read through obstore,
 everything else through fsspec, which Hugging Face brings along for `hf://`. Both could be one
@@ -19,13 +20,17 @@ environment by the libraries themselves; nothing here ever holds one.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import posixpath
 import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import fsspec
@@ -37,9 +42,17 @@ BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "ht
 """Schemes that obstore reads."""
 LOCAL = ("file", "local", "dir", "blockcache", "filecache", "simplecache", "cached", "reference")
 """Schemes of fsspec that name files of this machine in another way."""
+THIS_MACHINE = "file://"
+"""Root of paths of this machine where any address will do; sources have other ways to read them."""
+SOURCES_KEY = "`path` in [[data.sources]]"
 CONNECT_S, SILENCE_S = 5.0, 30.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 8.0
+PART_BYTES = 16 << 20
+MOST_PARTS = 9000
+"""Of large objects that are written: stores take no more than 10,000 parts."""
+_NO_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR, errno.EISDIR}
 _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d|status: 4(?!08|29)\d\d")
+_DENIED = re.compile(r"status(?: code)?: 40[13]\b")
 _NO_CREDENTIALS = re.compile(
     r"/latest/api/token|/latest/meta-data|computeMetadata|metadata\.google|redential", re.IGNORECASE
 )
@@ -83,21 +96,27 @@ class _Store(Protocol):
 
     def read(self, path: str, start: int, end: int, version: str) -> bytes: ...
 
+    def write(self, path: str, content: bytes | Path) -> None: ...
+
+    def remove(self, path: str) -> None: ...
+
 
 class StoreClient:
-    """Reads one store (a bucket, a host). Not shared between processes.
+    """Asks one store (a bucket, a host). Not shared between processes.
 
     Args:
-        root: its address.
+        root: its address, or `THIS_MACHINE`.
         give_up_s: seconds after which a request that still fails ends the run.
+        key: what in a recipe has named it, for messages.
 
     Raises:
         ConfigError: the library that reads it is not installed.
     """
 
-    def __init__(self, root: str, give_up_s: float) -> None:
+    def __init__(self, root: str, give_up_s: float, key: str = SOURCES_KEY) -> None:
         self._root = root
         self._give_up_s = give_up_s
+        self._key = key
         self._scheme = split_address(root).scheme
         make = _ObjectStore if self._scheme in BUCKETS else _Filesystem
         self._store: _Store = make(root, give_up_s)
@@ -141,6 +160,24 @@ class StoreClient:
         self.bytes_read += len(data)
         return data
 
+    def write(self, path: str, content: bytes | Path) -> None:
+        """Makes an object of bytes or of a file of this machine, in the place of what was there.
+
+        Objects of buckets appear as a whole or not at all; what else fsspec opens may show a half.
+
+        Raises:
+            DataError: the store refuses, is full, or does not answer.
+            OSError: the file cannot be read.
+        """
+        if isinstance(content, Path):
+            content.stat()
+        self._repeat(path, lambda: self._store.write(path, content))
+
+    def remove(self, path: str) -> None:
+        """Removes an object, if there is one; raises DataError."""
+        with suppress(MissingError):
+            self._repeat(path, lambda: self._store.remove(path))
+
     def _repeat(self, path: str, request: Callable[[], T]) -> T:
         """The answer to a request that is made until it succeeds, or it is known that it cannot."""
         began = time.monotonic()
@@ -175,7 +212,9 @@ class StoreClient:
         kind = type(error).__name__
         text = str(error)
         if "NoSuchBucket" in text:
-            raise DataError(f"{name}: no such bucket; correct `path` in [[data.sources]]") from None
+            raise DataError(f"{name}: no such bucket; correct {self._key}") from None
+        if isinstance(error, OSError) and error.errno in _NO_PLACE:
+            raise DataError(f"{name}: {error.strerror}") from None
         if isinstance(error, FileNotFoundError) or kind.endswith("NotFoundError"):
             raise MissingError(f"{name}: no such object (or bucket)") from None
         if kind == "PreconditionError":
@@ -184,7 +223,8 @@ class StoreClient:
                 "anew"
             ) from None
         denied = kind in ("PermissionDeniedError", "UnauthenticatedError", "GatedRepoError")
-        if denied or isinstance(error, PermissionError) or _NO_CREDENTIALS.search(text):
+        denied = denied or isinstance(error, PermissionError) or _DENIED.search(text) is not None
+        if denied or _NO_CREDENTIALS.search(text):
             remedy = _REMEDIES.get(_SAME_AS.get(self._scheme, self._scheme), "see its manual")
             raise DataError(
                 f"{name}: access refused, or no credentials found ({_brief(error)}); {remedy}"
@@ -236,6 +276,14 @@ class _ObjectStore:
         answer = self._obstore.get(self._store, path, options=options)
         return bytes(answer.bytes())
 
+    def write(self, path: str, content: bytes | Path) -> None:
+        size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
+        part_bytes = max(PART_BYTES, size_bytes // MOST_PARTS)
+        self._obstore.put(self._store, path, content, chunk_size=part_bytes)
+
+    def remove(self, path: str) -> None:
+        self._obstore.delete(self._store, path)
+
 
 def _of_object(meta: Any) -> Found:
     etag = meta["e_tag"]
@@ -249,7 +297,7 @@ class _Filesystem:
 
     def __init__(self, root: str, give_up_s: float) -> None:
         address = split_address(root)
-        if address.scheme in LOCAL or "::" in root:
+        if (address.scheme in LOCAL and root != THIS_MACHINE) or "::" in root:
             raise ConfigError(f"{root}: write files of this machine as plain paths")
         try:
             self._files: Any = fsspec.filesystem(address.scheme, skip_instance_cache=True)
@@ -274,6 +322,17 @@ class _Filesystem:
             stream.seek(start)
             data: bytes = stream.read(end - start)
         return data
+
+    def write(self, path: str, content: bytes | Path) -> None:
+        place = self._prefix + path
+        self._files.makedirs(posixpath.dirname(place), exist_ok=True)
+        if isinstance(content, bytes):
+            self._files.pipe_file(place, content)
+        else:
+            self._files.put_file(str(content), place)
+
+    def remove(self, path: str) -> None:
+        self._files.rm_file(self._prefix + path)
 
     def _found(self, info: dict[str, Any]) -> Found:
         keys = ("ETag", "etag", "sha256", "blob_id", "mtime", "last_modified", "created")

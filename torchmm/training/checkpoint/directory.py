@@ -21,6 +21,7 @@ from torchmm.training.checkpoint.manifest import (
     NewerFormatError,
     find_problems,
     list_steps,
+    read_manifest,
     refuse_newer_format,
     step_of,
 )
@@ -34,11 +35,16 @@ class InUseError(CheckpointError):
 
 
 class CheckpointDirectory:
-    """Rank 0's view of `path`."""
+    """Rank 0's view of `path`, or that of one rank of each node on whose own disk it is.
 
-    def __init__(self, path: Path, logger: logging.Logger) -> None:
+    Args:
+        partial: it has what one node's ranks have written; the whole is elsewhere.
+    """
+
+    def __init__(self, path: Path, logger: logging.Logger, partial: bool = False) -> None:
         self.path = path
         self._logger = logger
+        self._partial = partial
         self._lock: int | None = None
         self._known_valid: set[Path] = set()
 
@@ -104,18 +110,28 @@ class CheckpointDirectory:
         self._known_valid.add(final)
         return final
 
-    def retain(self, keep: int) -> None:
+    def replace(self, temporary: Path) -> Path:
+        """`commit`; what has that name already is set aside."""
+        final = temporary.with_name(temporary.name.partition(".tmp-")[0])
+        if final.exists():
+            self._set_aside(final, "a whole copy came in its place")
+        return self.commit(temporary)
+
+    def retain(self, keep: int, in_use: Path | None = None) -> None:
         """Removes checkpoints older than the `keep` newest valid ones.
 
         Damaged ones count for nothing: they cannot push out the last good one. A checkpoint that
         this process did not write is hashed once. What a newer version wrote neither counts nor
         goes.
+
+        Args:
+            in_use: is being copied, and goes another time.
         """
         valid = 0
         for path in list_steps(self.path):
             if path not in self._known_valid and _is_of_newer_format(path):
                 continue
-            if valid >= keep:
+            if valid >= keep and path != in_use:
                 self._remove(path)
             elif self._is_valid(path):
                 valid += 1
@@ -124,14 +140,18 @@ class CheckpointDirectory:
         """Renames checkpoints of later steps, so that they are neither resumed nor counted."""
         for path in list_steps(self.path):
             if (step_of(path) or 0) > step:
-                aside = path.with_name(f"{path.name}.set-aside-{uuid4().hex[:8]}")
-                path.rename(aside)
-                self._logger.warning("renamed %s to %s: training goes on before it", path, aside)
+                self._set_aside(path, "training goes on before it")
         sync_directory(self.path)
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        aside = path.with_name(f"{path.name}.set-aside-{uuid4().hex[:8]}")
+        path.rename(aside)
+        self._known_valid.discard(path)
+        self._logger.warning("renamed %s to %s: %s", path, aside, why)
 
     def _is_valid(self, path: Path) -> bool:
         if path not in self._known_valid:
-            problems = find_problems(path)
+            problems = _manifest_problems(path) if self._partial else find_problems(path)
             if problems:
                 self._logger.error("damaged checkpoint %s: %s", path, "; ".join(problems))
                 return False
@@ -175,6 +195,14 @@ def _meeting_place() -> str:
     address = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
     return f", ranks meet at {address}:{port}" if address and port else ""
+
+
+def _manifest_problems(path: Path) -> list[str]:
+    try:
+        read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def _is_of_newer_format(path: Path) -> bool:

@@ -3,7 +3,9 @@
 A save copies all tensors to CPU memory (asynchronous) or takes them as they are, lets DCP decide
 which rank writes which chunk, and commits in one rename (see `storage`). Everything
 the ranks say to each other meanwhile goes over a gloo group of this module's own: a background
-thread that shared the training group would interleave its collectives with the step's.
+thread that shared the training group would interleave its collectives with the step's. Where
+`checkpoint.upload` says so, committed checkpoints are copied to a store (`upload`), and a start
+finds them there (`fetch`), on machines that share nothing with those that saved them.
 
 Names are layout-free: "model.FQN" for parameters and persistent buffers, "optimizer.FQN.NAME" for
 optimizer state, "rng.rank-R-of-W.NAME" for random state. Optimizer hyperparameters are not saved;
@@ -17,7 +19,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,55 +30,46 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError, PeerError
-from torchmm.common.files import canonical_json, write_synced
+from torchmm.common.files import canonical_json, sync_directory, write_synced
 from torchmm.common.rng import capture_rng
 from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
+from torchmm.recipe.data_section import is_address
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
+from torchmm.training.checkpoint.fetch import fetch_checkpoint
+from torchmm.training.checkpoint.load import (
+    STATE_NAME,
+    Restored,
+    as_checkpoint_error,
+    bullets,
+    load_verified,
+    rng_prefix,
+)
 from torchmm.training.checkpoint.manifest import (
+    MANIFEST_NAME,
     WrittenFile,
     find_problems,
     list_steps,
-    read_json,
     read_manifest,
     refuse_newer_format,
+    step_of,
     write_manifest,
 )
+from torchmm.training.checkpoint.remote import RemoteCheckpoints, folder_of, step_of_folder
+from torchmm.training.checkpoint.site import Site
 from torchmm.training.checkpoint.state import (
-    OptimizerState,
-    Wish,
-    empty_optimizer_state,
-    find_misfits,
-    find_mismatches,
     model_tensors,
     optimizer_tensors,
     trainable_names,
 )
-from torchmm.training.checkpoint.storage import SafetensorsReader, SafetensorsWriter, read_index
+from torchmm.training.checkpoint.storage import SafetensorsWriter
+from torchmm.training.checkpoint.upload import UPLOAD_TIMEOUT_S, SaveMeter, Uploads
 
-STATE_NAME = "state.json"
-_SHOWN_PROBLEMS = 20
 _LEAVE_WAIT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a load found besides the tensors it put in place."""
-
-    path: Path
-    step: int
-    state: dict[str, Any]
-    """The JSON given to `save`."""
-    rng: dict[str, Tensor] | None
-    """This rank's random state for `restore_rng`, to be put back after the data loader's
-    iterator exists (creating it draws random numbers). None if the checkpoint was saved by
-    another number of ranks or in another layout, in which ranks that must draw alike were others;
-    seed again, with `step` as a coordinate."""
 
 
 class CheckpointManager:
@@ -88,7 +83,10 @@ class CheckpointManager:
         recipe_sha256: recorded; a resume under another recipe is logged.
         recipe: recorded, so that the log can name what changed.
         directory: that of `run_dir`, where rank 0 claims it earlier and releases it later.
+        give_up_s: with `config.upload`: how long a store may not answer, in seconds.
+
     Raises:
+        ConfigError: `config.upload` or `config.staging` cannot be used.
         InUseError: another live process writes to the same run directory.
     """
 
@@ -101,11 +99,12 @@ class CheckpointManager:
         recipe_sha256: str,
         recipe: dict[str, Any] | None = None,
         directory: CheckpointDirectory | None = None,
+        give_up_s: float = 180.0,
     ) -> None:
         self._config = config
         self._logger = logger
-        self._directory = directory or CheckpointDirectory(run_dir / "checkpoints", logger)
-        self._releases = directory is None
+        self._give_up_s = give_up_s
+        self._meter = SaveMeter()
         self._group = SideGroup.create()
         self._facts: dict[str, Any] = {
             "layout": layout,
@@ -123,7 +122,28 @@ class CheckpointManager:
         self._stager = DefaultStager(options)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._group.on_rank_0(self._directory.claim)
+        run = directory or CheckpointDirectory(run_dir / "checkpoints", logger)
+        self._claimed = [run] if directory is None else []
+        self._group.on_rank_0(run.claim)
+        self._directory = run
+        self._site = Site.of_all(self._group)
+        self._uploads: Uploads | None = None
+        if config.upload is not None:
+            self._find_places(config.upload, run, run_dir.name)
+
+    def _find_places(self, upload: str, run: CheckpointDirectory, name: str) -> None:
+        """Where checkpoints are written, which need not be one place for all ranks, and where they
+        are copied to."""
+        path = run.path if self._config.staging is None else Path(self._config.staging) / name
+        self._site = Site.find(self._group, path)
+        partial = self._site.size < self._group.size
+        if partial or path != run.path:
+            self._directory = CheckpointDirectory(path, self._logger, partial)
+            self._claimed.append(self._directory)
+            self._site.on_leaders(self._directory.claim)
+        self._remote = RemoteCheckpoints(f"{upload}/{name}", self._give_up_s, self._logger)
+        group = SideGroup.create(UPLOAD_TIMEOUT_S)
+        self._uploads = Uploads(self._remote, self._config.keep, group, self._meter, self._logger)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -133,8 +153,11 @@ class CheckpointManager:
         is then the one to resume from. With a lost peer it cannot."""
         if error is None:
             self.close()
-        elif self._thread is not None and not isinstance(error, PeerError):
-            self._thread.join(_LEAVE_WAIT_S)
+        elif not isinstance(error, PeerError):
+            if self._thread is not None:
+                self._thread.join(_LEAVE_WAIT_S)
+            if self._uploads is not None:
+                self._uploads.wait(_LEAVE_WAIT_S)
 
     @property
     def failed(self) -> bool:
@@ -143,6 +166,15 @@ class CheckpointManager:
         Not collective: agree on it in the step's reduction, then let all ranks call `wait`.
         """
         return self._failure is not None
+
+    @property
+    def complaint(self) -> str:
+        """Which checkpoint is not in the store though it should be, and why; empty: none."""
+        return "" if self._uploads is None else self._uploads.complaint
+
+    def take_figures(self) -> dict[str, Any]:
+        """Fields of metrics.jsonl about what was saved and copied since this was last called."""
+        return asdict(self._meter.take())
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
@@ -158,9 +190,13 @@ class CheckpointManager:
                 and the next save may succeed.
             PeerError: a rank was lost while saving.
         """
+        began_s = time.perf_counter()
         self.wait()
         target = self._directory.path / f"step-{step}"
-        if self._group.on_rank_0(target.exists):
+        exists = self._group.rank == 0 and target.exists()
+        copying = self._uploads is not None and self._uploads.in_use is not None
+        known = self._group.gather((exists, copying))
+        if known[0][0]:
             self._logger.info("%s exists already, not saved again", target)
             return
         if torch.cuda.is_available():
@@ -168,21 +204,25 @@ class CheckpointManager:
             # stream that computes waits for them (`optimizers/host.py`), the host until here not.
             torch.cuda.current_stream().synchronize()
         tensors = model_tensors(model) | optimizer_tensors(model, optimizer.state)
-        tensors |= {self._rng_prefix + name: value for name, value in capture_rng().items()}
+        tensors |= {rng_prefix(self._group) + key: value for key, value in capture_rng().items()}
         note = {
             "step": step,
             "state": state,
             "state_sha256": hashlib.sha256(canonical_json(state)).hexdigest(),
             "trainable": trainable_names(model, optimizer),
         }
-        if not self._config.asynchronous:
-            self._write(target, tensors, note)
-            return
-        staged = cast(dict[str, Tensor], self._stager.stage(tensors))
-        self._thread = threading.Thread(
-            target=self._write_in_background, args=(target, staged, note), daemon=True
+        write = partial(
+            self._write, target, note=note, began_s=began_s, copy=not any(c for _, c in known)
         )
-        self._thread.start()
+        if self._config.asynchronous:
+            staged = cast(dict[str, Tensor], self._stager.stage(tensors))
+            self._thread = threading.Thread(
+                target=self._write_in_background, args=(write, staged), daemon=True
+            )
+            self._thread.start()
+        else:
+            write(tensors)
+        self._meter.note(save_wait_ms=(time.perf_counter() - began_s) * 1e3)
 
     def wait(self) -> None:
         """Waits for a save under way and raises its failure, if any, once."""
@@ -194,13 +234,16 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Finishes a save under way and lets other processes use the directory."""
+        """Finishes a save and a copy under way, copies the newest checkpoint, and lets other
+        processes use the directory."""
         try:
             self.wait()
+            if self._uploads is not None:
+                self._uploads.finish()
         finally:
             self._stager.close()
-            if self._releases:
-                self._directory.release()
+            for directory in self._claimed:
+                directory.release()
 
     def resume(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, restarted: bool = False
@@ -224,31 +267,74 @@ class CheckpointManager:
             path = self.latest_valid()
             if path is not None:
                 restored = self._load_verified(path, model, optimizer)
+        elif is_address(choice):
+            restored = self._load_verified(self._fetch_named(choice), model, optimizer)
         elif choice != "none":
             restored = self.load(Path(choice), model, optimizer)
         step = -1 if restored is None else restored.step
-        self._group.on_rank_0(lambda: self._directory.set_aside_after(step))
+        self._site.on_leaders(lambda: self._directory.set_aside_after(step))
+        if self._uploads is not None:
+            self._set_aside_copies(restored)
+            if restored is not None and restored.path.parent == self._directory.path:
+                self._uploads.resumed(restored.path)
         return restored
 
     def latest_valid(self) -> Path | None:
         """The newest checkpoint whose every byte is as written; None if there is none at all.
 
+        Where checkpoints are copied to a store, those there count too, and come here if they are
+        newer than what is here, or the same and that is damaged.
+
         Raises:
-            CheckpointError: a newer version wrote one, or there are some and all are damaged.
+            CheckpointError: a newer version wrote one, there are some and all are damaged, or the
+                store does not answer.
         """
-        candidates = self._group.on_rank_0(lambda: list_steps(self._directory.path))
-        for path in candidates:
-            self._group.on_rank_0(partial(refuse_newer_format, path))
-            problems = self._find_problems(path)
+        candidates = self._group.on_rank_0(self._candidates)
+        for candidate in candidates:
+            if isinstance(candidate, Path):
+                path = candidate
+                self._group.on_rank_0(partial(refuse_newer_format, path))
+                problems = self._find_problems(path)
+            else:
+                self._logger.info("fetching %s/%s", self._remote.address, candidate)
+                path, problems = self._fetch(self._remote, candidate)
             if not problems:
                 return path
-            self._logger.error("SKIPPING DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
+            self._logger.error("SKIPPING DAMAGED CHECKPOINT %s: %s", candidate, "; ".join(problems))
         if candidates:
             raise CheckpointError(
                 f"all {len(candidates)} checkpoints in {self._directory.path} are damaged; "
                 'set checkpoint.resume = "none" to start afresh'
             )
         return None
+
+    def _candidates(self) -> list[Path | str]:
+        """Checkpoints here and folders in the store, newest first; of the same step, here first."""
+        here: list[Path | str] = [*list_steps(self._directory.path)]
+        there = [] if self._uploads is None else self._remote.committed()
+        return sorted([*here, *there], key=_step_and_nearness, reverse=True)
+
+    def _fetch(self, remote: RemoteCheckpoints, folder: str) -> tuple[Path, list[str]]:
+        return fetch_checkpoint(remote, folder, self._directory, self._site, self._group)
+
+    def _fetch_named(self, address: str) -> Path:
+        """The checkpoint of `resume`, brought here."""
+        where, _, folder = address.rstrip("/").rpartition("/")
+        step_of_folder(folder)
+        path, problems = self._fetch(
+            RemoteCheckpoints(where, self._give_up_s, self._logger), folder
+        )
+        if problems:
+            raise CheckpointError(f"{address} is not usable:\n{bullets(problems)}")
+        return path
+
+    def _set_aside_copies(self, restored: Restored | None) -> None:
+        """What training does not go on from must not be what the next start finds."""
+        step, own = -1, None
+        if restored is not None:
+            step = restored.step
+            own = self._group.on_rank_0(lambda: folder_of(read_manifest(restored.path)))
+        self._group.on_rank_0(lambda: self._remote.set_aside_after(step, own))
 
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
@@ -263,92 +349,37 @@ class CheckpointManager:
         """
         problems = self._find_problems(path)
         if problems:
-            raise CheckpointError(f"{path} is not usable:\n{_bullets(problems)}")
+            raise CheckpointError(f"{path} is not usable:\n{bullets(problems)}")
         return self._load_verified(path, model, optimizer)
 
-    @property
-    def _rng_prefix(self) -> str:
-        return f"rng.rank-{self._group.rank}-of-{self._group.size}."
-
     def _find_problems(self, path: Path) -> list[str]:
-        """Every rank hashes its share of the files."""
-        mine = find_problems(path, self._group.rank, self._group.size)
+        """Every rank hashes its share of the files that its site has to have."""
+        mine = find_problems(path, self._site.rank, self._site.size)
         return sorted({problem for of_rank in self._group.gather(mine) for problem in of_rank})
 
     def _load_verified(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> Restored:
-        manifest = read_manifest(path)
-        index = read_index(path)
-        saved = read_json(path / STATE_NAME)
-        tensors = model_tensors(model)
-        optimizer_state: OptimizerState = {}
-        trainable: list[str] | None = None
-        if optimizer is not None:
-            optimizer_state = empty_optimizer_state(model, optimizer, index)
-            tensors |= optimizer_tensors(model, optimizer_state)
-            trainable = trainable_names(model, optimizer)
-        wish = Wish(find_mismatches(index, tensors), list(tensors), trainable)
-        problems = find_misfits(index, saved["trainable"], self._group.gather(wish))
-        if problems:
-            raise CheckpointError(
-                f"{path} does not fit the model or what of it is trained:\n{_bullets(problems)}\n"
-                "Restore [model] and [freeze] of the recipe, or start another run: with another "
-                'name, or checkpoint.resume = "none"'
-            )
-        same_layout = _sizes(manifest["layout"]) == _sizes(self._facts["layout"])
-        rng = {
-            name: torch.empty(entry["shape"], dtype=torch.uint8)
-            for name, entry in index.items()
-            if name.startswith(self._rng_prefix) and same_layout
-        }
-        self._read(path, tensors | rng)
-        if optimizer is not None:
-            optimizer.state.clear()
-            optimizer.state.update(optimizer_state)
-        if manifest["recipe_sha256"] != self._facts["recipe_sha256"]:
-            # Checkpoints of older versions hold the digest alone.
-            changed = changes(manifest.get("recipe") or {}, self._facts["recipe"])
-            what = (
-                f": {'; '.join(changed)}" if manifest.get("recipe") else ", which it does not hold"
-            )
-            self._logger.warning("%s was saved under another recipe%s", path, what)
-        if not rng:
-            self._logger.warning(
-                "%s was saved by %s ranks in layout %s, now there are %s in %s: random streams "
-                "start anew",
-                path,
-                manifest["world_size"],
-                _sizes(manifest["layout"]),
-                self._group.size,
-                _sizes(self._facts["layout"]),
-            )
-        rng = {name.removeprefix(self._rng_prefix): value for name, value in rng.items()}
-        return Restored(path, manifest["step"], saved["state"], rng or None)
-
-    def _read(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            dcp.load(
-                tensors,
-                storage_reader=SafetensorsReader(path),
-                planner=planner,
-                process_group=self._group.group,
-                no_dist=self._group.group is None,
-            )
-        except CheckpointException as error:
-            raise _as_checkpoint_error(f"cannot load {path}", error) from error
+        return load_verified(path, model, optimizer, self._group, self._facts, self._logger)
 
     def _write_in_background(
-        self, target: Path, tensors: dict[str, Tensor], note: dict[str, Any]
+        self, write: Callable[[dict[str, Tensor]], None], tensors: dict[str, Tensor]
     ) -> None:
         try:
-            self._write(target, tensors, note)
+            write(tensors)
         except BaseException as error:  # kept for `wait`, which raises it
             self._failure = error
 
-    def _write(self, target: Path, tensors: dict[str, Tensor], note: dict[str, Any]) -> None:
-        writer = SafetensorsWriter(target, note, self._commit)
+    def _write(
+        self,
+        target: Path,
+        tensors: dict[str, Tensor],
+        note: dict[str, Any],
+        began_s: float,
+        copy: bool,
+    ) -> None:
+        """Writes and commits; `copy`: and starts to copy it to the store."""
+        writer = SafetensorsWriter(target, self._group.rank, note, self._commit)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             dcp.save(
@@ -359,16 +390,38 @@ class CheckpointManager:
                 no_dist=self._group.group is None,
             )
         except CheckpointException as error:
-            writer.discard()
-            raise _as_checkpoint_error(
+            if self._site.is_leader:
+                writer.discard()
+            raise as_checkpoint_error(
                 f"cannot save {target} (older ones are intact)", error
             ) from error
         except RuntimeError as error:
             if not is_peer_trouble(error):
                 raise
             raise PeerError(f"a rank was lost while saving {target}: {error}") from error
-        if self._group.rank == 0:
-            self._directory.retain(self._config.keep)
+        self._meter.note(save_ms=(time.perf_counter() - began_s) * 1e3)
+        if self._site.size < self._group.size:
+            self._commit_on_other_nodes(writer.temporary)
+        if self._site.is_leader:
+            in_use = None if self._uploads is None else self._uploads.in_use
+            self._directory.retain(self._config.keep, in_use)
+        if self._uploads is not None:
+            self._uploads.committed(target, copy)
+
+    def _commit_on_other_nodes(self, temporary: Path | None) -> None:
+        """Each node names what its ranks have written as rank 0 has done, with the same manifest;
+        collective."""
+        assert temporary is not None
+        target = temporary.with_name(temporary.name.partition(".tmp-")[0])
+        manifest = self._group.on_rank_0((target / MANIFEST_NAME).read_bytes)
+
+        def commit() -> None:
+            if self._group.rank > 0:
+                write_synced(temporary / MANIFEST_NAME, manifest)
+                sync_directory(temporary)
+                self._directory.replace(temporary)
+
+        self._site.on_leaders(commit)
 
     def _commit(
         self, temporary: Path, notes: list[dict[str, Any]], files: list[WrittenFile]
@@ -381,28 +434,15 @@ class CheckpointManager:
         write_synced(temporary / STATE_NAME, state)
         entry = WrittenFile(STATE_NAME, len(state), hashlib.sha256(state).hexdigest())
         facts = {"step": notes[0]["step"], **self._facts}
-        write_manifest(temporary, [*files, entry], facts)
+        files = [*files, entry]
+        write_manifest(temporary, files, facts)
         final = self._directory.commit(temporary)
-        self._logger.info("saved %s (%d bytes)", final, sum(f.size_bytes for f in files))
+        size_bytes = sum(f.size_bytes for f in files)
+        self._meter.note(save_bytes=size_bytes)
+        self._logger.info("saved %s (%d bytes)", final, size_bytes)
 
 
-def _sizes(layout: dict[str, int]) -> dict[str, int]:
-    """The dimensions that a layout has: size 1 is none."""
-    return {name: size for name, size in layout.items() if size != 1}
-
-
-def _as_checkpoint_error(what: str, error: CheckpointException) -> CheckpointError:
-    """One line per failed rank; DCP's own text is a page of tracebacks."""
-    lines = [f"rank {rank}: {_describe(e)}" for rank, (e, _) in sorted(error.failures.items())]
-    return CheckpointError(f"{what}:\n{_bullets(lines)}")
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, OSError | CheckpointError) else repr(error)
-
-
-def _bullets(lines: list[str]) -> str:
-    shown = [f"  - {line}" for line in lines[:_SHOWN_PROBLEMS]]
-    if len(lines) > _SHOWN_PROBLEMS:
-        shown.append(f"  - and {len(lines) - _SHOWN_PROBLEMS} more")
-    return "\n".join(shown)
+def _step_and_nearness(candidate: Path | str) -> tuple[int, bool]:
+    if isinstance(candidate, Path):
+        return step_of(candidate) or 0, True
+    return step_of_folder(candidate), False

@@ -74,11 +74,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST_NAME
     try:
         data = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}: not a complete checkpoint") from None
+    manifest = parse_manifest(data, str(file))
+    if step_of(path) != manifest["step"]:
+        raise CheckpointError(f"{path} holds step {manifest['step']}: was it renamed?")
+    return manifest
+
+
+def parse_manifest(data: bytes, file: str) -> dict[str, Any]:
+    """The manifest that a file consists of.
+
+    Args:
+        file: what it is called in errors.
+
+    Raises:
+        NewerFormatError: a newer version has written it.
+        CheckpointError: it is altered or incomplete.
+    """
+    try:
         manifest = json.loads(data)
         digest = manifest.pop(_SELF_KEY)
         content = canonical_json(manifest)
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}: not a complete checkpoint") from None
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a manifest: {error!r}") from None
     whole = canonical_json({**manifest, _SELF_KEY: digest})
@@ -94,9 +111,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} has format {found}, this version reads {FORMAT}")
     if missing := [k for k, kind in _FACTS.items() if not isinstance(manifest.get(k), kind)]:
         raise CheckpointError(f"{file} is incomplete: it does not say {', '.join(missing)}")
-    if step_of(path) != manifest.get("step"):
-        raise CheckpointError(f"{path} holds step {manifest.get('step')}: was it renamed?")
-    return manifest
+    return dict(manifest)
+
+
+def digest_of(manifest: dict[str, Any]) -> str:
+    """What distinguishes a checkpoint from all others: the SHA-256 of all that its manifest says,
+    which has those of its files."""
+    return hashlib.sha256(canonical_json(manifest)).hexdigest()
 
 
 def refuse_newer_format(path: Path) -> None:
@@ -136,7 +157,7 @@ def find_problems(path: Path, share: int = 0, shares: int = 1) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     names = sorted(files)[share::shares]
-    problems = (_file_problem(path / name, files[name]) for name in names)
+    problems = (file_problem(path / name, files[name]) for name in names)
     return [problem for problem in problems if problem]
 
 
@@ -153,7 +174,8 @@ def list_steps(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _file_problem(file: Path, entry: dict[str, Any]) -> str | None:
+def file_problem(file: Path, entry: dict[str, Any]) -> str | None:
+    """How a file differs from its entry in the manifest; None: not at all."""
     try:
         size_bytes = file.stat().st_size
         if size_bytes != entry["bytes"]:

@@ -87,10 +87,12 @@ class SafetensorsWriter(_GivenStorage, StorageWriter):
 
     Nobody reads a directory until `commit` renames it, so a save that dies leaves nothing that
     looks like a checkpoint. The coordinator (rank 0) picks the directory's unique name and hands
-    it out with the plan: no name is ever used twice.
+    it out with the plan: no name is ever used twice. Where nodes write to disks of their own, each
+    of them has a directory of that name.
 
     Args:
-        target: what the directory shall be called once it is complete.
+        target: what the directory shall be called once it is complete; on this rank's node.
+        rank: this one.
         note: JSON that the coordinator gets from every rank before anything is written.
         commit: called on the coordinator with (temporary directory, all notes, all files)
             when every rank has written and synced its file.
@@ -99,14 +101,16 @@ class SafetensorsWriter(_GivenStorage, StorageWriter):
     def __init__(
         self,
         target: Path,
+        rank: int,
         note: dict[str, Any],
         commit: Callable[[Path, list[dict[str, Any]], list[WrittenFile]], None],
     ) -> None:
         self.target = target
+        self._rank = rank
         self.note = note
         self.commit = commit
         self.temporary: Path | None = None
-        """The directory being written; known on the coordinator only."""
+        """The directory being written, once this rank knows."""
         self._notes: list[dict[str, Any]] = []
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -121,15 +125,16 @@ class SafetensorsWriter(_GivenStorage, StorageWriter):
         self._notes = [plan.storage_data for plan in plans]
         self.temporary = self.target.with_name(f"{self.target.name}.tmp-{uuid4().hex}")
         self.temporary.mkdir(parents=True)
-        files = (self.temporary / f"rank-{rank:05}.safetensors" for rank in range(len(plans)))
-        return [replace(p, storage_data=str(f)) for p, f in zip(plans, files, strict=True)]
+        return [replace(plan, storage_data=self.temporary.name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's chunks; returns the written file as each chunk's storage data."""
         future: Future[list[WriteResult]] = Future()
         results = []
+        self.temporary = self.target.with_name(plan.storage_data)
+        self.temporary.mkdir(parents=True, exist_ok=True)
         if plan.items:
-            file = _write_chunks(Path(plan.storage_data), plan.items, planner)
+            file = _write_chunks(self.temporary / file_of(self._rank), plan.items, planner)
             results = [WriteResult(i.index, _size_bytes(i), file) for i in plan.items]
         future.set_result(results)
         return future
@@ -196,6 +201,11 @@ class SafetensorsReader(_GivenStorage, StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def file_of(rank: int) -> str:
+    """What the file is called that a rank writes."""
+    return f"rank-{rank:05}.safetensors"
 
 
 def read_index(path: Path) -> dict[str, Any]:

@@ -1,0 +1,226 @@
+"""Runs whose checkpoints are copied to an object store: lost machines, a store with troubles."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from object_server import ObjectServer
+from tiny_recipe import arguments, records, weights
+from undisturbed_run import COMMON, STEPS, wait_for_step
+
+from torchmm.training.checkpoint.manifest import MANIFEST_NAME
+from torchmm.training.ending import read_status
+
+pytestmark = pytest.mark.slow
+CAMPAIGN = pytest.mark.campaign
+BUCKET = "checkpoints"
+RUN = {
+    "training__steps": 6,
+    "training__global_batch_size": 2,
+    "checkpoint__interval": 2,
+    "data__storage__give_up_s": 2,
+}
+
+
+@pytest.fixture
+def store(object_server, tmp_path) -> ObjectServer:
+    """A store with an empty place for each test: `address`."""
+    object_server.put(BUCKET, f"{tmp_path.name}/of-others", b"")
+    object_server.reset()
+    return object_server
+
+
+def address(tmp_path: Path) -> str:
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+def command(machine: Path, data: Path, upload: str, **changes: object) -> list[str]:
+    """Of a run called "run" on a machine of its own."""
+    return arguments(machine / "run", data, **{**RUN, "checkpoint__upload": upload, **changes})
+
+
+def committed(store: ObjectServer, tmp_path: Path) -> list[int]:
+    """Steps of which there is a manifest, in order."""
+    found = [name.split("/") for name in store.names(BUCKET)]
+    return sorted(
+        int(name[2].split("-")[1])
+        for name in found
+        if name[0] == tmp_path.name and name[-1] == MANIFEST_NAME
+    )
+
+
+def folder(store: ObjectServer, tmp_path: Path, step: int) -> str:
+    start = f"{tmp_path.name}/run/step-{step}-"
+    names = [name for name in store.names(BUCKET) if name.startswith(start)]
+    return names[0].rpartition("/")[0]
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    ours, theirs = weights(a), weights(b)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+@CAMPAIGN
+def test_a_lost_machine_costs_only_the_steps_since_the_last_copy(
+    store, tmp_path, real_data, undisturbed, train_server
+):
+    changes = {**COMMON, "checkpoint__keep": 2}
+    lost = command(tmp_path / "lost", real_data, address(tmp_path), **changes)
+    run = train_server.start(lost, tmp_path / "logs", ranks=2, **store.environment)
+    wait_for_step(tmp_path / "lost/run", 6)
+    while not committed(store, tmp_path):
+        time.sleep(0.02)
+    for rank in range(2):
+        run.kill(rank, signal.SIGKILL)
+    assert run.wait() == [-9, -9]
+    newest = committed(store, tmp_path)[-1]
+    other = command(tmp_path / "other", real_data, address(tmp_path), **changes)
+    codes, output = train_server.run(other, tmp_path / "2", ranks=2, **store.environment)
+    assert codes == [0, 0], output
+    assert "fetching s3://" in output and "resumed from" in output
+    run_dir = tmp_path / "other/run"
+    assert [r["step"] for r in records(run_dir)] == list(range(newest + 1, STEPS + 1))
+    expected = {r["step"]: r["loss"] for r in records(undisturbed)}
+    assert all(r["loss"] == expected[r["step"]] for r in records(run_dir))
+    assert same_weights(run_dir, undisturbed)
+    assert committed(store, tmp_path)[-1] == STEPS
+
+
+@pytest.mark.parametrize(
+    "fault", ["full", *(pytest.param(f, marks=CAMPAIGN) for f in ("away", "refuses"))]
+)
+def test_a_store_that_takes_nothing_more_is_told_and_training_goes_on(
+    store, tmp_path, real_data, train_server, fault
+):
+    args = command(tmp_path / "here", real_data, address(tmp_path), training__steps=2)
+    assert train_server.run(args, tmp_path / "1", **store.environment)[0] == [0]
+    assert committed(store, tmp_path) == [2]
+    run_dir = tmp_path / "here/run"
+    more = command(tmp_path / "here", real_data, address(tmp_path), training__steps=8)
+    if fault == "away":
+        store.faults.cut_writes = True
+    else:
+        store.faults.write_status = 507 if fault == "full" else 403
+    codes, output = train_server.run(more, tmp_path / "2", **store.environment)
+    assert codes == [0], output
+    assert f"is not at {address(tmp_path)}/run" in output and "Traceback" not in output
+    assert "Training goes on without that copy" in output
+    status = read_status(run_dir)
+    assert (status.state, status.step, status.exit_code) == ("done", 8, 0)
+    assert f"step-8 is not at {address(tmp_path)}/run" in status.message
+    assert [r["step"] for r in records(run_dir)] == list(range(1, 9))
+    assert committed(store, tmp_path) == [2]
+    store.reset()
+    again = command(tmp_path / "here", real_data, address(tmp_path), training__steps=8)
+    codes, output = train_server.run(again, tmp_path / "3", **store.environment)
+    assert codes == [0], output
+    assert committed(store, tmp_path) == [2, 8], "the one that was not copied is"
+    assert read_status(run_dir).message == ""
+
+
+@CAMPAIGN
+def test_killed_while_copying_then_resumed_and_copied_again(
+    store, tmp_path, real_data, train_server
+):
+    args = command(tmp_path / "here", real_data, address(tmp_path), training__steps=400)
+    store.faults.write_s = 0.3
+    run = train_server.start(args, tmp_path / "1", **store.environment)
+    half = f"{tmp_path.name}/run/step-2-"
+    while not any(name.startswith(half) for name in store.names(BUCKET)):
+        assert run.processes[0].poll() is None, run.output()
+        time.sleep(0.01)
+    run.kill(0, signal.SIGKILL)
+    assert run.wait() == [-9]
+    assert committed(store, tmp_path) == []
+    torn = {name for name in store.names(BUCKET) if name.startswith(half)}
+    store.reset()
+    saved = sorted((tmp_path / "here/run/checkpoints").glob("step-?*"))
+    steps = max(int(p.name.split("-")[1]) for p in saved if p.name.count("-") == 1) + 2
+    again = command(tmp_path / "here", real_data, address(tmp_path), training__steps=steps)
+    codes, output = train_server.run(again, tmp_path / "2", **store.environment)
+    assert codes == [0] and "resumed from" in output, output
+    assert committed(store, tmp_path)[-1] == steps
+    left = set(store.names(BUCKET))
+    assert torn <= left or not torn & left, "whole or gone"
+    store_only = command(tmp_path / "other", real_data, address(tmp_path), training__steps=steps)
+    codes, output = train_server.run(store_only, tmp_path / "3", **store.environment)
+    assert codes == [0] and f"all {steps} steps are done already" in output
+    assert same_weights(tmp_path / "here/run", tmp_path / "other/run")
+
+
+def test_a_damaged_copy_is_skipped_and_only_damaged_ones_stop_the_start(
+    store, tmp_path, real_data, train_server
+):
+    args = command(tmp_path / "here", real_data, address(tmp_path), training__steps=4)
+    assert train_server.run(args, tmp_path / "1", **store.environment)[0] == [0]
+    file = f"{folder(store, tmp_path, 4)}/rank-00000.safetensors"
+    content = bytearray(store.get(BUCKET, file))
+    content[-1] ^= 1
+    store.put(BUCKET, file, bytes(content))
+    other = command(tmp_path / "other", real_data, address(tmp_path), training__steps=4)
+    run = train_server.start(other, tmp_path / "2", 2, **store.environment)
+    assert run.wait() == [0, 0], run.output()
+    output = run.output(0) + run.output(1)
+    assert "SKIPPING DAMAGED CHECKPOINT step-4-" in output and "was altered" in output
+    assert "resumed from" in output and "step-2" in output
+    for step in (2, 4):
+        for name in store.names(BUCKET):
+            if f"/step-{step}-" in name and name.startswith(tmp_path.name):
+                store.put(BUCKET, name, b"no more")
+    third = command(tmp_path / "third", real_data, address(tmp_path), training__steps=4)
+    run = train_server.start(third, tmp_path / "3", 2, **store.environment)
+    assert run.wait() == [4, 4]
+    output = run.output(0) + run.output(1)
+    assert output.count("CheckpointError: all ") == 1 and "Traceback" not in output
+
+
+@pytest.mark.parametrize("fault", ["away", "refused", "no bucket", "password"])
+def test_what_is_wrong_with_the_store_at_the_start_is_named(
+    store, tmp_path, real_data, train_server, fault
+):
+    upload, code = address(tmp_path), 4
+    expected = {
+        "away": f"{upload}/run did not answer",
+        "refused": "AWS_ACCESS_KEY_ID",
+        "no bucket": "no such bucket; correct checkpoint.upload",
+        "password": "checkpoint.upload",
+    }[fault]
+    if fault == "away":
+        store.go_away()
+    elif fault == "refused":
+        store.faults.status = 403
+    elif fault == "no bucket":
+        upload = "s3://nowhere/runs"
+    else:
+        upload, code = "s3://me:hunter2@bucket/runs", 2
+    try:
+        args = command(tmp_path / "here", real_data, upload)
+        codes, output = train_server.run(args, tmp_path / "1", **store.environment)
+    finally:
+        if fault == "away":
+            store.come_back()
+    assert codes == [code], output
+    assert expected in " ".join(output.split()) and "Traceback" not in output
+    assert "hunter2" not in output
+
+
+@CAMPAIGN
+def test_a_slow_store_gets_the_newest_and_the_same_is_trained(
+    store, tmp_path, real_data, train_server
+):
+    store.faults.write_s = 0.4
+    changes = {"training__steps": 12, "checkpoint__interval": 1, "checkpoint__keep": 20}
+    args = command(tmp_path / "here", real_data, address(tmp_path), **changes)
+    codes, output = train_server.run(args, tmp_path / "1", **store.environment)
+    assert codes == [0], output
+    copied = committed(store, tmp_path)
+    assert copied[-1] == 12 and copied[0] == 1 and len(copied) < 12
+    found = records(tmp_path / "here/run")
+    assert [r["step"] for r in found] == list(range(1, 13))
+    for ended in ("save_wait_ms", "save_ms", "save_bytes"):
+        assert any(r[ended] for r in found), ended
+    assert any(r["upload_ms"] and r["upload_bytes"] for r in found) == (len(copied) > 2)

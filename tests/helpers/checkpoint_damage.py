@@ -1,0 +1,42 @@
+"""Injuries of checkpoints: drawn at random, or such that the manifest vouches for them."""
+
+import random
+from pathlib import Path
+
+from torchmm.training.checkpoint.manifest import WrittenFile, read_manifest, write_manifest
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """One random injury to one random file of a checkpoint."""
+    file = rng.choice(sorted(path.iterdir()))
+    data = bytearray(file.read_bytes())
+    kind = rng.choice(["flip", "zero", "truncate", "grow", "missing", "swap"])
+    at = rng.randrange(len(data))
+    if kind == "flip":
+        data[at] ^= 1 << rng.randrange(8)
+    elif kind == "zero":
+        page = slice(at, at + 4096)
+        data[page] = bytes(255 - b if b == 0 else 0 for b in data[page])
+    elif kind == "truncate":
+        del data[at:]
+    elif kind == "grow":
+        data.append(0)
+    if kind == "swap":
+        other = rng.choice([p for p in sorted(path.iterdir()) if p != file])
+        file.rename(path / "aside")
+        other.rename(file)
+        (path / "aside").rename(other)
+    elif kind == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data)
+    return f"{kind} {file.name}"
+
+
+def rewrite(path: Path, **facts) -> None:
+    """Another manifest for the same files, hashed as its writer would; None takes a fact away."""
+    manifest = read_manifest(path)
+    files = [WrittenFile(n, f["bytes"], f["sha256"]) for n, f in manifest.pop("files").items()]
+    (path / "MANIFEST.json").unlink()
+    merged = {**manifest, **facts}
+    write_manifest(path, files, {k: v for k, v in merged.items() if v is not None})

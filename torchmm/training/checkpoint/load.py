@@ -1,0 +1,169 @@
+"""Loading a checkpoint whose bytes have been compared with its manifest: into any layout.
+
+Everything is compared before anything is loaded: names, shapes and dtypes of all ranks' tensors,
+and what of them is trained. What does not fit is listed as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from torchmm.common.changes import changes
+from torchmm.common.errors import CheckpointError
+from torchmm.parallel.health.peers import SideGroup
+from torchmm.training.checkpoint.manifest import read_json, read_manifest
+from torchmm.training.checkpoint.state import (
+    OptimizerState,
+    Wish,
+    empty_optimizer_state,
+    find_misfits,
+    find_mismatches,
+    model_tensors,
+    optimizer_tensors,
+    trainable_names,
+)
+from torchmm.training.checkpoint.storage import SafetensorsReader, read_index
+
+STATE_NAME = "state.json"
+_SHOWN_PROBLEMS = 20
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a load found besides the tensors it put in place."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    """The JSON given to `save`."""
+    rng: dict[str, Tensor] | None
+    """This rank's random state for `restore_rng`, to be put back after the data loader's
+    iterator exists (creating it draws random numbers). None if the checkpoint was saved by
+    another number of ranks or in another layout, in which ranks that must draw alike were others;
+    seed again, with `step` as a coordinate."""
+
+
+def load_verified(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    group: SideGroup,
+    facts: dict[str, Any],
+    logger: logging.Logger,
+) -> Restored:
+    """Loads a checkpoint in place; collective.
+
+    Args:
+        optimizer: its state is replaced; None loads the model only.
+        facts: what a manifest of this run would say, to tell what is another.
+
+    Raises:
+        CheckpointError: it does not fit; nothing was loaded.
+    """
+    prefix = rng_prefix(group)
+    manifest = read_manifest(path)
+    index = read_index(path)
+    saved = read_json(path / STATE_NAME)
+    tensors = model_tensors(model)
+    optimizer_state: OptimizerState = {}
+    trainable: list[str] | None = None
+    if optimizer is not None:
+        optimizer_state = empty_optimizer_state(model, optimizer, index)
+        tensors |= optimizer_tensors(model, optimizer_state)
+        trainable = trainable_names(model, optimizer)
+    wish = Wish(find_mismatches(index, tensors), list(tensors), trainable)
+    problems = find_misfits(index, saved["trainable"], group.gather(wish))
+    if problems:
+        raise CheckpointError(
+            f"{path} does not fit the model or what of it is trained:\n{bullets(problems)}\n"
+            "Restore [model] and [freeze] of the recipe, or start another run: with another "
+            'name, or checkpoint.resume = "none"'
+        )
+    same_layout = _sizes(manifest["layout"]) == _sizes(facts["layout"])
+    rng = {
+        name: torch.empty(entry["shape"], dtype=torch.uint8)
+        for name, entry in index.items()
+        if name.startswith(prefix) and same_layout
+    }
+    _read(path, tensors | rng, group)
+    if optimizer is not None:
+        optimizer.state.clear()
+        optimizer.state.update(optimizer_state)
+    _tell_what_is_another(path, manifest, facts, bool(rng), logger)
+    rng = {name.removeprefix(prefix): value for name, value in rng.items()}
+    return Restored(path, manifest["step"], saved["state"], rng or None)
+
+
+def _tell_what_is_another(
+    path: Path,
+    manifest: dict[str, Any],
+    facts: dict[str, Any],
+    has_rng: bool,
+    logger: logging.Logger,
+) -> None:
+    if manifest["recipe_sha256"] != facts["recipe_sha256"]:
+        # Checkpoints of older versions hold the digest alone.
+        changed = changes(manifest.get("recipe") or {}, facts["recipe"])
+        what = f": {'; '.join(changed)}" if manifest.get("recipe") else ", which it does not hold"
+        logger.warning("%s was saved under another recipe%s", path, what)
+    if not has_rng:
+        logger.warning(
+            "%s was saved by %s ranks in layout %s, now there are %s in %s: random streams "
+            "start anew",
+            path,
+            manifest["world_size"],
+            _sizes(manifest["layout"]),
+            facts["world_size"],
+            _sizes(facts["layout"]),
+        )
+
+
+def _read(path: Path, tensors: dict[str, Tensor], group: SideGroup) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        dcp.load(
+            tensors,
+            storage_reader=SafetensorsReader(path),
+            planner=planner,
+            process_group=group.group,
+            no_dist=group.group is None,
+        )
+    except CheckpointException as error:
+        raise as_checkpoint_error(f"cannot load {path}", error) from error
+
+
+def rng_prefix(group: SideGroup) -> str:
+    """Of the names of this rank's random states."""
+    return f"rng.rank-{group.rank}-of-{group.size}."
+
+
+def _sizes(layout: dict[str, int]) -> dict[str, int]:
+    """The dimensions that a layout has: size 1 is none."""
+    return {name: size for name, size in layout.items() if size != 1}
+
+
+def as_checkpoint_error(what: str, error: CheckpointException) -> CheckpointError:
+    """One line per failed rank; DCP's own text is a page of tracebacks."""
+    lines = [f"rank {rank}: {_describe(e)}" for rank, (e, _) in sorted(error.failures.items())]
+    return CheckpointError(f"{what}:\n{bullets(lines)}")
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, OSError | CheckpointError) else repr(error)
+
+
+def bullets(lines: list[str]) -> str:
+    """The first lines, as a list."""
+    shown = [f"  - {line}" for line in lines[:_SHOWN_PROBLEMS]]
+    if len(lines) > _SHOWN_PROBLEMS:
+        shown.append(f"  - and {len(lines) - _SHOWN_PROBLEMS} more")
+    return "\n".join(shown)
