@@ -286,7 +286,7 @@ def test_what_a_stage_received_stays_on_the_device():
     tables = np.array([[[0.0], [1.0], [4.0], [6.0]]])
     kept = np.array([[[100.0], [40.0], [10.0], [0.0]]])
     own = StageRecompute((Task(0, 0),), (0, 0, 0), 0 * tables, tables, 0 * tables, kept)
-    later = replace(own, received_bytes_N=np.array([10.0]))
+    later = replace(own, received_bytes_MN=np.array([[0.0], [0.0], [0.0], [10.0]]))
     every = ("offload",) * 3
     assert own.saved_bytes_N(every) == [300] and later.saved_bytes_N(every) == [290]
     assert own.passing_bytes_N(every) == [100] and later.passing_bytes_N(every) == [100]
@@ -294,6 +294,11 @@ def test_what_a_stage_received_stays_on_the_device():
     assert own.host_bytes_N(("full", "offload", "none")) == [10]
     assert own.host_bytes_N(("full", "selective", "none")) == [0]
     assert ("full", "offload", "offload") in stage_candidates(later, 1000)
+    # A first layer that keeps something else of its input holds it only if it is recomputed.
+    beside = replace(own, received_bytes_MN=np.array([[10.0], [0.0], [0.0], [10.0]]))
+    full = ("full",) * 3
+    assert own.saved_bytes_N(full) == [270] and beside.saved_bytes_N(full) == [280]
+    assert beside.saved_bytes_N(every) == [300] and beside.saved_bytes_N(("none",) * 3) == [0]
 
 
 def test_what_is_no_good_for_a_pair_is_left_out():

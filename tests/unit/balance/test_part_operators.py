@@ -21,6 +21,7 @@ from torchmm.balance.costs.layers import (
     layer_kept_bytes,
     layer_linears,
     layer_operators,
+    received_bytes,
 )
 from torchmm.balance.costs.operators import Operator
 from torchmm.balance.costs.sizes import TaskSizes, encoder_sizes, llm_sizes
@@ -80,9 +81,9 @@ class RealLayer:
         self.layer.forward = forward
         return found
 
-    def live_bytes(self, mode: str, trained: bool) -> int:
+    def live_bytes(self, mode: str, trained: bool) -> tuple[int, int]:
         """Bytes that a forward leaves for backward, beside parameters; with its input, which was
-        there before, only if it is kept."""
+        there before, only if it is kept; and with it in any case, as where a stage received it."""
         forward = self.layer.forward
         self.layer.requires_grad_(trained)
         apply_activation_checkpoint(self.module, mode)
@@ -101,7 +102,7 @@ class RealLayer:
         alive = counter.live_bytes([out, self.hidden, *self.tables, *self.module.parameters()])
         self.layer.forward = forward
         self.layer.requires_grad_(True)
-        return alive + any(saved) * self.hidden.nbytes
+        return alive + any(saved) * self.hidden.nbytes, alive + self.hidden.nbytes
 
     def _llm(
         self, family: str, dtype: torch.dtype
@@ -201,11 +202,14 @@ def test_kept_bytes_are_what_stays_alive(family: str, dtype: torch.dtype) -> Non
     layer, size = real.description.layers[0], dtype.itemsize
     for mode, trained in product(("none", "selective", "full"), (True, False)):
         execution = Execution(recompute=mode)  # type: ignore[arg-type]
-        found = layer_kept_bytes(layer, real.sizes, Setting(execution, size), weights=trained)
-        alive = real.live_bytes(mode, trained)
+        setting = Setting(execution, size)
+        found = layer_kept_bytes(layer, real.sizes, setting, weights=trained)
+        received = received_bytes(layer, real.sizes, setting, weights=trained)
+        alive, held = real.live_bytes(mode, trained)
         # Qwen's encoder casts its rotary tables, of the size of a head, in every layer.
         allowed = 0.06 if layer.packed_qkv else 0.02
         assert found == pytest.approx([alive], rel=allowed), (mode, trained)
+        assert found + received == pytest.approx([held], rel=allowed), (mode, trained)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

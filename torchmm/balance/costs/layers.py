@@ -185,16 +185,17 @@ def _norm_count(layer: LayerDescription, sublayers: int) -> int:
     return sublayers * (2 if layer.norm_place == "around" else 1) + layer.more_norms
 
 
-def keeps_input(layer: LayerDescription, element_bytes: int, *, weights: bool) -> bool:
-    """Whether a layer that is not recomputed keeps its input itself, and not just what it makes of
-    it in float32.
+def keeps_input(layer: LayerDescription, setting: Setting, *, weights: bool) -> bool:
+    """Whether a layer keeps its input itself, and not just what it makes of it in float32.
 
     Args:
         weights: whether its weights are trained.
     """
+    if setting.execution.recompute != "none":
+        return True  # from there it runs again
     if layer.norm_place == "behind":
         return weights  # the input of linears
-    return layer.norm == "layer" or (layer.norm == "rms" and element_bytes == 4)
+    return layer.norm == "layer" or (layer.norm == "rms" and setting.element_bytes == 4)
 
 
 def _norms(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Operators:
@@ -315,6 +316,21 @@ def layer_kept_bytes(
     read = 1 if layer.norm_place == "shared" else sublayers
     kept_N += read * weights * element_bytes * inputs_N  # by linears
     return kept_N + sum(c.kept_bytes(sizes, setting, weights) for c in components)
+
+
+def received_bytes(
+    layer: LayerDescription, sizes: TaskSizes, setting: Setting, *, weights: bool
+) -> Array:
+    """What a stage's input holds beside what its first layer keeps, by task.
+
+    The runtime keeps what a stage received, for its gradient, whatever its first layer keeps: that
+    is the same tensor or something else, such as a slice of the sequence.
+
+    Args:
+        weights: whether the layer's are trained.
+    """
+    same = setting.execution.residual_share == 1 and keeps_input(layer, setting, weights=weights)
+    return (not same) * setting.element_bytes * sizes.units_N * layer.hidden_size
 
 
 def shared_bytes(module: ModuleDescription, sizes: TaskSizes, element_bytes: int) -> Array:

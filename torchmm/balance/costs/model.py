@@ -30,8 +30,8 @@ from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.flops import PassFlops, pass_flops
 from torchmm.balance.costs.layers import (
     Parameters,
-    keeps_input,
     layer_linears,
+    received_bytes,
     shared_bytes,
     stage_parameters,
 )
@@ -256,8 +256,7 @@ class CostModel:
         blocks = stage_blocks(module, start, stop)
         setting = self.setting(module, sizes.tasks)
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
-        kept_N = np.zeros(sizes.tasks)
-        waiting_N = np.zeros(sizes.tasks)
+        kept_N, waiting_N = np.zeros((2, sizes.tasks))
         split = setting.execution.recompute == "none"
         held: list[tuple[Array, Array]] = []
         first_layers = next((block for block in blocks if isinstance(block, Layers)), None)
@@ -273,24 +272,25 @@ class CostModel:
                 inputs = inputs.plus(own.inputs, block.count * back_N)
                 weights = weights.plus(own.weights, float(block.count * needs_weights))
             again = again.plus(own.again, block.count * has_backward)
-            found_N = block.count * block.kept_bytes(sizes, setting, needs_weights)
-            found_N = found_N * (np.asarray(needs_inputs) | needs_weights)
-            kept_N += found_N + self._received(blocks, block, sizes, has_backward, needs_weights)
+            found_N = block.count * block.kept_bytes(sizes, setting, needs_weights) * has_backward
+            kept_N += found_N
             if block is first_layers:
-                kept_N += has_backward * shared_bytes(module, sizes, self.element_bytes)
+                beside_N = shared_bytes(module, sizes, self.element_bytes)
+                if block is blocks[0]:
+                    beside_N += received_bytes(block.layer, sizes, setting, weights=needs_weights)
+                kept_N += has_backward * beside_N
             if needs_weights:
                 waiting_N += found_N + block.count * block.gradients_bytes(sizes, setting)
             own_N = block.temporary_bytes(sizes, setting, has_backward)
             held.append((own_N, found_N * (not (split and needs_weights))))
         backward = inputs.plus(weights).plus(again)
-        none = Work.none(sizes.tasks)
         return StageCosts(
             forward=self._times(module, "F", forward),
             backward=self._times(module, "B", backward),
             inputs=self._times(module, "I", inputs.plus(again) if split else backward),
-            weights=self._times(module, "W", weights if split else none),
+            weights=self._times(module, "W", weights if split else Work.none(sizes.tasks)),
             kept_bytes=kept_N,
-            kept_for_weights_bytes=waiting_N if split else np.zeros(sizes.tasks),
+            kept_for_weights_bytes=waiting_N * split,
             workspace_bytes=_workspace(held),
             flops=pass_flops(blocks, useful or sizes, arrives),
         )
@@ -332,21 +332,6 @@ class CostModel:
         factor = self.profile.factor(module.name, action_type)
         found = work.times(self.profile, hidden)
         return Times(factor * found.total_ms, factor * found.tensor_ms)
-
-    def _received(
-        self,
-        blocks: Sequence[Block],
-        block: Block,
-        sizes: TaskSizes,
-        has_backward: Array,
-        trained: bool,
-    ) -> Array:
-        """A received input, if the stage's first layer keeps something else in its place."""
-        width = 0
-        if block is blocks[0] and isinstance(block, Layers):
-            kept = keeps_input(block.layer, self.element_bytes, weights=trained)
-            width = 0 if kept else block.layer.hidden_size
-        return self.element_bytes * sizes.units_N * width * has_backward
 
     def _link(self, ranks: int) -> Link:
         """What connects this many neighbouring ranks."""

@@ -10,7 +10,8 @@ theirs. So only a task that recomputes its last layers needs memory beyond what 
 
 Where a device has memory of its own, a recomputed layer's input may wait in the host's ("offload").
 It is copied there and back between kernels, so all of the copies' time counts. What a stage
-received stays on the device all the same, as the runtime holds it: its first layer gains nothing.
+received stays on the device whatever its first layer keeps, as the runtime holds it: that layer
+gains nothing by "offload".
 
 Candidates of a stage, the ways to run its layers worth choosing from, are a multiple-choice
 knapsack: each layer takes one mode, times and bytes add up, and what is neither faster nor leaner
@@ -25,7 +26,7 @@ its own times and bytes: tasks differ in size, hardly in what their layers' mode
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.costs.execution import Recompute
-from torchmm.balance.costs.layers import layer_kept_bytes
+from torchmm.balance.costs.layers import layer_kept_bytes, received_bytes
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.costs.step_costs import plan_costs
@@ -65,7 +66,7 @@ class StageRecompute:
         again_ms_KMN: what it adds to the backward.
         tensor_ms_KMN: of that, exposed tensor-parallel communication.
         kept_bytes_KMN: what the layer keeps on the device.
-        received_bytes_N: of the first layer's input, stays there whatever its mode.
+        received_bytes_MN: what the stage's input holds there beside what its first layer keeps.
     """
 
     tasks: tuple[Task, ...]
@@ -74,7 +75,7 @@ class StageRecompute:
     again_ms_KMN: Float64s
     tensor_ms_KMN: Float64s
     kept_bytes_KMN: Float64s
-    received_bytes_N: Float64s | float = 0.0
+    received_bytes_MN: Float64s = field(default_factory=lambda: np.zeros((len(ALL_MODES), 1)))
 
     def extra_ms_N(self, modes: Modes) -> Float64s:
         """What modes of all layers add to forward and backward together."""
@@ -83,7 +84,8 @@ class StageRecompute:
     def saved_bytes_N(self, modes: Modes) -> Float64s:
         """What is not kept, compared with keeping everything."""
         saved_N = self.sum_N(self.kept_bytes_KMN[:, :1] - self.kept_bytes_KMN, modes)
-        return saved_N - self.received_bytes_N * (modes[0] == "offload")
+        received_MN = self.received_bytes_MN
+        return saved_N + received_MN[0] - received_MN[ALL_MODES.index(modes[0])]
 
     def host_bytes_N(self, modes: Modes) -> Float64s:
         """What waits in the host's memory."""
@@ -99,8 +101,8 @@ class StageRecompute:
         behind_N = np.zeros(len(self.tasks))
         for index, kind in reversed(list(enumerate(self.kinds))):
             kept_N = self.kept_bytes_KMN[kind, ALL_MODES.index(modes[index])]
-            if index == 0 and modes[0] == "offload":
-                kept_N = kept_N + self.received_bytes_N
+            if index == 0:
+                kept_N = kept_N + self.received_bytes_MN[ALL_MODES.index(modes[0])]
             whole_N = self.kept_bytes_KMN[kind, 0]
             most_N = np.maximum(most_N, whole_N - kept_N - behind_N)
             behind_N = behind_N + kept_N
@@ -120,7 +122,7 @@ class StageRecompute:
         return found_N
 
 
-_LayerTables = tuple[Float64s, Float64s, Float64s, Float64s]
+_LayerTables = tuple[Float64s, Float64s, Float64s, Float64s, Float64s]
 _Tables = dict[tuple[object, ...], _LayerTables]
 
 
@@ -181,15 +183,13 @@ def _stage(
         if key not in tables:
             tables[key] = _layer(layer, own, model, arrives_N, modes)
         rows.append(tables[key])
-    forward, again, tensor, kept = (
+    forward, again, tensor, kept, received = (
         np.stack(each)[:, :, needed_N] for each in zip(*rows, strict=True)
     )
     tasks = [Task(stage.index, *key) for key, n in zip(own.keys, needed_N, strict=True) if n]
     kinds = tuple(map(distinct.index, layers))
-    received: Float64s | float = 0.0
-    if stage.start > 0 and "offload" in modes:
-        received = kept[kinds[0], modes.index("full")]
-    return StageRecompute(tuple(tasks), kinds, forward, again, tensor, kept, received)
+    first = received[kinds[0]] * (stage.start > 0)
+    return StageRecompute(tuple(tasks), kinds, forward, again, tensor, kept, first)
 
 
 def _layer(
@@ -199,14 +199,14 @@ def _layer(
     arrives_N: np.ndarray,
     modes: Modes,
 ) -> _LayerTables:
-    """Time added to forward and backward, communication of the latter, and kept bytes of one layer,
-    by mode and task."""
+    """Of one layer, by mode and task: time added to forward and backward, communication of the
+    latter, bytes kept, and bytes of a received input beside them."""
     module = own.module
     sizes = own.sizes
     index = module.layers.index(layer)
     trained = module.trainable or bool(layer.adapters)
     has_backward_N = arrives_N | trained
-    forward, again, tensor, kept = [], [], [], []
+    forward, again, tensor, kept, received = [], [], [], [], []
     for mode in LAYER_MODES:
         execution = replace(model.execution(module.name), recompute=mode)
         changed = replace(model, executions={**model.executions, module.name: execution})
@@ -217,16 +217,20 @@ def _layer(
         setting = changed.setting(module, sizes.tasks)
         kept_N = layer_kept_bytes(layer, sizes, setting, weights=trained)
         kept.append(has_backward_N * kept_N)
+        received_N = received_bytes(layer, sizes, setting, weights=trained)
+        received.append(has_backward_N * received_N)
     if "offload" in modes:
         copy_ms_N = _copy_ms(kept[-1], model)
         for times in (forward, again):
             times.append(times[-1] + copy_ms_N)
         tensor.append(tensor[-1])
-        kept.append(kept[-1] * (model.profile.device.host_bytes_per_s == 0))
+        own_memory = model.profile.device.host_bytes_per_s > 0
+        received.append(np.maximum(received[-1], kept[-1] * own_memory))
+        kept.append(kept[-1] * (not own_memory))
     forward_MN, again_MN, tensor_MN = (
         np.maximum(np.stack(each) - each[0], 0.0) for each in (forward, again, tensor)
     )
-    return forward_MN, again_MN, tensor_MN, np.stack(kept)
+    return forward_MN, again_MN, tensor_MN, np.stack(kept), np.stack(received)
 
 
 def _copy_ms(nbytes_N: Float64s, model: CostModel) -> Float64s:
