@@ -24,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 
 from torchmm.common.errors import TorchmmError
 from torchmm.common.rng import restore_rng, seed_everything
-from torchmm.parallel.health.peers import Health, check_finite, gather_floats
+from torchmm.parallel.gather import gather_floats
+from torchmm.parallel.health.peers import Health, check_finite
 from torchmm.parallel.mesh import start_process_group
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import CheckpointConfig

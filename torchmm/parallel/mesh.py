@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmm.common.errors import ConfigError
-from torchmm.parallel.health.peers import exchange_device
+from torchmm.parallel.gather import exchange_device
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
 from torchmm.recipe.sizes import AXES, MeshSizes, replica_groups

@@ -33,7 +33,7 @@ from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.data.loader import StepBatch
 from torchmm.models.layers.experts import ExpertLoads, busiest_expert
 from torchmm.parallel.compilation import Graph
-from torchmm.parallel.health.peers import gather_floats
+from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.report import ProgressLine, plot_loss

@@ -50,7 +50,7 @@ from torchmm.balance.planners import search_order
 from torchmm.balance.rates import ActionKind, Change, DriftMonitor, Rates, Total, step_totals
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
-from torchmm.parallel.health.peers import exchange_device
+from torchmm.parallel.gather import exchange_device
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchmm.common.batch import Microbatch
 from torchmm.common.module_names import GENERATOR, LLM
-from torchmm.parallel.health.peers import gather_texts
+from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.plan import PipelinePlan

@@ -25,8 +25,9 @@ from torchmm.data.loader import StepBatch
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import export_hf
 from torchmm.parallel.compilation import tell_graphs
+from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import where_non_finite
-from torchmm.parallel.health.peers import Health, check_finite, gather_floats
+from torchmm.parallel.health.peers import Health, check_finite
 from torchmm.training.build import RunParts
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
 from torchmm.training.metrics import (

@@ -8,13 +8,8 @@ import torch.distributed as dist
 
 from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.common.files import replace_atomically
-from torchmm.parallel.health.peers import (
-    Health,
-    SideGroup,
-    check_finite,
-    gather_floats,
-    is_peer_trouble,
-)
+from torchmm.parallel.gather import gather_floats
+from torchmm.parallel.health.peers import Health, SideGroup, check_finite, is_peer_trouble
 
 NAN, INF = math.nan, math.inf
 

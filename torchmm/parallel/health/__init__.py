@@ -10,6 +10,6 @@ __all__, __getattr__ = public(
     {
         "non_finite": ("where_non_finite",),
         "preflight": ("check_ranks",),
-        "peers": ("Health", "SideGroup", "check_finite", "gather_floats", "gather_texts"),
+        "peers": ("Health", "SideGroup", "check_finite"),
     },
 )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchmm.models.hf.load import local_tensor
-from torchmm.parallel.health.peers import gather_floats, gather_texts
+from torchmm.parallel.gather import gather_floats, gather_texts
 
 SHOWN = 4
 """Modules or parameters that a message lists."""

@@ -22,7 +22,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from torchmm.common.errors import NonFiniteError, PeerError
@@ -320,48 +319,12 @@ def peer_errors(rank: int) -> Iterator[None]:
         ) from error
 
 
-def exchange_device() -> torch.device:
-    """Where numbers of the host have to lie to be sent to all ranks: on the CPU if the process
-    group can send from there, so that nobody waits for a device."""
-    return torch.device("cpu" if "cpu" in dist.get_backend_config() else "cuda")
-
-
-def gather_floats(values: Sequence[float]) -> list[list[float]]:
-    """The values of all ranks, by rank, in one collective.
-
-    One call per step can carry everything the ranks must agree on: loss, gradient norm, wishes to
-    stop (`preempt`), failed background saves.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [list(values)]
-    mine_N = torch.tensor(values, dtype=torch.float64, device=exchange_device())
-    all_RN = mine_N.new_empty(dist.get_world_size() * len(values))
-    dist.all_gather_into_tensor(all_RN, mine_N)
-    return all_RN.view(-1, len(values)).tolist()
-
-
-def gather_texts(text: str) -> list[str]:
-    """The texts of all ranks, by rank; collective."""
-    data = text.encode()
-    sizes = [int(size) for [size] in gather_floats([len(data)])]
-    if len(sizes) == 1:
-        return [text]
-    device = exchange_device()
-    mine = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    every = mine.new_empty(len(sizes) * len(mine))
-    dist.all_gather_into_tensor(every, mine)
-    rows = every.view(len(sizes), -1).cpu().numpy()
-    return [rows[rank, :size].tobytes().decode() for rank, size in enumerate(sizes)]
-
-
 def check_finite(step: int, names: Sequence[str], values_RN: Sequence[Sequence[float]]) -> None:
     """Raises on every rank alike if any value is NaN or infinite; call it before the update.
 
     Args:
         names: what the values are, e.g. ("loss", "grad_norm").
-        values_RN: from `gather_floats`; columns beyond the names are ignored.
+        values_RN: from `parallel.gather.gather_floats`; columns beyond the names are ignored.
     Raises:
         NonFiniteError: names step, values and ranks.
     """

@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
-from torchmm.parallel.health.peers import gather_floats, gather_texts
+from torchmm.parallel.gather import gather_floats, gather_texts
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.sizes import AXES
 
