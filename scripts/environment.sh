@@ -2,6 +2,7 @@
 # shellcheck shell=bash
 
 # prepare_environment [EXTRA]: needs Python >= 3.11 with pip (another one: PYTHON=/path/to/python).
+# LOCKED=requirements/torch-2.13-test.txt: these versions and hashes, instead of the newest that fit.
 prepare_environment() {
     local extra=${1:-} python=${PYTHON:-python3} stamp=.venv/.installed${1:+-$1}
     export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -17,8 +18,23 @@ prepare_environment() {
     fi
     if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
         echo "installing torchmm${extra:+ with extra \"$extra\"} (minutes the first time)"
-        .venv/bin/python -m pip install --quiet 'torch>=2.11,<2.14'
-        .venv/bin/python -m pip install --quiet --editable ".${extra:+[$extra]}"
+        if [ -n "${LOCKED:-}" ]; then
+            install_locked "$LOCKED"
+        else
+            .venv/bin/python -m pip install --quiet 'torch>=2.11,<2.14'
+            .venv/bin/python -m pip install --quiet --editable ".${extra:+[$extra]}"
+        fi
         touch "$stamp"
     fi
+}
+
+# install_locked FILE: torch's version is that of the file, its build the machine's own: there are several
+# of each version (CPU, CUDA), and the CPU's need none of the packages with CUDA's libraries.
+install_locked() {
+    local torch
+    torch=$(grep -o '^torch==[0-9.]*' "$1")
+    .venv/bin/python -m pip install --quiet "$torch"
+    awk '/^[a-z0-9]/ { kept = !/^(torch|triton|cuda-[a-z-]+|nvidia-[a-z0-9-]+)==/ } kept' "$1" |
+        .venv/bin/python -m pip install --quiet --no-deps --require-hashes --requirement /dev/stdin
+    .venv/bin/python -m pip install --quiet --no-deps --editable .
 }
