@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
@@ -24,7 +25,13 @@ from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_linear import Overlap
-from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import (
+    AdapterConfig,
+    EncoderConfig,
+    FreezeConfig,
+    LlmConfig,
+    ModelConfig,
+)
 from torchmm.recipe.parallel_section import ParallelConfig
 
 LLM = {
@@ -279,6 +286,8 @@ class Case:
     """By FSDP2, instead of tensor parallelism."""
     recomputed: bool = False
     """Backwards run layers again, after forwards of inputs of other lengths."""
+    adapted: str = ""
+    """Method of adapters in tower and connector."""
 
 
 CASES = [Case(family, split) for family in TOWERS for split in (False, True)]
@@ -290,6 +299,9 @@ ASYNC = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 CASES += [Case(family, True, chunks=chunks) for chunks, family in enumerate(ASYNC, start=1)]
 CASES += [Case("clip", True, frozen=True, chunks=2)]
 CASES += [Case("siglip2", True, chunks=chunks, recomputed=True) for chunks in (0, 1)]
+MERGERS = ("in internvl", "in qwen3_vl", "in glm4v")
+CASES += [Case(family, split, adapted="lora") for family in MERGERS for split in (False, True)]
+CASES += [Case(family, True, adapted="dora") for family in MERGERS]
 
 
 @proves("tensor", TOWERS, ranks=2)
@@ -301,6 +313,7 @@ def test_split_encoders_equal_the_whole(ranks):
     cases = [c for c in CASES if ranks == 2 or c.family in (*ASYNC, "internvl")]
     sharded = (*TOWERS, "in qwen3_vl") if ranks == 2 else ()
     cases += [Case(family, False, sharded=True) for family in sharded]
+    cases += [Case(MERGERS[1], False, sharded=True, adapted="dora") for _ in sharded[:1]]
     for outcomes in zip(*run_distributed(_compare_all, ranks, cases), strict=True):
         for case, errors in outcomes:
             assert errors == {}, (case, errors)
@@ -315,13 +328,13 @@ def test_every_layer_of_an_encoder_is_split():
 
 def _compare_all(cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
-    return [(c, _compare_sharded(c.family) if c.sharded else _compare(c)) for c in cases]
+    return [(c, _compare_sharded(c) if c.sharded else _compare(c)) for c in cases]
 
 
 def _compare(case: Case) -> dict[str, float]:
     """Outputs and gradients that differ by more than 1e-5, relative."""
     freeze = ("eye",) if case.frozen else ()
-    whole, split = (_build(case.family, freeze) for _ in range(2))
+    whole, split = (_build(case.family, freeze, case.adapted) for _ in range(2))
     mesh = mesh_for(ParallelConfig(shard=1, tensor=torch.distributed.get_world_size()))
     group = mesh.own.tensor.get_group().group_name
     overlap = Overlap("ring", group, case.chunks) if case.chunks else None
@@ -331,8 +344,7 @@ def _compare(case: Case) -> dict[str, float]:
     errors = {}
     losses = []
     for model in (whole, split):
-        materialize(model, "cpu")
-        init_weights(model, seed=1)
+        _fill(model)
     for grids in GRIDS[case.family]:
         inputs = _inputs(case.family, grids)
         expected, found = _encoder(whole)(inputs), _encoder(split)(inputs)
@@ -345,14 +357,14 @@ def _compare(case: Case) -> dict[str, float]:
     return {name: error for name, error in errors.items() if not error <= 1e-5}
 
 
-def _compare_sharded(family: str) -> dict[str, float]:
+def _compare_sharded(case: Case) -> dict[str, float]:
     """The same of gradients with FSDP2, where ranks have other images and numbers of them."""
-    whole, split = _build(family), _build(family)
+    family = case.family
+    whole, split = (_build(family, adapted=case.adapted) for _ in range(2))
     mesh = mesh_for(ParallelConfig(shard=2))
     apply_fsdp(_encoder(split), mesh.own.fsdp, torch.float32)
     for model in (whole, split):
-        materialize(model, "cpu")
-        init_weights(model, seed=1)
+        _fill(model)
     for rank, grids in enumerate((GRIDS[family][0], GRIDS[family][-1])):
         inputs = _inputs(family, grids, seed=rank)
         expected = _encoder(whole)(inputs)
@@ -382,14 +394,29 @@ def _gradient_errors(whole: EncoderModule, split: EncoderModule) -> dict[str, fl
     return errors
 
 
-def _build(family: str, freeze: tuple[str, ...] = ()) -> MultimodalModel:
+def _build(family: str, freeze: tuple[str, ...] = (), adapted: str = "") -> MultimodalModel:
     if family in COMPOSITES:
         config = ModelConfig(config=COMPOSITES[family])
     else:
         modality = "audio" if family in SOUNDS else "image"
         encoder = EncoderConfig(config=TOWERS[family], modality=modality)
         config = ModelConfig(llm=LlmConfig(config=LLM), encoders={"eye": encoder})
-    return build_model(config, FreezeConfig(modules=list(freeze)))
+    adapters = {}
+    if adapted:
+        modules = ["vision", "vision.connector"]
+        adapters["low"] = AdapterConfig(modules=modules, rank=3, method=adapted)
+    return build_model(config, FreezeConfig(modules=list(freeze)), adapters=adapters)
+
+
+@torch.no_grad()
+def _fill(model: MultimodalModel) -> None:
+    """The same values in every layout; none of them zero, as second factors of adapters are."""
+    materialize(model, "cpu")
+    init_weights(model, seed=1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora.up"):
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
+            copy_slice(parameter, 0.01 * torch.randn(parameter.shape, generator=generator))
 
 
 def _encoder(model: MultimodalModel) -> EncoderModule:

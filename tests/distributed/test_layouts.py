@@ -111,6 +111,8 @@ CHANGES = {
 """By LLM: further keys."""
 ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero_bubble"}
 CAPPED = {"final_logit_softcapping": 3.0, "sliding_window": 16}
+PP2 = {"pipeline": 2, "schedule": "1f1b"}
+WITH_CONNECTOR = ("llm", "vision", "vision.connector")
 ASYNC = {"async_tensor_parallel": True}
 EP2_PP2 = {"expert": 2, "pipeline": 2, "schedule": "1f1b"}
 CASES_OF_4 = [
@@ -224,6 +226,15 @@ CASES_OF_4 = [
         adapters=("llm", "vision"),
         method="dora",
     ),
+    Case(
+        "fsdp2 x tp2, sequence parallel, full recomputation, adapters with the connector",
+        shard=2,
+        tensor=2,
+        sequence_parallel=True,
+        recompute="full",
+        adapters=WITH_CONNECTOR,
+    ),
+    Case("pp2 x fsdp2, adapters with the connector", 1, 2, pipeline=PP2, adapters=WITH_CONNECTOR),
 ]
 CASES_OF_2 = [
     Case("fsdp2", shard=2),
@@ -310,6 +321,20 @@ CASES_OF_2 = [
         targets=("q_proj",),
         freeze=("vision", "vision.connector"),
     ),
+    Case("fsdp2, adapter of the connector", shard=2, adapters=("vision.connector",)),
+    Case("tp2, adapter of the connector", tensor=2, adapters=("vision.connector",)),
+    Case("tp2, DoRA with the connector", tensor=2, adapters=WITH_CONNECTOR, method="dora"),
+    Case(
+        "pp2, zero bubble, adapters with the connector",
+        pipeline=ZERO_BUBBLE,
+        adapters=WITH_CONNECTOR,
+    ),
+    Case(
+        "pp2, adapter of the connector alone",
+        freeze=("vision", "llm"),
+        pipeline=PP2,
+        adapters=("vision.connector",),
+    ),
 ]
 
 
@@ -342,14 +367,17 @@ def _compare_with_wrong_experts() -> list[tuple[str, float, float, dict[str, flo
 
 def test_gradients_of_whole_factors_that_are_not_summed_are_found():
     for outcomes in run_distributed(_compare_without_sums, 2):
-        for _, _, _, gradient_errors in outcomes:
-            assert any(name.endswith("q_proj.lora.down") for name in gradient_errors)
-            assert any(name.endswith("o_proj.lora.up") for name in gradient_errors)
+        (_, _, _, of_layers), (_, _, _, of_connector) = outcomes
+        assert any(name.endswith("q_proj.lora.down") for name in of_layers)
+        assert any(name.endswith("o_proj.lora.up") for name in of_layers)
+        assert "encoders.vision.connector.linear_1.lora.down" in of_connector
+        assert "encoders.vision.connector.linear_2.lora.up" in of_connector
 
 
 def _compare_without_sums() -> list[tuple[str, float, float, dict[str, float]]]:
     low_rank._local_summed = low_rank._local
-    return compare_all([c for c in CASES_OF_2 if c.name == "tp2, adapters of all modules"])
+    names = ("tp2, adapters of all modules", "tp2, adapter of the connector")
+    return compare_all([c for c in CASES_OF_2 if c.name in names])
 
 
 def test_norms_of_parts_of_rows_are_found():
