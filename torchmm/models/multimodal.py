@@ -161,11 +161,13 @@ class MultimodalModel(nn.Module):
         return {self.get_parameter(name) for name in self.tied_copies()}
 
     def layer_matrices(self) -> set[nn.Parameter]:
-        """Weights of layers that are a matrix, or one for each expert."""
+        """Weights of layers that are a matrix, or one for each expert; what experts have besides
+        are stacked biases."""
         layers = [layer for stage in self.all_stages() for layer in stage.layers]
-        of_experts = (p for part in expert_parts(layers) for p in stacked_weights(part))
-        flat = (p for layer in layers for p in layer.parameters() if p.ndim == 2)
-        return {*flat, *of_experts}
+        parts = list(expert_parts(layers))
+        flat = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
+        flat -= {p for part in parts for p in part.parameters()}
+        return flat.union(*map(stacked_weights, parts))
 
     def parameter_counts(self) -> dict[str, tuple[int, int]]:
         """Parameters by module name: (all, trainable)."""

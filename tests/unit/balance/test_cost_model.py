@@ -283,9 +283,11 @@ def test_room_for_the_update_by_hand():
     )
     # Moments that visit have three places.
     assert found(portion=1000, visiting=8.0) == (16 * count / 4, 3 * 1000 * 8)
-    # The largest matrix is of 64 x 160: an update, one of each of four ranks, four and a square.
+    # The largest round has three matrices of 64 x 160 and the next layer's first one: parts of the
+    # updates, all of them gathered, four of the largest and a square.
+    together = 3 * 64 * 160 + 64 * 64
     room = found(orthogonal=True, layer_moments=4.0)[1]
-    assert room == 4 * ((1 + 4 + 4) * 64 * 160 + 64**2)
+    assert room == 4 * (together / 4 + together + 4 * 64 * 160 + 64**2)
 
 
 def test_a_task_needs_no_room_beside_what_blocks_behind_have_let_go_of():

@@ -37,3 +37,14 @@ def test_tokens_of_training_are_counted_by_layer_and_expert() -> None:
 def test_models_without_experts_have_nothing_to_count() -> None:
     model = build(ModelConfig(llm=LlmConfig(config=LLMS["llama"])))
     assert not model.llm.expert_loads
+
+
+def test_stacked_biases_of_experts_are_no_matrices() -> None:
+    llm = build(ModelConfig(llm=LlmConfig(config=LLMS["gpt_oss"])))
+    matrices = llm.layer_matrices()
+    of_experts = {n: p for n, p in llm.named_parameters() if ".experts." in n}
+    assert {n.rpartition(".")[2] for n, p in of_experts.items() if p in matrices} == {
+        "gate_up_proj",
+        "down_proj",
+    }
+    assert sum(p.ndim == 2 for p in of_experts.values()) == 2 * len(llm.llm.layers)

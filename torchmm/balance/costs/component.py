@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from torchmm.balance.costs.execution import Setting
+from torchmm.balance.costs.execution import Matrices, Setting
 from torchmm.balance.costs.operators import (
     CLAMPED,
     Operator,
@@ -84,6 +84,10 @@ class Component:
         """Matrix products with weights, in the order of `local_linears`."""
         own = self.local_linears(setting.execution.tensor).items()
         return [matmul(self.rows_N(name, sizes), *size, setting) for name, size in own]
+
+    def matrices(self) -> list[Matrices]:
+        """Parameters that Muon moves, whole."""
+        return [Matrices(inputs, outputs) for inputs, outputs in self.local_linears(1).values()]
 
     def gradients(self, setting: Setting) -> float:
         """Gradients of their weights that a rank computes, added to those of other microbatches."""
@@ -302,6 +306,16 @@ class Experts(FeedForward):
             moved_N = setting.element_bytes * (rows_N * width + weights)
             found.append(product._replace(memory_bytes=moved_N, calls=0 if joined else 1))
         return found
+
+    def matrices(self) -> list[Matrices]:
+        """Stacks of all experts' matrices, gates with what they are for; the router."""
+        layer = self.layer
+        inner = layer.ffn_size / layer.experts_per_token
+        return [
+            Matrices(layer.hidden_size, (1 + layer.gated_ffn) * inner, layer.experts),
+            Matrices(inner, layer.hidden_size, layer.experts),
+            Matrices(layer.hidden_size, layer.experts),
+        ]
 
     def gradients(self, setting: Setting) -> float:
         """Of all experts' weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
@@ -9,6 +10,37 @@ from typing import Literal, NamedTuple
 from torchmm.balance.costs.devices import Link
 
 Recompute = Literal["none", "selective", "full"]
+
+
+class Matrices(NamedTuple):
+    """Matrices of one size that are one parameter of a layer."""
+
+    inputs: float
+    outputs: float
+    stacked: int = 1
+    """Experts are stacked."""
+
+    @property
+    def small(self) -> float:
+        """The shorter side."""
+        return min(self.inputs, self.outputs)
+
+    @property
+    def parameters(self) -> float:
+        """Of all of them."""
+        return self.stacked * self.inputs * self.outputs
+
+    @property
+    def orthogonal_flops(self) -> float:
+        """Of Muon's iterations: three products each, two of them with the whole."""
+        return 5 * (4 * self.small * self.parameters + 2 * self.stacked * self.small**3)
+
+    @property
+    def iterated(self) -> float:
+        """The most values that are there in an iteration: four times the matrices and once a
+        square, or twice and four squares."""
+        squares = self.stacked * self.small**2
+        return max(4 * self.parameters + squares, 2 * self.parameters + 4 * squares)
 
 
 @dataclass(frozen=True)
@@ -55,23 +87,25 @@ class States:
         return min(self.portion, trained) * (copies + places * self.visiting)
 
     def room_of_matrices_bytes(
-        self, inputs: float, outputs: float, ranks: int, element_bytes: int
+        self, together: Sequence[Matrices], ranks: int, element_bytes: int
     ) -> float:
-        """The same of matrices that are made orthogonal, of this size: as many as ranks share them.
+        """The same of matrices that are made orthogonal: at most as many as ranks share them.
 
         Each rank gathers and iterates one, and has zeros in place of the others; results are put to
         rest one by one.
 
         Args:
+            together: which ranks do in one round.
             element_bytes: in which they are made orthogonal.
         """
-        small, large = sorted((inputs, outputs))
-        size = small * large
-        gathered = ranks * size if ranks > 1 else 0
-        iterating = (gathered + 4 * size + small**2) * element_bytes
-        resting = max(gathered, size) * element_bytes
-        resting += (2 * self.copy + self.rounding) * size / ranks
-        held = size * (element_bytes + self.moment_copy + 3 * self.visiting)
+        every = sum(own.parameters for own in together)
+        largest = max(own.parameters for own in together)
+        gathered = every if ranks > 1 else 0
+        iterating = (gathered + max(own.iterated for own in together)) * element_bytes
+        resting = (gathered + largest) * element_bytes
+        resting += (2 * self.copy + self.rounding) * largest / ranks
+        # Each rank's part of all of them.
+        held = every / ranks * (element_bytes + self.moment_copy + 3 * self.visiting)
         return held + max(iterating, resting)
 
 
@@ -104,6 +138,11 @@ class Execution:
     context: int = 1
     recompute: Recompute = "none"
     states: States = FLOAT32
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that have a part of each parameter, or a copy of one."""
+        return self.tensor * self.shard * self.replicate
 
     @property
     def residual_share(self) -> float:

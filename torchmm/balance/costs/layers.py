@@ -42,7 +42,7 @@ from torchmm.balance.costs.components import (
     norm_scales,
     normed_bytes,
 )
-from torchmm.balance.costs.execution import FLOAT32, Recompute, Setting, States
+from torchmm.balance.costs.execution import FLOAT32, Matrices, Recompute, Setting, States
 from torchmm.balance.costs.mixers import Adapters, LowRanks
 from torchmm.balance.costs.operators import (
     Kind,
@@ -69,6 +69,33 @@ def local_linears(layer: LayerDescription, tensor: int) -> dict[str, Linear]:
     """The same of the matrix products that a tensor-parallel rank computes."""
     components = [c for c in components_of(layer) if not c.reads_context]
     return {name: size for c in components for name, size in c.local_linears(tensor).items()}
+
+
+def matrix_rounds(
+    module: ModuleDescription, start: int, stop: int, ranks: int, expert: int
+) -> list[list[Matrices]]:
+    """What Muon moves of layers [start, stop), in the rounds in which it does.
+
+    Args:
+        ranks: that share each parameter, and take turns.
+        expert: ranks that divide experts, which then have rounds of their own.
+    """
+    every = [own for layer in module.layers[start:stop] for own in _matrices(module, layer)]
+    groups = [[own for own in every if own.stacked == 1], [own for own in every if own.stacked > 1]]
+    return [
+        group[first : first + ranks]
+        for group in (groups if expert > 1 else [every])
+        for first in range(0, len(group), ranks)
+    ]
+
+
+def _matrices(module: ModuleDescription, layer: LayerDescription) -> list[Matrices]:
+    """Those of a layer's parameters that are trained and matrices."""
+    if layer.adapters:
+        return Adapters(layer).matrices()
+    if not module.trainable:
+        return []
+    return [own for component in components_of(layer) for own in component.matrices()]
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.costs.component import Component, Linear, Temporaries, exchange_of_heads
-from torchmm.balance.costs.execution import Setting
+from torchmm.balance.costs.execution import Matrices, Setting
 from torchmm.balance.costs.operators import (
     Operator,
     Operators,
@@ -387,6 +387,12 @@ class Adapters(Component):
     def is_in(cls, layer: LayerDescription) -> bool:
         """As the description says."""
         return bool(layer.adapters)
+
+    def matrices(self) -> list[Matrices]:
+        """Both of each adapter."""
+        every = self.layer.adapters
+        pairs = ((Matrices(a.inputs, a.rank), Matrices(a.rank, a.outputs)) for a in every)
+        return [matrices for pair in pairs for matrices in pair]
 
     def parameters(self, tensor: int) -> float:
         """Of all adapters."""

@@ -30,7 +30,7 @@ from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.flops import PassFlops, pass_flops
 from torchmm.balance.costs.layers import (
     Parameters,
-    layer_linears,
+    matrix_rounds,
     received_bytes,
     shared_bytes,
     stage_parameters,
@@ -185,12 +185,6 @@ def gather_operators(
         Operator("all_gather", network_bytes=sent, calls=calls, link=link),
         Operator("shard_unit", calls=calls),
     ]
-
-
-def orthogonal_flops(inputs: float, outputs: float) -> float:
-    """Of Muon's iterations for one matrix: three products each, two of them with the whole."""
-    small, large = sorted((inputs, outputs))
-    return 5 * (4 * small**2 * large + 2 * small**3)
 
 
 @dataclass(frozen=True)
@@ -386,12 +380,11 @@ class CostModel:
         states = execution.states
         own = _moved(module, start, stop, execution).sharded
         room = states.room_bytes(own.trained)
-        if states.orthogonal and own.in_layers:
-            ranks = execution.tensor * execution.shard * execution.replicate
-            size = self.element_bytes
-            for layer in set(module.layers[start:stop]):
-                for linear in layer_linears(layer).values():
-                    room = max(room, states.room_of_matrices_bytes(*linear, ranks, size))
+        if states.orthogonal:
+            ranks = execution.sharing
+            for together in matrix_rounds(module, start, stop, ranks, execution.expert):
+                needed = states.room_of_matrices_bytes(together, ranks, self.element_bytes)
+                room = max(room, needed)
         gradient_bytes = states.weight * own.trained  # sums are float32, what is handed over is not
         held = own.weight_bytes + own.optimizer_bytes + gradient_bytes
         return UpdateBytes(round(held), round(room))
@@ -401,14 +394,11 @@ class CostModel:
     ) -> list[Operator]:
         """Of Muon: matrices are gathered, ranks take turns, and results are summed."""
         execution = self.execution_of(module)
-        if not execution.states.orthogonal or not module.trainable:
+        ranks = execution.sharing
+        if not execution.states.orthogonal or not own.in_layers:
             return []
-        ranks = execution.tensor * execution.shard * execution.replicate
-        flops = sum(
-            orthogonal_flops(*size)
-            for layer in module.layers[start:stop]
-            for size in layer_linears(layer).values()
-        )
+        rounds = matrix_rounds(module, start, stop, ranks, execution.expert)
+        flops = sum(own.orthogonal_flops for together in rounds for own in together)
         sent = self.element_bytes * own.in_layers * execution.shard * (1 - 1 / ranks)
         link = self._link(ranks)
         return [

@@ -66,7 +66,8 @@ def orthogonal_shared(updates: Sequence[Tensor], parameters: Sequence[Tensor]) -
         # Only the one whose turn it is keeps what was gathered.
         own = turn % turns(parameter) == _own_turn(parameter)
         made.append(orthogonal(whole) if own else torch.zeros_like(whole))
-    return [_own_part(x, parameter) for x, parameter in zip(made, parameters, strict=True)]
+    made.reverse()  # each is let go of as soon as its sum is there
+    return [_own_part(made.pop(), parameter) for parameter in parameters]
 
 
 def _own_turn(parameter: DTensor) -> int:
@@ -85,4 +86,4 @@ def _own_part(made: Tensor, parameter: Tensor) -> Tensor:
     mesh = parameter.device_mesh
     somewhere = DTensor.from_local(made, mesh, [Partial()] * mesh.ndim, run_check=False)
     whole = somewhere.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-    return whole[local_slices(parameter)]
+    return whole[local_slices(parameter)].clone()  # a view would hold the whole
